@@ -121,13 +121,14 @@ def _nice_step(raw: float) -> float:
 
 def _log_axis(lo: float, hi: float) -> Axis:
     first, last = math.floor(math.log10(lo) + 1e-9), math.ceil(math.log10(hi) - 1e-9)
-    if last <= first:
-        last = first + 1
-    stride = max(1, math.ceil((last - first) / 8))
-    ticks = [10.0**e for e in range(first, last + 1, stride)]
-    if last - first <= 2:
-        ticks = [m * 10.0**e for e in range(first, last) for m in (1, 2, 5)] + [10.0**last]
-    return Axis(10.0**first, 10.0**last, tuple(ticks), log=True)
+    marks = [m * 10.0**e for e in range(first - 1, last + 2) for m in (1, 2, 5)]
+    low = max(m for m in marks if m <= lo * (1 + 1e-9))
+    high = min(m for m in marks if m >= hi * (1 - 1e-9) and m > low)
+    ticks = [m for m in marks if low <= m <= high]
+    if last - first > 2:
+        stride = math.ceil((last - first) / 8)
+        ticks = [10.0**e for e in range(first, last + 1, stride) if low <= 10.0**e <= high]
+    return Axis(low, high, tuple(ticks), log=True)
 
 
 def _tick_text(tick: float, step: float) -> str:
@@ -140,7 +141,7 @@ def number(value: float) -> str:
     """A value for people: four significant digits, thousands separated, no needless exponent."""
     if not math.isfinite(value):
         return "∞" if value > 0 else "−∞" if value < 0 else "n/a"
-    if 1e4 <= abs(value) < 1e9:
+    if 1e3 <= abs(value) < 1e9:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 

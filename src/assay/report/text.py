@@ -64,6 +64,8 @@ class Piece:
 def excerpt(quote: Quote, head: int, around: int) -> list[Piece]:
     """The first `head` code points of a quote and, further on, `around` of them on each side of its onset."""
     text, onset = quote.text, quote.onset
+    if not text:
+        return []
     spans = [(0, min(head, len(text)))]
     if onset is not None:
         onset = min(max(onset, 0), len(text))
@@ -131,9 +133,8 @@ def scalar_text(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return one_line(value)
-    if isinstance(value, list):
-        if not any(isinstance(v, list | dict) for v in value):
-            return ", ".join(scalar_text(v) for v in value) or "none"
+    if isinstance(value, list) and not any(isinstance(v, list | dict) for v in value):
+        return ", ".join(scalar_text(v) for v in value) or "none"
     return visible(json.dumps(value, ensure_ascii=False))
 
 
