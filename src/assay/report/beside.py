@@ -46,7 +46,10 @@ def _grid(reports: Titled, console: Console) -> RenderableType:
 
     terminal = console.is_terminal
     grid = Table(
-        box=box.ROUNDED if terminal else plain_box(), show_edge=terminal, show_lines=terminal, width=console.width
+        box=box.ROUNDED if terminal else plain_box(),
+        show_edge=terminal,
+        show_lines=terminal,
+        width=console.width,
     )
     grid.add_column("", no_wrap=False, max_width=18, style="dim")
     for title, _ in reports:

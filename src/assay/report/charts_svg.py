@@ -46,7 +46,9 @@ def thinned(chart: Chart) -> int:
 def _description(chart: Chart, points: Sequence[Sequence[Point]]) -> str:
     names = ", ".join(f"{s.name} ({len(kept)} points)" for s, kept in zip(chart.series, points, strict=True))
     bands = "".join(f" Shaded: {b.name}, {b.lo:g} to {b.hi:g}." for b in drawable_bands(chart))
-    return f"{_KINDS[chart.kind]} of {chart.y_label or 'values'} by {chart.x_label or 'item'}: {names}.{bands}"
+    return (
+        f"{_KINDS[chart.kind]} of {chart.y_label or 'values'} by {chart.x_label or 'item'}: {names}.{bands}"
+    )
 
 
 def _legend(chart: Chart) -> tuple[str, float]:
@@ -59,7 +61,11 @@ def _legend(chart: Chart) -> tuple[str, float]:
         width = 36 + CHAR * min(len(entry), 60)
         if x + width > WIDTH and x > 4:
             x, y = 4.0, y + 20
-        key = mark(i, x + 7, y - 4) if i < len(series) else tag("rect", css="band", x=x, y=y - 10, width=14, height=12)
+        key = (
+            mark(i, x + 7, y - 4)
+            if i < len(series)
+            else tag("rect", css="band", x=x, y=y - 10, width=14, height=12)
+        )
         parts += [key, text(entry, x + 20, y, "label", limit=60)]
         x += width
     return "".join(parts), y + 18 if parts else 8.0

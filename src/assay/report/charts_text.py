@@ -98,7 +98,10 @@ def _rows(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[L
     for x, i, point in rows:
         label = set_cell_size("" if x == shown else labels[x], label_width)
         cells = (_bar if chart.kind == "bar" else _whisker)(point, axis, span, _MARKS[i % PALETTE])
-        parts = [(c, role(i)) if c != " " else ("░", "band") if k in bands else (" ", "") for k, c in enumerate(cells)]
+        parts = [
+            (c, role(i)) if c != " " else ("░", "band") if k in bands else (" ", "")
+            for k, c in enumerate(cells)
+        ]
         lines.append([(f"{label}  ", "label"), *_joined(parts), (f"  {values[id(point)]}", "")])
         shown = x
     return [*_cut(lines), *_axis_lines(axis, span, label_width + 2, one_line(chart.y_label))]
@@ -189,7 +192,11 @@ def _plane(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[
     lines = _with_scale(cells, axis, margin, one_line(chart.y_label))
     if x_axis is not None:
         return lines + _axis_lines(x_axis, span, margin + 1, one_line(chart.x_label))
-    ends = f"{one_line(name(names[0]))} … {one_line(name(names[-1]))}" if len(names) > 1 else one_line(name(names[0]))
+    ends = (
+        f"{one_line(name(names[0]))} … {one_line(name(names[-1]))}"
+        if len(names) > 1
+        else one_line(name(names[0]))
+    )
     label = f"{one_line(chart.x_label)}: {ends}" if chart.x_label else ends
     return [*lines, [(" " * (margin + 1) + label, "dim")]]
 
@@ -211,7 +218,10 @@ def _braille(located: Located, span: int, joined: bool, colour: str) -> Grid:
 def _marked(located: Sequence[Located], span: int, joined: bool) -> Grid:
     cells: Grid = {}
     for i, series in enumerate(located):
-        for path, mark in ((_traced(series, span, _PLANE_ROWS) if joined else (), "·"), (series, _MARKS[i % PALETTE])):
+        for path, mark in (
+            (_traced(series, span, _PLANE_ROWS) if joined else (), "·"),
+            (series, _MARKS[i % PALETTE]),
+        ):
             for x, y in path:
                 place = (min(int((1 - y) * _PLANE_ROWS), _PLANE_ROWS - 1), min(int(x * span), span - 1))
                 if mark != "·" or place not in cells:
@@ -224,7 +234,7 @@ def _traced(located: Located, columns: int, rows: int) -> Iterator[tuple[float, 
     ordered = sorted(located)
     yield from ordered[:1]
     for (x0, y0), (x1, y1) in pairwise(ordered):
-        steps = max(round(abs(x1 - x0) * columns), round(abs(y1 - y0) * rows), 1)
+        steps = 2 * max(round(abs(x1 - x0) * columns), round(abs(y1 - y0) * rows), 1)
         for k in range(1, steps + 1):
             yield x0 + (x1 - x0) * k / steps, y0 + (y1 - y0) * k / steps
 

@@ -133,7 +133,9 @@ def banner(report: Report, console: Console) -> RenderableType:
     body = [Text.assemble(word, "  ", (sentence(report), "bold"))]
     if subject:
         body.append(Text(subject, style="dim"))
-    return Panel(Group(*body), title=Text(command), title_align="left", border_style=TONES[look.tone], padding=(0, 1))
+    return Panel(
+        Group(*body), title=Text(command), title_align="left", border_style=TONES[look.tone], padding=(0, 1)
+    )
 
 
 def _verdict_line(report: Report) -> Text:
@@ -156,7 +158,9 @@ def headline(metrics: Sequence[Metric]) -> RenderableType:
 
     grid = Grid.grid(padding=(0, 3, 0, 0))
     for metric in metrics:
-        grid.add_row(Text(one_line(metric.name)), metric_text(metric), Text(_note(metric), style=_note_style(metric)))
+        grid.add_row(
+            Text(one_line(metric.name)), metric_text(metric), Text(_note(metric), style=_note_style(metric))
+        )
     return grid
 
 
@@ -208,9 +212,13 @@ def _table(table: Table, console: Console) -> Iterator[RenderableType]:
     from rich.text import Text
 
     yield Text(one_line(table.title), style="bold")
-    grid = RichTable(box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False)
+    grid = RichTable(
+        box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False
+    )
     for i, column in enumerate(table.columns):
-        grid.add_column(Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold")
+        grid.add_column(
+            Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold"
+        )
     for row in table.rows[:MAX_ROWS]:
         cells = [one_line(str(cell)) for cell in row][: len(table.columns)]
         grid.add_row(*(Text(cell, style=TONES[status_tone(cell)]) for cell in cells))
@@ -270,7 +278,10 @@ def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
     look = SEVERITIES[finding.severity]
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     yield Text.assemble(
-        (mark, f"bold {TONES[look.tone]}"), "  ", (one_line(finding.title), "bold"), (f"  [{finding.id}]", "dim")
+        (mark, f"bold {TONES[look.tone]}"),
+        "  ",
+        (one_line(finding.title), "bold"),
+        (f"  [{finding.id}]", "dim"),
     )
     if finding.detail:
         yield Padding(_prose(finding.detail), (0, 0, 0, 2))
@@ -320,4 +331,3 @@ def _dim(text: str) -> Text:
     from rich.text import Text
 
     return Text(text, style="dim")
-

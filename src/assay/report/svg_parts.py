@@ -43,7 +43,9 @@ def mark(series: int, x: float, y: float, size: float = 5) -> str:
         case 1:
             return tag("rect", css=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
         case 2:
-            return tag("path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size} -{size}z")
+            return tag(
+                "path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size} -{size}z"
+            )
         case 3:
             return tag("path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {1.7 * size:.1f}h-{2 * size}z")
     return tag("circle", css=css, cx=x, cy=y, r=size)

@@ -67,7 +67,9 @@ def _across(
         ticks = [(frame.left + axis.at(t) * span, axis.label(t)) for t in axis.ticks]
         return lambda p: frame.left + axis.at(float(p.x)) * span, list(_x_ticks(frame, ticks))
     places = {x: frame.left + (k + 0.5) / len(names) * span for k, x in enumerate(names)}
-    return lambda p: places[p.x], list(_x_ticks(frame, [(at, one_line(name(x))[:24]) for x, at in places.items()]))
+    return lambda p: places[p.x], list(
+        _x_ticks(frame, [(at, one_line(name(x))[:24]) for x, at in places.items()])
+    )
 
 
 def _x_ticks(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> Iterator[str]:
@@ -91,13 +93,17 @@ def _y_ticks(frame: _Frame) -> Iterator[str]:
 def _bands(chart: Chart, frame: _Frame) -> Iterator[str]:
     for band in drawable_bands(chart):
         top, bottom = sorted((frame.y(band.lo), frame.y(band.hi)))
-        yield tag("rect", css="band", x=frame.left, y=top, width=frame.right - frame.left, height=bottom - top)
+        yield tag(
+            "rect", css="band", x=frame.left, y=top, width=frame.right - frame.left, height=bottom - top
+        )
 
 
 def _line(frame: _Frame, series: int, located: Located) -> Iterator[str]:
     bounded = [(x, bounds) for x, p in located if (bounds := interval(p))]
     if len(bounded) > 1:
-        edge = [(x, frame.y(hi)) for x, (_, hi) in bounded] + [(x, frame.y(lo)) for x, (lo, _) in reversed(bounded)]
+        edge = [(x, frame.y(hi)) for x, (_, hi) in bounded] + [
+            (x, frame.y(lo)) for x, (lo, _) in reversed(bounded)
+        ]
         yield tag("polygon", css=f"{colour(series)} ribbon", points=_path(edge))
     if len(located) > 1:
         trace = [(x, frame.y(p.y)) for x, p in located]

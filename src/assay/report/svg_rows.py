@@ -30,7 +30,8 @@ class _Frame:
 def draw(chart: Chart, points: Sequence[Sequence[Point]], top: float) -> tuple[str, float]:
     """The chart below `top`, and the y at which it ends."""
     rows = _rows(points)
-    left = min(max(len(one_line(name(x))) for x, _, _ in rows) * CHAR + 14, WIDTH * 0.36)
+    longest = max(len(one_line(name(x))) for x, _, _ in rows)
+    left = min(max(longest * CHAR + 14, 40), WIDTH * 0.36)
     right = WIDTH - max(len(with_interval(p)) for _, _, p in rows) * CHAR - 16
     frame = _Frame(
         value_axis(chart, points), left, max(right - left, 80), top + (_LABEL_ROOM if chart.x_label else 0),
@@ -56,7 +57,9 @@ def draw(chart: Chart, points: Sequence[Sequence[Point]], top: float) -> tuple[s
 def _rows(points: Sequence[Sequence[Point]]) -> list[tuple[float | str, int, Point]]:
     """(x, series, point), the series of one x next to each other."""
     found = [{p.x: p for p in reversed(series)} for series in points]
-    return [(x, i, by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x][:MAX_ROWS]
+    return [(x, i, by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x][
+        :MAX_ROWS
+    ]
 
 
 def _bands(chart: Chart, frame: _Frame, bottom: float) -> Iterator[str]:
@@ -80,7 +83,9 @@ def _ticks(frame: _Frame, bottom: float) -> Iterator[str]:
 def _bar(frame: _Frame, series: int, point: Point, y: float) -> str:
     low, high = sorted((frame.x(0.0), frame.x(point.y)))
     thick = frame.row * 0.66
-    bar = tag("rect", css=colour(series), x=low, y=y - thick / 2, width=max(high - low, 1), height=thick, rx=2)
+    bar = tag(
+        "rect", css=colour(series), x=low, y=y - thick / 2, width=max(high - low, 1), height=thick, rx=2
+    )
     return bar + _extent(frame, point, y, "error")
 
 
@@ -93,4 +98,6 @@ def _extent(frame: _Frame, point: Point, y: float, css: str) -> str:
     if bounds is None:
         return ""
     low, high = map(frame.x, bounds)
-    return tag("path", css=css, d=f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8")
+    return tag(
+        "path", css=css, d=f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"
+    )

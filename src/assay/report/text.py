@@ -18,6 +18,11 @@ from assay.verdict import Quote, jsonable
 # Zero-width joiners and variation selectors build real letters and emoji. Every other format character (bidi
 # overrides, tags, zero-width spaces, byte-order marks) can only mislead a reader.
 _JOINERS = frozenset("\u200c\u200d")
+_CONTROLS = (
+    "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF", "VT",
+    "FF", "CR", "SO", "SI", "DLE", "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB",
+    "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
+)  # fmt: skip
 _UNSEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\xac\xae-\u02ff]")
 _COMMAND = re.compile(
     r"(?:[A-Z_]+=\S* )*(?:assay (?:-|(?:check|grade|verify|spec|compare|reference|rerun|kv|gap|demo)\b)|vllm (?:serve|bench|complete|chat)|pip install |curl \S|"
@@ -34,9 +39,7 @@ def visible(text: str) -> str:
 def _shown(char: str) -> str:
     code = ord(char)
     if code < 0x20:
-        return chr(0x2400 + code)  # the control pictures: ␀ … ␟
-    if code == 0x7F:
-        return "\u2421"
+        return f"⟨{_CONTROLS[code]}⟩"
     if unicodedata.category(char) == "Cs":
         return "\ufffd"
     hidden = unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cn") and char not in _JOINERS
@@ -146,7 +149,10 @@ def subject_items(subject: Mapping[str, Any]) -> list[tuple[str, str]]:
 def safe_json(value: Any) -> str:
     """`value` as indented JSON that any file can hold: what `visible` would rewrite is a JSON escape instead."""
     text = json.dumps(jsonable(value), ensure_ascii=False, indent=2, allow_nan=False)
-    return _UNSEEN.sub(lambda match: match.group() if _shown(match.group()) == match.group() else _escape(match.group()), text)
+    return _UNSEEN.sub(
+        lambda match: match.group() if _shown(match.group()) == match.group() else _escape(match.group()),
+        text,
+    )
 
 
 def _escape(char: str) -> str:
