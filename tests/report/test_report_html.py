@@ -140,7 +140,7 @@ def test_long_tables_and_lists_are_cut_visibly():
 def test_a_chart_has_its_picture_its_numbers_and_what_is_missing():
     root = tree(Report("check", Verdict.PASS, blocks=(forest(),)))
     figure = next(root.iter("figure"))
-    assert figure.find("{http://www.w3.org/2000/svg}svg") is not None
+    assert figure.find(".//{http://www.w3.org/2000/svg}svg") is not None
     assert figure.find("figcaption").text.strip() == "1 point not drawn: not a finite number."
     rows = [[td.text for td in tr.iter("td")] for tr in figure.iter("tr")][1:]
     assert rows == [

@@ -58,6 +58,7 @@ def test_an_invalid_speed_enters_no_time_series():
         ("assay_compare_engaged_bytes_read", "assay_compare_engaged_read_bytes", 1),
         ("assay_kv eval_Total-µ", "assay_kv_eval_total", 1),
         ("assay_spec_windows", "assay_spec_windows", 1),
+        ("assay_日本_!", "assay_value", 1),
     ],
 )
 def test_names_end_in_base_units(path, name, factor):

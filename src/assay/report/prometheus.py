@@ -122,6 +122,8 @@ def _is_word(text: str) -> bool:
 def metric_name(path: str) -> tuple[str, float]:
     """A path as a metric name with its unit last, and the factor to that base unit."""
     name = re.sub(r"_+", "_", re.sub(r"[^a-z0-9_]", "_", path.lower())).strip("_")
+    if name == PREFIX:  # nothing of the path is a legal character
+        name = f"{PREFIX}_value"
     for ending, unit, factor in _UNITS:
         if name.endswith(ending):
             return name.removesuffix(ending) + unit, factor
