@@ -12,7 +12,7 @@ from typing import Any
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.server.capabilities import Probed, probe_capabilities
 from assay.engines.server.endpoint import Endpoint, parse_url
-from assay.engines.server.errors import ModelUnknown, NotFound, NotJson, RequestRefused
+from assay.engines.server.errors import Failing, ModelUnknown, NotFound, NotJson, RequestRefused
 from assay.engines.server.identify import Identity, identify
 from assay.engines.server.metrics import Metrics, corrupted_requests, kv_cache_dtype, parse_metrics
 from assay.engines.server.models import ModelCard, choose_model, list_models
@@ -86,7 +86,13 @@ class ServerEngine:
 
     @classmethod
     def _find(cls, transport: Transport, endpoint: Endpoint, model: str | None) -> ServerEngine:
-        cards = list_models(transport)
+        try:
+            cards = list_models(transport)
+        except Failing:
+            # Without a list a named model can still be asked; whether it answers is seen when it is probed.
+            if model is None:
+                raise
+            cards = None
         identity = identify(transport, cards[0].owned_by if cards else None)
         card, chosen = choose_model(
             cards, model, endpoint.api, list_is_complete=identity.kind not in _ANSWERS_TO_UNLISTED
