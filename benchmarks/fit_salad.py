@@ -11,15 +11,15 @@ import json
 from pathlib import Path
 
 import numpy as np
-from broken_outputs import broken
-from legit_texts import legitimate
 from scipy.optimize import minimize
-from split import is_tune
-from synthetic_salads import salads
 
 from assay.coherence import windows
 from assay.coherence.detectors import salad
 from assay.coherence.textview import TextView
+from broken_outputs import broken
+from legit_texts import legitimate
+from split import is_tune
+from synthetic_salads import salads
 
 OUT = Path(salad.__file__).parent.parent / "data" / salad.WEIGHTS
 RIDGE = 3e-4
@@ -30,28 +30,44 @@ def main() -> None:
     bad = [text for _, text in salads(legit)]
     bad += [t.text for t in broken() if t.label == "salad" and is_tune(t.source)]
     good = [t.text for t in legit] + [t.text for t in broken() if t.label == "ok" and is_tune(t.source)]
-    x0, w0 = stacked(good)
-    x1, w1 = stacked(bad)
+    fitted = {}
+    for window, stride in salad.SCALES:
+        print(f"windows of {window} tokens")
+        fitted[str(window)] = fit_scale(good, bad, window, stride).to_json()
+    OUT.write_text(
+        json.dumps({"features": list(windows.FEATURES), "scales": fitted}) + "\n", encoding="utf-8"
+    )
+
+
+def fit_scale(good: list[str], bad: list[str], window: int, stride: int) -> salad.Weights:
+    x0, w0 = stacked(good, window, stride)
+    x1, w1 = stacked(bad, window, stride)
     values = np.concatenate([x0, x1])
     lower, upper = np.percentile(values, [0.5, 99.5], axis=0)
     mean = np.clip(values, lower, upper).mean(axis=0)
     scale = np.maximum(np.clip(values, lower, upper).std(axis=0), 1e-3)
     shape = salad.Weights(lower, upper, mean, scale, np.zeros(0), 0.0)
-    design = salad.expand(values, shape)
     target = np.concatenate([np.zeros(len(x0)), np.ones(len(x1))])
     weight = np.concatenate([w0 / w0.sum(), w1 / w1.sum()]) / 2
-    solution = fit(design, target, weight)
+    solution = fit(salad.expand(values, shape), target, weight)
     weights = salad.Weights(lower, upper, mean, scale, solution[:-1], float(solution[-1]))
-    OUT.write_text(json.dumps(weights.to_json(), indent=0) + "\n", encoding="utf-8")
     score0, score1 = salad.scores(x0, weights), salad.scores(x1, weights)
-    print(f"windows: {len(x0)} legitimate, {len(x1)} salad")
+    print(f"  {len(x0)} legitimate, {len(x1)} salad")
     for limit in (0, 1, 2, 3, 4, 5, 6):
-        print(f"score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows")
+        print(
+            f"  score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows"
+        )
+    return weights
 
 
-def stacked(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+def stacked(texts: list[str], window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Measures of all windows of all texts, and weights by which each text counts once."""
-    found = [w.values for t in texts if (w := windows.measure(TextView(t))) is not None]
+    views = [TextView(t) for t in texts]
+    found = [
+        windows.measure(v, sums, window, stride).values
+        for v in views
+        if (sums := windows.running_sums(v)) is not None
+    ]
     return np.concatenate(found), np.concatenate([np.full(len(v), 1 / len(v) ** 0.5) for v in found])
 
 
@@ -62,7 +78,9 @@ def fit(design: np.ndarray, target: np.ndarray, weight: np.ndarray) -> np.ndarra
         error = weight * (1 / (1 + np.exp(-z)) - target)
         return value, np.append(design.T @ error + 2 * RIDGE * beta[:-1], error.sum())
 
-    return minimize(loss, np.zeros(design.shape[1] + 1), jac=True, method="L-BFGS-B", options={"maxiter": 500}).x
+    return minimize(
+        loss, np.zeros(design.shape[1] + 1), jac=True, method="L-BFGS-B", options={"maxiter": 500}
+    ).x
 
 
 if __name__ == "__main__":
