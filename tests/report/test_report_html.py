@@ -182,6 +182,8 @@ def test_the_svg_inside_is_valid_xml():
 
 
 def test_a_detail_may_hold_a_command():
-    finding = Finding("server.x", Severity.INFO, "t", "first `vllm serve m`, then wait", {}, ("`assay check x`",))
+    finding = Finding(
+        "server.x", Severity.INFO, "t", "first `vllm serve m`, then wait", {}, ("`assay check x`",)
+    )
     root = tree(Report("check", Verdict.PASS, findings=(finding,)))
     assert [text(e) for e in by_class(root, "command")] == ["vllm serve m", "assay check x"]

@@ -7,7 +7,9 @@ model or server text goes through `text.visible` and into `rich.text.Text`, neve
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 HEAD = 200
 AROUND = 100
 MAX_QUOTES = 12
+MAX_ALIKE = 5
 MAX_ROWS = 60
 MAX_WIDTH = 120
 PLAIN_WIDTH = 100
@@ -44,6 +47,7 @@ _ROLES = {
     "band": "green", "dim": "dim", "label": "", "": "",
 }  # fmt: skip
 _PIECES = {"text": "", "after": "red", "onset": "bold white on red", "gap": "dim italic"}
+_BLANK = re.compile(r"\n(?:[ \t]*\n){3,}")
 _ORDER = (Severity.INFO, Severity.WARNING, Severity.ERROR)
 
 
@@ -108,13 +112,26 @@ def renderables(report: Report, console: Console) -> Iterator[RenderableType]:
         yield headline(report.headline, console)
     yield from _blocks(report.blocks, console)
     findings = sorted(report.findings, key=lambda f: _ORDER.index(f.severity))
-    for finding in findings:
-        yield ""
-        yield from _finding(finding, console)
+    yield from _findings(findings, console)
     if findings:
         # The last line above the prompt says again what the first one said, which may have scrolled away.
         yield ""
         yield _verdict_line(report)
+
+
+def _findings(findings: Sequence[Finding], console: Console) -> Iterator[RenderableType]:
+    """The findings in full; of many with one id the first `MAX_ALIKE`."""
+    alike = Counter(f.id for f in findings)
+    seen: Counter[str] = Counter()
+    for finding in findings:
+        seen[finding.id] += 1
+        if seen[finding.id] <= MAX_ALIKE:
+            yield ""
+            yield from _finding(finding, console)
+        elif seen[finding.id] == alike[finding.id]:
+            more = plural(alike[finding.id] - MAX_ALIKE, "more finding")
+            yield ""
+            yield _dim(f"{more} [{finding.id}] in the HTML report (--html FILE) and in --json.")
 
 
 def banner(report: Report, console: Console) -> RenderableType:
@@ -271,8 +288,15 @@ def quoted(pieces: Sequence[Piece]) -> Text:
     text = Text(overflow="fold")
     for piece in pieces:
         note = piece.kind in ("onset", "gap")
-        text.append(f"⟦{piece.text}⟧" if note else piece.text, style=_PIECES[piece.kind])
+        text.append(
+            f"⟦{piece.text}⟧" if note else _BLANK.sub(_counted, piece.text), style=_PIECES[piece.kind]
+        )
     return text if text.plain else Text("(no text)", style="dim italic")
+
+
+def _counted(blank: re.Match[str]) -> str:
+    """A flood of line breaks as its number, so that it does not scroll everything else away."""
+    return f"\n⟦{blank.group().count(chr(10))} line breaks⟧\n"
 
 
 def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
