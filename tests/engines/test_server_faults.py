@@ -166,6 +166,19 @@ def test_a_server_without_a_list_still_says_that_it_lacks_the_model(stub: StubSe
     assert "gamma" in error.message
 
 
+def test_a_refusal_that_names_the_model_is_about_the_model(stub: StubServer) -> None:
+    """As `transformers serve` puts it when it was started with another model."""
+    stub.on("GET /v1/models", models("org/cached", owned_by="org"))
+    stub.on("GET /openapi.json", text('{"paths": {"/load_model": {}, "/v1/chat/completions": {}}}'))
+    refusal = status(400, "Server is pinned to './right'; requested './wrong'.")
+    stub.on(CHAT, refusal).on("POST /v1/completions", refusal)
+    with connect(stub, model="./wrong") as engine:
+        error = failure(lambda: engine.capabilities)
+    assert error.finding_id == "server.model_unknown"
+    assert "pinned to './right'" in error.message
+    assert "org/cached" in error.message
+
+
 def test_no_model_at_all(stub: StubServer) -> None:
     stub.on("GET /v1/models", models())
     error = failure(connect, stub)

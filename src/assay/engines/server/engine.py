@@ -127,15 +127,15 @@ class ServerEngine:
                 except ModelUnknown as exc:
                     raise self._unknown(exc) from exc
                 except RequestRefused as exc:
-                    # Neither route accepts the plainest request. A name that nobody lists is the likely reason.
-                    if self._listed and self.model not in self._listed:
+                    # Neither route takes the plainest request. If it names the model, the name is the reason.
+                    if self.model in str(exc.evidence.get("said")):
                         raise self._unknown(exc) from exc
                     raise
             return self._probed
 
     def _unknown(self, exc: AssayError) -> ModelUnknown:
-        names = ", ".join(self._listed) or "no model that it lists"
-        return ModelUnknown(f"{exc.message}; the server has {names}", available=self._listed)
+        names = f"; it has {', '.join(self._listed)}" if self._listed else ""
+        return ModelUnknown(exc.message + names, available=self._listed)
 
     def describe(self) -> dict[str, Any]:
         """What answers: server, model, capabilities, and the sampling fields that every request carries."""

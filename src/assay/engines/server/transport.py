@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
 import httpx
@@ -23,6 +24,9 @@ from assay.engines.server.endpoint import Endpoint, origin, without_credentials
 from assay.engines.server.errors import InvalidStream, NotJson, Redirected, StreamCut, TimedOut, TooLarge
 from assay.engines.server.excerpt import describe_body, looks_like_html
 from assay.engines.server.status import RETRIED, error_for_failure, error_for_status, retry_after
+
+if TYPE_CHECKING:
+    import ssl
 
 _ERROR_BODY = 1 << 16
 _MAX_REDIRECTS = 3
@@ -97,6 +101,12 @@ class Pieces:
             raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
 
 
+@cache
+def _trust() -> ssl.SSLContext:
+    """The trusted certificates, read once: that takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
 class Transport:
     """Requests to one server, from any number of threads."""
 
@@ -128,6 +138,7 @@ class Transport:
             auth=auth,
             follow_redirects=False,
             mounts=direct,
+            verify=_trust(),
             timeout=httpx.Timeout(
                 min(self.limits.silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None
             ),
