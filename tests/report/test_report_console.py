@@ -207,3 +207,8 @@ def test_many_findings_of_one_kind_are_counted_after_the_first():
     assert "35 more findings [checkpoint.digest_mismatch]" in text
     assert "one more thing" in text
     assert "assay verify: FAIL (40 errors, 1 warning)" in text
+
+
+def test_the_subject_is_named_without_its_inner_settings():
+    subject = {"url": "http://x", "model": None, "server": {"kind": "vllm"}, "window": 8192}
+    assert "Subject: url http://x, window 8192\n" in printed(Report("check", Verdict.PASS, subject))

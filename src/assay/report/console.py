@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from assay.report import console_blocks, console_findings
@@ -99,7 +99,9 @@ def banner(report: Report, console: Console) -> RenderableType:
     from rich.text import Text
 
     look = VERDICTS[report.verdict]
-    subject = ", ".join(f"{key} {value}" for key, value in evidence_items(report.subject, 120))
+    # What a person would call it by; the capabilities and settings under it are in the other reports.
+    plain = {k: v for k, v in report.subject.items() if v is not None and not isinstance(v, Mapping)}
+    subject = ", ".join(f"{key} {value}" for key, value in evidence_items(plain, 120))
     command = f"assay {one_line(report.command)}"
     if not console.is_terminal:
         lines = [f"{look.word}  {command}: {sentence(report)}", *([f"Subject: {subject}"] if subject else [])]
