@@ -267,11 +267,11 @@ def test_timing_is_that_of_the_server(stub: StubServer) -> None:
     timing = reply.timing
     assert timing is not None
     assert (reply.completion_tokens, timing.first_chunk_tokens) == (40, 4)
-    assert 0.018 < timing.ttft < 0.3
+    assert timing.ttft > 0.018
     speed = timing.decode_tokens_per_s(40)
     assert speed is not None
-    # Sleeping takes at least as long as asked for, and little more.
-    assert 100 < speed <= 36 / (9 * 0.02) + 1e-6
+    # Sleeping takes at least as long as asked for; a busy machine makes it longer.
+    assert 20 < speed <= 36 / (9 * 0.02) + 1e-6
 
 
 def test_messages_tools_and_extras_reach_the_server(stub: StubServer) -> None:

@@ -125,6 +125,22 @@ def test_a_connection_that_went_stale_is_tried_again(stub: StubServer) -> None:
         assert engine.generate(ASK).content == "Paris is the capital of France."
 
 
+def test_a_server_that_closes_after_every_answer_without_saying_so(stub: StubServer) -> None:
+    """As uvicorn does after an error 500: the kept connection is gone when the next request uses it."""
+
+    def and_close(behaviour: Behaviour) -> Behaviour:
+        def behave(exchange: Exchange) -> None:
+            behaviour(exchange)
+            exchange.abort()
+
+        return behave
+
+    stub.on("GET /v1/models", and_close(status(500))).on("GET /version", and_close(not_found()))
+    stub.on(CHAT, and_close(healthy()))
+    with connect(stub, model=MODEL) as engine:
+        assert [engine.generate(ASK).content for _ in range(3)] == ["Paris is the capital of France."] * 3
+
+
 # Refused by status
 
 
@@ -196,14 +212,14 @@ def test_several_models_and_none_named(stub: StubServer) -> None:
 def test_rate_limit_that_passes(stub: StubServer) -> None:
     with connect(stub) as engine:
         assert Capability.CHAT in engine.capabilities
-        stub.on(CHAT, times(1, rate_limited("0.2"), healthy()))
+        stub.on(CHAT, times(1, rate_limited("0.6"), healthy()))
         started = time.monotonic()
         reply = engine.stream(ASK)
     assert reply.content == "Paris is the capital of France."
-    assert time.monotonic() - started >= 0.2
+    assert time.monotonic() - started >= 0.6
     assert reply.timing is not None
     # The wait is not the model's time to first token.
-    assert reply.timing.ttft < 0.2
+    assert reply.timing.ttft < 0.6
 
 
 def test_rate_limit_for_ever(stub: StubServer) -> None:
