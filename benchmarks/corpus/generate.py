@@ -4,7 +4,7 @@
 
 Each source goes to `parts/SOURCE.jsonl` in the cache; a source that is there is not generated again. The union is
 written to `outputs.jsonl.gz` beside this file. No text is labelled here: a broken model sometimes writes a sane text,
-and a healthy small one really loops, so labels are given by reading (see labels.md).
+and a healthy small one really loops, so the texts are labelled apart (see ../broken_outputs.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -88,11 +87,22 @@ def generate(source: Source, device: str) -> list[dict[str, Any]]:
     ]
 
 
+def pack(parts: Path) -> None:
+    """Write all parts that exist to `OUTPUT`; the same texts give the same file (no name, no time in it)."""
+    with OUTPUT.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
+        for source in SOURCES:
+            part = parts / f"{source.name}.jsonl"
+            if part.exists():
+                packed.write(part.read_bytes())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default")
+    parser.add_argument(
+        "names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default"
+    )
     parser.add_argument("--device", default="cpu", help="where to run the models, such as cuda")
     parser.add_argument("--list", action="store_true", help="print the names of the sources and stop")
     arguments = parser.parse_args()
@@ -113,13 +123,8 @@ def main() -> None:
         fresh.replace(part)
         seconds = time.perf_counter() - began
         print(f"{source.name}: {len(records)} texts, {tokens} tokens, {seconds:.0f} s", flush=True)
-    existing = [parts / f"{source.name}.jsonl" for source in SOURCES]
-    # mtime=0 and no name: the same texts give the same file.
-    with OUTPUT.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
-        for part in existing:
-            if part.exists():
-                with part.open("rb") as file:
-                    shutil.copyfileobj(file, packed)
+        pack(parts)
+    pack(parts)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     seed: int | None = None
-    max_tokens: int = 200
+    max_tokens: int = 140
 
 
 FIELD = tuple(Sampling(0.7, 0.9, seed) for seed in (1, 2))
@@ -67,7 +67,7 @@ SOURCES = (
     ),
     Source("temperature5", "smollm2", (Sampling(5.0, 1.0, 1), Sampling(5.0, 0.95, 2)), PROMPTS),
     Source("temperature2", "smollm2", (Sampling(2.0, 1.0, 1),), PROMPTS),
-    Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS | MORE_PROMPTS),
+    Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS),
     Source("no_bos", "gemma3", (*FIELD, GREEDY), PROMPTS, add_bos=False, chat=False),
     Source(
         "healthy",
