@@ -44,12 +44,20 @@ def build() -> typer.Typer:
     return app
 
 
-def _root(version: bool = typer.Option(False, "--version", is_eager=True, help="Show the version.")) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from assay import __version__
 
         print(f"assay {__version__}")
         raise typer.Exit
+
+
+def _root(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_show_version, help="Show the version."
+    ),
+) -> None:
+    """Options of `assay` itself; each acts in its own callback."""
 
 
 def main(arguments: list[str] | None = None) -> None:
