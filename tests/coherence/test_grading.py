@@ -136,4 +136,4 @@ def test_time_grows_with_length_and_not_faster(unit: str) -> None:
             best = min(best, time.process_time() - began)
         return best
 
-    assert seconds(160_000) < 14 * seconds(16_000) + 0.25
+    assert seconds(80_000) < 14 * seconds(8_000) + 0.25
