@@ -24,10 +24,12 @@ from assay.coherence.judge import judge
 from assay.coherence.measure import Plan
 from assay.coherence.record import CheckRecord
 from assay.demo.damage import DAMAGES, damage_checkpoint
-from assay.demo.models import build_smollm2
+from assay.demo.models import build_gemma3, build_smollm2
 from assay.demo.servers import vllm_server
 from assay.environment import describe
 
+NO_BOS = "gemma_without_bos"
+"""The natural fault: Gemma 3 270M, a base model, whose tokenizer does not add the start token it was trained with."""
 RESULTS = Path(__file__).parent / "results" / "server_faults.json"
 
 
@@ -102,18 +104,23 @@ def main() -> None:
                     found["healthy"][seed] = checked(whole, whole, arguments, int(seed))
                     keep()
                     print("healthy", seed, _line(found["healthy"][seed]), flush=True)
-    for name in arguments.only or DAMAGES:
+    for name in arguments.only or [*DAMAGES, NO_BOS]:
         if name in found["damages"] or time.perf_counter() - began > 60 * arguments.minutes:
             continue
         folder = Path(tempfile.mkdtemp(prefix="assay-damage-"))
         try:
-            broken = damage_checkpoint(name, whole, folder / "model")
+            if name == NO_BOS:
+                broken, reference = build_gemma3(add_bos=False), build_gemma3(add_bos=True)
+                description = "Gemma 3 270M without its start token"
+            else:
+                broken, reference = damage_checkpoint(name, whole, folder / "model"), whole
+                description = DAMAGES[name].description
             with serve(broken) as server:
                 arguments.url = server.url
-                row = checked(broken, whole, arguments, seed=1000)
+                row = checked(broken, reference, arguments, seed=1000)
         finally:
             shutil.rmtree(folder)
-        found["damages"][name] = row | {"description": DAMAGES[name].description}
+        found["damages"][name] = row | {"description": description}
         keep()
         print(name, _line(row), flush=True)
 

@@ -41,7 +41,7 @@ HIDDEN_TOKENS = 20
 _LATER_TURNS = frozenset({"second_turn", "tool_call"})
 """Probes whose last prompt holds the model's own first answer."""
 
-_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "repeated_tool_call"})
+_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "few_words", "repeated_tool_call"})
 _HARD_LOOPS = frozenset({"newline_loop", "delimiter_loop"})
 """Loops of nothing but blanks and marks: no model that is whole ends there, so they count as floods."""
 

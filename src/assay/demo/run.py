@@ -17,7 +17,7 @@ from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict
 
 DAMAGE = "random_blocks"
-PLAN = Plan(samples=2, repeats=3)
+PLAN = Plan(samples=1, repeats=3)
 
 
 def run_demo(
