@@ -1,0 +1,158 @@
+"""vLLM V1: the `SpecDecoding metrics` line in all its wordings since 0.8, `/metrics`, per-request statistics."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
+from assay.speculation.record import Kind, Observation
+from assay.speculation.rounding import infer_drafts, position_counts
+
+# 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
+_HEAD = re.compile(r"\b(?:SpecDecoding|Speculative) metrics:(.*)", re.I)
+_V0 = re.compile(r"System efficiency|emitted tokens", re.I)
+_RATE = re.compile(r"Draft acceptance rate:\s*(nan|[\d.]+)\s*(%?)", re.I)
+_LENGTH = re.compile(r"Mean acceptance length:\s*(nan|[\d.]+)", re.I)
+_ACCEPTED = re.compile(r"Accepted:\s*(\d+)|Number of accepted tokens:\s*(\d+)", re.I)
+_DRAFTED = re.compile(r"Drafted:\s*(\d+)|Number of draft tokens(?: tokens)?:\s*(\d+)", re.I)
+_POSITIONS = re.compile(r"Per-position acceptance rate:\s*((?:nan|[\d.]+)(?:\s*,\s*(?:nan|[\d.]+))*)", re.I)
+_ENGINE = re.compile(
+    r"(?:Engine (\d+)|\d+ Engines Aggregated):.*?Avg generation throughput:\s*([\d.]+).*?Running:\s*(\d+)"
+)
+
+_PREFIX = re.compile(r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$")
+
+
+class VllmV1Parser(Parser):
+    """Lines are windows. The engine's number stands on the line before, so it is remembered for each process."""
+
+    engine = "vllm"
+
+    def __init__(self) -> None:
+        self._engine_line: dict[str, tuple[str | None, float, int]] = {}
+
+    def line(self, line: Line) -> Iterable[Observation]:
+        engine = _ENGINE.search(line.text)
+        if engine:
+            self._engine_line[line.process] = (
+                None if engine[1] is None else str(int(engine[1])),
+                float(engine[2]),
+                int(engine[3]),
+            )
+            return ()
+        head = _HEAD.search(line.text)
+        if not head or _V0.search(head[1]):
+            return ()
+        return self._window(head[1], line)
+
+    def _window(self, text: str, line: Line) -> Iterable[Observation]:
+        accepted, drafted = _int(_ACCEPTED.search(text)), _int(_DRAFTED.search(text))
+        length, rate = _LENGTH.search(text), _RATE.search(text)
+        printed = _POSITIONS.search(text)
+        rates = None
+        if printed and "nan" not in printed[1].lower():
+            rates = tuple(float(r) for r in printed[1].split(","))
+        mean = number(length[1]) if length else None
+        if accepted is None or drafted is None:
+            # A cut line: what it still prints is a value without counts.
+            fraction = _fraction(rate)
+            if fraction is None and mean is None:
+                return ()
+            yield Observation(
+                engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
+                mean_acceptance_length=mean, rates_per_position=rates, time=line.time, replica=line.replica,
+            )  # fmt: skip
+            return
+        drafts = None
+        per_position = None
+        if drafted == 0:
+            drafts = 0
+        elif mean is not None or rates:
+            drafts = infer_drafts(drafted, accepted, len(rates) if rates else None, mean, rates)
+            per_position = position_counts(drafts, rates, accepted) if drafts and rates else None
+        number_of_engine, throughput, running = self._engine_line.get(line.process, (None, None, None))
+        yield Observation(
+            engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window",
+            replica=line.replica if line.replica is not None else number_of_engine,
+            drafted=drafted, accepted=accepted, drafts=drafts, accepted_per_position=per_position,
+            num_speculative_tokens=len(rates) if rates else None, time=line.time,
+            generation_throughput=throughput, running=running,
+        )  # fmt: skip
+
+    def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        by_engine: dict[str, dict[str, Any]] = defaultdict(lambda: {"positions": {}})
+        order: list[str] = []
+        generated: dict[str, float] = defaultdict(float)
+        for sample in samples:
+            replica = _replica(sample.labels)
+            if re.fullmatch(r"vllm[:_]generation_tokens(?:_total)?", sample.name):
+                generated[replica] += sample.value
+            match = _PREFIX.match(sample.name)
+            if not match:
+                continue
+            if replica not in order:
+                order.append(replica)
+            own = by_engine[replica]
+            if match[1] == "accepted_tokens_per_pos":
+                position = count(sample.labels.get("position"))
+                if position is not None:
+                    own["positions"][position] = own["positions"].get(position, 0.0) + sample.value
+            else:
+                own[match[1]] = own.get(match[1], 0.0) + sample.value
+        # V0 pages have draft_tokens and accepted_tokens too, but never the number of drafts.
+        if not any("drafts" in by_engine[r] or by_engine[r]["positions"] for r in order):
+            return
+        deepest = max((p for r in order for p in by_engine[r]["positions"]), default=-1) + 1
+        for replica in order:
+            own = by_engine[replica]
+            found = own["positions"]
+            complete = bool(found) and sorted(found) == list(range(deepest))
+            drafted = count(own.get("draft_tokens"))
+            yield Observation(
+                engine=self.engine, kind=Kind.TOTAL, definition="vllm_counters", replica=replica or None,
+                drafted=drafted, accepted=count(own.get("accepted_tokens")), drafts=count(own.get("drafts")),
+                accepted_per_position=tuple(int(found[i]) for i in range(deepest)) if complete else None,
+                num_speculative_tokens=deepest or None,
+                generated=count(generated.get(replica)) if replica in generated else None,
+                partial=drafted is None or (bool(found) and not complete),
+            )  # fmt: skip
+
+    def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        if "num_spec_steps" not in value or "num_draft_tokens" not in value:
+            return
+        histogram = value.get("acceptance_histogram")
+        if isinstance(histogram, Mapping):  # sparse form {"0": 39, "3": 3}
+            keys = {count(k): count(v) for k, v in histogram.items()}
+            histogram = [keys.get(i) or 0 for i in range(max((k for k in keys if k is not None), default=0) + 1)]
+        steps = counts(histogram)
+        k = count(value.get("num_spec_tokens"))
+        per_position = None
+        if steps:
+            per_position = from_histogram(steps)[2]
+            if k is not None and len(per_position) < k:
+                per_position += (0,) * (k - len(per_position))
+        yield Observation(
+            engine=self.engine, kind=Kind.REQUEST, definition="vllm_request",
+            drafted=count(value.get("num_draft_tokens")), accepted=count(value.get("num_accepted_draft_tokens")),
+            drafts=count(value.get("num_spec_steps")), accepted_per_position=per_position,
+            num_speculative_tokens=k,
+        )  # fmt: skip
+
+
+def _replica(labels: Mapping[str, str]) -> str:
+    """What tells engines apart on one page: the engine's number, and the instance or model where several share it."""
+    return "/".join(labels[k] for k in ("instance", "model_name", "engine") if labels.get(k))
+
+
+def _int(match: re.Match[str] | None) -> int | None:
+    return None if match is None else int(match[1] or match[2])
+
+
+def _fraction(match: re.Match[str] | None) -> float | None:
+    if match is None:
+        return None
+    value = number(match[1])
+    return value if value is None or not match[2] else value / 100

@@ -1,0 +1,84 @@
+"""Find the few lines that matter in a log of any size, at the speed of reading it.
+
+Every line that counts drafts, of every engine, contains `accep` or `#acc`. Both hold the letters `cc`, a rare pair
+that numpy finds at memory speed. The lines around such a line are kept too, since engines put the engine's number
+or the speed on a line of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+
+BLOCK = 1 << 18
+MARGIN = 1 << 16
+"""A line is sure to be read whole up to this length; a longer one is cut."""
+LINES_BEFORE = 4
+LINES_AFTER = 1
+
+
+class ByteReader(Protocol):
+    """A stream of bytes; `read(n)` may return fewer, and b'' only at the end."""
+
+    def read(self, size: int, /) -> bytes:
+        """Up to `size` bytes."""
+        ...
+
+
+def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARGIN) -> Iterator[bytes]:
+    """Lines that may count drafts, and their neighbours, in order and each once; without line ends."""
+    buffer = b""
+    searched = 0  # hits before this offset are done
+    sent = 0  # lines before this offset are sent
+    while True:
+        fresh = reader.read(block)
+        buffer += fresh
+        # A hit near the end waits until the lines around it are here.
+        limit = max(searched, len(buffer) - margin) if fresh else len(buffer)
+        for hit in _hits(buffer, searched, limit):
+            if hit >= sent:
+                first, sent = _zone(buffer, hit, sent)
+                yield from buffer[first:sent].splitlines()
+        if not fresh:
+            return
+        cut = max(0, limit - margin)
+        buffer = buffer[cut:]
+        searched, sent = limit - cut, max(0, sent - cut)
+
+
+def _hits(buffer: bytes, start: int, stop: int) -> Iterator[int]:
+    """Offsets in [start, stop) of the `cc` in 'accep', 'Accep' or '#acc'."""
+    import numpy as np
+
+    if stop <= start:
+        return
+    view: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(buffer, dtype=np.uint8)
+    pair = view[start : stop + 1] == ord("c")
+    pair[:-1] &= pair[1:]
+    for hit in np.flatnonzero(pair[: stop - start]) + start:
+        if buffer[hit + 2 : hit + 4] == b"ep" or buffer[max(0, hit - 2) : hit] == b"#a":
+            yield int(hit)
+
+
+def _zone(buffer: bytes, hit: int, sent: int) -> tuple[int, int]:
+    """Offsets of the lines around `hit` that are not sent yet."""
+    first = buffer.rfind(b"\n", sent, hit) + 1 or sent
+    for _ in range(LINES_BEFORE):
+        if first <= sent:
+            break
+        first = buffer.rfind(b"\n", sent, first - 1) + 1 or sent
+    last = _line_end(buffer, hit)
+    for _ in range(LINES_AFTER):
+        last = _line_end(buffer, last)
+    # A summary lists its positions on lines of their own.
+    while buffer[last : last + 64].lstrip(b" \t").startswith(b"Position "):
+        last = _line_end(buffer, last)
+    return first, last
+
+
+def _line_end(buffer: bytes, offset: int) -> int:
+    """Offset just past the line that holds `offset`."""
+    return buffer.find(b"\n", offset) + 1 or len(buffer)
