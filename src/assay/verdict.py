@@ -183,6 +183,8 @@ class Report:
     headline: Sequence[Metric] = ()
     blocks: Sequence[Block] = ()
     interrupted: bool = False
+    summary: str = ""
+    """One sentence under the verdict. Left empty, the writers take the gravest finding's title."""
 
     def __post_init__(self) -> None:
         if self.verdict is Verdict.FAIL and not any(f.severity is Severity.ERROR for f in self.findings):

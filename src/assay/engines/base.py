@@ -7,6 +7,7 @@ no engine falls back silently to something weaker.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -138,7 +139,7 @@ class TokenScores:
     """Log-probabilities (natural log) of given tokens, each under the tokens before it.
 
     `token_logprobs` has one entry for each token; the first is None, as nothing comes before it. `bytes` is the
-    number of UTF-8 bytes that the scored tokens cover, None where it is not known.
+    number of UTF-8 bytes of the text that the scored tokens cover, None where it is not known.
     """
 
     token_logprobs: tuple[float | None, ...]
@@ -161,7 +162,7 @@ class TokenScores:
         """NLL in bits divided by the bytes scored; None where the bytes are not known."""
         if not self.bytes:
             return None
-        return self.nll / (self.bytes * 0.6931471805599453)
+        return self.nll / (self.bytes * math.log(2.0))
 
 
 class Capability(StrEnum):
