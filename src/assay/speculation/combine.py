@@ -214,7 +214,9 @@ def _derived_length(
     if generated and accepted is not None and generated > accepted:
         # Every step adds one token of its own: steps = generated − accepted.
         return generated / (generated - accepted)
-    return None
+    lengths = [o.mean_acceptance_length for o in used if o.mean_acceptance_length]
+    # Weights are not known: the plain mean serves for judging, but is not reported as the length.
+    return sum(lengths) / len(lengths) if lengths and accepted is None else None
 
 
 def _weighted(used: Sequence[Observation], name: str) -> float | None:

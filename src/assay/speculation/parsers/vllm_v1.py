@@ -83,11 +83,12 @@ class VllmV1Parser(Parser):
         )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        labels = _telling_labels(samples)
         by_engine: dict[str, dict[str, Any]] = defaultdict(lambda: {"positions": {}})
         order: list[str] = []
         generated: dict[str, float] = defaultdict(float)
         for sample in samples:
-            replica = _replica(sample.labels)
+            replica = "/".join(sample.labels.get(name, "") for name in labels)
             if re.fullmatch(r"vllm[:_]generation_tokens(?:_total)?", sample.name):
                 generated[replica] += sample.value
             match = _PREFIX.match(sample.name)
@@ -142,9 +143,11 @@ class VllmV1Parser(Parser):
         )  # fmt: skip
 
 
-def _replica(labels: Mapping[str, str]) -> str:
-    """What tells engines apart on one page: the engine's number, and the instance or model where several share it."""
-    return "/".join(labels[k] for k in ("instance", "model_name", "engine") if labels.get(k))
+def _telling_labels(samples: Sequence[Sample]) -> list[str]:
+    """Labels that tell engines apart: the engine's number, and instance or model where a page holds several."""
+    names = ("instance", "model_name", "engine")
+    own = [s.labels for s in samples if s.name.startswith(("vllm:", "vllm_"))]
+    return [n for n in names if n == "engine" or len({labels.get(n) for labels in own}) > 1]
 
 
 def _int(match: re.Match[str] | None) -> int | None:
