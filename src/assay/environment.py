@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from assay import __version__
@@ -36,7 +37,9 @@ def _version(package: str) -> str | None:
 
 def _cpu_model() -> str | None:
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            return next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None
+            )
     except OSError:
         return platform.processor() or None

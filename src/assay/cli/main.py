@@ -8,10 +8,13 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-import click
 import typer
 
 from assay.cli.verb import Output, run, usage_report
+from assay.verdict import EXIT_INTERRUPTED, Verdict
+
+# Newer releases of typer carry their own copy of click; the base class of their errors is reached through typer.
+_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 
 # verb: the module whose `command` it is. In the order of the question a deployment raises.
 VERBS = {
@@ -56,15 +59,15 @@ def invoke(arguments: list[str]) -> int:
     command = typer.main.get_command(build())
     try:
         result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
-    except click.exceptions.NoArgsIsHelpError as shown:
-        print(shown.format_message())
-        return 2
-    except click.ClickException as error:
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except _ClickException as error:
+        if not arguments:  # the "error" is the help text
+            print(error.format_message())
+            return Verdict.ERROR.exit_code
         verb = next((a for a in arguments if not a.startswith("-")), "assay")
         report = usage_report(verb if verb in VERBS else "assay", error.format_message())
         return run(report.command, Output(json="--json" in arguments), lambda: report)
-    except click.exceptions.Abort:
-        return 130
     return result if isinstance(result, int) else 0
 
 

@@ -154,3 +154,10 @@ def _bar(total: float | None, description: str, stream: TextIO) -> Iterator[Prog
     with RichProgress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(one_line(description), total=total)
         yield Bar()
+
+
+@contextlib.contextmanager
+def show(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    """The `assay.progress.Progress` of the command line: the function it yields counts one step."""
+    with progress(steps, what) as shown:
+        yield lambda: shown.advance(1)

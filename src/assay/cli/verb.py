@@ -31,15 +31,22 @@ AREAS = {
 PANEL = "Output"
 _SHARED: dict[str, tuple[Any, Any]] = {
     "json": (
-        Annotated[bool, typer.Option("--json", help="Print one JSON object (schema assay/1).", rich_help_panel=PANEL)],
+        Annotated[
+            bool,
+            typer.Option("--json", help="Print one JSON object (schema assay/1).", rich_help_panel=PANEL),
+        ],
         False,
     ),
     "html": (
-        Annotated[Path | None, typer.Option("--html", help="Write a self-contained page.", rich_help_panel=PANEL)],
+        Annotated[
+            Path | None, typer.Option("--html", help="Write a self-contained page.", rich_help_panel=PANEL)
+        ],
         None,
     ),
     "junit": (
-        Annotated[Path | None, typer.Option("--junit", help="Write JUnit XML for CI.", rich_help_panel=PANEL)],
+        Annotated[
+            Path | None, typer.Option("--junit", help="Write JUnit XML for CI.", rich_help_panel=PANEL)
+        ],
         None,
     ),
     "markdown": (

@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from assay.coherence.detectors.base import Detection, quote
 from assay.coherence.detectors.periodic import periodic_runs
-from assay.coherence.detectors.units import FUNCTION_WORDS, UnitClass, classify, is_sentence, loop_kind, word_count
+from assay.coherence.detectors.units import (
+    FUNCTION_WORDS,
+    UnitClass,
+    classify,
+    is_sentence,
+    loop_kind,
+    word_count,
+)
 from assay.coherence.textview import Ending, TextView, Units
 
 MAX_PERIOD = 64
@@ -33,6 +40,8 @@ class Loop:
     end: int
     at_end: bool
     """The run reaches the end of the text."""
+    open_ended: bool
+    """Nothing at all stands after it, not even a closing bracket."""
     cut: bool
     """It reaches the end of a text that breaks off there."""
     line_aligned: bool
@@ -74,8 +83,8 @@ def candidates(view: TextView) -> Iterator[Loop]:
 def is_fault(loop: Loop, ending: Ending) -> bool:
     """Whether a repetition is a loop that a sane text would not hold."""
     kind = classify(loop.unit)
-    if kind is UnitClass.BLANK:
-        return False  # floods.py knows blanks
+    if kind is UnitClass.BLANK or len(set(loop.unit.strip())) == 1:
+        return False  # floods.py knows blanks and single characters
     if kind is UnitClass.DECORATION:
         return _decoration_fault(loop)
     if kind is UnitClass.DATA:
@@ -96,9 +105,7 @@ def _decoration_fault(loop: Loop) -> bool:
 def _data_fault(loop: Loop) -> bool:
     if not loop.one_line:
         return loop.repeats >= 64 and loop.cut
-    if len(set(loop.unit)) == 1:  # 000000…: floods.py knows one character
-        return False
-    return loop.chars >= (160 if loop.at_end else 1000)
+    return loop.chars >= (160 if loop.open_ended else 1000)
 
 
 def _sentence_fault(loop: Loop, ending: Ending) -> bool:
@@ -127,8 +134,8 @@ def _unit_loops(view: TextView, units: Units, max_period: int, min_repeats: int)
     for run in periodic_runs(units.ids, max_period=max_period, min_repeats=min_repeats):
         start, end = int(units.starts[run.start]), int(units.ends[run.end - 1])
         unit = view.text[start : int(units.starts[run.start + run.period])]
-        # Marks are compared as characters only: as tokens, a drawing of stars would be one long loop.
-        if end - start >= 12 and classify(unit) is not UnitClass.DECORATION:
+        # Marks and numbers are compared as characters only: as tokens, a drawing or a matrix would be one loop.
+        if end - start >= 12 and classify(unit) is UnitClass.WORDS:
             yield _loop(view, start, end, run.repeats, unit)
 
 
@@ -142,6 +149,7 @@ def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Lo
         start=start,
         end=end,
         at_end=at_end,
+        open_ended=end >= view.visible_end,
         cut=at_end and view.cut,
         line_aligned="\n" in unit or (not before and end >= line_end),
         one_line=end <= line_end,

@@ -25,6 +25,6 @@ def detect(view: TextView) -> Detection | None:
     ):
         runs = [m.span() for m in pattern.finditer(view.text)]
         count = sum(end - start for start, end in runs)
-        if count >= 3 and count >= share * n or count >= 40:
+        if (count >= 3 and count >= share * n) or count >= 40:
             return Detection(kind, runs[0][0], runs[-1][1], {"count": count, "runs": len(runs)})
     return None

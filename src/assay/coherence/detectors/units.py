@@ -6,12 +6,10 @@ import re
 from enum import StrEnum
 
 FUNCTION_WORDS = frozenset(
-    "the a an and or but if of to in on at by for from with as is are was were be been being it its this that these "
-    "those i you he she we they them his her their our your my not so than then there here which who what when "
-    "where how all any some no do does did has have had will would can could should may might must about into over "
-    "after before between through during under up out more most such only also other very just".split()
+    ["the", "a", "an", "and", "or", "but", "if", "of", "to", "in", "on", "at", "by", "for", "from", "with", "as", "is", "are", "was", "were", "be", "been", "being", "it", "its", "this", "that", "these", "those", "i", "you", "he", "she", "we", "they", "them", "his", "her", "their", "our", "your", "my", "not", "so", "than", "then", "there", "here", "which", "who", "what", "when", "where", "how", "all", "any", "some", "no", "do", "does", "did", "has", "have", "had", "will", "would", "can", "could", "should", "may", "might", "must", "about", "into", "over", "after", "before", "between", "through", "during", "under", "up", "out", "more", "most", "such", "only", "also", "other", "very", "just"]
 )
 
+_BLANK = re.compile(r"(?:\s|&nbsp;|&#160;|<br ?/?>)*")
 _WORD = re.compile(r"[^\W\d_]+")
 _DATA = re.compile(r"(?:0x|[\s\d.,;:|+/\\()\[\]{}<>\"'%a-fA-F=*-])+")
 _SENTENCE_END = re.compile(r"[.!?。！？]|\n")
@@ -28,7 +26,7 @@ class UnitClass(StrEnum):
 
 def classify(unit: str) -> UnitClass:
     """The class of a repeated unit."""
-    if not unit.strip():
+    if _BLANK.fullmatch(unit):
         return UnitClass.BLANK
     if not any(c.isalnum() for c in unit):
         return UnitClass.DECORATION

@@ -31,7 +31,11 @@ _MAX_REDIRECTS = 3
 
 @dataclass(frozen=True)
 class Limits:
-    """How long and how much. `total_s` bounds one attempt from the first byte sent to the last received."""
+    """How long and how much.
+
+    `total_s` bounds one attempt from the first byte sent to the last received; it is checked whenever a piece of the
+    body arrives, so an attempt can take up to one `silence_s` longer.
+    """
 
     connect_s: float = 10.0
     silence_s: float = 120.0
