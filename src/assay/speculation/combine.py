@@ -136,7 +136,7 @@ def _sum(observations: Sequence[Observation], name: str) -> int | None:
     values = [getattr(o, name) for o in observations if not (o.empty and getattr(o, name) is None)]
     if not values or any(v is None for v in values):
         return None
-    return sum(values)
+    return int(sum(values))
 
 
 def _positions(used: Sequence[Observation]) -> tuple[tuple[int, int], ...] | None:

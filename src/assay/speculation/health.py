@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from assay.speculation.combine import Evidence
-from assay.speculation.intervals import Interval, design_effect, proportion
+from assay.speculation.intervals import Rate, design_effect, proportion
 from assay.speculation.record import Observation, Record
 from assay.speculation.trend import Collapse, all_or_nothing, find_collapse
 
@@ -20,6 +20,8 @@ BROKEN_RATE, BROKEN_UPPER = 0.05, 0.10
 DEGRADED_UPPER = 0.50
 MIN_TOKENS_PER_STEP = 1.6
 BROKEN_TOKENS_PER_STEP = 1.05
+MIN_DRAFT_TOKENS = 20
+"""Fewer draft tokens than this are not judged at all."""
 
 
 class Health(StrEnum):
@@ -44,10 +46,10 @@ class Assessment:
     health: Health
     reason: str
     basis: str
-    rate: Interval | None = None
+    rate: Rate | None = None
     tokens_per_step: float | None = None
-    positions: tuple[Interval, ...] = ()
-    pooled: Interval | None = None
+    positions: tuple[Rate, ...] = ()
+    pooled: Rate | None = None
     design_effect: float = 1.0
     per_engine: dict[str, Assessment] = field(default_factory=dict)
     collapse: Collapse | None = None
@@ -111,7 +113,9 @@ def judge(record: Record, windows: Sequence[Observation] = ()) -> Assessment:
     first = positions[0] if positions else pooled if record.num_speculative_tokens == 1 else None
     basis = "position 0" if first else "everything drafted"
     length = record.tokens_per_step
-    if first is not None:
+    if pooled is not None and pooled.n < MIN_DRAFT_TOKENS:
+        health, reason = Health.INSUFFICIENT, f"only {pooled.n} tokens were drafted"
+    elif first is not None:
         health, reason = _by_first_position(first, length)
     elif pooled is not None:
         health, reason = _by_everything(record, pooled, length)
@@ -120,7 +124,7 @@ def judge(record: Record, windows: Sequence[Observation] = ()) -> Assessment:
     return Assessment(health, reason, basis, first or pooled, length, positions, pooled, effect)
 
 
-def judge_rate(rate: Interval) -> Health:
+def judge_rate(rate: Rate) -> Health:
     """Judge the interval of one acceptance rate by itself."""
     if rate.value < BROKEN_RATE and rate.hi < BROKEN_UPPER:
         return Health.BROKEN
@@ -129,17 +133,15 @@ def judge_rate(rate: Interval) -> Health:
     return Health.HEALTHY if rate.lo >= DEGRADED_UPPER else Health.INSUFFICIENT
 
 
-def _by_first_position(first: Interval, length: float | None) -> tuple[Health, str]:
+def _by_first_position(first: Rate, length: float | None) -> tuple[Health, str]:
     health = judge_rate(first)
     text = f"position 0 is accepted in {first.percent()}"
     if health is not Health.BROKEN and length is not None and length < MIN_TOKENS_PER_STEP:
-        if first.lo < BROKEN_UPPER and first.hi >= DEGRADED_UPPER:
-            return Health.INSUFFICIENT, f"{text}, which leaves every answer open"
         return Health.DEGRADED, f"{text} and a step emits {length:.2f} tokens"
     return health, text
 
 
-def _by_everything(record: Record, pooled: Interval, length: float | None) -> tuple[Health, str]:
+def _by_everything(record: Record, pooled: Rate, length: float | None) -> tuple[Health, str]:
     """Position 0 is not known: it lies between the pooled rate and accepted per draft."""
     text = f"{pooled.percent()} of all draft tokens are accepted"
     if length is not None:
@@ -151,7 +153,7 @@ def _by_everything(record: Record, pooled: Interval, length: float | None) -> tu
         health = judge_rate(pooled)
         return health, text
     if length < MIN_TOKENS_PER_STEP:
-        return (Health.INSUFFICIENT if pooled.hi - pooled.lo > DEGRADED_UPPER else Health.DEGRADED), text
+        return Health.DEGRADED, text
     # The lower bound of the rate must still mean a helpful step, and exclude a dead head.
     lower = _length_at(record, pooled.lo, length)
     enough = pooled.lo >= BROKEN_UPPER and lower >= MIN_TOKENS_PER_STEP

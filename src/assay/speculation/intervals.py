@@ -6,15 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from assay.stats.wilson import wilson_interval
+from assay.stats.wilson import wilson
 
 MIN_CLUSTERS = 5
 """Fewer windows than this say too little about how much they differ."""
 
 
 @dataclass(frozen=True)
-class Interval:
-    """An estimate with its two-sided 95 % interval. `n` is the number of trials behind it."""
+class Rate:
+    """A rate, or a difference of two, with its two-sided 95 % interval. `n` is the number of trials behind it."""
 
     value: float
     lo: float
@@ -30,11 +30,11 @@ class Interval:
         return f"{100 * self.value:.1f} % [{100 * self.lo:.1f}, {100 * self.hi:.1f}]"
 
 
-def proportion(successes: int, trials: int, design_effect: float = 1.0) -> Interval:
+def proportion(successes: int, trials: int, design_effect: float = 1.0) -> Rate:
     """Wilson interval of a proportion. A design effect above 1 divides the number of trials."""
-    effective = trials / max(1.0, design_effect)
-    lo, hi = wilson_interval(successes / trials * effective, effective)
-    return Interval(successes / trials, lo, hi, trials)
+    effect = max(1.0, design_effect)
+    interval = wilson(successes / effect, trials / effect)
+    return Rate(interval.value, interval.lo, interval.hi, trials)
 
 
 def design_effect(clusters: Sequence[tuple[int, int]]) -> float:
@@ -51,9 +51,9 @@ def design_effect(clusters: Sequence[tuple[int, int]]) -> float:
     return max(1.0, chi2 / (len(used) - 1))
 
 
-def difference(a: Interval, b: Interval) -> Interval:
+def difference(a: Rate, b: Rate) -> Rate:
     """a − b with Newcombe's interval (1998, method 10): the two Wilson intervals combined in squares."""
     gap = a.value - b.value
     lo = gap - math.hypot(a.value - a.lo, b.hi - b.value)
     hi = gap + math.hypot(a.hi - a.value, b.value - b.lo)
-    return Interval(gap, lo, hi, min(a.n, b.n))
+    return Rate(gap, lo, hi, min(a.n, b.n))

@@ -28,7 +28,7 @@ class Reading:
     observations: list[Observation] = field(default_factory=list)
     clues: list[Clue] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    bytes: int = 0
+    size: int = 0
     speeds: list[float] = field(default_factory=list)
     """Generation throughput that lines without speculation print, tokens per second."""
 
@@ -52,7 +52,7 @@ class Reading:
             self.speeds += found.speeds
             for raw in scanner.interesting_lines(source):
                 self.line(raw)
-        self.bytes += source.size
+        self.size += source.size
 
     def line(self, raw: bytes) -> list[Observation]:
         """Read one log line; returns what is new."""

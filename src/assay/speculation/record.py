@@ -154,7 +154,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The object `results.record`."""
-        own = {
+        own: dict[str, Any] = {
             "engine": self.engine,
             "drafted": self.drafted,
             "accepted": self.accepted,

@@ -28,7 +28,7 @@ def infer_drafts(
     half = 0.5 * 10**-decimals + 1e-9
 
     def agrees(drafts: int) -> bool:
-        return abs(1 + accepted / drafts - mean_length) <= half
+        return bool(abs(1 + accepted / drafts - mean_length) <= half)
 
     if full is not None and agrees(full) and (accepted == 0 or _rates_agree(full, accepted, rates)):
         return full

@@ -58,9 +58,9 @@ def _hits(buffer: bytes, start: int, stop: int) -> Iterator[int]:
     view: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(buffer, dtype=np.uint8)
     pair = view[start : stop + 1] == ord("c")
     pair[:-1] &= pair[1:]
-    for hit in np.flatnonzero(pair[: stop - start]) + start:
+    for hit in (np.flatnonzero(pair[: stop - start]) + start).tolist():
         if buffer[hit + 2 : hit + 4] == b"ep" or buffer[max(0, hit - 2) : hit] == b"#a":
-            yield int(hit)
+            yield hit
 
 
 def _zone(buffer: bytes, hit: int, sent: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from assay.speculation.intervals import Interval, proportion
+from assay.speculation.intervals import Rate, proportion
 from assay.speculation.record import Observation
 
 MIN_DRAFTS = 50
@@ -22,8 +22,8 @@ class Collapse:
 
     at: int
     windows: int
-    before: Interval
-    after: Interval
+    before: Rate
+    after: Rate
     time: str | None = None
     replica: str | None = None
     zero: bool = False

@@ -8,10 +8,11 @@ from statistics import NormalDist
 from assay.stats.interval import Interval
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
+def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     """Wilson's score interval of a proportion.
 
     Wilson (1927): (p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n). With n = 0 nothing is known: value NaN, 0 to 1.
+    Counts may be fractions: a design effect divides both.
     ValueError where `successes` is not within 0 … n.
     """
     _check(successes, n)
@@ -54,6 +55,6 @@ def clopper_pearson(successes: int, n: int, confidence: float = 0.95) -> Interva
     return Interval(successes / n, lo, hi)
 
 
-def _check(successes: int, n: int) -> None:
+def _check(successes: float, n: float) -> None:
     if not 0 <= successes <= n:
         raise ValueError(f"{successes} successes of {n} is not a proportion")

@@ -17,6 +17,7 @@ class GuardParser(Parser):
     engine = "imp"
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """A request that gave up drafting."""
         match = _GAVE_UP.search(line.text)
         if not match:
             return ()

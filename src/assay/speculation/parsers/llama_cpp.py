@@ -38,6 +38,7 @@ class LlamaCppParser(Parser):
         self._cli: dict[str, int] = {}
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """A request, a total of one method, or the speed on the line before."""
         text = line.text
         timing = _EVAL.search(text)
         if timing:
@@ -90,6 +91,7 @@ class LlamaCppParser(Parser):
         )  # fmt: skip
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """A `timings` object."""
         drafted = count(value.get("draft_n"))
         if drafted is None or "draft_rounds" in value:
             return ()
@@ -101,6 +103,7 @@ class LlamaCppParser(Parser):
         )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        """A total since start."""
         found: dict[str, int] = {}
         positions: dict[int, int] = {}
         for sample in samples:

@@ -15,6 +15,7 @@ class MlcParser(Parser):
     engine = "mlc-llm"
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """Counts of every slot."""
         tried, accepted = counts(value.get("draft_count")), counts(value.get("accept_count"))
         if not tried or not accepted or len(tried) != len(accepted):
             return ()

@@ -15,6 +15,7 @@ class MlxVlmParser(Parser):
     engine = "mlx-vlm"
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """A `timings` object with rounds."""
         drafts, drafted = count(value.get("draft_rounds")), count(value.get("draft_n"))
         if drafts is None or drafted is None:
             return ()

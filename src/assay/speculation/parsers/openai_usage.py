@@ -15,6 +15,7 @@ class OpenAIUsageParser(Parser):
     engine = "openai-compatible"
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """A `usage` object."""
         details = value.get("completion_tokens_details")
         if not isinstance(details, Mapping):
             return ()

@@ -24,6 +24,7 @@ class QuotedRatesParser(Parser):
     engine = "vllm"
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """Key-value pairs in any order."""
         head = _HEAD.search(line.text)
         if not head:
             return ()

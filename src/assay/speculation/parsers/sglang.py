@@ -41,6 +41,7 @@ class SglangParser(Parser):
         self._interval = DEFAULT_INTERVAL
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """A decode batch; or the server arguments, which fix the depth."""
         text = line.text
         if "speculative_num_steps=" in text:
             steps, interval = _STEPS.search(text), _INTERVAL.search(text)
@@ -67,6 +68,7 @@ class SglangParser(Parser):
         )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        """Gauges of the last interval, one rank of each engine."""
         gauges: dict[str, dict[str, float]] = {}
         for sample in samples:
             name = sample.name.replace("sglang_", "sglang:", 1)
@@ -90,6 +92,7 @@ class SglangParser(Parser):
             )  # fmt: skip
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """A `meta_info` object."""
         drafts = count(value.get("spec_verify_ct"))
         if drafts is None:
             return

@@ -18,6 +18,7 @@ class TensorRTParser(Parser):
     engine = "tensorrt-llm"
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """A printed average."""
         match = _AVERAGE.search(line.text)
         # vLLM's offline example prints "Mean acceptance length:" too, without the draft length.
         if not match or match[2] is None:
@@ -30,6 +31,7 @@ class TensorRTParser(Parser):
         )  # fmt: skip
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """Statistics of an iteration or a request."""
         drafted = count(value.get("numDraftTokens", value.get("num_draft_tokens")))
         accepted = count(value.get("numAcceptedTokens", value.get("num_accepted_tokens")))
         drafts = count(value.get("numRequestsWithDraftTokens", value.get("num_requests_with_draft_tokens")))

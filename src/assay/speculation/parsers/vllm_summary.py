@@ -38,6 +38,7 @@ class VllmSummaryParser(Parser):
         self._blocks = 0
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """The summary as far as it has come."""
         position = _POSITION.match(line.text)
         if position:
             percent = position[1] is not None

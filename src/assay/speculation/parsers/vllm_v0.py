@@ -34,6 +34,7 @@ class VllmV0Parser(Parser):
     engine = "vllm"
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """A total since start."""
         head = _HEAD.search(line.text)
         if not head or not ("efficiency" in head[1] or "emitted" in head[1]):
             return ()
@@ -59,6 +60,7 @@ class VllmV0Parser(Parser):
         )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        """A total since start, from the old names."""
         found: dict[str, float] = {}
         for sample in samples:
             match = _NAME.match(sample.name)

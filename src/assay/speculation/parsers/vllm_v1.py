@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
@@ -35,6 +35,7 @@ class VllmV1Parser(Parser):
         self._engine_line: dict[str, tuple[str | None, float, int]] = {}
 
     def line(self, line: Line) -> Iterable[Observation]:
+        """A window; or the line before it, which names the engine."""
         engine = _ENGINE.search(line.text)
         if engine:
             self._engine_line[line.process] = (
@@ -48,7 +49,7 @@ class VllmV1Parser(Parser):
             return ()
         return self._window(head[1], line)
 
-    def _window(self, text: str, line: Line) -> Iterable[Observation]:
+    def _window(self, text: str, line: Line) -> Iterator[Observation]:
         accepted, drafted = _int(_ACCEPTED.search(text)), _int(_DRAFTED.search(text))
         length, rate = _LENGTH.search(text), _RATE.search(text)
         printed = _POSITIONS.search(text)
@@ -83,6 +84,7 @@ class VllmV1Parser(Parser):
         )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        """One total for each engine on the page."""
         labels = _telling_labels(samples)
         by_engine: dict[str, dict[str, Any]] = defaultdict(lambda: {"positions": {}})
         order: list[str] = []
@@ -122,6 +124,7 @@ class VllmV1Parser(Parser):
             )  # fmt: skip
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
+        """The statistics that `--per-request-spec-decode-metrics` adds to a response."""
         if "num_spec_steps" not in value or "num_draft_tokens" not in value:
             return
         histogram = value.get("acceptance_histogram")
