@@ -1,1 +1,1 @@
-"""Intervals and errors, without torch."""
+"""Intervals and errors that the verdicts rest on."""

@@ -182,7 +182,9 @@ class HfEngine:
         return lambda tokens: any(word in self._text(tokens) for word in stop)
 
     def _text(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(
+            self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        )
 
     def _reply(self, row: Any, request: Request) -> Reply:
         text = self._text(row.tokens)

@@ -35,5 +35,7 @@ def parse_spec(spec: str) -> HfSpec:
             raise UsageError(f"{spec!r}: unknown option {name!r}", remedy=f"options are {', '.join(options)}")
         options[name] = value
     if options["dtype"] not in DTYPES:
-        raise UsageError(f"{spec!r}: unknown dtype {options['dtype']!r}", remedy=f"one of {', '.join(DTYPES)}")
+        raise UsageError(
+            f"{spec!r}: unknown dtype {options['dtype']!r}", remedy=f"one of {', '.join(DTYPES)}"
+        )
     return HfSpec(model=model, dtype=options["dtype"], device=options["device"])

@@ -10,7 +10,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urljoin
@@ -23,7 +23,6 @@ from assay.engines.server.endpoint import Endpoint, origin, without_credentials
 from assay.engines.server.errors import InvalidStream, NotJson, Redirected, StreamCut, TimedOut, TooLarge
 from assay.engines.server.excerpt import describe_body, looks_like_html
 from assay.engines.server.status import RETRIED, error_for_failure, error_for_status, retry_after
-from assay.errors import AssayError
 
 _ERROR_BODY = 1 << 16
 _MAX_REDIRECTS = 3
@@ -78,18 +77,24 @@ class Pieces:
         if decoder is None:
             raise InvalidStream(f"{where} answers in the encoding {encoding!r}, which was not asked for")
         received = 0
-        for raw in self._response.iter_raw():
-            now = time.monotonic()
-            if now > self._deadline:
-                raise TimedOut(
-                    f"{where} had not finished its answer after {self._limits.total_s:g} s",
-                    evidence={"url": where, "seconds": self._limits.total_s, "bytes": received},
-                )
-            for piece in decoder.feed(raw):
-                received += len(piece)
-                if received > limit:
-                    raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
-                yield now, piece
+        try:
+            for raw in self._response.iter_raw():
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimedOut(
+                        f"{where} had not finished its answer after {self._limits.total_s:g} s",
+                        evidence={"url": where, "seconds": self._limits.total_s, "bytes": received},
+                    )
+                for piece in decoder.feed(raw):
+                    received += len(piece)
+                    if received > limit:
+                        raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
+                    yield now, piece
+        except httpx.HTTPError as exc:
+            waited = time.monotonic() - self.started
+            raise error_for_failure(exc, self.url, answered=True, seconds=waited) from exc
+        except zlib.error as exc:
+            raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
 
 
 class Transport:
@@ -178,46 +183,37 @@ class Transport:
         attempt = 0
         while True:
             started = time.monotonic()
-            with self._send(method, url, body, started, last=attempt + 1 >= attempts) as response:
-                wait = 0.0
-                if response is None:
-                    wait = self._backoff(attempt)
-                elif response.status_code == 200:
-                    yield Pieces(response, url, started, self.limits)
-                    return
-                elif response.is_redirect:
-                    url = self._redirect(method, url, response)
-                    redirects += 1
-                    if redirects > _MAX_REDIRECTS:
-                        raise Redirected(f"{without_credentials(url)} redirects in circles")
-                    continue
-                else:
+            last = attempt + 1 >= attempts
+            response = self._send(method, url, body, started, last)
+            if response is None:
+                wait = self._backoff(attempt)
+            else:
+                with closing(response):
+                    if response.status_code == 200:
+                        yield Pieces(response, url, started, self.limits)
+                        return
+                    if response.is_redirect:
+                        url = self._redirect(method, url, response)
+                        redirects += 1
+                        if redirects > _MAX_REDIRECTS:
+                            raise Redirected(f"{without_credentials(url)} redirects in circles")
+                        continue
                     said = self.said(self._error_body(response, started + self.limits.total_s))
-                    wait = self._refused(url, response, said, attempt, last=attempt + 1 >= attempts)
+                    wait = self._refused(url, response, said, attempt, last)
             attempt += 1
             self._sleep(wait)
 
-    @contextmanager
     def _send(
         self, method: str, url: str, body: Mapping[str, Any] | None, started: float, last: bool
-    ) -> Iterator[httpx.Response | None]:
+    ) -> httpx.Response | None:
         """One attempt: the response once its headers are here, None if a kept connection had gone stale."""
-        response: httpx.Response | None = None
         try:
-            with self._client.stream(method, url, json=body) as response:
-                yield response
-            return
-        except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as exc:
-            seconds = time.monotonic() - started
-            error: AssayError
-            if isinstance(exc, zlib.error):
-                error = InvalidStream(f"{without_credentials(url)} sent a damaged compressed answer")
-            else:
-                error = error_for_failure(exc, url, answered=response is not None, seconds=seconds)
-            stale = response is None and isinstance(error, StreamCut) and not last
-            if not stale:
-                raise error from exc
-        yield None
+            return self._client.send(self._client.build_request(method, url, json=body), stream=True)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
+            if isinstance(error, StreamCut) and not last:
+                return None
+            raise error from exc
 
     def _backoff(self, attempt: int) -> float:
         return self.limits.first_backoff_s * 2.0**attempt
