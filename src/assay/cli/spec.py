@@ -24,10 +24,15 @@ def spec_command(
         list[str] | None, typer.Option(help="A source of the same kind to compare with. May be repeated.")
     ] = None,
     follow: Annotated[bool, typer.Option("--follow", help="Keep reading a log as it grows.")] = False,
-    seconds: Annotated[float | None, typer.Option("--for", help="Stop following after this many seconds.")] = None,
-    model: Annotated[str | None, typer.Option(help="The checkpoint: its head is examined as `assay verify` does.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option("--for", help="Stop following after this many seconds.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The checkpoint: its head is examined as `assay verify` does.")
+    ] = None,
     cost_ratio: Annotated[
-        float | None, typer.Option(help="Cost of one draft token in target steps (default: measured, or 0.1).")
+        float | None,
+        typer.Option(help="Cost of one draft token in target steps (default: measured, or 0.1)."),
     ] = None,
     interval: Annotated[
         float, typer.Option(help="Seconds between the two scrapes.", rich_help_panel=SERVER)
@@ -42,11 +47,15 @@ def spec_command(
     lossless: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="The same model without speculation: is the text the same?", rich_help_panel=LOSSLESS
+            metavar="URL",
+            help="The same model without speculation: is the text the same?",
+            rich_help_panel=LOSSLESS,
         ),
     ] = None,
     prompts: Annotated[int, typer.Option(help="Greedy prompts.", rich_help_panel=LOSSLESS)] = 6,
-    samples: Annotated[int, typer.Option(help="Sampled texts from each server.", rich_help_panel=LOSSLESS)] = 48,
+    samples: Annotated[
+        int, typer.Option(help="Sampled texts from each server.", rich_help_panel=LOSSLESS)
+    ] = 48,
 ) -> Report:
     """Judge speculative decoding from what an engine leaves: healthy, degraded, broken, off, or too little to tell.
 

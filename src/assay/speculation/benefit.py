@@ -59,7 +59,9 @@ class Benefit:
     @property
     def multiplier(self) -> float | None:
         """Predicted net multiplier of the present depth."""
-        return self.multipliers[self.depth - 1] if self.depth and self.depth <= len(self.multipliers) else None
+        return (
+            self.multipliers[self.depth - 1] if self.depth and self.depth <= len(self.multipliers) else None
+        )
 
     @property
     def too_deep(self) -> bool:
@@ -112,7 +114,12 @@ def benefit(record: Record, cost: Cost, measured_multiplier: float | None = None
     rates = extrapolated(known, MAX_DEPTH)
     multipliers = tuple(expected_tokens(rates, n) / (1 + cost.ratio * n) for n in range(1, MAX_DEPTH + 1))
     coverage = None
-    if record.generated and record.drafts and record.leading is not None and record.generated > record.leading:
+    if (
+        record.generated
+        and record.drafts
+        and record.leading is not None
+        and record.generated > record.leading
+    ):
         # Every step adds one token of its own, so there were generated − accepted steps.
         coverage = min(1.0, record.drafts / (record.generated - record.leading))
     depth = record.num_speculative_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from assay.speculation.benefit import WORTH, Benefit
 from assay.speculation.findings import Judged
@@ -10,9 +10,10 @@ from assay.speculation.intervals import Rate, proportion
 from assay.speculation.record import Observation
 from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
 
-PROSE, CODE = Band("prose 40–70 %", 0.4, 0.7), Band("dense code 20–50 %", 0.2, 0.5)
-"""Bands of acceptance that the field quotes, as context; nothing is judged by them."""
+PROSE = Band("usual for prose", 0.4, 0.7)
+"""The band of acceptance that the field quotes, as context (dense code: 0.2 to 0.5); nothing is judged by it."""
 _POINTS = 120
+_ENGINES = 6
 
 
 def headline(judged: Judged) -> list[Metric]:
@@ -20,14 +21,21 @@ def headline(judged: Judged) -> list[Metric]:
     a, record, b = judged.assessment, judged.record, judged.benefit
     metrics = [Metric("health", a.health.value, note=a.reason)]
     if a.pooled is not None:
-        metrics.append(Metric("acceptance", a.pooled.percent(), note="of all draft tokens; prose 40–70 %, code 20–50 %"))
+        metrics.append(
+            Metric("acceptance", a.pooled.percent(), note="of all draft tokens; prose 40–70 %, code 20–50 %")
+        )
     elif record.acceptance_rate is not None:
-        metrics.append(Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval"))
+        metrics.append(
+            Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval")
+        )
     if record.tokens_per_step is not None:
-        metrics.append(Metric("tokens per step", f"{record.tokens_per_step:.2f}", note="bonus token included"))
-    if b is not None:
+        metrics.append(
+            Metric("tokens per step", f"{record.tokens_per_step:.2f}", note="bonus token included")
+        )
+    if b is not None and a.judged:
         metrics += _multiplier(b)
-        metrics.append(Metric("advice", b.advice))
+    if judged.advice:
+        metrics.append(Metric("advice", judged.advice))
     return metrics
 
 
@@ -36,8 +44,8 @@ def blocks(judged: Judged) -> list[Block]:
     found: list[Block | None] = [
         _positions(judged),
         _position_chart(judged),
-        _over_time(judged.evidence.windows),
-        _multiplier_chart(judged.benefit) if judged.benefit else None,
+        _over_time(judged),
+        _multiplier_chart(judged.benefit) if judged.benefit and not judged.assessment.health.bad else None,
         _engines(judged),
         _implementations(judged),
         _baseline(judged),
@@ -47,7 +55,9 @@ def blocks(judged: Judged) -> list[Block]:
 
 def _multiplier(b: Benefit) -> list[Metric]:
     if b.measured_multiplier is not None:
-        return [Metric("net multiplier", f"{b.measured_multiplier:.2f}", note="measured against the baseline")]
+        return [
+            Metric("net multiplier", f"{b.measured_multiplier:.2f}", note="measured against the baseline")
+        ]
     if b.multiplier is None:
         return []
     return [
@@ -72,7 +82,9 @@ def _positions(judged: Judged) -> Table | None:
         ("position", "accepted", "drafts", "rate [95 %]", "given the one before"),
         rows,
         frozenset({0, 1, 2, 3, 4}),
-        note="" if judged.assessment.design_effect == 1 else f"design effect {judged.assessment.design_effect:.1f}",
+        note=""
+        if judged.assessment.design_effect == 1
+        else f"design effect {judged.assessment.design_effect:.1f}",
     )
 
 
@@ -84,21 +96,30 @@ def _position_chart(judged: Judged) -> Chart | None:
     return Chart("Acceptance per draft position", "bar", [Series("acceptance", points)], "", "rate")
 
 
-def _over_time(windows: Sequence[Observation]) -> Chart | None:
-    """Acceptance over the run; long runs are summed into at most 120 points."""
-    counted = [w for w in windows if w.drafted and w.accepted is not None]
-    if len(counted) < 2:
+def _over_time(judged: Judged) -> Chart | None:
+    """Acceptance over the run: each engine of several, or position 0 and everything of one."""
+    counted = [w for w in judged.evidence.windows if w.drafted and w.accepted is not None]
+    engines = list(dict.fromkeys(w.replica for w in counted))
+    if 1 < len(engines) <= _ENGINES:
+        series = [_series(f"engine {e}", [w for w in counted if w.replica == e], _pooled) for e in engines]
+    else:
+        series = [_series("all draft tokens", counted, _pooled)]
+        if all(w.accepted_per_position and w.drafts for w in counted):
+            series.insert(0, _series("position 0", counted, _first))
+    if max((len(s.points) for s in series), default=0) < 2:
         return None
-    size = -(-len(counted) // _POINTS)
-    groups = [counted[i : i + size] for i in range(0, len(counted), size)]
-    x: list[float | str] = [float(1 + i * size) for i in range(len(groups))]
-    everything = Series("all draft tokens", [_point(x[i], _pooled(g)) for i, g in enumerate(groups)])
-    series = [everything]
-    if all(w.accepted_per_position and w.drafts for w in counted):
-        series.insert(0, Series("position 0", [_point(x[i], _first(g)) for i, g in enumerate(groups)]))
     first, last = counted[0].time, counted[-1].time
     note = f"{first} to {last}" if first and last else ""
     return Chart("Acceptance over time", "line", series, "window", "rate", [PROSE], note=note)
+
+
+def _series(
+    name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]
+) -> Series:
+    """The rate in each window; long runs are summed into at most 120 points."""
+    size = max(1, -(-len(windows) // _POINTS))
+    starts = range(0, len(windows), size)
+    return Series(name, [_point(float(1 + i), rate(windows[i : i + size])) for i in starts])
 
 
 def _point(x: float | str, rate: Rate) -> Point:
@@ -111,12 +132,14 @@ def _pooled(group: Sequence[Observation]) -> Rate:
 
 
 def _first(group: Sequence[Observation]) -> Rate:
-    return proportion(sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group))
+    return proportion(
+        sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group)
+    )
 
 
 def _multiplier_chart(b: Benefit) -> Chart:
     known = max(b.measured_depth, b.depth or 0)
-    points = [Point(float(n), m) for n, m in enumerate(b.multipliers, 1)]
+    points = [Point(float(n), m) for n, m in enumerate(b.multipliers[: known + 4], 1)]
     series = [Series("measured positions", points[:known])]
     if known < len(points):
         series.append(Series("extrapolated", points[known - 1 :]))

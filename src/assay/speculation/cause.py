@@ -41,7 +41,9 @@ _GENERIC: Mapping[HeadState, tuple[str, ...]] = {
         "the target changed under the draft (fine-tuning, strong quantization)",
         "an engine fault that hits later draft steps only",
     ),
-    HeadState.UNCLEAR: ("the head proposes tokens that the target rejects; there are too few hits to tell why",),
+    HeadState.UNCLEAR: (
+        "the head proposes tokens that the target rejects; there are too few hits to tell why",
+    ),
 }
 REMEDIES: Mapping[HeadState, tuple[str, ...]] = {
     HeadState.DEAD: (

@@ -27,7 +27,8 @@ class HeadFile:
         return replace(
             self,
             findings=tuple(
-                replace(f, severity=Severity.WARNING) if f.severity is Severity.ERROR else f for f in self.findings
+                replace(f, severity=Severity.WARNING) if f.severity is Severity.ERROR else f
+                for f in self.findings
             ),
         )
 
@@ -49,7 +50,11 @@ def _plain(status: str) -> list[Finding]:
         "ok": "the checkpoint holds a complete head of the declared dtype: look at the engine, not at the file",
         "none": "the checkpoint announces no head: the draft comes from elsewhere",
     }.get(status)
-    return [] if text is None else [Finding("speculation.head_file", Severity.INFO, text, evidence={"status": status})]
+    return (
+        []
+        if text is None
+        else [Finding("speculation.head_file", Severity.INFO, text, evidence={"status": status})]
+    )
 
 
 def _not_examined(reason: str) -> Finding:

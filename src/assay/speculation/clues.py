@@ -39,11 +39,16 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
     "weights_cast": re.compile(
         rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype \S+)", re.I
     ),
-    "weights_missing": re.compile(r"([^\n]*(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing[^\n]*)", re.I),
-    "layer_reused": re.compile(r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"),
+    "weights_missing": re.compile(
+        r"([^\n]*(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing[^\n]*)", re.I
+    ),
+    "layer_reused": re.compile(
+        r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"
+    ),
     "draft_context": re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
     "draft_vocab": re.compile(
-        r"([^\n]*(?:draft|target)[^\n]*vocab[^\n]*(?:not compatible|incompatible|mismatch|must match)[^\n]*)", re.I
+        r"([^\n]*(?:draft|target)[^\n]*vocab[^\n]*(?:not compatible|incompatible|mismatch|must match)[^\n]*)",
+        re.I,
     ),
     "speculation_on": re.compile(
         r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|speculative-config\S*\s+\{[^}]*\}"
@@ -69,5 +74,7 @@ def read(text: str) -> Found:
             continue
         counted = len(pattern.findall(text)) if name.startswith("weights") else 1
         found.clues.append(Clue(name, " ".join(first[1].split())[:300], counted))
-    found.speeds = [float(speed) for speed, running in _SPEED.findall(text) if float(speed) > 0 and int(running)]
+    found.speeds = [
+        float(speed) for speed, running in _SPEED.findall(text) if float(speed) > 0 and int(running)
+    ]
     return found

@@ -32,7 +32,9 @@ def combine(observations: Sequence[Observation]) -> Evidence:
     main = max(by_engine, key=lambda e: (sum(o.drafted or 0 for o in by_engine[e]), len(by_engine[e])))
     own = by_engine[main]
     chosen = choose(own)
-    per_engine = {r: summarise(o) for r, o in _by_replica(chosen).items()} if len(_replicas(chosen)) > 1 else {}
+    per_engine = (
+        {r: summarise(o) for r, o in _by_replica(chosen).items()} if len(_replicas(chosen)) > 1 else {}
+    )
     record = summarise(chosen)
     record = replace(record, per_implementation=_implementations(own))
     if len(by_engine) > 1:
@@ -112,7 +114,9 @@ def summarise(observations: Sequence[Observation]) -> Record:
         drafts=drafts,
         acceptance_rate=rate,
         mean_acceptance_length=mean,
-        per_position=tuple(a / n if n else 0.0 for a, n in positions) if positions else _printed_positions(used),
+        per_position=tuple(a / n if n else 0.0 for a, n in positions)
+        if positions
+        else _printed_positions(used),
         num_speculative_tokens=depth,
         windows=len(used),
         counts=counted,

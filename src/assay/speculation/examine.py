@@ -160,9 +160,7 @@ def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Co
     if base is None:
         return None
     speeds = (run.speed, base.speed) if run.speed and base.speed else None
-    return compare(
-        assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds
-    )
+    return compare(assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds)
 
 
 def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
@@ -179,6 +177,7 @@ def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
             }
             for name, own in a.per_engine.items()
         },
+        "advice": judged.advice,
         "benefit": None if judged.benefit is None else judged.benefit.to_json(),
         "baseline": None if judged.comparison is None else judged.comparison.to_json(),
         "start_up": quoted(judged.clues),
@@ -194,6 +193,3 @@ def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
 def _counts(record: dict[str, Any]) -> dict[str, Any]:
     names = ("accepted", "drafted", "drafts", "acceptance_rate", "mean_acceptance_length", "per_position")
     return {name: record[name] for name in names}
-
-
-

@@ -11,7 +11,9 @@ _SAMPLE = re.compile(
     re.I,
 )
 _LABEL = re.compile(r'([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
-_SIGN = re.compile(r"^(?:# (?:TYPE|HELP) \S+|(?:vllm|sglang|llamacpp|trtllm)[:_]\w+(?:\{.*?\})?\s*[|]?\s*[-+\d.naif]+)", re.M)
+_SIGN = re.compile(
+    r"^(?:# (?:TYPE|HELP) \S+|(?:vllm|sglang|llamacpp|trtllm)[:_]\w+(?:\{.*?\})?\s*[|]?\s*[-+\d.naif]+)", re.M
+)
 
 
 def looks_like_metrics(text: str) -> bool:

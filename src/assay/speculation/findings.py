@@ -41,6 +41,18 @@ class Judged:
         """The record of the whole source."""
         return self.evidence.record
 
+    @property
+    def advice(self) -> str | None:
+        """What to do, in one line; None where nothing can be said."""
+        a = self.assessment
+        if a.health is Health.BROKEN:
+            return "disable speculation until the head is repaired"
+        if a.health is Health.DEGRADED and a.dead_engines:
+            return f"repair {', '.join(a.dead_engines)} first; the other engines are worth keeping"
+        if a.health is Health.DEGRADED and a.collapse is not None:
+            return "find out what happened at the collapse first; until then disable speculation"
+        return None if self.benefit is None or not a.judged else self.benefit.advice
+
 
 def findings(judged: Judged) -> list[Finding]:
     """All findings, the gravest first."""
@@ -63,9 +75,11 @@ def _state(judged: Judged) -> Iterator[Finding]:
             Severity.WARNING,
             "the source shows only some of the counters" if partial else "too little evidence to judge",
             detail=a.reason,
-            evidence=a.to_json(),
+            evidence=_figures(a),
             remedies=(
-                "give the whole metrics page" if partial else "let the server answer more requests, then look again",
+                "give the whole metrics page"
+                if partial
+                else "let the server answer more requests, then look again",
             ),
         )
     elif a.health.bad and not a.all_or_nothing:
@@ -81,7 +95,9 @@ def judge_head(judged: Judged) -> Finding | None:
         return None
     head = head_evidence(record)
     if a.health is Health.DEGRADED and head.state is not HeadState.DIVERGED:
-        head = HeadEvidence(HeadState.UNCLEAR, head.drafts, head.upper, head.first, head.continued, head.geometric)
+        head = HeadEvidence(
+            HeadState.UNCLEAR, head.drafts, head.upper, head.first, head.continued, head.geometric
+        )
     name, title = _TITLES[head.state]
     if head.state is HeadState.UNCLEAR and a.health is Health.BROKEN and not record.leading:
         name, title = _TITLES[HeadState.DEAD]
@@ -91,11 +107,20 @@ def judge_head(judged: Judged) -> Finding | None:
         Severity.ERROR,
         title,
         detail=f"{a.reason}{bound}",
-        evidence={**a.to_json(), **head.to_json(), "start_up": quoted(judged.clues)},
+        evidence={**_figures(a), **head.to_json(), **quoted(judged.clues)},
         causes=likely_causes(head.state, judged.clues, judged.checkpoint),
         remedies=REMEDIES[head.state],
         references=REFERENCES[head.state],
     )
+
+
+def _figures(a: Assessment) -> dict[str, object]:
+    """The figures that a finding quotes; `results.evidence` holds all of them."""
+    return {
+        "basis": a.basis,
+        "rate": None if a.rate is None else a.rate.to_json(),
+        "tokens_per_step": a.tokens_per_step,
+    }
 
 
 def _only_late(a: Assessment) -> bool:
@@ -137,7 +162,7 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             Severity.ERROR,
             f"engine {name} accepts nothing while others do",
             detail=own.reason,
-            evidence={"engine": name, **own.to_json()},
+            evidence={"engine": name, **_figures(own)},
             causes=("this replica loaded its head differently, or its draft state is corrupt",),
             remedies=(f"restart engine {name}, and compare its start-up lines with those of a healthy one",),
         )
@@ -147,7 +172,7 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             Severity.ERROR,
             "every window accepted either nothing or everything: no text does that",
             detail=a.reason,
-            evidence=a.to_json(),
+            evidence=_figures(a),
             causes=("NaN logits in the target or the draft: every comparison gives the same answer",),
             remedies=("assay check: the text is likely broken too", "try another attention backend"),
             references=("https://github.com/NVIDIA/TensorRT-LLM/pull/5146",),
@@ -194,7 +219,11 @@ def _depth(judged: Judged) -> Iterator[Finding]:
     b, a = judged.benefit, judged.assessment
     if b is None or a.health not in (Health.HEALTHY, Health.DEGRADED):
         return
-    note = "" if b.cost.source != "assumed" else f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
+    note = (
+        ""
+        if b.cost.source != "assumed"
+        else f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
+    )
     if b.too_deep and a.health is Health.HEALTHY:
         yield Finding(
             "speculation.k_too_deep",
@@ -220,7 +249,11 @@ def _depth(judged: Judged) -> Iterator[Finding]:
 def _suspicious(judged: Judged) -> Iterator[Finding]:
     a, record = judged.assessment, judged.record
     rate = a.rate or a.pooled
-    if a.health is Health.HEALTHY and record.acceptance_rate == 1.0 and (record.drafted or 0) >= PERFECT_DRAFTS:
+    if (
+        a.health is Health.HEALTHY
+        and record.acceptance_rate == 1.0
+        and (record.drafted or 0) >= PERFECT_DRAFTS
+    ):
         yield Finding(
             "speculation.perfect_acceptance",
             Severity.INFO,

@@ -72,9 +72,8 @@ def head_evidence(record: Record) -> HeadEvidence:
         continued = proportion(min(record.positions[1][0], hits), hits)
     ratio = geometric_ratio(record)
     state = HeadState.UNCLEAR
-    if continued is not None and continued.lo > _SIGNAL:
-        state = HeadState.DIVERGED
-    elif first.value >= _CHANCE and first.lo > _CHANCE / 2:
+    goes_on = continued is not None and continued.lo > _SIGNAL
+    if goes_on or (first.value >= _CHANCE and first.lo > _CHANCE / 2):
         state = HeadState.DIVERGED
     elif continued is not None and continued.hi < 0.5:
         state = HeadState.NOISE

@@ -56,6 +56,11 @@ class Assessment:
     all_or_nothing: bool = False
 
     @property
+    def judged(self) -> bool:
+        """Whether there was enough to judge."""
+        return self.health not in (Health.OFF, Health.INSUFFICIENT)
+
+    @property
     def dead_engines(self) -> list[str]:
         """Engines of several that are broken."""
         return [name for name, own in self.per_engine.items() if own.health is Health.BROKEN]

@@ -66,7 +66,9 @@ def watch(url: str, options: Options, sleep: Callable[[float], None] = time.slee
         raise UsageError("--interval and --requests cannot be negative", finding_id="speculation.usage")
     endpoint = parse_url(url)
     with ExitStack() as held:
-        transport = Transport(endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout))
+        transport = Transport(
+            endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
+        )
         held.callback(transport.close)
         engine = None
         if options.requests:

@@ -168,4 +168,3 @@ def _json_or_none(text: str) -> Any:
 def _opens_json_array(text: str) -> bool:
     """Whether '[' opens a JSON array of objects, not a `[2026-…]` or `[metrics.py]` prefix."""
     return text[1:64].lstrip()[:1] in ("{", "[", "]")
-

@@ -34,7 +34,9 @@ def send(engine: ServerEngine, requests: int, concurrency: int = 2) -> Sent:
     """Send greedy requests over prose and code, and count the tokens that come back."""
     from assay.engines.base import Request
 
-    wanted = [Request(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=MAX_TOKENS, seed=i) for i in range(requests)]
+    wanted = [
+        Request(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=MAX_TOKENS, seed=i) for i in range(requests)
+    ]
     with ThreadPoolExecutor(concurrency) as pool:
         replies = list(pool.map(engine.generate, wanted))
     return Sent(len(replies), sum(r.completion_tokens or 0 for r in replies))

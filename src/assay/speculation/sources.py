@@ -65,7 +65,9 @@ def open_source(name: str) -> Source:
     try:
         if path.is_dir():
             raise AssayError(
-                f"{name} is a directory", finding_id="speculation.source_unreadable", remedy="name the log files in it"
+                f"{name} is a directory",
+                finding_id="speculation.source_unreadable",
+                remedy="name the log files in it",
             )
         stream: IO[bytes] = path.open("rb")
     except OSError as error:

@@ -16,7 +16,9 @@ _REQUEST = re.compile(
 )
 _LENGTH = re.compile(r"mean (?:acceptance )?len(?:gth)?\s*=\s*([\d.]+)")
 _POSITIONS = re.compile(r"(?:acceptance rate per position|#acc rate/pos)\s*=\s*\(([\d.,\s]+)\)")
-_EVAL = re.compile(r"(?<!prompt )\beval time\s*=\s*([\d.]+)\s*ms\s*/\s*(\d+)\s*(?:tokens|runs).*?([\d.]+) tokens per second")
+_EVAL = re.compile(
+    r"(?<!prompt )\beval time\s*=\s*([\d.]+)\s*ms\s*/\s*(\d+)\s*(?:tokens|runs).*?([\d.]+) tokens per second"
+)
 _STATISTICS = re.compile(
     r"statistics\s+([\w-]+):.*?#gen drafts\s*=\s*(\d+),\s*#acc drafts\s*=\s*\d+,\s*"
     r"#gen tokens\s*=\s*(\d+),\s*#acc tokens\s*=\s*(\d+)"
@@ -66,7 +68,9 @@ class LlamaCppParser(Parser):
         drafts, drafted, accepted = int(match[2]), int(match[3]), int(match[4])
         rates = _rates(_POSITIONS.search(line.text))
         # Only part of the positions may be printed for a long draft.
-        complete = rates is not None and abs(sum(rates) * drafts - accepted) <= len(rates) * (1 + drafts / 1000)
+        complete = rates is not None and abs(sum(rates) * drafts - accepted) <= len(rates) * (
+            1 + drafts / 1000
+        )
         return Observation(
             engine=self.engine, kind=Kind.TOTAL, definition="llamacpp_total", stream=match[1].replace("_", "-"),
             replica=line.replica, drafts=drafts, drafted=drafted, accepted=accepted,

@@ -14,10 +14,18 @@ _FIELDS: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("rate", re.compile(r"^\s*Acceptance rate \(%\):\s*([\d.]+)")),
     ("length", re.compile(r"^\s*(?:Mean acceptance length|Acceptance length):\s*([\d.]+)\s*$")),
     ("drafts", re.compile(r"^\s*(?:Drafts|Number of draft proposals|num_drafts):\s*([\d,]+)\s*$")),
-    ("drafted", re.compile(r"^\s*(?:Draft tokens|Number of draft tokens generated|num_draft_tokens):\s*([\d,]+)\s*$")),
-    ("accepted", re.compile(r"^\s*(?:Accepted tokens|Number of accepted tokens|num_accepted_tokens):\s*([\d,]+)\s*$")),
+    (
+        "drafted",
+        re.compile(r"^\s*(?:Draft tokens|Number of draft tokens generated|num_draft_tokens):\s*([\d,]+)\s*$"),
+    ),
+    (
+        "accepted",
+        re.compile(r"^\s*(?:Accepted tokens|Number of accepted tokens|num_accepted_tokens):\s*([\d,]+)\s*$"),
+    ),
 )
-_POSITION = re.compile(r"^\s*(?:Position (\d+):\s*([\d.]+)|Acceptance (?:rate )?at token (\d+):\s*([\d.]+))\s*$", re.I)
+_POSITION = re.compile(
+    r"^\s*(?:Position (\d+):\s*([\d.]+)|Acceptance (?:rate )?at token (\d+):\s*([\d.]+))\s*$", re.I
+)
 
 
 @dataclass

@@ -23,7 +23,9 @@ _ENGINE = re.compile(
     r"(?:Engine (\d+)|\d+ Engines Aggregated):.*?Avg generation throughput:\s*([\d.]+).*?Running:\s*(\d+)"
 )
 
-_PREFIX = re.compile(r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$")
+_PREFIX = re.compile(
+    r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$"
+)
 
 
 class VllmV1Parser(Parser):
@@ -60,12 +62,11 @@ class VllmV1Parser(Parser):
         if accepted is None or drafted is None:
             # A cut line: what it still prints is a value without counts.
             fraction = _fraction(rate)
-            if fraction is None and mean is None:
-                return ()
-            yield Observation(
-                engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
-                mean_acceptance_length=mean, rates_per_position=rates, time=line.time, replica=line.replica,
-            )  # fmt: skip
+            if fraction is not None or mean is not None:
+                yield Observation(
+                    engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
+                    mean_acceptance_length=mean, rates_per_position=rates, time=line.time, replica=line.replica,
+                )  # fmt: skip
             return
         drafts = None
         per_position = None
@@ -130,7 +131,9 @@ class VllmV1Parser(Parser):
         histogram = value.get("acceptance_histogram")
         if isinstance(histogram, Mapping):  # sparse form {"0": 39, "3": 3}
             keys = {count(k): count(v) for k, v in histogram.items()}
-            histogram = [keys.get(i) or 0 for i in range(max((k for k in keys if k is not None), default=0) + 1)]
+            histogram = [
+                keys.get(i) or 0 for i in range(max((k for k in keys if k is not None), default=0) + 1)
+            ]
         steps = counts(histogram)
         k = count(value.get("num_spec_tokens"))
         per_position = None
