@@ -13,6 +13,8 @@ from assay.coherence.textview import Ending, TextView, ending_of
 
 MAX_CHARS = 2_000_000
 """Code points of one field that are examined; a longer one is examined up to here, and the grade says so."""
+TOGETHER = 200
+"""Faults that begin within so many code points are one fault, named by the most exact detector."""
 
 _OPEN_THINK = "<think>"
 _CLOSED_THINK = "</think>"
@@ -85,9 +87,12 @@ def grade(
 
 
 def first_fault(view: TextView) -> Detection | None:
-    """The first fault that any detector finds in a text; of two with one onset the former detector's."""
+    """The first fault that any detector finds; of several that begin together the former detector's."""
     found = [d for detect in DETECTORS if (d := detect(view))]
-    return min(found, key=lambda d: d.onset, default=None)
+    if not found:
+        return None
+    earliest = min(d.onset for d in found)
+    return next(d for d in found if d.onset <= earliest + TOGETHER)
 
 
 def _detect_all(fields: Sequence[tuple[str, str]], ending: Ending) -> tuple[dict[str, Detection], int, int]:

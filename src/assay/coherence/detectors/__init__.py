@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from assay.coherence.detectors import floods, loops, replacement, special_tokens
+from assay.coherence.detectors import (
+    digits,
+    drift,
+    floods,
+    identifiers,
+    loops,
+    near_loops,
+    replacement,
+    salad,
+    special_tokens,
+    stutter,
+    variety,
+)
 from assay.coherence.detectors.base import Detection, Detector
 
 DETECTORS: Sequence[Detector] = (
@@ -12,6 +24,13 @@ DETECTORS: Sequence[Detector] = (
     replacement.detect,
     floods.detect,
     loops.detect,
+    near_loops.detect,
+    variety.detect,
+    stutter.detect,
+    digits.detect,
+    identifiers.detect,
+    drift.detect,
+    salad.detect,
 )
 """In order of precedence: of two detections with one onset the former names the kind."""
 

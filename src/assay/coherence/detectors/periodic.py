@@ -42,7 +42,10 @@ def periodic_runs(
     runs: list[Run] = []
     for period in range(1, min(max_period, len(ids) // min_repeats) + 1):
         need = max(min_repeats * period, min_length)
-        starts, ends = true_stretches(ids[period:] == ids[:-period])
+        same = ids[period:] == ids[:-period]
+        if not has_stretch(same, need - period):
+            continue
+        starts, ends = true_stretches(same)
         ends = ends + period
         keep = ends - starts >= need
         if not keep.any():
@@ -53,6 +56,15 @@ def periodic_runs(
                 runs.append(Run(period, start, end))
                 covered[start:end] = 1
     return runs
+
+
+def has_stretch(flags: NDArray[np.bool_], length: int) -> bool:
+    """Whether at least a power of two ≤ `length` (16 at most) flags in a row are true: a cheap test by doubling."""
+    width = 1
+    while 2 * width <= min(length, 16) and len(flags) > width:
+        flags = flags[:-width] & flags[width:]
+        width *= 2
+    return bool(flags.any())
 
 
 def true_stretches(flags: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
