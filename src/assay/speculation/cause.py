@@ -86,4 +86,4 @@ def likely_causes(state: HeadState, clues: Sequence[Clue], checkpoint: Sequence[
 
 def quoted(clues: Sequence[Clue]) -> dict[str, str]:
     """Start-up messages that bear on speculation, as evidence."""
-    return {c.id: c.text for c in clues if c.id != "served"}
+    return {c.id: c.text for c in clues}

@@ -126,7 +126,7 @@ def summarise(observations: Sequence[Observation]) -> Record:
         emitted=emitted,
         generated=_sum(used, "generated"),
         multiplier=_weighted(used, "multiplier"),
-        reported_accept_rate=_weighted(used, "acceptance_rate"),
+        reported_accept_rate=_weighted(used, "reported_rate"),
         generation_throughput=_throughput(used),
         partial=partial,
         estimated=any(o.estimated for o in used),

@@ -35,7 +35,7 @@ class Completions:
             endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
         )
         try:
-            card, _ = choose_model(list_models(transport), None, endpoint.api)
+            card, _ = choose_model(list_models(transport), None, endpoint.api, list_is_complete=True)
         except BaseException:
             transport.close()
             raise

@@ -17,7 +17,7 @@ from assay.errors import UsageError
 from assay.speculation.completions import Completions
 from assay.speculation.permutation import permutation_p
 from assay.speculation.requests import PROMPTS
-from assay.speculation.ties import Parting, Tokens, noise_of, part
+from assay.speculation.ties import Parting, noise_of, part
 from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def measure(url: str, other: str, options: Options) -> Lossless:
     noise = noise_of([*zip(first, second, strict=True), *zip(again, second, strict=True)])
     partings = tuple(part(a, b, noise) for a, b in zip(first, second, strict=True))
     own = sum(part(a, b, noise).at is not None for a, b in zip(again, second, strict=True))
-    p_value = permutation_p(*drawn) if options.samples >= MIN_SAMPLES else None
+    p_value = permutation_p(drawn[0], drawn[1]) if options.samples >= MIN_SAMPLES else None
     return Lossless(partings, own, noise, p_value, options.samples)
 
 

@@ -59,7 +59,8 @@ class Observation:
 
     `replica` names the engine of several, `stream` the counter inside it. `accepted_per_position[i]` counts the
     steps whose draft position i was accepted, out of `drafts_per_position[i]` (out of `drafts` where None).
-    `rates_per_position`, `acceptance_rate` and `mean_acceptance_length` are as printed. `emitted` counts all tokens
+    `rates_per_position`, `acceptance_rate` and `mean_acceptance_length` are as printed;
+    `reported_rate` keeps a printed rate whose meaning turned out to be another. `emitted` counts all tokens
     of the steps, bonus tokens included; `generated` counts the tokens of the whole reply, whose steps need not all
     have drafted. `implied_depth` is the number of speculative tokens that other figures imply. `weight` is the share of a printed value in an average, None where that is not known.
     """
@@ -76,6 +77,7 @@ class Observation:
     drafts_per_position: tuple[int, ...] | None = None
     rates_per_position: tuple[float, ...] | None = None
     acceptance_rate: float | None = None
+    reported_rate: float | None = None
     mean_acceptance_length: float | None = None
     num_speculative_tokens: int | None = None
     emitted: int | None = None

@@ -59,11 +59,12 @@ def position_counts(
     # The true counts lie within a rounding step of `exact`; a larger gap means that the rates are something else.
     if missing and abs(missing) <= max(2, len(counts) * (1 + drafts // 1000)):
         step = 1 if missing > 0 else -1
-        order = sorted(range(len(counts)), key=lambda i: -step * (exact[i] - counts[i]))
-        for turn in range(abs(missing)):
-            i = order[turn % len(order)]
-            if 0 <= counts[i] + step <= drafts:
-                counts[i] += step
+        for _ in range(abs(missing)):
+            movable = [i for i in range(len(counts)) if 0 <= counts[i] + step <= drafts]
+            nearest = max(movable, key=lambda i: step * (exact[i] - counts[i]), default=None)
+            if nearest is None:
+                break
+            counts[nearest] += step
     return tuple(counts)
 
 

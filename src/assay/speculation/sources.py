@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import lzma
 import re
 import sys
 import zlib
@@ -51,7 +52,7 @@ class Source:
             return self._reader(size)
         except EOFError as error:
             raise _truncated(self.name, "the compressed data end early") from error
-        except zlib.error as error:
+        except (zlib.error, lzma.LZMAError) as error:
             raise _truncated(self.name, f"the compressed data are broken ({error})") from error
         except OSError as error:
             raise _unreadable(self.name, error) from error
@@ -107,35 +108,30 @@ def _decompressed(stream: IO[bytes], kind: str | None) -> Any:
 
         return bz2.BZ2File(stream)
     if kind == "xz":
-        import lzma
-
         return lzma.LZMAFile(stream)
     return stream
 
 
 def _recoded(stream: Any) -> Callable[[int], bytes]:
     """`stream.read`, through a decoder if the text is UTF-16 (as PowerShell writes)."""
-    first = stream.read(4096)
-    held = [first]
+    decoder: codecs.IncrementalDecoder | None = None
+    begun = False
 
     def read(size: int) -> bytes:
-        if held:
-            return bytes(held.pop())
-        return bytes(stream.read(size))
-
-    encoding = _utf16(first)
-    if encoding is None:
-        return read
-    decoder = codecs.getincrementaldecoder(encoding)(errors="replace")
-
-    def decode(size: int) -> bytes:
-        while part := read(size):
+        nonlocal decoder, begun
+        while part := bytes(stream.read(size)):
+            if not begun:
+                begun = True
+                encoding = _utf16(part[:4096])
+                decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
+            if decoder is None:
+                return part
             text = decoder.decode(part).lstrip("\ufeff")
             if text:
                 return text.encode("utf-8", "replace")
-        return decoder.decode(b"", final=True).encode("utf-8", "replace")
+        return decoder.decode(b"", final=True).encode("utf-8", "replace") if decoder else b""
 
-    return decode
+    return read
 
 
 def _utf16(start: bytes) -> str | None:

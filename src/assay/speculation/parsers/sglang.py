@@ -130,13 +130,15 @@ class SglangParser(Parser):
                 settled.append(
                     replace(
                         o, kind=Kind.WINDOW, drafts=drafts, drafted=drafts * dead, accepted=0, estimated=True,
-                        num_speculative_tokens=dead, acceptance_rate=o.acceptance_rate,
+                        num_speculative_tokens=dead, reported_rate=o.acceptance_rate,
                         note=f"counts derived: {self._interval} steps a line, {dead} drafts a step",
                     )
                 )  # fmt: skip
             else:
                 rate = _true_rate(o, depth)
-                settled.append(replace(o, acceptance_rate=rate, num_speculative_tokens=depth))
+                settled.append(
+                    replace(o, acceptance_rate=rate, reported_rate=o.acceptance_rate, num_speculative_tokens=depth)
+                )
         return settled
 
     def _nothing_accepted(self, values: Sequence[Observation], depth: int | None) -> int | None:
