@@ -135,7 +135,9 @@ odd_text = st.one_of(
     st.text(st.characters(), max_size=60),
     st.builds("".join, st.lists(st.sampled_from(ATTACKS), max_size=4)),
 )
-odd_float = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan])
+odd_float = st.floats() | st.sampled_from(
+    [0.0, -0.0, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan]
+)
 odd_value = st.recursive(
     st.none() | st.booleans() | st.integers() | odd_float | odd_text,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(odd_text, inner, max_size=4),

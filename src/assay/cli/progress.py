@@ -65,16 +65,10 @@ class _Silent:
 class _Plain:
     """Lines for logs: the start, at most one every `PLAIN_SECONDS` and tenth of the work, and the end."""
 
-    def __init__(
-        self,
-        total: float | None,
-        description: str,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._total, self._description, self._stream, self._clock = total, description, stream, clock
+    def __init__(self, total: float | None, description: str, stream: TextIO) -> None:
+        self._total, self._description, self._stream = total, description, stream
         self._done = 0.0
-        self._begun = self._said_at = clock()
+        self._begun = self._said_at = time.monotonic()
         self._said_share = 0.0
         self._lock = threading.Lock()
         self._say(f"{description} …")
@@ -84,7 +78,7 @@ class _Plain:
         with self._lock:
             self._done += steps
             share = self._done / self._total if self._total else 1.0
-            now = self._clock()
+            now = time.monotonic()
             far = share - self._said_share >= 0.1 or not self._total
             if far and now - self._said_at >= PLAIN_SECONDS and share < 1.0 + (not self._total):
                 self._said_at, self._said_share = now, share
@@ -104,7 +98,7 @@ class _Plain:
     def finish(self) -> None:
         """Say how far it came, and how long that took."""
         with self._lock:
-            self._say(f"{self._description}: {self._count()} in {self._clock() - self._begun:.0f} s")
+            self._say(f"{self._description}: {self._count()} in {time.monotonic() - self._begun:.0f} s")
 
     def _count(self) -> str:
         return f"{self._done:g} of {self._total:g}" if self._total else f"{self._done:g}"

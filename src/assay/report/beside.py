@@ -54,17 +54,17 @@ def _grid(reports: Titled, console: Console) -> RenderableType:
     grid.add_column("", no_wrap=False, max_width=18, style="dim")
     for title, _ in reports:
         grid.add_column(Text(one_line(title), style="bold"), ratio=1, overflow="fold")
-    for label, cells in _lines(reports):
+    for label, cells in _lines(reports, console):
         grid.add_row(Text(label), *cells)
     return grid
 
 
-def _lines(reports: Titled) -> list[tuple[str, list[Text]]]:
+def _lines(reports: Titled, console: Console) -> list[tuple[str, list[Text]]]:
     from rich.text import Text
 
     lines = [("verdict", [_verdict(report) for _, report in reports])]
     for name in dict.fromkeys(m.name for _, report in reports for m in report.headline):
-        lines.append((one_line(name), [_figure(report, name) for _, report in reports]))
+        lines.append((one_line(name), [_figure(report, name, console) for _, report in reports]))
     lines.append(("findings", [_findings(report) for _, report in reports]))
     quotes = [_telling(report) for _, report in reports]
     if any(quotes):
@@ -79,16 +79,16 @@ def _verdict(report: Report) -> Text:
     return Text.assemble((f"{look.glyph} {look.word}", f"bold {TONES[look.tone]}"), f"\n{sentence(report)}")
 
 
-def _figure(report: Report, name: str) -> Text:
+def _figure(report: Report, name: str, console: Console) -> Text:
     from rich.text import Text
 
     metric = next((m for m in report.headline if m.name == name), None)
     if metric is None:
         return Text("not measured", style="dim")
     if metric.valid:
-        return metric_text(metric)
+        return metric_text(metric, console)
     note = one_line(metric.note)
-    return Text.assemble(metric_text(metric), (f"\ninvalid: {note}" if note else "\ninvalid", "red"))
+    return Text.assemble(metric_text(metric, console), (f"\ninvalid: {note}" if note else "\ninvalid", "red"))
 
 
 def _findings(report: Report) -> Text:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
+from rich.cells import cell_len, set_cell_size
+
 from assay.report.scale import (
     Axis,
     are_numbers,
@@ -29,6 +31,8 @@ Line = list[Part]
 
 PALETTE = 6
 MAX_ROWS = 40
+MIN_SPAN = 16
+"""Fewest columns in which a picture still says something."""
 _MARKS = "●○▲△■□"
 _PLANE_ROWS = 12
 # Bits of a braille cell, by column and row of its 2 × 4 dots.
@@ -36,14 +40,12 @@ _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 
 
 def draw(chart: Chart, width: int) -> list[Line]:
-    """`chart` in at most `width` columns. Where there is no room for a picture, its numbers are listed."""
+    """`chart` in at most `width` columns. Where there is no room for a picture, `listing` takes its place."""
     points, _ = drawable(chart)
     if not any(points):
         return [[("nothing to draw", "dim")]]
-    if width < 48:
-        return listing(chart)
-    lines = _rows(chart, points, width) if chart.kind in ("bar", "forest") else _plane(chart, points, width)
-    return [*_legend(chart), *lines]
+    drawn = _rows(chart, points, width) if chart.kind in ("bar", "forest") else _plane(chart, points, width)
+    return [*_legend(chart, width), *drawn] if drawn else listing(chart)
 
 
 def listing(chart: Chart) -> list[Line]:
@@ -68,30 +70,41 @@ def _cut(lines: list[Line]) -> list[Line]:
     return [*lines[:MAX_ROWS], [(f"… {len(lines) - MAX_ROWS:,} more", "dim")]]
 
 
-def _legend(chart: Chart) -> list[Line]:
-    parts: Line = []
-    if len(chart.series) > 1:
-        for i, series in enumerate(chart.series):
-            parts += [(_MARKS[i % PALETTE], role(i)), (f" {one_line(series.name)}   ", "")]
-    for band in drawable_bands(chart):
-        parts += [("░", "band"), (f" {one_line(band.name)}   ", "dim")]
-    return [parts] if parts else []
+def _legend(chart: Chart, width: int) -> list[Line]:
+    """The names of several series and of the bands, as many on a line as fit."""
+    several = len(chart.series) > 1
+    keys = [(_MARKS[i % PALETTE], role(i), s.name) for i, s in enumerate(chart.series) if several]
+    keys += [("░", "band", band.name) for band in drawable_bands(chart)]
+    lines: list[Line] = []
+    free = 0
+    for mark, mark_role, title in keys:
+        text = _cropped(f" {one_line(title)}", width - 1)
+        if cell_len(text) + 1 > free:
+            lines.append([])
+            free = width
+        lines[-1] += [(mark, mark_role), (f"{text}   ", "")]
+        free -= cell_len(text) + 4
+    return lines
+
+
+def _cropped(text: str, width: int) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, max(width - 1, 0)) + "…"
 
 
 # Bars and forests: one row a point, the value axis runs to the right.
 
 
 def _rows(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[Line]:
-    from rich.cells import cell_len, set_cell_size
-
     axis = value_axis(chart, points)
     found = [{p.x: p for p in reversed(series)} for series in points]
     rows = [(x, i, by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x]
     labels = {x: one_line(name(x)) for x, _, _ in rows}
     values = {id(p): with_interval(p) for _, _, p in rows}
-    label_width = min(max(map(cell_len, labels.values())), width // 3)
+    label_width = min(max(cell_len(label) for label in labels.values()), width // 3)
     value_width = max(map(len, values.values()))
-    span = max(width - label_width - value_width - 4, 10)
+    span = width - label_width - value_width - 4
+    if span < MIN_SPAN:
+        return []
     bands = _band_cells(chart, axis, span)
     lines: list[Line] = []
     shown: float | str | None = None
@@ -150,19 +163,19 @@ def _joined(parts: Sequence[Part]) -> Iterator[Part]:
 
 def _axis_lines(axis: Axis, span: int, indent: int, label: str) -> list[Line]:
     """The ticks under a chart: their labels where they fit beside each other, then the axis label."""
-    rule, text = ["─"] * span, [" "] * (span + 12)
+    rule, text = ["─"] * span, [" "] * (span + 1)
     free = 0
     for tick in axis.ticks:
         at = _cell(axis, tick, span)
         rule[at] = "┴"
         written = axis.label(tick)
-        start = max(0, at - len(written) // 2)
-        if start >= free:
+        start = max(0, min(at - len(written) // 2, span + 1 - len(written)))
+        if start >= free and start + len(written) <= span + 1:
             text[start : start + len(written)] = written
             free = start + len(written) + 2
     pad = " " * indent
-    lines: list[Line] = [[(pad + "".join(rule), "dim")], [(pad + "".join(text[: span + 12]).rstrip(), "dim")]]
-    return [*lines, [(pad + label, "dim")]] if label else lines
+    lines: list[Line] = [[(pad + "".join(rule), "dim")], [(pad + "".join(text).rstrip(), "dim")]]
+    return [*lines, [(pad + _cropped(label, span), "dim")]] if label else lines
 
 
 # Lines and scatters: a plane of cells.
@@ -174,7 +187,9 @@ def _plane(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[
     numeric = are_numbers(points)
     x_axis = fit((x for x in names if not isinstance(x, str)), log=chart.log_x) if numeric else None
     margin = max(len(axis.label(t)) for t in axis.ticks) + 1
-    span = max(width - margin - 2, 10)
+    span = width - margin - 2
+    if span < MIN_SPAN:
+        return []
     places = {x: k for k, x in enumerate(names)}
 
     def across(point: Point) -> float:
@@ -189,7 +204,7 @@ def _plane(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[
     else:
         cells = _marked(located, span, chart.kind == "line")
     _shade(cells, chart, axis, span)
-    lines = _with_scale(cells, axis, margin, one_line(chart.y_label))
+    lines = _with_scale(cells, axis, margin, _cropped(one_line(chart.y_label), span))
     if x_axis is not None:
         return lines + _axis_lines(x_axis, span, margin + 1, one_line(chart.x_label))
     ends = (
@@ -198,7 +213,7 @@ def _plane(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[
         else one_line(name(names[0]))
     )
     label = f"{one_line(chart.x_label)}: {ends}" if chart.x_label else ends
-    return [*lines, [(" " * (margin + 1) + label, "dim")]]
+    return [*lines, [(" " * (margin + 1) + _cropped(label, span), "dim")]]
 
 
 Grid = dict[tuple[int, int], Part]

@@ -105,7 +105,7 @@ def renderables(report: Report, console: Console) -> Iterator[RenderableType]:
     yield banner(report, console)
     if report.headline:
         yield ""
-        yield headline(report.headline)
+        yield headline(report.headline, console)
     yield from _blocks(report.blocks, console)
     findings = sorted(report.findings, key=lambda f: _ORDER.index(f.severity))
     for finding in findings:
@@ -151,7 +151,7 @@ def _verdict_line(report: Report) -> Text:
     return Text.assemble(f"assay {one_line(report.command)}: ", (look.word, f"bold {TONES[look.tone]}"), tail)
 
 
-def headline(metrics: Sequence[Metric]) -> RenderableType:
+def headline(metrics: Sequence[Metric], console: Console) -> RenderableType:
     """The headline figures, a line each; an invalid one is struck out and says why."""
     from rich.table import Table as Grid
     from rich.text import Text
@@ -159,17 +159,21 @@ def headline(metrics: Sequence[Metric]) -> RenderableType:
     grid = Grid.grid(padding=(0, 3, 0, 0))
     for metric in metrics:
         grid.add_row(
-            Text(one_line(metric.name)), metric_text(metric), Text(_note(metric), style=_note_style(metric))
+            Text(one_line(metric.name)),
+            metric_text(metric, console),
+            Text(_note(metric), style=_note_style(metric)),
         )
     return grid
 
 
-def metric_text(metric: Metric) -> Text:
-    """The figure itself. The tildes say *struck out* where a terminal cannot draw the line."""
+def metric_text(metric: Metric, console: Console) -> Text:
+    """The figure itself; an invalid one is struck out, by tildes where text has no attributes."""
     from rich.text import Text
 
     text = one_line(metric.text)
-    return Text(text, style="bold") if metric.valid else Text(f"~~{text}~~", style="strike red")
+    if metric.valid:
+        return Text(text, style="bold")
+    return Text(text, style="strike red") if console.is_terminal else Text(f"~~{text}~~")
 
 
 def _note(metric: Metric) -> str:
