@@ -71,7 +71,9 @@ def vllm_v1(
     )
 
 
-def vllm_engine(number: int, speed: float = 50.0, running: int = 1, prefix: str = "(APIServer pid=7) ") -> str:
+def vllm_engine(
+    number: int, speed: float = 50.0, running: int = 1, prefix: str = "(APIServer pid=7) "
+) -> str:
     """The line that vLLM prints before the window."""
     return (
         f"{prefix}INFO 10-11 08:30:00 [loggers.py:236] Engine {number:03d}: Avg prompt throughput: 3.1 tokens/s, Avg "

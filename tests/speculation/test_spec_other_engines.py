@@ -42,7 +42,9 @@ class TestSglang:
         assert infer_depth(pairs) == depth
 
     def test_server_arguments_fix_the_depth(self) -> None:
-        arguments = "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5, tp_size=1)"
+        arguments = (
+            "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5, tp_size=1)"
+        )
         record = lines.read(arguments, lines.sglang(3.5)).record
         assert record.num_speculative_tokens == 5
         assert record.acceptance_rate == pytest.approx(0.5)
@@ -72,7 +74,9 @@ class TestSglang:
         usage = {
             "completion_tokens_details": {"accepted_prediction_tokens": 18, "rejected_prediction_tokens": 18}
         }
-        both = {"meta_info": {"spec_verify_ct": 12, "spec_num_correct_drafts": 18, "spec_num_proposed_drafts": 36}}
+        both = {
+            "meta_info": {"spec_verify_ct": 12, "spec_num_correct_drafts": 18, "spec_num_proposed_drafts": 36}
+        }
         assert lines.read_document(both | {"usage": usage}).record.drafted == 36
         assert lines.read_document({"usage": usage}).record.drafted == 36
 
@@ -114,7 +118,9 @@ class TestLlamaCpp:
         assert evidence.record.generation_throughput == 111.1
 
     def test_printed_mean_length(self) -> None:
-        line = lines.llama_request(60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | ")
+        line = lines.llama_request(
+            60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | "
+        )
         record = lines.read(line + ", mean len =  3.50").record
         assert record.mean_acceptance_length == pytest.approx(3.5)
         assert record.drafts is None
@@ -133,7 +139,9 @@ class TestLlamaCpp:
 
 class TestOthers:
     def test_mlx_rounds(self) -> None:
-        record = lines.read_document({"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}).record
+        record = lines.read_document(
+            {"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}
+        ).record
         assert record.engine == "mlx-vlm"
         assert (record.drafts, record.mean_acceptance_length) == (20, pytest.approx(3.25))
 
@@ -144,11 +152,22 @@ class TestOthers:
 
     def test_tensorrt_iterations_are_summed(self) -> None:
         iterations = [
-            {"specDecodingStats": {"numDraftTokens": 12, "numAcceptedTokens": n, "numRequestsWithDraftTokens": 4}}
+            {
+                "specDecodingStats": {
+                    "numDraftTokens": 12,
+                    "numAcceptedTokens": n,
+                    "numRequestsWithDraftTokens": 4,
+                }
+            }
             for n in (6, 10)
         ]
         record = lines.read_document(iterations).record
-        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (24, 16, 8, 3)
+        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (
+            24,
+            16,
+            8,
+            3,
+        )
 
     def test_tensorrt_lengths_without_weights_are_not_averaged(self) -> None:
         evidence = lines.read("average acceptance length: 2.80 / 4", "average acceptance length: 2.40 / 4")

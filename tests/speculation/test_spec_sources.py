@@ -60,7 +60,9 @@ def test_encodings_and_compressions(tmp_path: Path, name: str, data: bytes) -> N
         lambda row: f"vllm-1  | {row}",
         lambda row: f"2026-05-17T11:04:29.854123456Z stdout F {row}",
         lambda row: f"May 17 11:04:29 node7 vllm[4711]: {row}",
-        lambda row: json.dumps({"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}),
+        lambda row: json.dumps(
+            {"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}
+        ),
         lambda row: f"[rank0]: {row}",
     ],
     ids=["none", "ansi", "compose", "kubernetes", "journal", "docker_json", "rank"],
@@ -97,7 +99,12 @@ def test_rotated_parts_are_read_oldest_first(tmp_path: Path) -> None:
 
 def test_json_in_all_its_wrappings(tmp_path: Path) -> None:
     one = {"timings": {"draft_n": 40, "draft_n_accepted": 30, "predicted_n": 50}}
-    cases = [json.dumps(one), json.dumps(one, indent=2), f"data: {json.dumps(one)}\n\ndata: [DONE]\n", json.dumps([one])]
+    cases = [
+        json.dumps(one),
+        json.dumps(one, indent=2),
+        f"data: {json.dumps(one)}\n\ndata: [DONE]\n",
+        json.dumps([one]),
+    ]
     for i, text in enumerate(cases):
         record = record_of(write(tmp_path / f"{i}.json", text.encode()))
         assert (record.drafted, record.accepted) == (40, 30), text

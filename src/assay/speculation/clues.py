@@ -39,7 +39,9 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
         rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype \S+)", re.I
     ),
     "weights_missing": re.compile(r"(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing", re.I),
-    "layer_reused": re.compile(r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"),
+    "layer_reused": re.compile(
+        r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"
+    ),
     "draft_context": re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
     "draft_vocab": re.compile(
         r"(?:draft|target).*vocab.*(?:not compatible|incompatible|mismatch|must match)", re.I

@@ -217,32 +217,34 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
 
 def _depth(judged: Judged) -> Iterator[Finding]:
     b, a = judged.benefit, judged.assessment
-    if b is None or a.health not in (Health.HEALTHY, Health.DEGRADED):
-        return
-    note = (
-        ""
-        if b.cost.source != "assumed"
-        else f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
-    )
-    if b.too_deep and a.health is Health.HEALTHY:
+    if a.health is Health.HEALTHY and b is not None and b.too_deep:
+        note = (
+            ""
+            if b.cost.source != "assumed"
+            else f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
+        )
         yield Finding(
             "speculation.k_too_deep",
             Severity.WARNING,
             f"{b.depth} speculative tokens are too many: the tail costs more than it earns",
             detail=f"{b.best} give {b.best_multiplier:.2f} times the speed, {b.depth} give {b.multiplier:.2f}{note}",
-            evidence={"per_position": list(b.rates[: b.measured_depth]), **b.to_json()},
+            evidence={
+                "per_position": list(b.rates[: b.measured_depth]),
+                "best": b.best,
+                "cost_ratio": b.cost.ratio,
+            },
             causes=("one head is run several times, or the draft loses the text after a few tokens",),
             remedies=(f"set the number of speculative tokens to {b.best}",),
             references=(f"{VLLM}issues/47602",),
         )
-    now = b.measured_multiplier if b.measured_multiplier is not None else judged.record.multiplier
-    if now is not None and now < 1.0:
+    now = judged.record.multiplier if b is None or b.measured_multiplier is None else b.measured_multiplier
+    if now is not None and now < 1.0 and a.judged:
         yield Finding(
             "speculation.costs_more",
             Severity.WARNING,
             f"speculation makes generation slower: net multiplier {now:.2f}",
-            evidence={"net_multiplier": now, "worth": WORTH},
-            remedies=(b.advice if b.advice != "keep it" else "disable speculation",),
+            evidence={"net_multiplier": now, "worth_running_above": WORTH},
+            remedies=("disable speculation, or lower the number of speculative tokens",),
         )
 
 

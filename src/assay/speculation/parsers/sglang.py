@@ -137,7 +137,9 @@ class SglangParser(Parser):
             else:
                 rate = _true_rate(o, depth)
                 settled.append(
-                    replace(o, acceptance_rate=rate, reported_rate=o.acceptance_rate, num_speculative_tokens=depth)
+                    replace(
+                        o, acceptance_rate=rate, reported_rate=o.acceptance_rate, num_speculative_tokens=depth
+                    )
                 )
         return settled
 
