@@ -13,12 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from spec_engine import Run, make_draft, run
-
 from assay.speculation.combine import Evidence, combine
 from assay.speculation.examine import examine
 from assay.speculation.live import between
 from assay.speculation.reading import Reading
+from spec_engine import Run, make_draft, run
 
 RESULTS = Path(__file__).parent / "results" / "spec_head_states.json"
 DEPTH = 3

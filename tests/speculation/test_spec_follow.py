@@ -74,7 +74,11 @@ def test_rotation(tmp_path: Path) -> None:
 def test_truncation(tmp_path: Path) -> None:
     log = tmp_path / "s.log"
     log.write_text((lines.vllm_v1([80, 60], 100) + "\n") * 3)
-    report, _ = followed(log, lambda: None if log.write_text(lines.vllm_v1([9, 9], 10) + "\n") else None)
+
+    def truncate() -> None:
+        log.write_text(lines.vllm_v1([9, 9], 10) + "\n")
+
+    report, _ = followed(log, truncate)
     assert report.results["record"]["drafts"] == 310
 
 

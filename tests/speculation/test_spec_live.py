@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import spec_lines as lines
-from stub_server import StubServer
 
 from assay.errors import AssayError
 from assay.speculation.examine import Options, examine
 from assay.speculation.live import between, watch
 from assay.speculation.requests import Sent
+from stub_server import StubServer
 
 FAST = Options(interval=0.0)
 

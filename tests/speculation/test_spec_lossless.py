@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stub_server import Exchange, StubServer
 
 from assay.errors import AssayError
 from assay.speculation.examine import Options
@@ -13,6 +12,7 @@ from assay.speculation.lossless import measure
 from assay.speculation.permutation import permutation_p
 from assay.speculation.ties import Tokens, noise_of, part
 from assay.verdict import Verdict
+from stub_server import Exchange, StubServer
 
 
 def text(*tokens: tuple[str, float], others: dict[int, dict[str, float]] | None = None) -> Tokens:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _HEAD_NAMES = r"(?:mtp|nextn|eagle|draft|medusa|eh_proj|enorm|hnorm|shared_head|pre_fc_norm|fc\.)"
 
@@ -18,12 +18,12 @@ class Clue:
     count: int = 1
 
 
-@dataclass
+@dataclass(frozen=True)
 class Found:
     """Clues of one source, and the speeds that its lines print."""
 
-    clues: list[Clue] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)
+    clues: list[Clue]
+    speeds: list[float]
 
 
 # id: what to look for in a line. The first group, where there is one, is what is quoted, else the line.
@@ -54,28 +54,41 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
     "kv_cache_dtype": re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]"),
 }
 _SPEED = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (\d+) reqs")
-_WORDS = re.compile(r"version|engine|weight|params_dict|MTP|draft|vocab|speculative|build:|throughput")
+_NEEDLES = (
+    "version", "llm engine (", "build: ", "params_dict", "not initialized", "attempted to load weight", "weights missing",
+    "weight missing", "same mtp layer", "overriding draft", "vocab", "speculative_", "quantization=", "kv_cache_dtype=",
+    "mtp draft context",
+)  # fmt: skip
 _LONGEST = 8192
 """Characters of a line that are looked at; configurations are printed on lines of a few thousand."""
 
 
 def read(text: str) -> Found:
     """Clues in the start of a log. Speeds are those of intervals in which requests ran."""
-    found = Found()
     first: dict[str, str] = {}
     counts: Counter[str] = Counter()
-    for whole in text.splitlines():
-        line = whole[:_LONGEST]
-        if not _WORDS.search(line):
-            continue
-        speed = _SPEED.search(line)
-        if speed and float(speed[1]) > 0 and int(speed[2]):
-            found.speeds.append(float(speed[1]))
+    for line in _candidates(text):
         for name, pattern in _PATTERNS.items():
             match = pattern.search(line)
             if match:
                 counts[name] += 1
                 quote = match[1] if pattern.groups else line
                 first.setdefault(name, " ".join(quote.split())[:300])
-    found.clues = [Clue(name, quote, counts[name]) for name, quote in first.items()]
-    return found
+    speeds = [float(speed) for speed, running in _SPEED.findall(text) if float(speed) > 0 and int(running)]
+    return Found([Clue(name, quote, counts[name]) for name, quote in first.items()], speeds)
+
+
+def _candidates(text: str) -> list[str]:
+    """Lines that hold a needle, in order and each once; found with `find`, since the start of a log is megabytes."""
+    lowered = text.lower()
+    if len(lowered) != len(text):  # a letter whose lower case is longer would shift the offsets
+        lowered = text
+    spans: set[tuple[int, int]] = set()
+    for needle in _NEEDLES:
+        at = lowered.find(needle)
+        while at >= 0:
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            spans.add((text.rfind("\n", 0, at) + 1, end))
+            at = lowered.find(needle, end)
+    return [text[start : min(end, start + _LONGEST)] for start, end in sorted(spans)]

@@ -15,6 +15,9 @@ _TIME = re.compile(
     r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?)|\b(?:INFO|WARNING|ERROR|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d)|\b(\d{1,2}\.\d\d\.\d{3}\.\d{3}) [A-Z] "
 )
 
+_PREFIX = 160
+"""Characters in which a prefix is looked for."""
+
 
 def clean(raw: bytes) -> Line:
     """The line without colours and wrappers, with the process, engine and time that its prefix names."""
@@ -25,13 +28,13 @@ def clean(raw: bytes) -> Line:
     if "\x1b" in text:
         text = _ANSI.sub("", text)
     text = text.rstrip("\r\n")
-    compose = _COMPOSE.match(text)
-    if compose:
+    start = text[:_PREFIX]
+    if "|" in start and (compose := _COMPOSE.match(start)):
         container = compose[1]
-    processes = _PROCESS.findall(text[:256])
+    processes = _PROCESS.findall(start) if "pid=" in start else []
     replica = next((dp for _, dp, _ in reversed(processes) if dp), None)
     process = "/".join([container, *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1])])
-    time = _TIME.search(text[:256])
+    time = _TIME.search(start)
     return Line(
         text=text,
         process=process,

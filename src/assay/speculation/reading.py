@@ -84,8 +84,10 @@ class Reading:
         return result
 
     def _parsed(self, line: Line) -> Iterator[Observation]:
+        text = line.text
         for parser in self.parsers:
-            yield from parser.line(line)
+            if any(marker in text for marker in parser.markers):
+                yield from parser.line(line)
 
     def _objects(self, value: Any, depth: int = 0) -> list[Observation]:
         """Observations of all JSON objects in `value`. The usage object repeats what a richer one says."""

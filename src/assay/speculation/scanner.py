@@ -7,6 +7,7 @@ or the speed on a line of their own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,8 +17,12 @@ if TYPE_CHECKING:
 BLOCK = 1 << 18
 MARGIN = 1 << 16
 """A line is sure to be read whole up to this length; a longer one is cut."""
+LOOK_AHEAD = 8
 LINES_BEFORE = 4
 LINES_AFTER = 1
+
+_NEIGHBOURS = re.compile(rb"ccep|#acc|throughput:|eval time|draft|n_predict|Position ", re.I)
+"""What a line needs, itself a hit or beside one, to say anything."""
 
 
 class ByteReader(Protocol):
@@ -29,19 +34,22 @@ class ByteReader(Protocol):
 
 
 def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARGIN) -> Iterator[bytes]:
-    """Lines that may count drafts, and their neighbours, in order and each once; without line ends."""
+    """Lines that may count drafts, and the neighbours that matter, in order and each once; without line ends."""
+    import numpy as np
+
+    mask = np.empty(block + 2 * margin + LOOK_AHEAD, dtype=np.bool_)
     buffer = b""
     searched = 0  # hits before this offset are done
     sent = 0  # lines before this offset are sent
     while True:
         fresh = reader.read(block)
-        buffer += fresh
+        buffer = buffer + fresh if buffer else fresh
         # A hit near the end waits until the lines around it are here.
         limit = max(searched, len(buffer) - margin) if fresh else len(buffer)
-        for hit in _hits(buffer, searched, limit):
+        for hit in _hits(buffer, searched, limit, mask):
             if hit >= sent:
                 first, sent = _zone(buffer, hit, sent)
-                yield from buffer[first:sent].splitlines()
+                yield from (row for row in buffer[first:sent].splitlines() if _NEIGHBOURS.search(row))
         if not fresh:
             return
         cut = max(0, limit - margin)
@@ -49,14 +57,16 @@ def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARG
         searched, sent = limit - cut, max(0, sent - cut)
 
 
-def _hits(buffer: bytes, start: int, stop: int) -> Iterator[int]:
-    """Offsets in [start, stop) of the `cc` in 'accep', 'Accep' or '#acc'."""
+def _hits(
+    buffer: bytes, start: int, stop: int, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> Iterator[int]:
+    """Offsets in [start, stop) of the `cc` in 'accep', 'Accep' or '#acc'; `mask` is scratch space."""
     import numpy as np
 
     if stop <= start:
         return
-    view: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(buffer, dtype=np.uint8)
-    pair = view[start : stop + 1] == ord("c")
+    view: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(buffer, dtype=np.uint8)[start : stop + 1]
+    pair = np.equal(view, ord("c"), out=mask[: len(view)])
     pair[:-1] &= pair[1:]
     for hit in (np.flatnonzero(pair[: stop - start]) + start).tolist():
         if buffer[hit + 2 : hit + 4] == b"ep" or buffer[max(0, hit - 2) : hit] == b"#a":

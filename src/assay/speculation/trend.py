@@ -39,21 +39,33 @@ def find_collapse(windows: Sequence[Observation]) -> Collapse | None:
     best: tuple[float, Collapse] | None = None
     for replica, own in _series(windows).items():
         pairs = [_pair(w) for w in own]
-        for at in range(1, len(own)):
-            early, late = _total(pairs[:at]), _total(pairs[at:])
-            if early[1] < MIN_DRAFTS or late[1] < MIN_DRAFTS:
-                continue
-            before, after = proportion(*early), proportion(*late)
-            if after.hi >= _FALL * before.lo:
-                continue
-            ratio = 2 * (_loglik(*early) + _loglik(*late) - _loglik(*_total(pairs)))
-            ratio /= _dispersion(pairs[:at], pairs[at:])
-            if ratio > _LIKELIHOOD_RATIO and (best is None or ratio > best[0]):
-                collapse = Collapse(
-                    at, len(own), before, after, own[at].time, replica, zero=late[0] == 0
-                )  # fmt: skip
-                best = (ratio, collapse)
+        split = _best_split(pairs)
+        if split is None:
+            continue
+        at, ratio = split
+        before, after = proportion(*_total(pairs[:at])), proportion(*_total(pairs[at:]))
+        ratio /= _dispersion(pairs[:at], pairs[at:])
+        if after.hi < _FALL * before.lo and ratio > _LIKELIHOOD_RATIO and (best is None or ratio > best[0]):
+            zero = after.value == 0.0
+            best = (ratio, Collapse(at, len(own), before, after, own[at].time, replica, zero))
     return None if best is None else best[1]
+
+
+def _best_split(pairs: Sequence[tuple[int, int]]) -> tuple[int, float] | None:
+    """The index at which the rate falls most clearly, and twice the log-likelihood gained by splitting there."""
+    whole_x, whole_n = _total(pairs)
+    whole = _loglik(whole_x, whole_n)
+    best: tuple[int, float] | None = None
+    x = n = 0
+    for at, (own_x, own_n) in enumerate(pairs[:-1], 1):
+        x, n = x + own_x, n + own_n
+        rest_x, rest_n = whole_x - x, whole_n - n
+        if n < MIN_DRAFTS or rest_n < MIN_DRAFTS or rest_x * n >= _FALL * x * rest_n:
+            continue
+        ratio = 2 * (_loglik(x, n) + _loglik(rest_x, rest_n) - whole)
+        if best is None or ratio > best[1]:
+            best = (at, ratio)
+    return best
 
 
 def zero_windows(windows: Sequence[Observation], collapse: Collapse | None) -> list[Observation]:

@@ -36,6 +36,8 @@ class Parser:
     """Base class: a parser overrides what its engine writes. All hooks must survive any input."""
 
     engine = ""
+    markers: tuple[str, ...] = ()
+    """`line` is called for lines that hold one of these."""
 
     def line(self, line: Line) -> Iterable[Observation]:
         """Observations in one log line; the parser may remember the line for later ones."""

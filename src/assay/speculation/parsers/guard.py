@@ -15,6 +15,7 @@ class GuardParser(Parser):
     """`spec-ngram: req N gave up (…: verifies=8 accepted=0/8 …)`."""
 
     engine = "imp"
+    markers = ("gave up",)
 
     def line(self, line: Line) -> Iterable[Observation]:
         """A request that gave up drafting."""

@@ -34,6 +34,7 @@ class LlamaCppParser(Parser):
     """A request line counts one request; `statistics` lines count since start and are never added to it."""
 
     engine = "llama.cpp"
+    markers = ("draft acceptance", "eval time", "statistics", "n_draft", "n_predict", "n_accept")
 
     def __init__(self) -> None:
         self._eval: dict[str, tuple[int, float]] = {}

@@ -22,6 +22,7 @@ class QuotedRatesParser(Parser):
     """Printed rates, with counts where the line has them."""
 
     engine = "vllm"
+    markers = ("rate=", "rate =", "length=", "efficiency=", "efficiency =", "tokens=")
 
     def line(self, line: Line) -> Iterable[Observation]:
         """Key-value pairs in any order."""

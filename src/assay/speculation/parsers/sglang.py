@@ -35,6 +35,7 @@ class SglangParser(Parser):
     """Printed values; counts only where they are certain (nothing accepted at all)."""
 
     engine = "sglang"
+    markers = ("accept len", "speculative_num_steps=")
 
     def __init__(self) -> None:
         self._steps: int | None = None

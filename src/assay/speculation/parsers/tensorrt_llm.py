@@ -16,6 +16,7 @@ class TensorRTParser(Parser):
     """One JSON object an iteration: every request with draft tokens is one draft."""
 
     engine = "tensorrt-llm"
+    markers = (" / ",)
 
     def line(self, line: Line) -> Iterable[Observation]:
         """A printed average."""

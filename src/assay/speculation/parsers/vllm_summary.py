@@ -40,6 +40,7 @@ class VllmSummaryParser(Parser):
     """A summary spans lines, so a total is sent after each; the last one is the whole."""
 
     engine = "vllm"
+    markers = ("cceptance", "raft", "Accepted tokens", "accepted tokens", "Position ")
 
     def __init__(self) -> None:
         self._block = _Block()
@@ -47,6 +48,8 @@ class VllmSummaryParser(Parser):
 
     def line(self, line: Line) -> Iterable[Observation]:
         """The summary as far as it has come."""
+        if "metrics:" in line.text:
+            return ()
         position = _POSITION.match(line.text)
         if position:
             percent = position[1] is not None

@@ -32,6 +32,7 @@ class VllmV0Parser(Parser):
     """Lines are totals since start."""
 
     engine = "vllm"
+    markers = ("Speculative metrics:",)
 
     def line(self, line: Line) -> Iterable[Observation]:
         """A total since start."""

@@ -12,15 +12,9 @@ from assay.speculation.record import Kind, Observation
 from assay.speculation.rounding import infer_drafts, position_counts
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
-_HEAD = re.compile(r"\b(?:SpecDecoding|Speculative) metrics:(.*)", re.I)
-_V0 = re.compile(r"System efficiency|emitted tokens", re.I)
-_RATE = re.compile(r"Draft acceptance rate:\s*(nan|[\d.]+)\s*(%?)", re.I)
-_LENGTH = re.compile(r"Mean acceptance length:\s*(nan|[\d.]+)", re.I)
-_ACCEPTED = re.compile(r"Accepted:\s*(\d+)|Number of accepted tokens:\s*(\d+)", re.I)
-_DRAFTED = re.compile(r"Drafted:\s*(\d+)|Number of draft tokens(?: tokens)?:\s*(\d+)", re.I)
-_POSITIONS = re.compile(r"Per-position acceptance rate:\s*((?:nan|[\d.]+)(?:\s*,\s*(?:nan|[\d.]+))*)", re.I)
+_HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
 _ENGINE = re.compile(
-    r"(?:Engine (\d+)|\d+ Engines Aggregated):.*?Avg generation throughput:\s*([\d.]+).*?Running:\s*(\d+)"
+    r"(?:Engine (\d+)|Engines Aggregated):.*?Avg generation throughput:\s*([\d.]+).*?Running:\s*(\d+)"
 )
 
 _PREFIX = re.compile(
@@ -32,36 +26,35 @@ class VllmV1Parser(Parser):
     """Lines are windows. The engine's number stands on the line before, so it is remembered for each process."""
 
     engine = "vllm"
+    markers = ("metrics:", "throughput:")
 
     def __init__(self) -> None:
         self._engine_line: dict[str, tuple[str | None, float, int]] = {}
 
     def line(self, line: Line) -> Iterable[Observation]:
         """A window; or the line before it, which names the engine."""
-        engine = _ENGINE.search(line.text)
+        text = line.text
+        head = next((h for h in _HEADS if h in text), None)
+        if head is not None:
+            body = text.partition(head)[2]
+            return () if "efficiency" in body or "emitted" in body else self._window(_fields(body), line)
+        engine = _ENGINE.search(text) if "Avg generation throughput" in text else None
         if engine:
             self._engine_line[line.process] = (
                 None if engine[1] is None else str(int(engine[1])),
                 float(engine[2]),
                 int(engine[3]),
             )
-            return ()
-        head = _HEAD.search(line.text)
-        if not head or _V0.search(head[1]):
-            return ()
-        return self._window(head[1], line)
+        return ()
 
-    def _window(self, text: str, line: Line) -> Iterator[Observation]:
-        accepted, drafted = _int(_ACCEPTED.search(text)), _int(_DRAFTED.search(text))
-        length, rate = _LENGTH.search(text), _RATE.search(text)
-        printed = _POSITIONS.search(text)
-        rates = None
-        if printed and "nan" not in printed[1].lower():
-            rates = tuple(float(r) for r in printed[1].split(","))
-        mean = number(length[1]) if length else None
+    def _window(self, fields: Mapping[str, Sequence[str]], line: Line) -> Iterator[Observation]:
+        accepted = _first_count(fields, "Accepted", "Number of accepted tokens")
+        drafted = _first_count(fields, "Drafted", "Number of draft tokens", "Number of draft tokens tokens")
+        mean = number(fields.get("Mean acceptance length", ("",))[0])
+        rates = _rates(fields.get("Per-position acceptance rate", ()))
         if accepted is None or drafted is None:
             # A cut line: what it still prints is a value without counts.
-            fraction = _fraction(rate)
+            fraction = _fraction(fields)
             if fraction is not None or mean is not None:
                 yield Observation(
                     engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
@@ -156,12 +149,38 @@ def _telling_labels(samples: Sequence[Sample]) -> list[str]:
     return [n for n in names if n == "engine" or len({labels.get(n) for labels in own}) > 1]
 
 
-def _int(match: re.Match[str] | None) -> int | None:
-    return None if match is None else int(match[1] or match[2])
+def _fields(body: str) -> dict[str, list[str]]:
+    """`key: value, value, key: value` as lists by key."""
+    fields: dict[str, list[str]] = {}
+    values: list[str] = []
+    for part in body.split(","):
+        key, colon, value = part.partition(":")
+        if colon:
+            values = fields.setdefault(key.strip(), [])
+            part = value
+        if part and not part.isspace():
+            values.append(part.strip())
+    return fields
 
 
-def _fraction(match: re.Match[str] | None) -> float | None:
-    if match is None:
-        return None
-    value = number(match[1])
-    return value if value is None or not match[2] else value / 100
+def _first_count(fields: Mapping[str, Sequence[str]], *names: str) -> int | None:
+    """The count under the first of the names that is there (`117 tokens`)."""
+    for name in names:
+        if fields.get(name):
+            return count(fields[name][0].split()[0])
+    return None
+
+
+def _rates(values: Sequence[str]) -> tuple[float, ...] | None:
+    """Printed rates; None where there are none, or nan."""
+    rates = [number(v) for v in values]
+    return None if not rates or None in rates else tuple(r for r in rates if r is not None)
+
+
+def _fraction(fields: Mapping[str, Sequence[str]]) -> float | None:
+    """The printed acceptance rate, which one version wrote as a fraction and the others in per cent."""
+    for name in ("Draft acceptance rate", "Avg Draft acceptance rate"):
+        for text in fields.get(name, ())[:1]:
+            value = number(text.rstrip("%"))
+            return value if value is None or not text.endswith("%") else value / 100
+    return None
