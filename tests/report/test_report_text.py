@@ -29,6 +29,7 @@ from assay.verdict import Quote
         ("\x9b31m", "⟨U+009B⟩31m"),
         ("\u202eabc\u2066", "⟨U+202E⟩abc⟨U+2066⟩"),
         ("zero\u200bwidth\ufeff", "zero⟨U+200B⟩width⟨U+FEFF⟩"),
+        ("line\u2028paragraph\u2029", "line⟨U+2028⟩paragraph⟨U+2029⟩"),
         ("soft\xadhyphen", "soft⟨U+00AD⟩hyphen"),
         ("\ud83d", "\ufffd"),
         ("\U000e0041", "⟨U+E0041⟩"),

@@ -78,7 +78,15 @@ def grade(
     common: dict[str, Any] = {"coherent_chars": coherent, "total_chars": total, "examined_chars": examined}
     if found:
         name, first = next(iter(found.items()))
-        return Grade(Label.DEGENERATE, first.kind, first.onset, part=name, evidence=first.evidence, detections=found, **common)
+        return Grade(
+            Label.DEGENERATE,
+            first.kind,
+            first.onset,
+            part=name,
+            evidence=first.evidence,
+            detections=found,
+            **common,
+        )
     verdict = _unfinished(content, reasoning or "", bool(calls), finish_reason)
     if verdict is None:
         return Grade(Label.OK, **common)
@@ -143,4 +151,3 @@ def _repeated_call(calls: Sequence[tuple[str, str]]) -> Detection | None:
             evidence = {"name": calls[index][0], "calls": len(calls)}
             return Detection("repeated_tool_call", 0, 0, evidence)
     return None
-

@@ -52,7 +52,9 @@ def _character_flood(view: TextView) -> Detection | None:
         whole = length >= 0.9 * short and length >= (24 if char in _RULES else 8) and not char.isalnum()
         if (length >= limit and not _drawn(view, start, end, limit)) or whole:
             kind = "asterisk_attractor" if char == "*" else "single_char_flood"
-            return Detection(kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length})
+            return Detection(
+                kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length}
+            )
     return None
 
 
@@ -66,7 +68,10 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
     if not _BLOCK_LINE.fullmatch(line.strip()):
         return False
     if view.text[start] == "A" and end - start == line_end - line_start <= 76:  # zeros in base64
-        return view.text[line_start - end + start - 1 : line_start - 1] == line or view.text[line_end + 1 : 2 * line_end - line_start + 1] == line
+        return (
+            view.text[line_start - end + start - 1 : line_start - 1] == line
+            or view.text[line_end + 1 : 2 * line_end - line_start + 1] == line
+        )
     neighbours = (view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text))))
     # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
     return any(b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours)
@@ -84,5 +89,7 @@ def _blank_flood(view: TextView) -> Detection | None:
     for match in _BLANKS.finditer(view.text):
         trailing = match.end() == len(view.text)
         if match.end() - match.start() >= (BLANK_LIMIT // 2 if trailing else BLANK_LIMIT):
-            return Detection("blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()})
+            return Detection(
+                "blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()}
+            )
     return None
