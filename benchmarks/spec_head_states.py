@@ -32,6 +32,7 @@ CONFIGURATIONS: dict[str, tuple[str | None, int]] = {
     "embedding_only": ("embedding_only", DEPTH),
     "no_weights": ("no_weights", DEPTH),
     "ngram": ("ngram", DEPTH),
+    "off_again": (None, 0),
     "self1": ("self", 1),
     "self5": ("self", 5),
     "layers12": ("layers:12", DEPTH),
