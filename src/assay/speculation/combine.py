@@ -158,7 +158,8 @@ def _positions(used: Sequence[Observation]) -> tuple[tuple[int, int], ...] | Non
         for i, (a, n) in enumerate(zip(own, of, strict=False)):
             accepted[i] += a
             tried[i] += n
-    return tuple(zip(accepted, tried, strict=True)) or None
+    # A page may be scraped between two counters, so that hits run a little ahead of drafts.
+    return tuple((min(a, n), n) for a, n in zip(accepted, tried, strict=True)) or None
 
 
 def _printed_positions(used: Sequence[Observation]) -> tuple[float, ...] | None:

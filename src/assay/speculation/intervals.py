@@ -33,7 +33,8 @@ class Rate:
 def proportion(successes: int, trials: int, design_effect: float = 1.0) -> Rate:
     """Wilson interval of a proportion. A design effect above 1 divides the number of trials."""
     effect = max(1.0, design_effect)
-    interval = wilson(successes / effect, trials / effect)
+    # Counters of one page are not read at one instant, so hits may run a little ahead of trials.
+    interval = wilson(min(max(successes, 0), trials) / effect, trials / effect)
     return Rate(interval.value, interval.lo, interval.hi, trials)
 
 

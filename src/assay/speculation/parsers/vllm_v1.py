@@ -85,10 +85,10 @@ class VllmV1Parser(Parser):
         generated: dict[str, float] = defaultdict(float)
         for sample in samples:
             replica = "/".join(sample.labels.get(name, "") for name in labels)
-            if re.fullmatch(r"vllm[:_]generation_tokens(?:_total)?", sample.name):
+            if re.fullmatch(r"vllm[:_]generation_tokens(?:_total)?", sample.name) and sample.value >= 0:
                 generated[replica] += sample.value
             match = _PREFIX.match(sample.name)
-            if not match:
+            if not match or count(sample.value) is None:
                 continue
             if replica not in order:
                 order.append(replica)
