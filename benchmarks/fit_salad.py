@@ -46,7 +46,7 @@ def fit_scale(good: list[str], bad: list[str], window: int, stride: int) -> dict
     x0, w0 = stacked(good, window, stride)
     x1, w1 = stacked(bad, window, stride)
     model = HistGradientBoostingClassifier(
-        max_iter=80, learning_rate=0.15, max_leaf_nodes=12, max_depth=5, min_samples_leaf=30, l2_regularization=5.0,
+        max_iter=120, learning_rate=0.12, max_features=0.35, max_leaf_nodes=12, max_depth=5, min_samples_leaf=30, l2_regularization=5.0,
         monotonic_cst=[DIRECTION.get(name, 0) for name in windows.FEATURES], random_state=0, early_stopping=False,
     )  # fmt: skip
     target = np.concatenate([np.zeros(len(x0)), np.ones(len(x1))])

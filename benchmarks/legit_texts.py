@@ -129,7 +129,7 @@ def generated() -> Iterator[Legit]:
     """What programs print: JSON, CSV, logs, HTML, SQL, XML, disassembly, tracebacks, dumps, encoded data."""
     makers = (
         _json, _minified_json, _csv, _log, _access_log, _html, _sql, _xml, _disassembly, _traceback, _hexdump, _base64,
-        _dna, _calendar, _markdown_table, _minified_code, _ini, _names, _numbers, _uuid, _paths, _diff,
+        _dna, _calendar, _markdown_table, _minified_code, _ini, _names, _numbers, _uuid, _paths, _diff, _glossary,
     )  # fmt: skip
     for maker in makers:
         for seed in range(24):
@@ -367,6 +367,19 @@ def _diff(rng: random.Random) -> str:
     )
     changed = [line.upper() if rng.random() < 0.1 else line for line in lines]
     return "\n".join(difflib.unified_diff(lines, changed, "a.txt", "b.txt", lineterm=""))
+
+
+def _glossary(rng: random.Random) -> str:
+    """A table of words in several languages; its columns hold what its heads say."""
+    with gzip.open(HERE / "corpus" / "udhr.jsonl.gz", "rt", encoding="utf-8") as lines:
+        texts = {row["language"]: row["text"] for row in map(json.loads, lines)}
+    languages = rng.sample(["eng", "rus", "cmn_hans", "arb", "tha", "deu_1996", "ell_monotonic", "jpn", "kor", "heb", "hin", "fra"], rng.randint(3, 7))
+    words = {name: re.findall(r"[^\W\d_]{2,12}", texts[name]) for name in languages if name in texts}
+    rows = ["| " + " | ".join(words) + " |", "|---" * len(words) + "|"]
+    rows += ["| " + " | ".join(rng.choice(column) for column in words.values()) + " |" for _ in range(rng.randint(5, 25))]
+    if rng.random() < 0.5:
+        return "\n".join(rows)
+    return "\n".join(f"- {rng.choice(next(iter(words.values())))}: " + ", ".join(rng.choice(c) for c in words.values()) for _ in range(12))
 
 
 def repetitive() -> Iterator[Legit]:

@@ -38,6 +38,7 @@ def _any(rng: random.Random, pools: dict[str, list[str]]) -> str:
     piece, glue, mark = rng.random(), rng.uniform(0, 0.7), rng.choice([0, 0, 0.1, 0.3]) * rng.random()
     foreign, capital, number = rng.random() ** 3, rng.random() ** 3 / 2, rng.choice([0, 0, 0.1]) * rng.random()
     grammar = rng.choice([0.0, 0.0, 0.1, 0.3]) * rng.random()
+    proper = rng.random() < 0.6  # marks stand where a text would have them
     vocabulary: list[str] = []
     while len(vocabulary) < rng.choice([60, 300, 2000]):
         word = rng.choice(pools["xx" if rng.random() < foreign else "en"])
@@ -50,7 +51,9 @@ def _any(rng: random.Random, pools: dict[str, list[str]]) -> str:
     out = []
     for _ in range(rng.randint(50, 300)):
         chance = rng.random()
-        if chance < mark:
+        if proper and chance < mark:
+            out.append(rng.choice([".", ",", ",", ".\n", ".\n\n", ":", "\n", ", and"]))
+        elif chance < mark:
             out.append(rng.choice([".", ",", "(", ")", '"', ":", "-", "/", "\n", "_", "*", "'"]))
         elif chance < mark + number:
             out.append(str(rng.randint(0, 9999)))

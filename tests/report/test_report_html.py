@@ -187,3 +187,12 @@ def test_a_detail_may_hold_a_command():
     )
     root = tree(Report("check", Verdict.PASS, findings=(finding,)))
     assert [text(e) for e in by_class(root, "command")] == ["vllm serve m", "assay check x"]
+
+
+def test_the_subject_is_named_at_the_top_and_told_in_full_at_the_end():
+    subject = {"url": "http://x.example", "model": None, "server": {"kind": "vllm", "version": "0.32.0"}}
+    root = tree(Report("check", Verdict.PASS, subject))
+    (top,) = by_class(root, "subject")
+    assert [(e.find("dt").text, e.find("dd").text) for e in top.iter("div")] == [("url", "http://x.example")]
+    (record,) = by_class(root, "record")
+    assert "server.version" in text(record) and "0.32.0" in text(record)

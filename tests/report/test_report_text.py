@@ -138,6 +138,13 @@ def test_backticks_mark_code():
     assert split_code("a stray ` tick") == [(False, "a stray ` tick")]
 
 
+def test_an_interval_is_one_value():
+    assert evidence_items({"rate": {"value": 0.5, "lo": 0.25, "hi": None}, "gone": {}}) == [
+        ("rate", "0.5 [0.25, –]"),
+        ("gone", "none"),
+    ]
+
+
 def test_evidence_is_flat_and_written_for_people():
     evidence = {
         "rate": 0.123456789, "ok": True, "none": None, "nan": float("nan"), "empty": [], "list": [1, 2.5, "x"],

@@ -237,8 +237,8 @@ def _rate_chart(record: CheckRecord, reference: Reference | None) -> Chart:
         "Share of degenerate texts by probe, 95 % Wilson intervals",
         "forest",
         all_series,
-        x_label="share",
-        y_label="probe",
+        x_label="probe",
+        y_label="share",
     )
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from assay.report import console_blocks, console_findings
 from assay.report.console_style import TONES
-from assay.report.text import evidence_items, one_line
+from assay.report.text import one_line, subject_items
 from assay.report.tone import SEVERITIES, VERDICTS, plural, sentence
 from assay.verdict import Metric, Report, Severity
 
@@ -99,9 +99,7 @@ def banner(report: Report, console: Console) -> RenderableType:
     from rich.text import Text
 
     look = VERDICTS[report.verdict]
-    # What a person would call it by; the capabilities and settings under it are in the other reports.
-    plain = {k: v for k, v in report.subject.items() if v is not None and not isinstance(v, Mapping)}
-    subject = ", ".join(f"{key} {value}" for key, value in evidence_items(plain, 120))
+    subject = ", ".join(f"{key} {value}" for key, value in subject_items(report.subject, 120))
     command = f"assay {one_line(report.command)}"
     if not console.is_terminal:
         lines = [f"{look.word}  {command}: {sentence(report)}", *([f"Subject: {subject}"] if subject else [])]
