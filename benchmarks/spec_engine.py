@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,12 @@ from typing import Any
 import httpx
 import numpy as np
 
+from assay.cache import cache_dir
+from assay.demo.servers import vllm_server
+from assay.errors import AssayError
 from assay.speculation.requests import PROMPTS
 
-VLLM = Path(os.environ.get("ASSAY_VLLM_PYTHON", Path.home() / ".cache/assay/vllm-0.32.0/bin/python"))
+MODEL = "smollm2"
 MAX_TOKENS = 96
 
 
@@ -43,52 +43,30 @@ class Run:
 
 @contextmanager
 def server(
-    model: Path, speculative: dict[str, Any] | None, log: Path, port: int = 8941
+    model: Path, speculative: dict[str, Any] | None, log: Path, name: str = MODEL
 ) -> Iterator[str | None]:
-    """Start vLLM, yield its URL once it is healthy (None if it stopped instead), and end it."""
-    command = [
-        str(VLLM), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "smollm2",
-        "--max-model-len", "1024", "--enforce-eager", "--port", str(port), "--max-num-seqs", "4",
-    ]  # fmt: skip
+    """Serve `model` with vLLM on the CPU and yield its URL, or None if it refuses to start; its log goes to `log`."""
+    arguments = ["--max-num-seqs", "4"]
     if speculative is not None:
-        command += [
-            "--per-request-spec-decode-metrics",
-            "summary",
-            "--speculative-config",
-            json.dumps(speculative),
-        ]
-    environment = os.environ | {
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_LOG_STATS_INTERVAL": "2",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        arguments += ["--per-request-spec-decode-metrics", "summary"]
+        arguments += ["--speculative-config", json.dumps(speculative)]
+    with ExitStack() as held:
         try:
-            yield url if _healthy(process, url) else None
-        finally:
-            with_group = os.getpgid(process.pid) if process.poll() is None else None
-            if with_group is not None:
-                os.killpg(with_group, signal.SIGTERM)
-                try:
-                    process.wait(20)
-                except subprocess.TimeoutExpired:
-                    os.killpg(with_group, signal.SIGKILL)
-                    process.wait()
-
-
-def _healthy(process: subprocess.Popen[bytes], url: str, patience: float = 240.0) -> bool:
-    until = time.monotonic() + patience
-    while time.monotonic() < until and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/health", timeout=2).status_code == 200:
-                return True
-        except httpx.HTTPError:
-            time.sleep(1.0)
-    return False
+            running = held.enter_context(
+                vllm_server(
+                    model,
+                    name=name,
+                    max_model_len=1024,
+                    extra_args=arguments,
+                    env={"VLLM_LOG_STATS_INTERVAL": "2"},
+                )
+            )
+        except AssayError:
+            shutil.copyfile(cache_dir("logs") / f"vllm-{name}.log", log)
+            yield None
+            return
+        held.callback(shutil.copyfile, running.log, log)
+        yield running.url
 
 
 def run(name: str, model: Path, speculative: dict[str, Any] | None, folder: Path, requests: int = 8) -> Run:
@@ -115,7 +93,7 @@ def run(name: str, model: Path, speculative: dict[str, Any] | None, folder: Path
 
 def _complete(client: httpx.Client, prompt: str, tokens: int) -> Any:
     body = {
-        "model": "smollm2", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "model": MODEL, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
     return client.post("/v1/completions", json=body).raise_for_status().json()
 

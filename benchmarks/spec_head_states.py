@@ -9,6 +9,7 @@ health and findings from the log, from two scrapes of /metrics and from the resp
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -63,9 +64,7 @@ def speculative(name: str, model: Path, work: Path) -> dict[str, Any] | None:
 def describe(result: Run) -> dict[str, Any]:
     """What assay says about one run, from each source that the run left."""
     if not result.started:
-        text = result.log.read_text("utf-8", "replace")
-        wrong = [line for line in text.splitlines() if "Error" in line and "rror:" in line]
-        return {"started": False, "error": wrong[-1].split("] ")[-1][-300:] if wrong else ""}
+        return {"started": False, "error": refusal(result.log.read_text("utf-8", "replace"))}
     report = examine([str(result.log)])
     responses = Reading()
     responses.document(result.responses)
@@ -85,6 +84,12 @@ def describe(result: Run) -> dict[str, Any]:
         "seconds": result.seconds,
         "tokens_per_s": result.tokens_per_s,
     }
+
+
+def refusal(text: str) -> str:
+    """The first error that the engine's log names: the cause, not what followed from it."""
+    match = re.search(r"\b((?:Value|Runtime|Key)Error: .*)", text)
+    return match[1][:120] if match else ""
 
 
 def _counts(evidence: Evidence) -> dict[str, int | None]:

@@ -23,9 +23,9 @@ def main() -> None:
     draft = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     other = make_draft("int3", model, work / "int3")
     found = {}
-    with server(model, None, work / "lossless_off.log", port=8951) as off:
+    with server(model, None, work / "lossless_off.log", "off") as off:
         for name, (served, speculative) in {"draft": (model, draft), "control": (other, None)}.items():
-            with server(served, speculative, work / f"lossless_{name}.log", port=8952) as on:
+            with server(served, speculative, work / f"lossless_{name}.log", "on") as on:
                 if on is None or off is None:
                     raise SystemExit(f"the server {name} did not start; see {work}")
                 found[name] = measure(on, off, Options(lossless=off, prompts=6, samples=32)).to_json()
