@@ -42,6 +42,8 @@ def _any(rng: random.Random, pools: dict[str, list[str]]) -> str:
     vocabulary: list[str] = []
     while len(vocabulary) < rng.choice([60, 300, 2000]):
         word = rng.choice(pools["xx" if rng.random() < foreign else "en"])
+        if not word[0].isalpha():
+            continue
         if len(word) > 3 and rng.random() < piece:
             a, b = sorted(rng.sample(range(len(word) + 1), 2))
             word = word[a : b + 1] if b - a > 1 else word[:3]

@@ -57,42 +57,56 @@ def requests(source: Source) -> Iterator[tuple[dict[str, Any], Request]]:
                 "prompt_id": prompt_id,
                 "sampling": asdict(sampling),
             }
-            yield known, Request(
-                messages=(Message("user", prompt),) if source.chat else None,
-                prompt=None if source.chat else f"{prompt}\n\n",
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
+            yield (
+                known,
+                Request(
+                    messages=(Message("user", prompt),) if source.chat else None,
+                    prompt=None if source.chat else f"{prompt}\n\n",
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    seed=sampling.seed,
+                ),
             )
 
 
-def generate(source: Source) -> list[dict[str, Any]]:
+def generate(source: Source, device: str) -> list[dict[str, Any]]:
     """All records of one source."""
-    with tempfile.TemporaryDirectory() as folder, HfEngine.load(f"hf:{checkpoint(source, Path(folder))}") as engine:
-        known, asked = zip(*requests(source), strict=True)
-        replies = engine.generate_batch(asked)
+    with tempfile.TemporaryDirectory() as folder:
+        model = checkpoint(source, Path(folder))
+        with HfEngine.load(f"hf:{model}?device={device}") as engine:
+            known, asked = zip(*requests(source), strict=True)
+            replies = engine.generate_batch(asked)
     return [
-        {**about, "text": r.content, "finish_reason": r.finish_reason, "completion_tokens": r.completion_tokens}
+        {
+            **about,
+            "text": r.content,
+            "finish_reason": r.finish_reason,
+            "completion_tokens": r.completion_tokens,
+        }
         for about, r in zip(known, replies, strict=True)
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="SOURCE", help="only these sources; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default")
+    parser.add_argument("--device", default="cpu", help="where to run the models, such as cuda")
     parser.add_argument("--list", action="store_true", help="print the names of the sources and stop")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(source.name for source in SOURCES))
         return
     parts = cache_dir("corpus-parts")
-    for source in SOURCES:
-        part = parts / f"{source.name}.jsonl"
-        if part.exists() or (arguments.names and source.name not in arguments.names):
+    by_name = {source.name: source for source in SOURCES}
+    for name in arguments.names or by_name:
+        source, part = by_name[name], parts / f"{name}.jsonl"
+        if part.exists():
             continue
         began = time.perf_counter()
-        records = generate(source)
+        records = generate(source, arguments.device)
         tokens = sum(record["completion_tokens"] for record in records)
         fresh = part.with_suffix(".tmp")
         fresh.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")

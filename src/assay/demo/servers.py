@@ -10,10 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from assay.cache import cache_dir
 from assay.errors import AssayError
@@ -103,21 +106,42 @@ def _serve(
     port = free_port()
     log = cache_dir("logs") / f"{name}.log"
     url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [*command, "--port", str(port)],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **settings},
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+    with _sigterm_unwinds():
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **settings},
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        try:
+            _await(process, url + ready, log)
+            yield Server(url=url, model=model, log=log, pid=process.pid)
+        finally:
+            _stop(process)
+
+
+@contextlib.contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit, so that the server is stopped; where nobody else handles it, in the main thread."""
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
     try:
-        _await(process, url + ready, log)
-        yield Server(url=url, model=model, log=log, pid=process.pid)
+        yield
     finally:
-        _stop(process)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:

@@ -123,7 +123,7 @@ class HfEngine:
         from assay.engines.hf.scoring import token_logprobs
 
         text = source if isinstance(source, str) else None
-        ids = tuple(self._tokenizer(text)["input_ids"]) if text is not None else tuple(source)  # type: ignore[arg-type]
+        ids = tuple(map(int, self._tokenizer(text)["input_ids"] if text is not None else source))
         if not ids:
             raise UsageError("an empty text has no tokens to score")
         with self._lock:
