@@ -80,6 +80,6 @@ def _version(clues: Sequence[Clue]) -> Any:
     """The engine's version in the form that the checkpoint rules take; None where no start-up line names it."""
     text = next((c.text for c in clues if c.id == "version"), "")
     match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
-    if match is None or "vllm" not in text.lower():
+    if match is None or "sglang" in text.lower() or text.startswith("build"):
         return None
     return import_module("assay.checkpoint.serving.versions").Version.parse(match[0])

@@ -58,7 +58,9 @@ def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARG
         searched, sent = limit - cut, max(0, sent - cut)
 
 
-def _hits(buffer: bytes, start: int, stop: int, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Iterator[int]:
+def _hits(
+    buffer: bytes, start: int, stop: int, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> Iterator[int]:
     """Offsets in [start, stop) of the `cc` in 'accep', 'Accep' or '#acc'; `mask` is scratch space for one chunk."""
     import numpy as np
 
