@@ -23,6 +23,7 @@ _ClickException: type[Exception] = next(
 VERBS = {
     "check": "assay.cli.check",
     "grade": "assay.cli.grade",
+    "spec": "assay.cli.spec",
     "demo": "assay.cli.demo",
 }
 
