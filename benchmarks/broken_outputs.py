@@ -1,22 +1,20 @@
 """Outputs of broken and healthy models with their labels, from corpus/outputs.jsonl.gz.
 
-A label is given by a rule that shares nothing with the detectors under test, and by hand where the rule is unsure or
-wrong (corpus/labels.json: id to label, the hand's labels win):
+A label is given by rules that share nothing with the detectors under test, and by hand where a rule was seen to be wrong
+(corpus/labels.json: id to label; the hand wins):
 
-- `flood`: one character makes up more than half of the last 200 that are not blank, or blanks more than half of the text.
-- `loop`: a general-purpose compressor (zlib, level 9) shrinks the last 600 characters to under
-  13 % of their size, and the same part of a sane story by the healthy model never below 30 %.
-- `salad`: the trusted model (SmolLM2-135M, whole) gives the text more than `SALAD_BITS` bits per byte; the corpus
-  holds that figure as `teacher_bpb` where it was measured.
 - `empty`: no visible character.
-- `ok`: the rest. What lies near a limit is left out of recall and of false alarms, and counted as `unsure`.
+- `flood`: one character makes up more than half of the last 200 visible ones, or blanks two thirds of the text.
+- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text before; `unsure` from 35 %.
+- `salad`: none of these, and the cause is one whose outputs, read in samples of six and more, were all salad.
+- `subtle`: the same for a cause whose outputs are partly sane (scaled keys); reported apart.
+- `ok`: the rest. `unsure` texts count neither as hits nor as false alarms.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +23,12 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
-TAIL = 600
-LOOP_RATIO, UNSURE_RATIO = 0.13, 0.22
-SALAD_BITS, UNSURE_BITS = 3.2, 2.4
+TAIL, PIECE = 400, 24
+LOOP_SHARE, UNSURE_SHARE = 0.7, 0.35
+SALAD_CAUSES = frozenset(
+    "norm_plus_one int2 int3 shifted_scales swapped_layers temperature5 temperature2 wrong_tokenizer".split()
+)
+SUBTLE_CAUSES = frozenset({"scaled_k"})
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def broken() -> Iterator[Output]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            label = by_hand().get(row["id"]) or rule(row, teacher().get(row["id"]))
+            label = by_hand().get(row["id"]) or rule(row)
             # A prompt answered by one cause stays in one half; so do its samples.
             yield Output(row["id"], f"{row['source']}/{row['prompt_id']}", row["source"], row["text"], label, row["finish_reason"])
 
@@ -62,28 +63,31 @@ def by_hand() -> Mapping[str, str]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-@cache
-def teacher() -> Mapping[str, float]:
-    """Bits per byte of each text under the whole model."""
-    path = CORPUS / "teacher_bpb.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-
-
-def rule(row: Mapping[str, Any], bits_per_byte: float | None) -> str:
+def rule(row: Mapping[str, Any]) -> str:
     """The label of one record."""
     text = row["text"]
     visible = [c for c in text if not c.isspace()]
     if not visible:
-        return "empty" if not text or len(text) < 40 else "flood"
-    last = Counter(visible[-200:]).most_common(1)[0][1]
-    if last > 0.5 * len(visible[-200:]) and len(visible) > 8 or len(text) > 2 * len(visible) + 80:
+        return "empty"
+    last = visible[-200:]
+    if len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2 or len(text) > 3 * len(visible) + 80:
         return "flood"
-    tail = text[-TAIL:].encode("utf-8", "replace")
-    ratio = (len(zlib.compress(tail, 9)) - 8) / len(tail)
-    if len(tail) >= 200 and ratio < LOOP_RATIO:
+    cause = row["source"].partition(".")[0]
+    share = copied(text)
+    if share >= LOOP_SHARE:
         return "loop"
-    if bits_per_byte is not None and bits_per_byte > SALAD_BITS:
-        return "salad"
-    if (len(tail) >= 200 and ratio < UNSURE_RATIO) or (bits_per_byte is not None and bits_per_byte > UNSURE_BITS):
+    if cause in SALAD_CAUSES:
+        return "salad" if len(text) >= 100 else "unsure"
+    if share >= UNSURE_SHARE:
         return "unsure"
-    return "ok"
+    return "subtle" if cause in SUBTLE_CAUSES else "ok"
+
+
+def copied(text: str) -> float:
+    """Share of the last positions whose next `PIECE` characters stood in the text before."""
+    first: dict[str, int] = {}
+    last = len(text) - PIECE + 1
+    for at in range(last):
+        first.setdefault(text[at : at + PIECE], at)
+    tail = range(max(0, last - TAIL), last)
+    return sum(first[text[at : at + PIECE]] < at for at in tail) / len(tail) if len(text) >= 150 else 0.0

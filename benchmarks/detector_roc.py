@@ -22,6 +22,7 @@ from split import is_tune
 from assay.coherence.grading import Grade, Label, grade
 from assay.stats.wilson import wilson
 
+LABELS = ("loop", "flood", "salad", "subtle", "empty")
 RESULTS = Path(__file__).parent / "results"
 
 # Re-written from a description of the field's coherence check, case-sensitive as there.
@@ -46,7 +47,7 @@ def main() -> None:
     healthy = [o for o in outputs if o.label == "ok"]
     result = {
         "legitimate": alarms(legit, healthy),
-        "recall": {label: recall([o for o in outputs if o.label == label]) for label in ("loop", "flood", "salad", "empty")},
+        "recall": {label: recall([o for o in outputs if o.label == label]) for label in LABELS},
         "unsure": sum(o.label == "unsure" for o in outputs),
         "by_cause": by_cause(outputs),
         "kinds": kinds(outputs),
@@ -121,7 +122,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
     everything = result["legitimate"]["all"]
     lines.append(row("legitimate, flagged", everything))
-    lines += [row(f"{label}, found", result["recall"][label]) for label in ("loop", "flood", "salad", "empty")]
+    lines += [row(f"{label}, found", result["recall"][label]) for label in LABELS]
     lines += ["", f"Left out because the label is unsure: {result['unsure']}.", "", "## False alarms by kind of text", ""]
     lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
     lines += [row(name, rates_) for name, rates_ in result["legitimate"]["by_category"].items()]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MODEL = "salad_trees.npz"
 SCALES = ((64, 16), (24, 8))
 """Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
-LIMITS = {64: (3.0, 2, 4.0), 24: (4.5, 3, 6.5)}
+LIMITS = {64: (2.0, 2, 4.0), 24: (4.0, 3, 6.0)}
 """For each scale: the log-odds from which a window counts, how many such windows in a row make a salad, and the
 log-odds that one window needs in a text that holds no more of them."""
 
