@@ -26,7 +26,16 @@ CORPUS = Path(__file__).parent / "corpus"
 TAIL, PIECE = 400, 24
 LOOP_SHARE, UNSURE_SHARE = 0.7, 0.35
 SALAD_CAUSES = frozenset(
-    "norm_plus_one int2 int3 shifted_scales swapped_layers temperature5 temperature2 wrong_tokenizer".split()
+    [
+        "norm_plus_one",
+        "int2",
+        "int3",
+        "shifted_scales",
+        "swapped_layers",
+        "temperature5",
+        "temperature2",
+        "wrong_tokenizer",
+    ]
 )
 SUBTLE_CAUSES = frozenset({"scaled_k"})
 
@@ -53,7 +62,14 @@ def broken() -> Iterator[Output]:
             row = json.loads(line)
             label = by_hand().get(row["id"]) or rule(row)
             # A prompt answered by one cause stays in one half; so do its samples.
-            yield Output(row["id"], f"{row['source']}/{row['prompt_id']}", row["source"], row["text"], label, row["finish_reason"])
+            yield Output(
+                row["id"],
+                f"{row['source']}/{row['prompt_id']}",
+                row["source"],
+                row["text"],
+                label,
+                row["finish_reason"],
+            )
 
 
 @cache
@@ -70,7 +86,9 @@ def rule(row: Mapping[str, Any]) -> str:
     if not visible:
         return "empty"
     last = visible[-200:]
-    if len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2 or len(text) > 3 * len(visible) + 80:
+    if (len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2) or len(text) > 3 * len(
+        visible
+    ) + 80:
         return "flood"
     cause = row["source"].partition(".")[0]
     share = copied(text)

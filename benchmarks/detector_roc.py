@@ -15,12 +15,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from assay.coherence.grading import Grade, Label, grade
+from assay.stats.wilson import wilson
 from broken_outputs import Output, broken
 from legit_texts import Legit, legitimate
 from split import is_tune
-
-from assay.coherence.grading import Grade, Label, grade
-from assay.stats.wilson import wilson
 
 LABELS = ("loop", "flood", "salad", "subtle", "empty")
 RESULTS = Path(__file__).parent / "results"
@@ -51,10 +50,15 @@ def main() -> None:
         "unsure": sum(o.label == "unsure" for o in outputs),
         "by_cause": by_cause(outputs),
         "kinds": kinds(outputs),
-        "tune": {"legitimate": sum(is_tune(i.source) for i in legitimate()), "outputs": sum(is_tune(o.source) for o in broken())},
+        "tune": {
+            "legitimate": sum(is_tune(i.source) for i in legitimate()),
+            "outputs": sum(is_tune(o.source) for o in broken()),
+        },
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "detector_roc.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (RESULTS / "detector_roc.json").write_text(
+        json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
     (RESULTS / "detector_roc.md").write_text(markdown(result), encoding="utf-8")
     print(markdown(result))
 
@@ -79,7 +83,16 @@ def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
             wrong.append({"source": output.id, "kind": result.kind, "onset": result.onset_char})
     everything = [pair for pairs in rows.values() for pair in pairs]
     table = {name: rates(pairs) for name, pairs in sorted(rows.items())}
-    return {"all": rates(everything), "by_category": table, "false_alarms": wrong}
+    cut = [
+        (grade(item.text, finish_reason="length").label is Label.DEGENERATE, field_flags(item.text))
+        for item in legit
+    ]
+    return {
+        "all": rates(everything),
+        "said_to_be_cut": rates(cut),
+        "by_category": table,
+        "false_alarms": wrong,
+    }
 
 
 def recall(outputs: list[Output]) -> dict[str, Any]:
@@ -119,12 +132,25 @@ def kinds(outputs: list[Output]) -> dict[str, dict[str, int]]:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = ["# Detectors on text that they were not tuned on", ""]
-    lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
+    lines += [
+        "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
+        "|---|---:|---:|---|---:|---|",
+    ]
     everything = result["legitimate"]["all"]
     lines.append(row("legitimate, flagged", everything))
+    lines.append(row("the same, with finish_reason `length`", result["legitimate"]["said_to_be_cut"]))
     lines += [row(f"{label}, found", result["recall"][label]) for label in LABELS]
-    lines += ["", f"Left out because the label is unsure: {result['unsure']}.", "", "## False alarms by kind of text", ""]
-    lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
+    lines += [
+        "",
+        f"Left out because the label is unsure: {result['unsure']}.",
+        "",
+        "## False alarms by kind of text",
+        "",
+    ]
+    lines += [
+        "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
+        "|---|---:|---:|---|---:|---|",
+    ]
     lines += [row(name, rates_) for name, rates_ in result["legitimate"]["by_category"].items()]
     lines += ["", "## By cause", "", "| cause | n | flagged | labels |", "|---|---:|---:|---|"]
     lines += [
@@ -132,7 +158,10 @@ def markdown(result: dict[str, Any]) -> str:
         for cause, r in result["by_cause"].items()
     ]
     lines += ["", "## Kinds named, by label", "", "| label | kinds |", "|---|---|"]
-    lines += [f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |" for label, counts in result["kinds"].items()]
+    lines += [
+        f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |"
+        for label, counts in result["kinds"].items()
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -143,7 +172,10 @@ def row(name: str, rates_: dict[str, Any]) -> str:
         if r["rate"] is None:
             cells += ["-", "-"]
         else:
-            cells += [f"{r['count']} ({100 * r['rate']:.2f} %)", f"{100 * r['lo']:.2f} to {100 * r['hi']:.2f} %"]
+            cells += [
+                f"{r['count']} ({100 * r['rate']:.2f} %)",
+                f"{100 * r['lo']:.2f} to {100 * r['hi']:.2f} %",
+            ]
     return f"| {name} | {rates_['n']} | " + " | ".join(cells) + " |"
 
 

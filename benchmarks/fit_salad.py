@@ -55,15 +55,22 @@ def fit_scale(good: list[str], bad: list[str], window: int, stride: int) -> dict
     tables = as_tables(model)
     fitted = salad.Trees(**tables)
     score0, score1 = salad.scores(x0, fitted), salad.scores(x1, fitted)
-    print(f"  {len(x0)} legitimate, {len(x1)} salad; exported trees agree:", np.allclose(score0, model.decision_function(x0), atol=1e-3))
+    print(
+        f"  {len(x0)} legitimate, {len(x1)} salad; exported trees agree:",
+        np.allclose(score0, model.decision_function(x0), atol=1e-3),
+    )
     for limit in (0, 1, 2, 3, 4, 5, 6):
-        print(f"  score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows")
+        print(
+            f"  score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows"
+        )
     return tables
 
 
 def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
     """The fitted trees as flat arrays: what `assay` needs to run them without scikit-learn."""
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
+    parts: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("feature", "threshold", "left", "right", "value")
+    }
     roots, offset, depth = [], 0, 0
     for (tree,) in model._predictors:
         nodes = tree.nodes
@@ -77,15 +84,30 @@ def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
         roots.append(offset)
         offset += len(nodes)
         depth = max(depth, int(nodes["depth"].max()))
-    types = {"feature": np.int16, "threshold": np.float64, "left": np.int32, "right": np.int32, "value": np.float32}
+    types = {
+        "feature": np.int16,
+        "threshold": np.float64,
+        "left": np.int32,
+        "right": np.int32,
+        "value": np.float32,
+    }
     tables = {name: np.concatenate(rows).astype(types[name]) for name, rows in parts.items()}
-    return {**tables, "roots": np.array(roots, dtype=np.int32), "baseline": np.float64(model._baseline_prediction.item()), "depth": np.int64(depth)}
+    return {
+        **tables,
+        "roots": np.array(roots, dtype=np.int32),
+        "baseline": np.float64(model._baseline_prediction.item()),
+        "depth": np.int64(depth),
+    }
 
 
 def stacked(texts: list[str], window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
     """Measures of all windows of all texts, and weights by which a long text counts less than its windows."""
     views = [TextView(t) for t in texts]
-    found = [windows.measure(v, sums, window, stride).values for v in views if (sums := windows.running_sums(v)) is not None]
+    found = [
+        windows.measure(v, sums, window, stride).values
+        for v in views
+        if (sums := windows.running_sums(v)) is not None
+    ]
     return np.concatenate(found), np.concatenate([np.full(len(v), 1 / len(v) ** 0.5) for v in found])
 
 

@@ -11,9 +11,8 @@ import json
 import time
 from pathlib import Path
 
-from legit_texts import stdlib, topics
-
 from assay.coherence import StreamingGrader, grade
+from legit_texts import stdlib, topics
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (10_000, 100_000, 1_000_000)
@@ -35,12 +34,22 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     result = {"texts": rows, "stream_us_per_token": stream}
     (RESULTS / "grade_speed.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    lines = ["# Speed of `grade`", "", "| text | 10 KB | 100 KB | 1 MB | 100 KB / 10 KB | MB/s |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "# Speed of `grade`",
+        "",
+        "| text | 10 KB | 100 KB | 1 MB | 100 KB / 10 KB | MB/s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     lines += [
-        f"| {r['text']} | " + " | ".join(f"{1000 * s:.1f} ms" for s in r["seconds"]) + f" | {r['growth']:.1f} | {r['mb_per_s']:.2f} |"
+        f"| {r['text']} | "
+        + " | ".join(f"{1000 * s:.1f} ms" for s in r["seconds"])
+        + f" | {r['growth']:.1f} | {r['mb_per_s']:.2f} |"
         for r in rows
     ]
-    lines += ["", f"`StreamingGrader`: {stream:.0f} µs of CPU time a token (tokens of about five characters)."]
+    lines += [
+        "",
+        f"`StreamingGrader`: {stream:.0f} µs of CPU time a token (tokens of about five characters).",
+    ]
     (RESULTS / "grade_speed.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 

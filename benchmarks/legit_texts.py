@@ -373,13 +373,35 @@ def _glossary(rng: random.Random) -> str:
     """A table of words in several languages; its columns hold what its heads say."""
     with gzip.open(HERE / "corpus" / "udhr.jsonl.gz", "rt", encoding="utf-8") as lines:
         texts = {row["language"]: row["text"] for row in map(json.loads, lines)}
-    languages = rng.sample(["eng", "rus", "cmn_hans", "arb", "tha", "deu_1996", "ell_monotonic", "jpn", "kor", "heb", "hin", "fra"], rng.randint(3, 7))
+    languages = rng.sample(
+        [
+            "eng",
+            "rus",
+            "cmn_hans",
+            "arb",
+            "tha",
+            "deu_1996",
+            "ell_monotonic",
+            "jpn",
+            "kor",
+            "heb",
+            "hin",
+            "fra",
+        ],
+        rng.randint(3, 7),
+    )
     words = {name: re.findall(r"[^\W\d_]{2,12}", texts[name]) for name in languages if name in texts}
     rows = ["| " + " | ".join(words) + " |", "|---" * len(words) + "|"]
-    rows += ["| " + " | ".join(rng.choice(column) for column in words.values()) + " |" for _ in range(rng.randint(5, 25))]
+    rows += [
+        "| " + " | ".join(rng.choice(column) for column in words.values()) + " |"
+        for _ in range(rng.randint(5, 25))
+    ]
     if rng.random() < 0.5:
         return "\n".join(rows)
-    return "\n".join(f"- {rng.choice(next(iter(words.values())))}: " + ", ".join(rng.choice(c) for c in words.values()) for _ in range(12))
+    return "\n".join(
+        f"- {rng.choice(next(iter(words.values())))}: " + ", ".join(rng.choice(c) for c in words.values())
+        for _ in range(12)
+    )
 
 
 def repetitive() -> Iterator[Legit]:

@@ -23,7 +23,24 @@ def salads(texts: Sequence[Legit], count: int = 1600, seed: int = 7) -> Iterator
         name: _words(rng.sample(group, min(len(group), 400)))
         for name, group in (("en", english), ("xx", foreign))
     }
-    makers = (_any, _any, _any, _pieces, _any, _code_pieces, _any, _mixed, _any, _shuffled, _any, _function, _any, _few, _any, _digits)
+    makers = (
+        _any,
+        _any,
+        _any,
+        _pieces,
+        _any,
+        _code_pieces,
+        _any,
+        _mixed,
+        _any,
+        _shuffled,
+        _any,
+        _function,
+        _any,
+        _few,
+        _any,
+        _digits,
+    )
     for index in range(count):
         maker = makers[index % len(makers)]
         yield maker.__name__[1:], maker(rng, pools)
@@ -36,7 +53,11 @@ def _words(texts: Sequence[Legit]) -> list[str]:
 def _any(rng: random.Random, pools: dict[str, list[str]]) -> str:
     """A soup of any make: how many pieces, marks, capitals, scripts and joints it has is drawn anew each time."""
     piece, glue, mark = rng.random(), rng.uniform(0, 0.7), rng.choice([0, 0, 0.1, 0.3]) * rng.random()
-    foreign, capital, number = rng.random() ** 3, rng.random() ** 3 / 2, rng.choice([0, 0, 0.1]) * rng.random()
+    foreign, capital, number = (
+        rng.random() ** 3,
+        rng.random() ** 3 / 2,
+        rng.choice([0, 0, 0.1]) * rng.random(),
+    )
     grammar = rng.choice([0.0, 0.0, 0.1, 0.3]) * rng.random()
     proper = rng.random() < 0.6  # marks stand where a text would have them
     vocabulary: list[str] = []

@@ -33,7 +33,10 @@ def test_flags_salads(make, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_salad_after_good_text_has_its_onset(seed: int) -> None:
-    good = GOOD_START * 1 + "She asked him where the boats had gone, but he only shook his head and went home. " * 1
+    good = (
+        GOOD_START * 1
+        + "She asked him where the boats had gone, but he only shook his head and went home. " * 1
+    )
     result = grade(good + soup(seed))
     assert result.label is Label.DEGENERATE
     assert abs(result.onset_char - len(good)) < 200
@@ -99,7 +102,9 @@ def test_reasoning_that_is_cut() -> None:
 TEXT = st.one_of(
     st.text(),
     st.text(alphabet="ab \n*", max_size=400),
-    st.lists(st.sampled_from(["the ", "a ", "!", "\n", "<|im_end|>", "0", "\ufffd", "**:", "的", "x_", "foo. "])).map("".join),
+    st.lists(
+        st.sampled_from(["the ", "a ", "!", "\n", "<|im_end|>", "0", "\ufffd", "**:", "的", "x_", "foo. "])
+    ).map("".join),
 )
 
 

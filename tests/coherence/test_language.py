@@ -32,7 +32,10 @@ def test_words_are_known_and_strings_are_not() -> None:
 
 @pytest.mark.parametrize(
     ("text", "classes"),
-    [("aB1 \n", [lang.LOWER, lang.UPPER, lang.DIGIT, lang.SPACE, lang.BREAK]), ("éÉ", [lang.LOWER_LATIN, lang.UPPER_LATIN])],
+    [
+        ("aB1 \n", [lang.LOWER, lang.UPPER, lang.DIGIT, lang.SPACE, lang.BREAK]),
+        ("éÉ", [lang.LOWER_LATIN, lang.UPPER_LATIN]),
+    ],
 )
 def test_character_classes(text: str, classes: list[int]) -> None:
     assert lang.character_classes(TextView(text).codes).tolist() == classes
@@ -73,4 +76,9 @@ def test_view_of_a_text() -> None:
 def test_fences_and_endings() -> None:
     text = "a\n```py\nx\n```\nb\n~~~\nrest"
     assert [text[a:b][:3] for a, b in TextView(text).fences] == ["```", "~~~"]
-    assert [ending_of(r) for r in ("stop", "length", None, "?")] == [Ending.STOPPED, Ending.CUT, Ending.UNKNOWN, Ending.UNKNOWN]
+    assert [ending_of(r) for r in ("stop", "length", None, "?")] == [
+        Ending.STOPPED,
+        Ending.CUT,
+        Ending.UNKNOWN,
+        Ending.UNKNOWN,
+    ]

@@ -54,7 +54,9 @@ def trees(window: int) -> Trees:
     with resources.files("assay.coherence.data").joinpath(MODEL).open("rb") as file, np.load(file) as stored:
         names = ("roots", "feature", "threshold", "left", "right", "value")
         table = {name: stored[f"{name}_{window}"] for name in names}
-        return Trees(**table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"]))
+        return Trees(
+            **table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"])
+        )
 
 
 def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
