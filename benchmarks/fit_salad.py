@@ -33,7 +33,7 @@ def main() -> None:
     legit = [item for item in legitimate() if is_tune(item.source)]
     outputs = [o for o in broken() if is_tune(o.source)]
     good = [t.text for t in legit] + [o.text for o in outputs if o.label == "ok"]
-    bad = [text for _, text in salads(legit)] + [o.text for o in outputs if o.label == "salad"] * 3
+    bad = [text for _, text in salads(legit)] + [o.text for o in outputs if o.label == "salad"] * 10
     tables = {}
     for window, stride in salad.SCALES:
         print(f"windows of {window} tokens")
@@ -46,7 +46,7 @@ def fit_scale(good: list[str], bad: list[str], window: int, stride: int) -> dict
     x0, w0 = stacked(good, window, stride)
     x1, w1 = stacked(bad, window, stride)
     model = HistGradientBoostingClassifier(
-        max_iter=120, learning_rate=0.12, max_features=0.35, max_leaf_nodes=12, max_depth=5, min_samples_leaf=30, l2_regularization=5.0,
+        max_iter=180, learning_rate=0.12, max_features=0.35, max_leaf_nodes=16, max_depth=6, min_samples_leaf=15, l2_regularization=5.0,
         monotonic_cst=[DIRECTION.get(name, 0) for name in windows.FEATURES], random_state=0, early_stopping=False,
     )  # fmt: skip
     target = np.concatenate([np.zeros(len(x0)), np.ones(len(x1))])

@@ -142,3 +142,21 @@ def test_time_grows_with_length_and_not_faster(unit: str) -> None:
         return best
 
     assert seconds(80_000) < 14 * seconds(8_000) + 0.25
+
+
+def test_copied_tail_counts_only_where_the_server_cut_the_text() -> None:
+    from pydoc_data.topics import topics
+
+    paragraph = " ".join(topics["objects"].split()[:150])
+    twice = f"{paragraph}\n\n{paragraph}"
+    assert grade(twice[:-20], finish_reason="length").kind == "copied_tail"
+    assert grade(twice, finish_reason="stop").label is Label.OK
+    assert grade(topics["objects"][:3000], finish_reason="length").label is Label.OK
+    assert grade("0 1 0 1 1 1 0 0\n" * 30, finish_reason="length").kind != "copied_tail"
+
+
+def test_a_letter_that_crowds_out_the_others() -> None:
+    mixed = "M" * 30 + "m" + "M" * 40 + "g" + "M" * 50
+    result = grade(GOOD_START + mixed)
+    assert (result.kind, result.onset_char) == ("single_char_flood", len(GOOD_START))
+    assert grade("Hmmmmmm. " + GOOD_START * 2).label is Label.OK

@@ -15,6 +15,7 @@ MIN_COPIED = 60
 """Tokens that must be a copy; in code, where items look alike, twice as many."""
 MIN_PERIODS = 0.8
 MAX_MARKS = 0.35
+MIN_LETTERS = 0.4
 
 
 def detect(view: TextView) -> Detection | None:
@@ -34,9 +35,11 @@ def detect(view: TextView) -> Detection | None:
         marks = sum(not w[0].isalnum() for w in view.words[start:])
         if marks > MAX_MARKS * copied and copied < 2 * MIN_COPIED:
             continue
+        unit = view.text[int(view.tokens.starts[start]) :]
+        if sum(c.isalpha() for c in unit) < MIN_LETTERS * len(unit):
+            continue  # a matrix, a table of numbers
         # The first copy is where the loop begins.
         onset, end = int(view.tokens.starts[max(start - period, 0)]), int(view.tokens.ends[-1])
-        unit = view.text[int(view.tokens.starts[start]) :]
         evidence = {"unit": quote(unit), "period_tokens": period, "copied_tokens": copied}
         return Detection("copied_tail", onset, end, evidence)
     return None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MODEL = "salad_trees.npz"
 SCALES = ((64, 16), (24, 8))
 """Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
-LIMITS = {64: (2.0, 2, 4.0), 24: (4.0, 3, 6.0)}
+LIMITS = {64: (2.9, 2, 3.5), 24: (3.5, 3, 5.5)}
 """For each scale: the log-odds from which a window counts, how many such windows in a row make a salad, and the
 log-odds that one window needs in a text that holds no more of them."""
 
@@ -89,6 +89,9 @@ def _in_windows(measured: windows.Windows, window: int) -> Detection | None:
     import numpy as np
 
     score = scores(measured.values, trees(window))
+    marks, repeats = (measured.values[:, windows.FEATURES.index(name)] for name in ("marks", "repeats"))
+    # Marks everywhere and hardly a new token: regular code or a table, whatever its letters look like.
+    score = np.where((marks > 0.4) & (repeats > 0.85), -np.inf, score)
     limit, stretch, lone_limit = LIMITS[window]
     lone = len(score) < stretch
     starts, ends = true_stretches(score > (lone_limit if lone else limit))
