@@ -73,12 +73,7 @@ def function_salad(seed: int) -> str:
 def soup(seed: int) -> str:
     """Random pieces of words of several languages and of code, as a broken model with a wide vocabulary writes."""
     rng = random.Random(seed)
-    pieces = (
-        "ream enl aces imresult data Евин which arr testcess des Sub ab rightarrow ards umgress isch vyzu grikal "
-        "ION com Should eye мини vis dd levant igte outTract orm egal Neighb qual idence сня т lid erw inter dw "
-        "lilack except up Anr ight setString util chem ically redits ünd 漢 の ของ quelle str uct ptr ffee "
-        "onucle Theorem wik tracker ulaire ñana obs cure pped"
-    ).split()
+    pieces = ["ream", "enl", "aces", "imresult", "data", "Евин", "which", "arr", "testcess", "des", "Sub", "ab", "rightarrow", "ards", "umgress", "isch", "vyzu", "grikal", "ION", "com", "Should", "eye", "мини", "vis", "dd", "levant", "igte", "outTract", "orm", "egal", "Neighb", "qual", "idence", "сня", "т", "lid", "erw", "inter", "dw", "lilack", "except", "up", "Anr", "ight", "setString", "util", "chem", "ically", "redits", "ünd", "漢", "の", "ของ", "quelle", "str", "uct", "ptr", "ffee", "onucle", "Theorem", "wik", "tracker", "ulaire", "ñana", "obs", "cure", "pped"]
     return "".join((" " if rng.random() < 0.6 else "") + rng.choice(pieces) for _ in range(200))
 
 

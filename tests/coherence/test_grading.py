@@ -3,9 +3,9 @@ from __future__ import annotations
 import time
 
 import pytest
+from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE, function_salad, soup
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE, function_salad, soup
 
 from assay.coherence import grade
 from assay.coherence.grading import Label
@@ -160,3 +160,13 @@ def test_a_letter_that_crowds_out_the_others() -> None:
     result = grade(GOOD_START + mixed)
     assert (result.kind, result.onset_char) == ("single_char_flood", len(GOOD_START))
     assert grade("Hmmmmmm. " + GOOD_START * 2).label is Label.OK
+
+
+def test_long_sane_text_stays_ok_and_a_salad_in_it_is_found() -> None:
+    from pydoc_data.topics import topics
+
+    book = "\n\n".join(page for _, page in sorted(topics.items()))[:300_000]
+    assert grade(book).label is Label.OK
+    result = grade(book[:100_000] + "\n" + " ".join(soup(s) for s in range(6)) + "\n" + book[100_000:200_000])
+    assert result.label is Label.DEGENERATE
+    assert 99_800 < result.onset_char < 101_500

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import random
+from pydoc_data.topics import topics
 
 import pytest
+from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydoc_data.topics import topics
-from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE
 
 from assay.coherence import StreamingGrader, grade
 from assay.coherence.stream import STRIDE, TAIL
