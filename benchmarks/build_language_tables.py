@@ -69,6 +69,10 @@ PROVENANCE = """# Where the language tables come from
 - public-domain prose (Genesis, Shakespeare, Carroll, Doyle, addresses of US presidents), and the SCOWL word
   list of American English (its notice asks that this line be kept: Copyright 2000-2020 Kevin Atkinson):
 {digests}
+
+`salad_trees.npz` was fitted by `benchmarks/fit_salad.py` (scikit-learn) on measures of windows of the tune halves: the
+legitimate texts of `benchmarks/legit_texts.py`, synthetic salads cut from them, and outputs of broken models. It holds
+thresholds and leaf values, no text.
 """
 
 

@@ -93,6 +93,8 @@ def _in_windows(measured: windows.Windows, window: int) -> Detection | None:
     # Marks everywhere and hardly a new token: regular code or a table, whatever its letters look like.
     score = np.where((marks > 0.4) & (repeats > 0.85), -np.inf, score)
     limit, stretch, lone_limit = LIMITS[window]
+    # The more windows, the more strange ones by chance: every doubling past 64 asks for one more in a row.
+    stretch += max(0, (len(score) // 64).bit_length() - 1) if len(score) >= 128 else 0
     lone = len(score) < stretch
     starts, ends = true_stretches(score > (lone_limit if lone else limit))
     for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
