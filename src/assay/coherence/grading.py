@@ -65,7 +65,7 @@ def grade(
     <Label.OK: 'ok'>
     >>> bad = grade("The capital of France is" + " the" * 50)
     >>> bad.label.value, bad.kind, bad.onset_char
-    ('degenerate', 'the_the_the', 25)
+    ('degenerate', 'the_the_the', 24)
     """
     content = text or ""
     fields = [("content", content), ("reasoning", reasoning or "")]
