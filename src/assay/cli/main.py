@@ -5,6 +5,7 @@ Verb modules import nothing heavy at their top, so that `assay --help` answers a
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib import import_module
@@ -65,7 +66,13 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `assay` command."""
     # A request to end is an interrupt: servers that were started are stopped, and what was measured is printed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(invoke(sys.argv[1:] if arguments is None else arguments))
+    code = invoke(sys.argv[1:] if arguments is None else arguments)
+    if code == EXIT_INTERRUPTED:
+        # Threads may still wait for answers that nobody will read; a normal exit would wait with them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def invoke(arguments: list[str]) -> int:
