@@ -24,7 +24,9 @@ RESULTS = Path(__file__).parent / "results" / "second_engine.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--binary", type=Path, default=cache_dir("llama.cpp") / "bin" / "llama-server")
     arguments = parser.parse_args()
     with llama_server(smollm2_gguf(), arguments.binary) as server:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stub_server import StubServer, close_at_once, healthy, not_found, page, status
 
 from assay.cli.main import invoke
+from stub_server import StubServer, close_at_once, healthy, not_found, page, status
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -140,7 +140,9 @@ def test_london_is_a_warning_alone_and_an_error_against_one_who_knew(
 
 
 @pytest.mark.parametrize("content", [None, "not json", "{}", '{"command": "grade", "results": {}}'])
-def test_a_reference_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None) -> None:
+def test_a_reference_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | None
+) -> None:
     reference = tmp_path / "run.json"
     if content is not None:
         reference.write_text(content)
@@ -148,7 +150,9 @@ def test_a_reference_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (code, report["findings"][0]["id"]) == (2, "coherence.reference")
 
 
-def test_a_bug_is_one_line_and_exit_70(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_one_line_and_exit_70(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("two\nlines")
 
@@ -175,7 +179,10 @@ def test_help_is_quick_and_the_core_has_no_torch() -> None:
 
 def test_json_is_alone_on_stdout_of_a_real_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "assay", "check", "http://127.0.0.1:9", "--json"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "assay", "check", "http://127.0.0.1:9", "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert json.loads(done.stdout)["command"] == "check"

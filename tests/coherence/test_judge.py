@@ -79,7 +79,9 @@ class TestWithoutReference:
 
     def test_a_skipped_probe_does_not_enter_the_verdict(self) -> None:
         whole = record(samples(ok=41))
-        skipped = replace(whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools")))
+        skipped = replace(
+            whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools"))
+        )
         assert judge(skipped).verdict is Verdict.PASS
 
     def test_wrong_answers_only_warn(self) -> None:
@@ -88,7 +90,9 @@ class TestWithoutReference:
         assert [f.severity for f in judgement.findings] == [Severity.WARNING]
 
     @pytest.mark.parametrize(("bad", "valid"), [(0, True), (1, True), (2, False), (3, False)])
-    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(self, bad: int, valid: bool) -> None:
+    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(
+        self, bad: int, valid: bool
+    ) -> None:
         texts = (timed("degenerate"),) * bad + (timed(),) * (3 - bad)
         judgement = judge(record(samples(ok=41), timed_texts=texts))
         assert judgement.throughput_valid is valid
@@ -102,7 +106,9 @@ class TestWithReference:
         assert judgement.verdict is Verdict.PASS
 
     def test_more_loops_than_the_model_itself_fail(self) -> None:
-        assert "coherence.degenerate" in ids(record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5)))
+        assert "coherence.degenerate" in ids(
+            record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5))
+        )
 
     def test_a_small_loss_of_bits_fails_though_every_text_is_sane(self) -> None:
         judgement = judge(record(samples(ok=41), passages(loss=0.025)), record(samples(ok=41), passages()))
@@ -110,7 +116,10 @@ class TestWithReference:
         assert judgement.verdict is Verdict.FAIL
 
     def test_noise_of_another_engine_passes(self) -> None:
-        assert judge(record(samples(ok=41), passages(loss=0.002)), record(samples(ok=41), passages())).verdict is Verdict.PASS
+        assert (
+            judge(record(samples(ok=41), passages(loss=0.002)), record(samples(ok=41), passages())).verdict
+            is Verdict.PASS
+        )
 
     def test_better_bits_than_the_reference_are_not_the_same_model(self) -> None:
         judgement = judge(record(samples(ok=41), passages(loss=-0.1)), record(samples(ok=41), passages()))
@@ -124,7 +133,10 @@ class TestWithReference:
 
     def test_other_prompts_from_the_same_messages_fail(self) -> None:
         def asked(tokens: int) -> CheckRecord:
-            probes = tuple(ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10) for n in ("france", "story", "json_list"))
+            probes = tuple(
+                ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10)
+                for n in ("france", "story", "json_list")
+            )
             return CheckRecord(probes=probes, timed=(timed(),) * 3)
 
         assert ids(asked(29), asked(30)) == {"coherence.prompt_mismatch"}
@@ -140,7 +152,9 @@ class TestWithReference:
 counts = st.integers(min_value=0, max_value=30)
 
 
-@given(ok=counts, loops=counts, floods=counts, empty=counts, loss=st.floats(-1, 3), bad_timed=st.integers(0, 3))
+@given(
+    ok=counts, loops=counts, floods=counts, empty=counts, loss=st.floats(-1, 3), bad_timed=st.integers(0, 3)
+)
 @settings(max_examples=80, deadline=None)
 def test_any_record_gets_a_verdict_and_more_floods_never_improve_it(
     ok: int, loops: int, floods: int, empty: int, loss: float, bad_timed: int
@@ -176,7 +190,9 @@ def test_loops_are_what_weak_models_write(kind: str) -> None:
     assert is_loop(kind)
 
 
-@pytest.mark.parametrize("kind", ["single_char_flood", "token_soup", "no_text", "newline_loop", "special_token_leak", None])
+@pytest.mark.parametrize(
+    "kind", ["single_char_flood", "token_soup", "no_text", "newline_loop", "special_token_leak", None]
+)
 def test_floods_and_salads_are_not(kind: str | None) -> None:
     assert not is_loop(kind)
 

@@ -66,7 +66,9 @@ def test_json_list() -> None:
 
 
 def test_spanish() -> None:
-    assert answers_in_spanish(reply("El agua de los ríos y del mar se evapora por el sol y forma las nubes.")).passed
+    assert answers_in_spanish(
+        reply("El agua de los ríos y del mar se evapora por el sol y forma las nubes.")
+    ).passed
     assert not answers_in_spanish(reply("Water from rivers and the sea evaporates in the sun.")).passed
     assert not answers_in_spanish(reply("")).passed
 
@@ -141,7 +143,9 @@ def test_a_model_without_a_template_is_asked_to_continue() -> None:
 def test_the_length_limit_follows_the_token_budget() -> None:
     step = next(SecondTurn().talk(Context(), ""))
     assert to_request(step, GREEDY, Context(token_budget=2.0)).max_tokens == 2 * step.max_tokens
-    assert to_request(step, GREEDY, Context(thinking=False)).extra == {"chat_template_kwargs": {"enable_thinking": False}}
+    assert to_request(step, GREEDY, Context(thinking=False)).extra == {
+        "chat_template_kwargs": {"enable_thinking": False}
+    }
 
 
 def test_twelve_fixed_texts_are_shipped() -> None:
