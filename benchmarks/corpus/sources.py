@@ -16,13 +16,14 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     seed: int | None = None
-    max_tokens: int = 140
+    max_tokens: int = 200
 
 
 FIELD = tuple(Sampling(0.7, 0.9, seed) for seed in (1, 2))
 """The sampling of the field's coherence check."""
 
 GREEDY = Sampling(0.0)
+SHORT = (Sampling(0.7, 0.9, 1, 140), Sampling(0.7, 0.9, 2, 140), Sampling(0.0, max_tokens=140))
 LONG = (Sampling(0.0, max_tokens=420), Sampling(0.7, 0.9, 3, max_tokens=420))
 
 
@@ -67,13 +68,13 @@ SOURCES = (
     ),
     Source("temperature5", "smollm2", (Sampling(5.0, 1.0, 1), Sampling(5.0, 0.95, 2)), PROMPTS),
     Source("temperature2", "smollm2", (Sampling(2.0, 1.0, 1),), PROMPTS),
-    Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS),
-    Source("no_bos", "gemma3", (*FIELD, GREEDY), PROMPTS, add_bos=False, chat=False),
+    Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS | MORE_PROMPTS),
+    Source("no_bos", "gemma3", SHORT, PROMPTS, add_bos=False, chat=False),
     Source(
         "healthy",
         "smollm2",
         (*FIELD, Sampling(0.7, 0.9, 3), Sampling(0.7, 0.9, 4), GREEDY),
         PROMPTS | MORE_PROMPTS,
     ),
-    Source("healthy_base", "gemma3", FIELD, PROMPTS, chat=False),
+    Source("healthy_base", "gemma3", SHORT[:2], PROMPTS, chat=False),
 )
