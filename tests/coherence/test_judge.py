@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from assay.coherence.check_report import record_json
 from assay.coherence.diagnosis import Subject, diagnose, rollback_command
-from assay.coherence.judge import is_loop, judge
+from assay.coherence.judge import judge
 from assay.coherence.record import CheckRecord, ProbeResult
+from assay.coherence.rules.texts import is_loop
 from assay.verdict import Severity, Verdict, jsonable
 
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from assay.coherence.judge import Judgement, is_loop
+from assay.coherence.judge import Judgement
 from assay.coherence.record import CheckRecord, Sample
+from assay.coherence.rules.texts import is_loop
 from assay.verdict import Finding, Severity
 
 ROLLBACK_CONTEXT = 8000

@@ -20,7 +20,7 @@ from assay.coherence.probes.base import Context, Probe
 from assay.coherence.probes.needle import DEFAULT_LONGEST, filler
 from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sample, TimedText
 from assay.coherence.samples import to_sample
-from assay.coherence.throughput import prefill_speed, time_round, timed_requests, untimed_text
+from assay.coherence.throughput import prefill_speed, time_round, timed_requests, to_timed_text
 from assay.engines.base import Capability, Engine
 from assay.engines.server.errors import RequestRefused
 from assay.errors import AssayError
@@ -183,7 +183,7 @@ class Measurement:
         ]
         with self.progress("writing timed texts", len(requests)) as advance:
             for reply in generate_all(self.engine, requests, plan.parallel):
-                self._timed.append(untimed_text(reply))
+                self._timed.append(to_timed_text(reply))
                 advance()
 
     def _long_prompts(self) -> list[str]:

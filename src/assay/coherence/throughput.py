@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from assay.coherence.conversation import TEMPERATURE, TOP_P, side_by_side
@@ -52,18 +53,20 @@ def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
 
 
 def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list[TimedText]:
-    """Stream all `requests` at once and grade what came."""
+    """Stream all `requests` at once and grade what came; a reply whose tokens the server does not count is left out."""
     replies = side_by_side(engine.stream, requests, len(requests))
-    return [text for reply in replies if (text := to_timed_text(reply, round_)) is not None]
+    return [
+        to_timed_text(reply, round_)
+        for reply in replies
+        if reply.timing is not None and reply.completion_tokens is not None
+    ]
 
 
-def to_timed_text(reply: Reply, round_: int) -> TimedText | None:
-    """Speed and grade of one streamed reply; None where the server does not count its tokens or sent nothing."""
-    timing, tokens = reply.timing, reply.completion_tokens
-    if timing is None or tokens is None:
-        return None
+def to_timed_text(reply: Reply, round_: int = 0) -> TimedText:
+    """Grade and speed of one reply; without a speed where nothing was timed, as on the reference side."""
+    timing, tokens = reply.timing, reply.completion_tokens or 0
     grade = grade_reply(reply)
-    return TimedText(
+    text = TimedText(
         label=grade.label,
         kind=grade.kind,
         onset_char=grade.onset_char,
@@ -72,27 +75,17 @@ def to_timed_text(reply: Reply, round_: int) -> TimedText | None:
         coherent_chars=grade.coherent_chars,
         prompt_tokens=reply.prompt_tokens,
         completion_tokens=tokens,
+        round=round_,
+    )
+    if timing is None:
+        return text
+    return replace(
+        text,
         ttft_s=timing.ttft,
         e2e_s=(timing.finished or timing.last_token) - timing.started,
         itl_s=timing.time_per_output_token(tokens),
         decode_tokens_per_s=timing.decode_tokens_per_s(tokens),
         first_chunk_source=timing.first_chunk_source,
-        round=round_,
-    )
-
-
-def untimed_text(reply: Reply) -> TimedText:
-    """The grade of a text that nobody timed, for the reference side."""
-    grade = grade_reply(reply)
-    return TimedText(
-        label=grade.label,
-        kind=grade.kind,
-        onset_char=grade.onset_char,
-        text_head=shown_text(reply)[:HEAD_CHARS],
-        text_chars=received_chars(reply),
-        coherent_chars=grade.coherent_chars,
-        prompt_tokens=reply.prompt_tokens,
-        completion_tokens=reply.completion_tokens or 0,
     )
 
 
