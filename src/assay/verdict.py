@@ -80,12 +80,12 @@ class Finding:
         return {
             "id": self.id,
             "severity": self.severity.value,
-            "title": self.title,
-            "detail": self.detail,
+            "title": jsonable(self.title),
+            "detail": jsonable(self.detail),
             "evidence": jsonable(self.evidence),
-            "causes": list(self.causes),
-            "remedies": list(self.remedies),
-            "references": list(self.references),
+            "causes": jsonable(self.causes),
+            "remedies": jsonable(self.remedies),
+            "references": jsonable(self.references),
         }
 
 
@@ -183,6 +183,8 @@ class Report:
     headline: Sequence[Metric] = ()
     blocks: Sequence[Block] = ()
     interrupted: bool = False
+    summary: str = ""
+    """One sentence under the verdict. Left empty, the writers take the gravest finding's title."""
 
     def __post_init__(self) -> None:
         if self.verdict is Verdict.FAIL and not any(f.severity is Severity.ERROR for f in self.findings):
@@ -197,7 +199,7 @@ class Report:
         """The one JSON object that `--json` prints (schema `assay/1`)."""
         return {
             "schema": SCHEMA,
-            "command": self.command,
+            "command": jsonable(self.command),
             "verdict": self.verdict.value,
             "exit_code": self.exit_code,
             "subject": jsonable(self.subject),
@@ -209,7 +211,7 @@ class Report:
 
 def jsonable(value: Any) -> Any:
     """`value` as plain JSON types: non-finite numbers become null, dataclasses objects, paths and enums strings."""
-    if value is None or isinstance(value, bool | int) and not isinstance(value, StrEnum):
+    if value is None or (isinstance(value, bool | int) and not isinstance(value, StrEnum)):
         return value
     if isinstance(value, StrEnum):
         return value.value
@@ -223,7 +225,7 @@ def jsonable(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(k): jsonable(v) for k, v in value.items()}
+        return {jsonable(str(k)): jsonable(v) for k, v in value.items()}
     if isinstance(value, Iterable):
         return [jsonable(v) for v in value]
     if hasattr(value, "item"):  # numpy scalars

@@ -1,0 +1,1 @@
+"""Engines: what runs a language model, one module or package each, behind the protocol in `base`."""

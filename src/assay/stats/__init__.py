@@ -1,0 +1,1 @@
+"""Intervals and errors that the verdicts rest on."""

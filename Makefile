@@ -1,0 +1,54 @@
+# The commands of the README. `make` honours PIP_EXTRA_INDEX_URL and PIP_FIND_LINKS, as pip does.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# torch stalls when two programs share the cores and their threads spin.
+export OMP_WAIT_POLICY ?= PASSIVE
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: help install system demo test test-fast test-slow lint types docs picture clean
+
+help:            ## Show the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
+
+# torch by exact version: a looser pin may download a CUDA build of several GB.
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
+	touch $@
+
+install: $(VENV)/.installed  ## Create the virtual environment with everything that tests and demo need
+
+system:          ## Install the Debian packages that the tests use (Chromium, to look at the HTML report)
+	@command -v chromium >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; }
+
+demo: install    ## Check a real server, whole and broken, side by side
+	$(BIN)/assay demo
+
+test: install system  ## All tests but the slow ones, real engines included (under 15 minutes on 2 cores)
+	$(MAKE) lint types
+	$(BIN)/python -m assay.demo.prepare
+	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" --durations=15
+
+test-fast: install  ## Tests without engines (under 2 minutes)
+	$(BIN)/python -m pytest -m "not engine and not slow"
+
+test-slow: install system  ## The rest
+	$(BIN)/python -m assay.demo.prepare
+	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m slow
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: install
+	$(BIN)/mypy
+
+docs: install    ## Build the documentation; a warning is an error
+	$(BIN)/mkdocs build --strict --quiet
+
+clean:           ## Remove the virtual environment and what tools leave behind (the model cache stays)
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

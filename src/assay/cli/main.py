@@ -1,0 +1,75 @@
+"""`assay`: the command line. One thin module per verb; this file only lists them.
+
+Verb modules import nothing heavy at their top, so that `assay --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import typer
+
+from assay.cli.verb import Output, run, usage_report
+from assay.verdict import EXIT_INTERRUPTED, Verdict
+
+# Newer releases of typer carry their own copy of click; the base class of their errors is reached through typer.
+_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+# verb: the module whose `command` it is. In the order of the question a deployment raises.
+VERBS = {
+    "check": "assay.cli.check",
+    "grade": "assay.cli.grade",
+    "demo": "assay.cli.demo",
+}
+
+
+def build() -> typer.Typer:
+    """The typer application with every verb."""
+    app = typer.Typer(
+        name="assay",
+        help="Prove that a fast LLM is still the same model.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_root)
+    for name, module in VERBS.items():
+        app.command(name)(import_module(module).command)
+    return app
+
+
+def _root(version: bool = typer.Option(False, "--version", is_eager=True, help="Show the version.")) -> None:
+    if version:
+        from assay import __version__
+
+        print(f"assay {__version__}")
+        raise typer.Exit
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the `assay` command."""
+    sys.exit(invoke(sys.argv[1:] if arguments is None else arguments))
+
+
+def invoke(arguments: list[str]) -> int:
+    """Run one command line and return its exit code. A wrong one is a report too, so `--json` stays JSON."""
+    command = typer.main.get_command(build())
+    try:
+        result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
+    except typer.Abort:
+        return EXIT_INTERRUPTED
+    except _ClickException as error:
+        if not arguments:  # the "error" is the help text
+            print(error.format_message())
+            return Verdict.ERROR.exit_code
+        verb = next((a for a in arguments if not a.startswith("-")), "assay")
+        report = usage_report(verb if verb in VERBS else "assay", error.format_message())
+        return run(report.command, Output(json="--json" in arguments), lambda: report)
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Progress of long work, on standard error: a bar on a terminal, a few plain lines elsewhere, nothing if quiet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol, TextIO
+
+PLAIN_SECONDS = 10.0
+"""Least time between two plain lines."""
+
+
+class Progress(Protocol):
+    """What work reports to. Every method may be called from any thread."""
+
+    def advance(self, steps: float = 1, /) -> None:
+        """`steps` more are done."""
+
+    def update(self, *, description: str | None = None, total: float | None = None) -> None:
+        """The work goes by another name, or its size is now known."""
+
+    def note(self, text: str, /) -> None:
+        """Print one line beside the progress."""
+
+
+@contextlib.contextmanager
+def progress(
+    total: float | None, description: str, *, quiet: bool = False, file: TextIO | None = None
+) -> Iterator[Progress]:
+    """Show how far work of `total` steps (None: unknown) has come, until the block ends, however it ends."""
+    stream = file or sys.stderr
+    if quiet:
+        yield _Silent()
+    elif _is_terminal(stream):
+        with _bar(total, description, stream) as bar:
+            yield bar
+    else:
+        plain = _Plain(total, description, stream)
+        try:
+            yield plain
+        finally:
+            plain.finish()
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
+
+
+class _Silent:
+    def advance(self, steps: float = 1, /) -> None:
+        """Say nothing."""
+
+    def update(self, *, description: str | None = None, total: float | None = None) -> None:
+        """Say nothing."""
+
+    def note(self, text: str, /) -> None:
+        """Say nothing."""
+
+
+class _Plain:
+    """Lines for logs: the start, at most one every `PLAIN_SECONDS` and tenth of the work, and the end."""
+
+    def __init__(self, total: float | None, description: str, stream: TextIO) -> None:
+        self._total, self._description, self._stream = total, description, stream
+        self._done = 0.0
+        self._begun = self._said_at = time.monotonic()
+        self._said_share = 0.0
+        self._lock = threading.Lock()
+        self._say(f"{description} …")
+
+    def advance(self, steps: float = 1, /) -> None:
+        """Count, and say so if enough has happened since the last line."""
+        with self._lock:
+            self._done += steps
+            share = self._done / self._total if self._total else 1.0
+            now = time.monotonic()
+            far = share - self._said_share >= 0.1 or not self._total
+            if far and now - self._said_at >= PLAIN_SECONDS and share < 1.0 + (not self._total):
+                self._said_at, self._said_share = now, share
+                self._say(f"{self._description}: {self._count()}")
+
+    def update(self, *, description: str | None = None, total: float | None = None) -> None:
+        """Take the new name and size; the next line uses them."""
+        with self._lock:
+            self._description = self._description if description is None else description
+            self._total = self._total if total is None else total
+
+    def note(self, text: str, /) -> None:
+        """Print `text` as a line."""
+        with self._lock:
+            self._say(text)
+
+    def finish(self) -> None:
+        """Say how far it came, and how long that took."""
+        with self._lock:
+            self._say(f"{self._description}: {self._count()} in {time.monotonic() - self._begun:.0f} s")
+
+    def _count(self) -> str:
+        return f"{self._done:g} of {self._total:g}" if self._total else f"{self._done:g}"
+
+    def _say(self, line: str) -> None:
+        from assay.report.text import one_line
+
+        # A log that went away must not stop the work.
+        with contextlib.suppress(OSError, ValueError):
+            encoding = getattr(self._stream, "encoding", None) or "utf-8"
+            self._stream.write(f"{one_line(line)}\n".encode(encoding, "replace").decode(encoding))
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _bar(total: float | None, description: str, stream: TextIO) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as RichProgress
+    from rich.text import Text
+
+    from assay.report.text import one_line
+
+    console = Console(
+        file=stream, markup=False, emoji=False, highlight=False, no_color=bool(os.environ.get("NO_COLOR"))
+    )
+    columns = (
+        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+
+    class Bar:
+        def advance(self, steps: float = 1, /) -> None:
+            """Move the bar."""
+            shown.advance(task, steps)
+
+        def update(self, *, description: str | None = None, total: float | None = None) -> None:
+            """Change the name or the length of the bar."""
+            shown.update(
+                task, description=None if description is None else one_line(description), total=total
+            )
+
+        def note(self, text: str, /) -> None:
+            """Print `text` above the bar."""
+            console.print(Text(one_line(text)))
+
+    # Transient: the report follows, and a full bar above it says nothing.
+    with RichProgress(*columns, console=console, transient=True) as shown:
+        task = shown.add_task(one_line(description), total=total)
+        yield Bar()
+
+
+@contextlib.contextmanager
+def show(what: str, steps: int) -> Iterator[Callable[[], None]]:
+    """The `assay.progress.Progress` of the command line: the function it yields counts one step."""
+    with progress(steps, what) as shown:
+        yield lambda: shown.advance(1)

@@ -1,0 +1,31 @@
+"""Is the text sane? `grade` labels a finished output, `StreamingGrader` watches one while it is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from assay.coherence.completion import grade_completion
+    from assay.coherence.grade_files import grade_files
+    from assay.coherence.grading import Grade, Label, grade
+    from assay.coherence.stream import StreamingGrader
+
+_HOMES = {
+    "Grade": "grading",
+    "Label": "grading",
+    "StreamingGrader": "stream",
+    "grade": "grading",
+    "grade_completion": "completion",
+    "grade_files": "grade_files",
+}
+
+__all__ = ["Grade", "Label", "StreamingGrader", "grade", "grade_completion", "grade_files"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use, so that the command line starts without the detectors."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,0 +1,95 @@
+"""`assay check`: measure a running server, compare it with a reference where there is one, and judge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from assay.coherence.check_report import build_report
+from assay.coherence.judge import judge
+from assay.coherence.measure import Measurement, Plan
+from assay.coherence.record import CheckRecord
+from assay.coherence.reference import Reference, measure_reference, read_reference
+from assay.engines.server import ServerEngine
+from assay.errors import AssayError
+from assay.progress import NO_PROGRESS, Progress
+from assay.verdict import Report, Verdict, worst
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """How to check a server. `reference` is an earlier result, `reference_engine` a trusted model to run here."""
+
+    model: str | None = None
+    plan: Plan = field(default_factory=Plan)
+    reference: Path | None = None
+    reference_engine: str | None = None
+    api_key_env: str | None = None
+    timeout: float = 300.0
+
+
+def run_check(url: str, options: CheckOptions | None = None, progress: Progress = NO_PROGRESS) -> Report:
+    """Check the OpenAI-compatible server at `url` (its root or its /v1).
+
+    Raises AssayError where the server cannot be examined at all. Once something is measured, an interrupt or a dying
+    server ends the run, and the report holds what there is.
+    """
+    options = options or CheckOptions()
+    # A reference that cannot be read should not cost the minutes of a run.
+    reference = read_reference(options.reference) if options.reference else None
+    with ServerEngine.connect(
+        url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
+    ) as engine:
+        subject = engine.describe()
+        measurement = Measurement(engine, options.plan, engine.max_model_len, progress)
+        record, ended = _measure(engine, measurement)
+    interrupted = isinstance(ended, KeyboardInterrupt)
+    if options.reference_engine and not interrupted and record.samples:
+        try:
+            reference = measure_reference(options.reference_engine, options.plan, record, subject, progress)
+        except KeyboardInterrupt as interrupt:
+            interrupted, ended = True, interrupt
+    return _report(subject, options, record, reference, ended, interrupted)
+
+
+def _measure(
+    engine: ServerEngine, measurement: Measurement
+) -> tuple[CheckRecord, AssayError | KeyboardInterrupt | None]:
+    """The record and, where the run ended early, what ended it."""
+    before = engine.corrupted_requests()
+    ended: AssayError | KeyboardInterrupt | None = None
+    try:
+        measurement.run()
+    except (AssayError, KeyboardInterrupt) as error:
+        if isinstance(error, AssayError) and not measurement.record().samples:
+            raise
+        ended = error
+    record = measurement.record()
+    after = engine.corrupted_requests() if ended is None else None
+    if before is not None and after is not None:
+        record = replace(record, counters={"corrupted_requests": after - before})
+    return record, ended
+
+
+def _report(
+    subject: Mapping[str, Any],
+    options: CheckOptions,
+    record: CheckRecord,
+    reference: Reference | None,
+    ended: AssayError | KeyboardInterrupt | None,
+    interrupted: bool,
+) -> Report:
+    judgement = judge(record, reference.record if reference else None)
+    report = build_report(subject, options.plan, record, reference, judgement)
+    if isinstance(ended, AssayError):
+        report = replace(
+            report,
+            verdict=worst((report.verdict, ended.verdict)),
+            findings=(*report.findings, ended.to_finding()),
+        )
+    if interrupted and report.verdict is Verdict.PASS:
+        # Half a run cannot acquit.
+        report = replace(report, verdict=Verdict.INCONCLUSIVE)
+    return replace(report, interrupted=interrupted)

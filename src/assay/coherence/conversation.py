@@ -1,0 +1,139 @@
+"""Run the conversations of probes on an engine: side by side on a server, in batches on an engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from assay.coherence.probes.base import Context, Probe, Step, Talk
+from assay.engines.base import Engine, Reply, Request
+from assay.errors import AssayError
+
+# The sampling of the field's coherence tool, so that results compare.
+TEMPERATURE = 0.7
+TOP_P = 0.9
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the text of one conversation is drawn. Temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One conversation to run."""
+
+    probe: Probe
+    variant: str
+    sampling: Sampling
+
+
+@dataclass
+class Outcome:
+    """How a conversation went: its replies so far, and the error that ended it early, if one did."""
+
+    task: Task
+    replies: list[Reply] = field(default_factory=list)
+    error: AssayError | None = None
+
+
+@runtime_checkable
+class BatchEngine(Protocol):
+    """An engine that answers many requests at once faster than one after another."""
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Reply]:
+        """Answer all requests, in order."""
+        ...
+
+
+def run_tasks(
+    engine: Engine,
+    tasks: Sequence[Task],
+    context: Context,
+    *,
+    parallel: int,
+    on_done: Callable[[Outcome], None],
+) -> None:
+    """Run every conversation and hand each outcome to `on_done` as it ends (always on the calling thread).
+
+    An engine with `generate_batch` gets the open requests of all conversations as one batch, round after round;
+    any other gets `parallel` threads. A conversation that fails ends with its error; the others go on.
+    """
+    outcomes = _batched(engine, tasks, context) if isinstance(engine, BatchEngine) else None
+    for outcome in outcomes if outcomes is not None else _threaded(engine, tasks, context, parallel):
+        on_done(outcome)
+
+
+def generate_all(engine: Engine, requests: Sequence[Request], parallel: int) -> list[Reply]:
+    """Answer independent requests, in order, the fastest way the engine has."""
+    if isinstance(engine, BatchEngine):
+        return engine.generate_batch(requests)
+    with ThreadPoolExecutor(max_workers=max(1, parallel)) as pool:
+        return list(pool.map(engine.generate, requests))
+
+
+def _threaded(engine: Engine, tasks: Sequence[Task], context: Context, parallel: int) -> Iterator[Outcome]:
+    pool = ThreadPoolExecutor(max_workers=max(1, parallel))
+    futures: list[Future[Outcome]] = [pool.submit(_converse, engine, task, context) for task in tasks]
+    try:
+        for future in as_completed(futures):
+            yield future.result()
+    finally:
+        # On an interrupt do not wait for answers that nobody will read.
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _converse(engine: Engine, task: Task, context: Context) -> Outcome:
+    outcome = Outcome(task)
+    talk = task.probe.talk(context, task.variant)
+    try:
+        step = next(talk)
+        while True:
+            reply = engine.generate(to_request(step, task.sampling, context))
+            outcome.replies.append(reply)
+            step = talk.send(reply)
+    except StopIteration:
+        pass
+    except AssayError as error:
+        outcome.error = error
+    return outcome
+
+
+def _batched(engine: BatchEngine, tasks: Sequence[Task], context: Context) -> Iterator[Outcome]:
+    open_talks: list[tuple[Outcome, Talk, Step]] = []
+    for task in tasks:
+        talk = task.probe.talk(context, task.variant)
+        open_talks.append((Outcome(task), talk, next(talk)))
+    while open_talks:
+        requests = [to_request(step, out.task.sampling, context) for out, _, step in open_talks]
+        still_open = []
+        for (outcome, talk, _), reply in zip(open_talks, engine.generate_batch(requests), strict=True):
+            outcome.replies.append(reply)
+            try:
+                still_open.append((outcome, talk, talk.send(reply)))
+            except StopIteration:
+                yield outcome
+        open_talks = still_open
+
+
+def to_request(step: Step, sampling: Sampling, context: Context) -> Request:
+    """One step of a conversation as a request: messages for a chat model, the raw prompt otherwise."""
+    return Request(
+        messages=step.messages if context.chat else None,
+        prompt=None if context.chat else step.prompt,
+        max_tokens=max(1, round(step.max_tokens * context.token_budget)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        tools=step.tools if context.chat else (),
+        extra={} if context.thinking else {"chat_template_kwargs": {"enable_thinking": False}},
+    )

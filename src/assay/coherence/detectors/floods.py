@@ -1,0 +1,88 @@
+"""Floods: one character over and over.
+
+How long a run may be depends on the character: rules, banners and progress bars are drawn with `-`, `=`, `*`, `#`;
+base64 of zeros is full of `A`; nobody writes sixty `!`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from assay.coherence.detectors.base import Detection
+from assay.coherence.textview import TextView
+
+_RUN = re.compile(r"(\S)\1{7,}")
+_NEWLINES = re.compile(r"\n\s{7,}")
+_BLANKS = re.compile(r"[^\S\n]{64,}")
+_BLOCK_LINE = re.compile(r"[A-Za-z0-9+/_=*.,:-]{32,}")
+
+_RULES = set("-=*#_~.+/\\|:·•…‐‑–—―¯^,;")
+NEWLINE_LIMIT = 16
+BLANK_LIMIT = 256
+NEAR = 120
+"""Code points looked at on either side of a run; a longer line is not a line of a drawing."""
+
+
+def detect(view: TextView) -> Detection | None:
+    """The first flood of the text."""
+    found = [d for d in (_character_flood(view), _newline_flood(view), _blank_flood(view)) if d]
+    return min(found, key=lambda d: d.onset, default=None)
+
+
+def run_limit(char: str) -> int:
+    """How many times `char` may stand in a row."""
+    if char in _RULES or "\u2500" <= char <= "\u259f":
+        return 160
+    if char.isdigit():
+        return 120
+    if char.isascii() and char.isalpha():
+        return 60
+    return 32
+
+
+def _character_flood(view: TextView) -> Detection | None:
+    text = view.text
+    short = len(text.strip())
+    for match in _RUN.finditer(text):
+        char, start, end = match.group(1), match.start(), match.end()
+        if char == "\ufffd":
+            continue  # replacement.py knows it
+        length = end - start
+        limit = run_limit(char)
+        whole = length >= 0.9 * short and length >= (24 if char in _RULES else 8) and not char.isalnum()
+        if (length >= limit and not _drawn(view, start, end, limit)) or whole:
+            kind = "asterisk_attractor" if char == "*" else "single_char_flood"
+            return Detection(kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length})
+    return None
+
+
+def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
+    """Whether the run belongs to a drawing: a wide table, or a block of encoded data in lines of one width."""
+    line_start, line_end = view.line_at(start)
+    around = view.text[max(line_start, start - NEAR) : start] + view.text[end : min(line_end, end + NEAR)]
+    if view.text[start] in _RULES and ("|" in around or "+" in around):
+        return end - start < 8 * limit
+    line = view.text[line_start : min(line_end, line_start + NEAR)]
+    if not _BLOCK_LINE.fullmatch(line.strip()):
+        return False
+    if view.text[start] == "A" and end - start == line_end - line_start <= 76:  # zeros in base64
+        return view.text[line_start - end + start - 1 : line_start - 1] == line or view.text[line_end + 1 : 2 * line_end - line_start + 1] == line
+    neighbours = (view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text))))
+    # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
+    return any(b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours)
+
+
+def _newline_flood(view: TextView) -> Detection | None:
+    for match in _NEWLINES.finditer(view.text):
+        count = match.group().count("\n")
+        if count >= NEWLINE_LIMIT:
+            return Detection("newline_loop", match.start(), match.end(), {"newlines": count})
+    return None
+
+
+def _blank_flood(view: TextView) -> Detection | None:
+    for match in _BLANKS.finditer(view.text):
+        trailing = match.end() == len(view.text)
+        if match.end() - match.start() >= (BLANK_LIMIT // 2 if trailing else BLANK_LIMIT):
+            return Detection("blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()})
+    return None

@@ -1,0 +1,32 @@
+"""Identifier soup: one name that never ends, words glued with underscores, capitals or nothing at all."""
+
+from __future__ import annotations
+
+import re
+
+from assay.coherence.detectors.base import Detection, quote
+from assay.coherence.textview import TextView
+
+MIN_PARTS = 20
+MIN_GLUED = 160
+"""Lower-case letters in a row; the longest words of any language stay far below."""
+_NAME = re.compile(r"[A-Za-z]\w{100,}")
+_HUMP = re.compile(r"[A-Z][a-z]{2,}")
+_GLUED = re.compile(rf"[a-z]{{{MIN_GLUED},}}")
+
+
+def detect(view: TextView) -> Detection | None:
+    """The first endless name."""
+    for match in _NAME.finditer(view.text):
+        name = match.group()
+        digits = sum(c.isdigit() for c in name)
+        parts = [p for p in name.split("_") if p.isalpha()]
+        glued = _GLUED.search(name)
+        soup = (
+            (len(parts) >= MIN_PARTS and len(set(parts)) > 4)
+            or (len(_HUMP.findall(name)) >= MIN_PARTS and digits < len(name) / 20)
+            or (glued is not None and len(set(glued.group())) >= 12)
+        )
+        if soup:
+            return Detection("identifier_soup", match.start(), match.end(), {"length": len(name), "name": quote(name)})
+    return None

@@ -1,0 +1,157 @@
+"""Exact loops: a unit of characters, words or sentences that repeats with a fixed period.
+
+Repetition alone is no fault: tables, refrains, zero rows and lines written twenty times on request repeat too.
+What tells a loop is how the repetition ends. A unit without an end mark ("the name of the name of") has nowhere
+to stop; a sentence may be said again, but not until the text is cut off. So the limits depend on what the unit
+is, and on whether the run reaches the end of a text that breaks off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from assay.coherence.detectors.base import Detection, quote
+from assay.coherence.detectors.periodic import periodic_runs
+from assay.coherence.detectors.units import (
+    FUNCTION_WORDS,
+    UnitClass,
+    classify,
+    is_sentence,
+    loop_kind,
+    word_count,
+)
+from assay.coherence.textview import Ending, TextView, Units
+
+MAX_PERIOD = 64
+TOKEN_PERIOD = 80
+"""Longest period in tokens: 64 words with the marks between them."""
+LOOK_BACK = 200
+"""Code points looked at before a run to see what stands on its line."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A run of repetition in code points, with what decides whether it is a fault."""
+
+    unit: str
+    repeats: float
+    start: int
+    end: int
+    at_end: bool
+    """The run reaches the end of the text."""
+    open_ended: bool
+    """Nothing at all stands after it, not even a closing bracket."""
+    cut: bool
+    """It reaches the end of a text that breaks off there."""
+    line_aligned: bool
+    """Each copy stands on lines of its own."""
+    one_line: bool
+    """The whole run stands on one line."""
+    inline: bool
+    """Words stand before it on its line."""
+
+    @property
+    def chars(self) -> int:
+        return self.end - self.start
+
+
+def detect(view: TextView) -> Detection | None:
+    """The first exact loop that is a fault."""
+    faults = [loop for loop in candidates(view) if is_fault(loop, view.ending)]
+    if not faults:
+        return None
+    first = min(faults, key=lambda loop: (loop.start, -loop.end))
+    evidence = {"unit": quote(first.unit), "period_chars": len(first.unit), "repeats": round(first.repeats, 1)}
+    return Detection(loop_kind(first.unit), _line_start_in(first), first.end, evidence)
+
+
+def _line_start_in(loop: Loop) -> int:
+    """Where the first whole copy begins: a run of lines often starts inside the line before."""
+    break_ = loop.unit.find("\n")
+    return loop.start + break_ + 1 if 0 <= break_ < len(loop.unit) - 1 else loop.start
+
+
+def candidates(view: TextView) -> Iterator[Loop]:
+    """Every run of repetition of the text that is long enough to be looked at."""
+    for run in periodic_runs(view.codes, max_period=MAX_PERIOD, min_repeats=4, min_length=20):
+        yield _loop(view, run.start, run.end, run.repeats, view.text[run.start : run.start + run.period])
+    yield from _unit_loops(view, view.tokens, TOKEN_PERIOD, 4)
+    yield from _unit_loops(view, view.segments, MAX_PERIOD, 3)
+
+
+def is_fault(loop: Loop, ending: Ending) -> bool:
+    """Whether a repetition is a loop that a sane text would not hold."""
+    kind = classify(loop.unit)
+    if kind is UnitClass.BLANK or len(set(loop.unit.strip())) == 1:
+        return False  # floods.py knows blanks and single characters
+    if kind is UnitClass.DECORATION:
+        return _decoration_fault(loop)
+    if kind is UnitClass.DATA:
+        return _data_fault(loop)
+    if is_sentence(loop.unit):
+        return _sentence_fault(loop, ending)
+    return _run_on_fault(loop)
+
+
+def _decoration_fault(loop: Loop) -> bool:
+    if loop.line_aligned and not loop.one_line:  # lines of marks: empty bullets, rules, table rows
+        return loop.repeats >= (16 if loop.cut else 60)
+    if loop.inline:  # marks after words, as in "The capital * * * * * *"
+        return loop.repeats >= 8 and loop.chars >= 24 and (loop.at_end or loop.chars >= 160)
+    return loop.repeats >= 12 and loop.chars >= (60 if loop.at_end else 400)
+
+
+def _data_fault(loop: Loop) -> bool:
+    if not loop.one_line:
+        return loop.repeats >= 64 and loop.cut
+    return loop.chars >= (160 if loop.open_ended else 1000)
+
+
+def _sentence_fault(loop: Loop, ending: Ending) -> bool:
+    words = word_count(loop.unit)
+    if loop.cut:
+        return loop.repeats >= 4 and loop.chars >= 120
+    if words > 16:
+        return loop.repeats >= (8 if ending is Ending.STOPPED else 5)
+    if loop.line_aligned:  # twenty lines on request end by themselves
+        return loop.repeats >= (120 if ending is Ending.STOPPED else 40)
+    return loop.repeats >= (30 if ending is Ending.STOPPED else 12)
+
+
+def _run_on_fault(loop: Loop) -> bool:
+    unit = loop.unit.strip(" ,-").lower()
+    if unit in FUNCTION_WORDS and unit not in {"no", "very", "so", "more", "all", "up", "out"}:
+        return loop.repeats >= 5
+    if word_count(loop.unit) > 1:
+        return loop.repeats >= (6 if loop.cut else 8) and loop.chars >= 40
+    if " " not in loop.unit and "," not in loop.unit and len(unit) < 4:  # hahaha, lalala
+        return loop.chars >= 80
+    return loop.repeats >= (10 if loop.cut else 16)
+
+
+def _unit_loops(view: TextView, units: Units, max_period: int, min_repeats: int) -> Iterator[Loop]:
+    for run in periodic_runs(units.ids, max_period=max_period, min_repeats=min_repeats):
+        start, end = int(units.starts[run.start]), int(units.ends[run.end - 1])
+        unit = view.text[start : int(units.starts[run.start + run.period])]
+        # Marks and numbers are compared as characters only: as tokens, a drawing or a matrix would be one loop.
+        if end - start >= 12 and classify(unit) is UnitClass.WORDS:
+            yield _loop(view, start, end, run.repeats, unit)
+
+
+def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Loop:
+    at_end = view.visible_end - end <= len(unit)
+    line_start, line_end = view.line_at(start)
+    before = view.text[max(line_start, start - LOOK_BACK) : start].strip()
+    return Loop(
+        unit=unit,
+        repeats=repeats,
+        start=start,
+        end=end,
+        at_end=at_end,
+        open_ended=end >= view.visible_end,
+        cut=at_end and view.cut,
+        line_aligned="\n" in unit or (not before and end >= line_end),
+        one_line=end <= line_end,
+        inline=bool(before) and "\n" not in unit,
+    )

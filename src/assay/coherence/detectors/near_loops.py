@@ -1,0 +1,66 @@
+"""Loops with small changes: a counter that grows, a word swapped, a clause dropped now and then.
+
+Numbers are masked, and a stretch counts when at least 85 % of its tokens equal the token one period before. Data
+does the same (logs, tables, JSON), so only running prose is judged: few marks, and copies that do not stand on lines
+of their own. Copies on lines count only where the server says that the text was cut off.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from assay.coherence.detectors.base import Detection, quote
+from assay.coherence.detectors.periodic import true_stretches
+from assay.coherence.textview import Ending, TextView
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+MAX_PERIOD = 64
+MIN_REPEATS = 8
+MIN_TOKENS = 48
+MIN_SAME = 0.85
+MIN_CHARS = 200
+MAX_MARKS = 0.3
+MIN_LETTERS = 0.6
+
+
+def detect(view: TextView) -> Detection | None:
+    """The first near-loop in running prose."""
+    ids = view.masked_tokens.ids
+    found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, ids, p))]
+    return min(found, key=lambda d: d.onset, default=None)
+
+
+def _with_period(view: TextView, ids: NDArray[Any], period: int) -> Detection | None:
+    import numpy as np
+
+    width = max((MIN_REPEATS - 1) * period, MIN_TOKENS)
+    if len(ids) < width + period:
+        return None
+    same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period], dtype=np.int64)))
+    starts, ends = true_stretches(same[width:] - same[:-width] >= MIN_SAME * width)
+    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        start = first + int(np.argmax(np.diff(same[first : first + width + 1])))  # the first token that comes again
+        last = min(end + width + period - 2, len(ids) - 1)
+        a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
+        if _is_prose_loop(view, a, b, start, last, period):
+            unit = view.text[a : int(view.tokens.starts[start + period])]
+            exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
+            kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
+            evidence = {"unit": quote(unit), "period_tokens": period, "repeats": round((last + 1 - start) / period, 1)}
+            return Detection(kind, a, b, evidence)
+    return None
+
+
+def _is_prose_loop(view: TextView, a: int, b: int, first: int, last: int, period: int) -> bool:
+    passage = view.text[a:b]
+    tokens = last + 1 - first
+    marks = sum(not w[0].isalnum() for w in view.words[first : last + 1])
+    letters = sum(c.isalpha() for c in passage)
+    if b - a < MIN_CHARS or marks > MAX_MARKS * tokens or letters < MIN_LETTERS * len(passage):
+        return False
+    if passage.count("\n") * 4 * period < tokens:
+        return True
+    at_end = len(view.words) - 1 - last <= period
+    return view.ending is Ending.CUT and at_end and tokens >= 12 * period

@@ -1,0 +1,64 @@
+"""What the repeated unit of a loop is made of, and what such a loop is called."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+
+FUNCTION_WORDS = frozenset(
+    ["the", "a", "an", "and", "or", "but", "if", "of", "to", "in", "on", "at", "by", "for", "from", "with", "as", "is", "are", "was", "were", "be", "been", "being", "it", "its", "this", "that", "these", "those", "i", "you", "he", "she", "we", "they", "them", "his", "her", "their", "our", "your", "my", "not", "so", "than", "then", "there", "here", "which", "who", "what", "when", "where", "how", "all", "any", "some", "no", "do", "does", "did", "has", "have", "had", "will", "would", "can", "could", "should", "may", "might", "must", "about", "into", "over", "after", "before", "between", "through", "during", "under", "up", "out", "more", "most", "such", "only", "also", "other", "very", "just"]
+)
+
+_BLANK = re.compile(r"(?:\s|&nbsp;|&#160;|<br ?/?>)*")
+_WORD = re.compile(r"[^\W\d_]+")
+_DATA = re.compile(r"(?:0x|[\s\d.,;:|+/\\()\[\]{}<>\"'%a-fA-F=*-])+")
+_SENTENCE_END = re.compile(r"[.!?。！？]|\n")
+
+
+class UnitClass(StrEnum):
+    """Blanks; marks without letters and digits; numbers; words."""
+
+    BLANK = "blank"
+    DECORATION = "decoration"
+    DATA = "data"
+    WORDS = "words"
+
+
+def classify(unit: str) -> UnitClass:
+    """The class of a repeated unit."""
+    if _BLANK.fullmatch(unit):
+        return UnitClass.BLANK
+    if not any(c.isalnum() for c in unit):
+        return UnitClass.DECORATION
+    if any(c.isdigit() for c in unit) and _DATA.fullmatch(unit):
+        return UnitClass.DATA
+    return UnitClass.WORDS
+
+
+def is_sentence(unit: str) -> bool:
+    """Whether the unit holds an end mark or a line break, so that a text may stop after it."""
+    return _SENTENCE_END.search(unit) is not None
+
+
+def word_count(unit: str) -> int:
+    """Words in the unit."""
+    return len(_WORD.findall(unit))
+
+
+def loop_kind(unit: str) -> str:
+    """The name of a loop of `unit`; the six patterns that the field's tool looks for keep names of their own."""
+    marks = "".join(unit.split()).lower()
+    if not marks:
+        return "newline_loop" if "\n" in unit else "blank_flood"
+    if set(marks) == {"*"}:
+        return "asterisk_attractor"
+    if classify(unit) is UnitClass.DECORATION:
+        return "delimiter_loop"
+    words = _WORD.findall(unit.lower())
+    if marks == "the":
+        return "the_the_the"
+    if marks == "a":
+        return "a_a_a"
+    if is_sentence(unit.strip().rstrip(".!?。！？")) or (is_sentence(unit) and len(words) > 2):
+        return "sentence_loop"
+    return "single_token_loop" if len(marks) < 24 and len(words) <= 1 else "phrase_loop"

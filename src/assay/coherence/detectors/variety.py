@@ -1,0 +1,50 @@
+"""Few words: a passage on one line that gets along with a handful of words in no fixed order.
+
+Exact periods miss it ("SMS in the SMS SMS in the English and SMS"), as they miss the near-copies that a repetition
+penalty makes of a loop.
+"""
+
+from __future__ import annotations
+
+import re
+
+from assay.coherence.detectors.base import Detection
+from assay.coherence.textview import TextView
+
+WINDOW = 60
+MAX_DISTINCT = 12
+_LINE = re.compile(r"[^\n]{200,}")
+_WORD = re.compile(r"[^\W\d_]+")
+
+
+def detect(view: TextView) -> Detection | None:
+    """The first passage of `WINDOW` words with at most `MAX_DISTINCT` different ones."""
+    for line in _LINE.finditer(view.text):
+        matches = list(_WORD.finditer(line.group()))
+        if len(matches) < WINDOW:
+            continue
+        words = [m.group().lower() for m in matches]
+        index = _first_poor_window(words)
+        if index is None:
+            continue
+        start, end = matches[index].start(), matches[index + WINDOW - 1].end()
+        passage = line.group()[start:end]
+        if sum(c.isalpha() for c in passage) < 0.55 * len(passage):  # a table, a list of numbers
+            continue
+        used = sorted(set(words[index : index + WINDOW]), key=words[index:].count, reverse=True)
+        return Detection("few_words", line.start() + start, line.start() + end, {"words": used[:6], "distinct": len(used)})
+    return None
+
+
+def _first_poor_window(words: list[str]) -> int | None:
+    counts: dict[str, int] = {}
+    for index, word in enumerate(words):
+        counts[word] = counts.get(word, 0) + 1
+        if index >= WINDOW:
+            old = words[index - WINDOW]
+            counts[old] -= 1
+            if not counts[old]:
+                del counts[old]
+        if index >= WINDOW - 1 and len(counts) <= MAX_DISTINCT:
+            return index - WINDOW + 1
+    return None

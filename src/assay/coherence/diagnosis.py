@@ -1,0 +1,186 @@
+"""Why might it be broken, in order of likelihood, with the evidence; what to run next; the known-coherent way back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from assay.coherence.judge import Judgement, is_loop
+from assay.coherence.record import CheckRecord, Sample
+from assay.verdict import Finding, Severity
+
+ROLLBACK_CONTEXT = 8000
+LATE_ONSET_CHARS = 300
+"""A text that was sane for so long before it broke speaks of something that grows with the context."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is known of the server, for the diagnosis: names and settings it reports itself."""
+
+    model: str
+    kv_cache_dtype: str | None = None
+    max_model_len: int | None = None
+    kind: str | None = None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One possible cause: what would make it likely, as a weight and the evidence in words."""
+
+    text: str
+    weigh: Callable[[Signs], tuple[float, str]]
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The evidence of a record, counted once for all causes."""
+
+    subject: Subject
+    record: CheckRecord
+    bad: tuple[Sample, ...]
+    kinds: Mapping[str, int]
+
+    def share(self, *words: str) -> float:
+        """Share of the bad texts whose kind holds one of the words."""
+        if not self.bad:
+            return 0.0
+        return sum(count for kind, count in self.kinds.items() if any(word in kind for word in words)) / len(
+            self.bad
+        )
+
+    def late(self) -> list[Sample]:
+        """Bad texts that began well."""
+        return [s for s in self.bad if s.onset_char is not None and s.onset_char >= LATE_ONSET_CHARS]
+
+    def early(self) -> list[Sample]:
+        """Bad texts that were bad from the start."""
+        return [s for s in self.bad if not s.onset_char]
+
+    def only_in(self, name: str) -> bool:
+        """Whether the probe `name` is bad and the others are not."""
+        rates = {
+            probe.name: sum(s.degenerate for s in probe.samples) / len(probe.samples)
+            for probe in self.record.probes
+            if probe.samples
+        }
+        others = [rate for probe, rate in rates.items() if probe != name]
+        return rates.get(name, 0.0) >= 0.5 and bool(others) and max(others) < 0.25
+
+
+def _nan(signs: Signs) -> tuple[float, str]:
+    flood = signs.share("flood", "exclamation", "single_char")
+    counters = ", ".join(f"{name} +{value:g}" for name, value in signs.record.counters.items() if value)
+    weight = 0.9 * flood + (0.5 if counters else 0.0)
+    return weight, counters or f"{flood:.0%} of the bad texts are floods of one character"
+
+
+def _corrupt(signs: Signs) -> tuple[float, str]:
+    salad = signs.share("salad", "soup", "special", "script", "replacement", "empty", "reserved")
+    early = len(signs.early()) / len(signs.bad) if signs.bad else 0.0
+    return (
+        0.8 * salad + 0.2 * early,
+        f"{early:.0%} of the bad texts are bad from the first character, {salad:.0%} are no language",
+    )
+
+
+def _kv_dtype(signs: Signs) -> tuple[float, str]:
+    late = len(signs.late()) / len(signs.bad) if signs.bad else 0.0
+    dtype = signs.subject.kv_cache_dtype
+    low = dtype is not None and dtype not in ("auto", "bfloat16", "float16", "half")
+    words = f"{late:.0%} of the bad texts began well" + (
+        f"; the server runs kv_cache_dtype {dtype}" if dtype else ""
+    )
+    return 0.5 * late + (0.5 if low else 0.0), words
+
+
+def _parser(signs: Signs) -> tuple[float, str]:
+    eaten = [s for s in signs.bad if s.label == "empty" and (s.completion_tokens or 0) > 0]
+    share = len(eaten) / len(signs.bad) if signs.bad else 0.0
+    return 0.6 * share, f"{len(eaten)} answers were billed and came without text"
+
+
+def _template(signs: Signs) -> tuple[float, str]:
+    share = signs.share("template", "special", "tag")
+    return 0.9 * share, f"{share:.0%} of the bad texts leak template or special tokens"
+
+
+def _batching(signs: Signs) -> tuple[float, str]:
+    return (1.0 if signs.only_in("burst") else 0.0), "only the burst of concurrent requests is bad"
+
+
+def _second_turn(signs: Signs) -> tuple[float, str]:
+    return (1.0 if signs.only_in("second_turn") else 0.0), "only the second turn is bad"
+
+
+def _weak(signs: Signs) -> tuple[float, str]:
+    loops = sum(is_loop(s.kind) for s in signs.bad) / len(signs.bad) if signs.bad else 0.0
+    return 0.55 * loops, f"{loops:.0%} of the bad texts are loops, which small models write on their own"
+
+
+CAUSES = (
+    Cause("NaN or infinity in the logits: overflow in float16, a faulty kernel, a corrupt tensor", _nan),
+    Cause("weights are not what the model was: corrupt shard, wrong quantisation flag or layout, wrong tokenizer", _corrupt),
+    Cause("the KV cache or the positions lose too much: KV dtype too aggressive, wrong rope_theta or rope_scaling", _kv_dtype),
+    Cause("a reasoning or tool parser takes the text away, or special tokens are stripped", _parser),
+    Cause("chat template, tokenizer or end-of-text token do not belong to this model", _template),
+    Cause("batching: CUDA graphs, attention kernel or scheduler mix up requests", _batching),
+    Cause("prefix cache: what the first turn left there is read back wrong", _second_turn),
+    Cause("the model itself: too small, a base model, or quantised too far", _weak),
+)  # fmt: skip
+
+LEAST_WEIGHT = 0.15
+
+
+def diagnose(judgement: Judgement, record: CheckRecord, subject: Subject) -> tuple[Finding, ...]:
+    """The findings of a judgement; failing ones get causes with their evidence, next steps and the rollback."""
+    bad = tuple(sample for sample in record.samples if sample.degenerate)
+    signs = Signs(subject, record, bad, Counter(sample.kind or sample.label for sample in bad))
+    causes = likely_causes(signs) if bad else ()
+    steps = next_steps(subject)
+    return tuple(
+        replace(
+            finding,
+            causes=tuple(finding.causes) or causes,
+            remedies=(*finding.remedies, *steps),
+            evidence={**finding.evidence, **_examples(finding, bad)},
+        )
+        if finding.severity is Severity.ERROR
+        else finding
+        for finding in judgement.findings
+    )
+
+
+def likely_causes(signs: Signs) -> tuple[str, ...]:
+    """The causes that the evidence supports, the likeliest first, each with that evidence."""
+    weighed = [(cause.text, *cause.weigh(signs)) for cause in CAUSES]
+    weighed.sort(key=lambda item: -item[1])
+    return tuple(f"{text} ({evidence})" for text, weight, evidence in weighed if weight >= LEAST_WEIGHT)
+
+
+def next_steps(subject: Subject) -> tuple[str, ...]:
+    """What to run next, and the rollback: the plainest configuration that is known to be coherent."""
+    return (
+        "assay verify CHECKPOINT    # is every byte and every tensor where it should be?",
+        rollback_command(subject),
+    )
+
+
+def rollback_command(subject: Subject) -> str:
+    """The known-coherent baseline as one command: no parallelism, no speculation, no KV compression, eager."""
+    context = min(ROLLBACK_CONTEXT, subject.max_model_len or ROLLBACK_CONTEXT)
+    return (
+        f"vllm serve {subject.model} --tensor-parallel-size 1 --pipeline-parallel-size 1 "
+        f"--kv-cache-dtype auto --enforce-eager --max-model-len {context}"
+    )
+
+
+def _examples(finding: Finding, bad: Sequence[Sample]) -> dict[str, Any]:
+    if finding.id != "coherence.degenerate" or not bad:
+        return {}
+    return {
+        "onset_chars": sorted(s.onset_char for s in bad if s.onset_char is not None)[:20],
+        "finish_reasons": dict(Counter(s.finish_reason or "none" for s in bad)),
+    }

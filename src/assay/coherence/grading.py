@@ -1,0 +1,146 @@
+"""Is a finished text sane? One label, the kind of fault, and where it begins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from assay.coherence.detectors import DETECTORS, Detection
+from assay.coherence.textview import Ending, TextView, ending_of
+
+MAX_CHARS = 2_000_000
+"""Code points of one field that are examined; a longer one is examined up to here, and the grade says so."""
+TOGETHER = 200
+"""Faults that begin within so many code points are one fault, named by the most exact detector."""
+
+_OPEN_THINK = "<think>"
+_CLOSED_THINK = "</think>"
+
+
+class Label(StrEnum):
+    """What a text is."""
+
+    OK = "ok"
+    DEGENERATE = "degenerate"
+    EMPTY = "empty"
+    TRUNCATED_REASONING = "truncated_reasoning"
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The grade of one model output.
+
+    `part` says which field decided: `content`, `reasoning`, `tool_calls`. `onset_char` counts code points into
+    that field and is None where the label is ok. `coherent_chars` sums over all fields what stands before their
+    onsets. `detections` holds the first fault of each degenerate field.
+    """
+
+    label: Label
+    kind: str | None = None
+    onset_char: int | None = None
+    coherent_chars: int = 0
+    part: str = "content"
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    detections: Mapping[str, Detection] = field(default_factory=dict)
+    total_chars: int = 0
+    examined_chars: int = 0
+
+
+def grade(
+    text: str | None,
+    *,
+    reasoning: str | None = None,
+    tool_calls: Sequence[Any] = (),
+    finish_reason: str | None = None,
+) -> Grade:
+    """Grade one model output: content, reasoning and tool calls, each in its own right.
+
+    `tool_calls` holds objects with `name` and `arguments` (a JSON string), or the dicts of the OpenAI schema.
+    `finish_reason` is the server's; without it the ending is judged by the text alone.
+
+    >>> grade("The capital of France is Paris.").label
+    <Label.OK: 'ok'>
+    >>> bad = grade("The capital of France is" + " the" * 50)
+    >>> bad.label.value, bad.kind, bad.onset_char
+    ('degenerate', 'the_the_the', 25)
+    """
+    content = text or ""
+    fields = [("content", content), ("reasoning", reasoning or "")]
+    calls = [_call(c) for c in tool_calls]
+    fields += [("tool_calls", f"{name} {arguments}".strip()) for name, arguments in calls]
+    found, coherent, examined = _detect_all(fields, ending_of(finish_reason))
+    if "tool_calls" not in found and (repeated := _repeated_call(calls)):
+        found["tool_calls"] = repeated
+    total = sum(len(value) for _, value in fields)
+    common: dict[str, Any] = {"coherent_chars": coherent, "total_chars": total, "examined_chars": examined}
+    if found:
+        name, first = next(iter(found.items()))
+        return Grade(Label.DEGENERATE, first.kind, first.onset, part=name, evidence=first.evidence, detections=found, **common)
+    verdict = _unfinished(content, reasoning or "", bool(calls), finish_reason)
+    if verdict is None:
+        return Grade(Label.OK, **common)
+    label, kind, where, onset = verdict
+    return Grade(label, kind, onset, part=where, **common)
+
+
+def first_fault(view: TextView) -> Detection | None:
+    """The first fault that any detector finds; of several that begin together the former detector's."""
+    found = [d for detect in DETECTORS if (d := detect(view))]
+    if not found:
+        return None
+    earliest = min(d.onset for d in found)
+    return next(d for d in found if d.onset <= earliest + TOGETHER)
+
+
+def _detect_all(fields: Sequence[tuple[str, str]], ending: Ending) -> tuple[dict[str, Detection], int, int]:
+    """The first fault of each field by name; code points before the faults; code points examined."""
+    found: dict[str, Detection] = {}
+    coherent = examined = 0
+    for name, value in fields:
+        head = value[:MAX_CHARS]
+        detection = first_fault(TextView(head, ending)) if head else None
+        coherent += detection.onset if detection else len(head)
+        examined += len(head)
+        if detection and name not in found:
+            found[name] = detection
+    return found, coherent, examined
+
+
+def _unfinished(
+    content: str, reasoning: str, called: bool, finish_reason: str | None
+) -> tuple[Label, str, str, int] | None:
+    """Label, kind, field and onset of an output with no answer in it; None where there is one."""
+    opened = content.rfind(_OPEN_THINK)
+    if opened >= 0 and _CLOSED_THINK not in content[opened:] and not content[:opened].strip():
+        return Label.TRUNCATED_REASONING, "open_think_tag", "content", opened
+    if content.strip() or called:
+        return None
+    if not reasoning.strip():
+        return Label.EMPTY, "no_text" if not content else "blank_text", "content", 0
+    if ending_of(finish_reason) is Ending.STOPPED:
+        return Label.EMPTY, "answer_in_reasoning_field", "content", 0
+    return Label.TRUNCATED_REASONING, "reasoning_cut", "reasoning", len(reasoning)
+
+
+def _call(call: Any) -> tuple[str, str]:
+    if isinstance(call, Mapping):
+        inner = call.get("function")
+        call = inner if isinstance(inner, Mapping) else call
+        name, arguments = call.get("name"), call.get("arguments")
+    else:
+        name, arguments = getattr(call, "name", ""), getattr(call, "arguments", "")
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True)
+    return str(name or ""), written
+
+
+def _repeated_call(calls: Sequence[tuple[str, str]]) -> Detection | None:
+    """Three identical calls in one message: a loop, since no plan needs the same answer three times."""
+    for index in range(len(calls) - 2):
+        if calls[index] == calls[index + 1] == calls[index + 2]:
+            evidence = {"name": calls[index][0], "calls": len(calls)}
+            return Detection("repeated_tool_call", 0, 0, evidence)
+    return None
+

@@ -1,0 +1,436 @@
+"""From what was measured to a verdict: a pure function of one record and, where there is one, of a reference record.
+
+A weak model that is whole must not be called broken, and a subtle fault must not be called sane. So nothing rests on
+one text: rates carry intervals, and every rule answers `good`, `bad` or `unclear`. One bad rule fails the subject;
+otherwise one unclear rule makes it inconclusive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from assay.coherence.record import CheckRecord, Sample
+from assay.stats.interval import Interval
+from assay.stats.wilson import newcombe, wilson
+from assay.verdict import Finding, Severity, Verdict
+
+State = Literal["good", "bad", "unclear"]
+
+# How much may differ before it counts. Each is a choice, documented in docs/check.md with what it was measured on.
+HARD_RATE = 0.05
+"""Without a reference: the rate of floods, salads and empty answers must not lie above this (lower bound)."""
+MAJORITY = 0.5
+"""Without a reference: more degenerate texts than this (lower bound) is a failure, whatever their kind."""
+TOLERATED = 1 / 3
+"""A subject passes without a reference if its degenerate rate stays below this (upper bound)."""
+RATE_MARGIN = 0.10
+"""With a reference: so much more degenerate than the reference (lower bound of the difference) is a failure."""
+RATE_CLEAR = 0.25
+"""With a reference: if the difference may still be larger than this (upper bound), the rate alone is unclear."""
+SANE_BITS = 2.0
+"""Bits per byte of plain English that no sane language model needs."""
+BITS_MARGIN = 0.02
+"""With a reference: bits per byte that a candidate may lose (paired by passage, lower bound)."""
+DEPTH_MARGIN = 0.05
+"""Bits per byte by which a passage may become harder to predict when text is put before it (lower bound)."""
+HIDDEN_TOKENS = 20
+"""Tokens that must have been billed before missing text is held against the server."""
+
+_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "repeated_tool_call"})
+_HARD_LOOPS = frozenset({"newline_loop", "delimiter_loop"})
+"""Loops of nothing but blanks and marks: no model that is whole ends there, so they count as floods."""
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What one rule says, in one line, with the findings it raises."""
+
+    rule: str
+    state: State
+    says: str
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a record, and how it came about."""
+
+    verdict: Verdict
+    rulings: tuple[Ruling, ...]
+    throughput_valid: bool
+    findings: tuple[Finding, ...] = field(default=())
+
+
+def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgement:
+    """Judge `record`, against `reference` where there is one."""
+    rulings = [
+        *_hard_texts(record, reference),
+        *_degenerate_rate(record, reference),
+        *_hidden_tokens(record, reference),
+        *_bits(record, reference),
+        *_depth(record, reference),
+        *_counters(record),
+        *_truncated(record, reference),
+        *_unfinished(record),
+    ]
+    rulings += _answers(record, reference)
+    rulings += _throughput(record, reference)
+    states = {ruling.state for ruling in rulings}
+    if "bad" in states:
+        verdict = Verdict.FAIL
+    elif "unclear" in states or not record.samples:
+        verdict = Verdict.INCONCLUSIVE
+    else:
+        verdict = Verdict.PASS
+    findings = tuple(finding for ruling in rulings for finding in ruling.findings)
+    valid = verdict is not Verdict.FAIL and bool(record.timed) and not _timed_too_bad(record, reference)
+    return Judgement(verdict, tuple(rulings), valid, findings)
+
+
+def is_loop(kind: str | None) -> bool:
+    """Whether a kind is a loop, which a small healthy model writes too, rather than a flood or a salad."""
+    return kind is not None and ("loop" in kind or kind in _LOOPS_BY_NAME) and kind not in _HARD_LOOPS
+
+
+def is_hard(sample: Sample) -> bool:
+    """Whether the text is one that no sane model writes at any size: a flood, a salad, nothing at all."""
+    return sample.degenerate and not is_loop(sample.kind)
+
+
+def _hard_texts(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    n = len(record.samples)
+    if not n:
+        return ()
+    hard = [sample for sample in record.samples if is_hard(sample)]
+    rate = wilson(len(hard), n)
+    says = f"{len(hard)} of {n} texts are floods, salads or empty ({_percent(rate)})"
+    evidence: dict[str, Any] = {"texts": n, "hard": len(hard), "rate": _interval(rate), "kinds": _kinds(hard)}
+    if reference is not None and reference.samples:
+        theirs = [sample for sample in reference.samples if is_hard(sample)]
+        difference = newcombe(len(hard), n, len(theirs), len(reference.samples))
+        evidence["reference_hard"] = len(theirs)
+        evidence["difference"] = _interval(difference)
+        says += f"; reference {len(theirs)} of {len(reference.samples)}"
+        bad = len(hard) >= 3 and difference.lo > 0
+        unclear = not bad and difference.hi > RATE_CLEAR
+    else:
+        bad = len(hard) >= 3 and rate.lo > HARD_RATE
+        unclear = not bad and rate.hi > RATE_CLEAR
+    if not bad:
+        return (Ruling("hard_texts", "unclear" if unclear else "good", says),)
+    finding = Finding(
+        id="coherence.degenerate",
+        severity=Severity.ERROR,
+        title=f"the server writes text that no sane model writes: {len(hard)} of {n} texts ({_percent(rate)})",
+        evidence=evidence,
+    )
+    return (Ruling("hard_texts", "bad", says, (finding,)),)
+
+
+def _degenerate_rate(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    n = len(record.samples)
+    if not n:
+        return ()
+    bad_texts = [sample for sample in record.samples if sample.degenerate]
+    rate = wilson(len(bad_texts), n)
+    says = f"{len(bad_texts)} of {n} texts are degenerate ({_percent(rate)})"
+    evidence: dict[str, Any] = {
+        "texts": n,
+        "degenerate": len(bad_texts),
+        "rate": _interval(rate),
+        "kinds": _kinds(bad_texts),
+    }
+    if reference is not None and reference.samples:
+        theirs = sum(sample.degenerate for sample in reference.samples)
+        difference = newcombe(len(bad_texts), n, theirs, len(reference.samples))
+        evidence |= {
+            "reference_texts": len(reference.samples),
+            "reference_degenerate": theirs,
+            "difference": _interval(difference),
+        }
+        says += f"; reference {theirs} of {len(reference.samples)}, difference {_percent(difference)}"
+        if difference.lo > RATE_MARGIN:
+            title = (
+                f"the server degenerates more than the model itself does: {len(bad_texts)} of {n} texts against "
+                f"{theirs} of {len(reference.samples)}"
+            )
+            return (Ruling("degenerate_rate", "bad", says, (_degenerate(Severity.ERROR, title, evidence),)),)
+        if difference.hi > RATE_CLEAR:
+            return (Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence, reference),)),)
+        return (Ruling("degenerate_rate", "good", says),)
+    if rate.lo > MAJORITY:
+        title = f"most texts are degenerate: {len(bad_texts)} of {n} ({_percent(rate)})"
+        return (Ruling("degenerate_rate", "bad", says, (_degenerate(Severity.ERROR, title, evidence),)),)
+    if rate.hi > TOLERATED:
+        return (Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence, None),)),)
+    if bad_texts:
+        title = f"{len(bad_texts)} of {n} texts are degenerate; a small model does that on its own"
+        return (Ruling("degenerate_rate", "good", says, (_degenerate(Severity.WARNING, title, evidence),)),)
+    return (Ruling("degenerate_rate", "good", says),)
+
+
+def _degenerate(severity: Severity, title: str, evidence: Mapping[str, Any]) -> Finding:
+    return Finding(id="coherence.degenerate", severity=severity, title=title, evidence=evidence)
+
+
+def _thin(says: str, evidence: Mapping[str, Any], reference: CheckRecord | None) -> Finding:
+    remedies = ["run again with more --samples"]
+    if reference is None:
+        remedies.insert(
+            0,
+            "compare with the model itself: --reference-engine hf:PATH, or --reference run.json from a healthy server",
+        )
+    return Finding(
+        id="coherence.unclear",
+        severity=Severity.WARNING,
+        title=f"too few texts to tell a weak model from a broken server: {says}",
+        evidence=evidence,
+        remedies=remedies,
+    )
+
+
+def _hidden_tokens(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    """Tokens that were billed, and no text that was received: special tokens, stripped on their way out."""
+    hidden = [s for s in record.samples if _is_hidden(s)]
+    if len(hidden) < 2 or wilson(len(hidden), len(record.samples)).lo <= HARD_RATE / 2:
+        return ()
+    if reference is not None and sum(map(_is_hidden, reference.samples)) >= len(hidden):
+        return ()
+    billed = sum(s.completion_tokens or 0 for s in hidden)
+    received = sum(s.text_chars for s in hidden)
+    title = (
+        f"{billed} tokens were billed in {len(hidden)} answers, {received} characters of text were received"
+    )
+    finding = Finding(
+        id="coherence.empty",
+        severity=Severity.ERROR,
+        title=title,
+        evidence={"answers": len(hidden), "tokens_billed": billed, "chars_received": received},
+        causes=(
+            "the model emits special or reserved tokens only, which the server strips from the text",
+            "a reasoning or tool parser swallows the text",
+        ),
+        remedies=(
+            "ask one question with skip_special_tokens=false and look at the raw tokens",
+            "start the server without --reasoning-parser and --tool-call-parser, and ask again",
+        ),
+    )
+    return (Ruling("hidden_tokens", "bad", title, (finding,)),)
+
+
+def _is_hidden(sample: Sample) -> bool:
+    tokens = sample.completion_tokens or 0
+    return tokens >= HIDDEN_TOKENS and sample.text_chars < tokens / 4
+
+
+def _bits(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    from assay.stats.means import mean_interval
+
+    values = [p.bits_per_byte for p in record.passages]
+    if not values:
+        return ()
+    if len(values) < 2:
+        return ()
+    absolute = mean_interval(values)
+    evidence: dict[str, Any] = {"bits_per_byte": _interval(absolute), "passages": len(values)}
+    says = f"{absolute.value:.3f} bits per byte of plain text over {len(values)} passages"
+    if not absolute.lo < SANE_BITS:
+        title = f"the model cannot predict plain English: {absolute.value:.2f} bits per byte, a sane one needs well under 2"
+        return (Ruling("bits_per_byte", "bad", says, (_bits_finding(title, evidence),)),)
+    theirs = {(p.passage, p.depth): p.bits_per_byte for p in reference.passages} if reference else {}
+    pairs = [
+        (p.bits_per_byte, theirs[p.passage, p.depth])
+        for p in record.passages
+        if (p.passage, p.depth) in theirs
+    ]
+    if len(pairs) < 8:
+        return (Ruling("bits_per_byte", "good", says),)
+    loss = mean_interval([ours - their for ours, their in pairs])
+    evidence |= {"difference": _interval(loss), "paired_passages": len(pairs), "margin": BITS_MARGIN}
+    says += f", {loss.value:+.4f} [{loss.lo:+.4f}, {loss.hi:+.4f}] against the reference (n = {len(pairs)})"
+    if loss.lo > BITS_MARGIN:
+        title = (
+            f"the server predicts plain text worse than the model itself: {loss.value:+.3f} bits per byte "
+            f"[{loss.lo:+.3f}, {loss.hi:+.3f}]"
+        )
+        return (Ruling("bits_per_byte", "bad", says, (_bits_finding(title, evidence),)),)
+    if loss.hi < -BITS_MARGIN:
+        finding = Finding(
+            id="coherence.other_model",
+            severity=Severity.WARNING,
+            title=f"the server predicts plain text better than the reference ({says}): they are not the same model",
+            evidence=evidence,
+            remedies=("check that server and reference hold the same model and revision",),
+        )
+        return (Ruling("bits_per_byte", "unclear", says, (finding,)),)
+    return (Ruling("bits_per_byte", "good" if loss.hi <= BITS_MARGIN else "unclear", says),)
+
+
+def _bits_finding(title: str, evidence: Mapping[str, Any]) -> Finding:
+    return Finding(id="coherence.bits_per_byte", severity=Severity.ERROR, title=title, evidence=evidence)
+
+
+def _depth(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    """Text before a passage helps to predict it, or does nothing. Where it harms, the model loses its way at depth."""
+    from assay.stats.means import mean_interval
+
+    shallow = {p.passage: p.bits_per_byte for p in record.passages if p.depth == 0}
+    harm = [p.bits_per_byte - shallow[p.passage] for p in record.passages if p.depth and p.passage in shallow]
+    if len(harm) < 4:
+        return ()
+    interval = mean_interval(harm)
+    says = f"{interval.value:+.3f} [{interval.lo:+.3f}, {interval.hi:+.3f}] bits per byte from depth (n = {len(harm)})"
+    if interval.lo <= DEPTH_MARGIN:
+        return (Ruling("depth", "good", says),)
+    if reference is not None and _depth(reference, None) and _depth(reference, None)[0].state == "bad":
+        return (Ruling("depth", "good", f"{says}; the reference does the same"),)
+    finding = Finding(
+        id="coherence.lost_at_depth",
+        severity=Severity.ERROR,
+        title=f"the deeper in the context, the worse the prediction: {says}",
+        evidence={"difference": _interval(interval), "passages": len(harm), "margin": DEPTH_MARGIN},
+        causes=(
+            "rope_theta or rope_scaling differs from what the model was trained with",
+            "the KV cache loses too much (fp8 without scales, low-bit cache)",
+            "a sliding window is missing or wrong",
+        ),
+    )
+    return (Ruling("depth", "bad", says, (finding,)),)
+
+
+def _counters(record: CheckRecord) -> Sequence[Ruling]:
+    moved = {name: value for name, value in record.counters.items() if value > 0}
+    if not moved:
+        return ()
+    text = ", ".join(f"{name} +{value:g}" for name, value in sorted(moved.items()))
+    finding = Finding(
+        id="coherence.corrupted_requests",
+        severity=Severity.ERROR,
+        title=f"the server itself counted corrupted answers during the run: {text}",
+        evidence={"counters": moved},
+        causes=("NaN in the logits: overflow in float16, a corrupt shard, a faulty kernel",),
+    )
+    return (Ruling("server_counters", "bad", text, (finding,)),)
+
+
+def _truncated(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    cut = [s for s in record.samples if s.label == "truncated_reasoning"]
+    if not cut:
+        return ()
+    says = f"{len(cut)} of {len(record.samples)} answers ended inside their reasoning"
+    finding = Finding(
+        id="coherence.truncated_reasoning",
+        severity=Severity.WARNING,
+        title=f"{says}: the answer itself was never seen",
+        evidence={"truncated": len(cut), "texts": len(record.samples)},
+        causes=(
+            "the model reasons longer than the probe allows",
+            "the reasoning parser missed the end of the reasoning",
+        ),
+        remedies=("run again with --token-budget 4, or switch reasoning off with --no-thinking",),
+    )
+    state: State = "unclear" if len(cut) > len(record.samples) / 3 else "good"
+    return (Ruling("truncated_reasoning", state, says, (finding,)),)
+
+
+def _unfinished(record: CheckRecord) -> Sequence[Ruling]:
+    broken = [probe for probe in record.probes if probe.failed]
+    rulings = []
+    for probe in broken:
+        says = f"{probe.name}: {probe.failed}"
+        finding = Finding(
+            id="coherence.probe_unfinished",
+            severity=Severity.WARNING,
+            title=f"the probe {probe.name} could not be finished: {probe.failed}",
+            evidence={"probe": probe.name, "samples": len(probe.samples)},
+        )
+        rulings.append(Ruling("unfinished", "unclear", says, (finding,)))
+    return rulings
+
+
+def _answers(record: CheckRecord, reference: CheckRecord | None) -> list[Ruling]:
+    """Wrong answers: a warning, and an error only where the reference answered right every time and this one never."""
+    theirs = _tally(reference) if reference is not None else {}
+    rulings = []
+    for (probe, check), (passed, total, detail) in _tally(record).items():
+        if passed == total:
+            continue
+        rate = wilson(passed, total)
+        right, asked, _ = theirs.get((probe, check), (0, 0, ""))
+        broken = passed == 0 and total >= 3 and asked >= 3 and right == asked
+        says = f"{probe}/{check}: {passed} of {total} right"
+        finding = Finding(
+            id="coherence.wrong_answer",
+            severity=Severity.ERROR if broken else Severity.WARNING,
+            title=(
+                f"{probe}: {check} never passed ({total} tries); the reference passed {right} of {asked}"
+                if broken
+                else f"{probe}: {check} passed {passed} of {total} ({_percent(rate)})"
+            ),
+            detail=detail,
+            evidence={
+                "probe": probe, "check": check, "passed": passed, "total": total, "rate": _interval(rate),
+                "reference_passed": right, "reference_total": asked,
+            },
+        )  # fmt: skip
+        rulings.append(Ruling("answers", "bad" if broken else "good", says, (finding,)))
+    return rulings
+
+
+def _tally(record: CheckRecord) -> dict[tuple[str, str], tuple[int, int, str]]:
+    """Per probe and check: how many passed, of how many, and the detail of the last failure."""
+    tally: dict[tuple[str, str], tuple[int, int, str]] = {}
+    for probe in record.probes:
+        for sample in probe.samples:
+            for check in sample.checks:
+                passed, total, detail = tally.get((probe.name, check.name), (0, 0, ""))
+                tally[probe.name, check.name] = (
+                    passed + check.passed,
+                    total + 1,
+                    detail if check.passed else check.detail,
+                )
+    return tally
+
+
+def _timed_too_bad(record: CheckRecord, reference: CheckRecord | None) -> bool:
+    if not record.timed:
+        return False
+    share = sum(text.degenerate for text in record.timed) / len(record.timed)
+    allowed = TOLERATED
+    if reference is not None and reference.timed:
+        allowed = max(allowed, sum(text.degenerate for text in reference.timed) / len(reference.timed))
+    return share > allowed
+
+
+def _throughput(record: CheckRecord, reference: CheckRecord | None) -> list[Ruling]:
+    if not _timed_too_bad(record, reference):
+        return []
+    bad = sum(text.degenerate for text in record.timed)
+    n = len(record.timed)
+    certain = reference is not None or wilson(bad, n).lo > TOLERATED
+    says = f"{bad} of {n} timed texts are degenerate"
+    finding = Finding(
+        id="throughput.invalid",
+        severity=Severity.ERROR if certain else Severity.WARNING,
+        title=f"the speed does not count: {says}",
+        evidence={"timed": n, "degenerate": bad, "rate": _interval(wilson(bad, n))},
+    )
+    return [Ruling("throughput", "bad" if certain else "unclear", says, (finding,))]
+
+
+def _kinds(samples: Sequence[Sample]) -> dict[str, int]:
+    kinds: dict[str, int] = {}
+    for sample in samples:
+        key = sample.kind or sample.label
+        kinds[key] = kinds.get(key, 0) + 1
+    return dict(sorted(kinds.items(), key=lambda item: -item[1]))
+
+
+def _interval(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
+
+
+def _percent(interval: Interval) -> str:
+    return f"{interval.value:.0%}, 95 % interval {interval.lo:.0%} to {interval.hi:.0%}"

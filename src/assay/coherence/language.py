@@ -1,0 +1,168 @@
+"""A small statistical picture of well-formed text: which characters, letters and words follow one another.
+
+Three tables, built once from free text by `benchmarks/build_language_tables.py` and shipped compressed:
+
+- `shapes`: −log2 P(class of a character | the classes of the two before it), over every kind of text (prose,
+  code, data, many scripts). Letters count by script and case only, so that no language is strange.
+- `letters`: −log2 P(letter | the three before it in the word), Latin letters without their accents.
+- `syntax`: log2 P(b | a) / P(b) for classes of neighbouring English words: above 0 if b likes to follow a.
+
+And a Bloom filter of English words. Everything is an array lookup, linear in the text.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+from assay.coherence.detectors.units import FUNCTION_WORDS
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+TABLES = "language_tables.npz"
+BITS_STEP = 16.0
+"""Bits are stored as bytes in steps of 1/16."""
+
+# Character classes: blanks, digits, letters by script and case, and each ASCII mark by itself.
+_MARKS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
+_SCRIPTS = (
+    "CYRILLIC", "GREEK", "CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "ARABIC", "HEBREW", "DEVANAGARI",
+)  # fmt: skip
+SPACE, BREAK, DIGIT, LOWER, UPPER, LOWER_LATIN, UPPER_LATIN = range(7)
+FIRST_SCRIPT = 7
+OTHER_LETTER = FIRST_SCRIPT + len(_SCRIPTS)
+COMBINING, OTHER_MARK, SYMBOL, CONTROL = range(OTHER_LETTER + 1, OTHER_LETTER + 5)
+FIRST_MARK = CONTROL + 1
+CLASSES = FIRST_MARK + len(_MARKS)
+
+LETTERS = 28
+"""a to z, the edge of a word, any other letter."""
+EDGE, FOREIGN = 26, 27
+BLOOM_BITS = 2**19
+BLOOM_HASHES = 4
+
+_SUFFIXES = (
+    "ly", "ing", "ed", "tion", "ment", "ness", "ity", "able", "ive", "ous", "ful", "al", "er", "or", "est", "s",
+)  # fmt: skip
+_PUNCTUATION = ".,;:?!()\"'-"
+WORD_CLASSES = [*sorted(FUNCTION_WORDS), *(f"-{s}" for s in _SUFFIXES), *_PUNCTUATION, "NUMBER", "CAPITAL", "SHORT", "WORD", "UNKNOWN", "MARK"]
+MARK_CLASS = len(WORD_CLASSES) - 1
+_CLASS_OF = {name: index for index, name in enumerate(WORD_CLASSES)}
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The shipped tables as arrays of bits."""
+
+    shapes: NDArray[np.float32]
+    """(CLASSES, CLASSES, CLASSES)"""
+    letters: NDArray[np.float32]
+    """(LETTERS, LETTERS, LETTERS, LETTERS)"""
+    syntax: NDArray[np.float32]
+    """(word classes, word classes)"""
+    bloom: NDArray[np.uint8]
+
+
+@cache
+def tables() -> Tables:
+    """The tables, read once."""
+    import numpy as np
+
+    with resources.files("assay.coherence.data").joinpath(TABLES).open("rb") as file, np.load(file) as stored:
+        return Tables(
+            shapes=stored["shapes"].astype(np.float32) / BITS_STEP,
+            letters=stored["letters"].astype(np.float32) / BITS_STEP,
+            syntax=stored["syntax"].astype(np.float32) / BITS_STEP,
+            bloom=stored["bloom"],
+        )
+
+
+def character_classes(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """The class of every code point."""
+    import numpy as np
+
+    known, inverse = np.unique(codes, return_inverse=True)
+    return np.array([_character_class(chr(c)) for c in known.tolist()], dtype=np.int64)[inverse]
+
+
+def letter_codes(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
+    """Every code point as one of the `LETTERS`: accents off, case off, what is no letter is an edge."""
+    import numpy as np
+
+    known, inverse = np.unique(codes, return_inverse=True)
+    return np.array([_letter(chr(c)) for c in known.tolist()], dtype=np.int64)[inverse]
+
+
+def is_known_word(word: str, bloom: NDArray[np.uint8]) -> bool:
+    """Whether a lower-case word is in the list of English words (some 3 % of all other strings pass too)."""
+    return all(bloom[bit >> 3] >> (bit & 7) & 1 for bit in bloom_bits(word))
+
+
+def bloom_bits(word: str) -> list[int]:
+    """The bits of a word in the Bloom filter (double hashing of two checksums)."""
+    data = word.encode("utf-8", "replace")
+    first, second = zlib.crc32(data), zlib.adler32(data[::-1] + b"#") * 0x9E3779B1 | 1
+    return [(first + i * second) % BLOOM_BITS for i in range(BLOOM_HASHES)]
+
+
+def word_class(word: str, known: bool) -> int:
+    """The syntactic class of a token: function words stand for themselves, others by ending."""
+    lower = word.lower()
+    if lower in FUNCTION_WORDS or lower in _PUNCTUATION:
+        return _CLASS_OF[lower]
+    if lower.isdigit():
+        return _CLASS_OF["NUMBER"]
+    if not lower[0].isalpha():
+        return _CLASS_OF["MARK"]
+    if word[0].isupper():
+        return _CLASS_OF["CAPITAL"]
+    if not known:
+        return _CLASS_OF["UNKNOWN"]
+    if len(lower) <= 3:
+        return _CLASS_OF["SHORT"]
+    return _CLASS_OF[next((f"-{s}" for s in _SUFFIXES if lower.endswith(s)), "WORD")]
+
+
+def word_classes(words: Sequence[str], known: Iterable[bool]) -> NDArray[Any]:
+    """Classes of a sequence of tokens."""
+    import numpy as np
+
+    return np.array([word_class(w, k) for w, k in zip(words, known, strict=True)], dtype=np.int64)
+
+
+@cache
+def _character_class(char: str) -> int:
+    if char == "\n":
+        return BREAK
+    if char.isspace():
+        return SPACE
+    if char in _MARKS:
+        return FIRST_MARK + _MARKS.index(char)
+    if char.isascii() and char.isalnum():
+        return DIGIT if char.isdigit() else LOWER if char.islower() else UPPER
+    category = unicodedata.category(char)
+    if category[0] == "M":
+        return COMBINING
+    if category[0] == "L":
+        script = unicodedata.name(char, "?").partition(" ")[0]
+        if script == "LATIN":
+            return UPPER_LATIN if category == "Lu" else LOWER_LATIN
+        return FIRST_SCRIPT + _SCRIPTS.index(script) if script in _SCRIPTS else OTHER_LETTER
+    if category[0] == "N":
+        return DIGIT
+    return {"P": OTHER_MARK, "S": SYMBOL}.get(category[0], CONTROL)
+
+
+@cache
+def _letter(char: str) -> int:
+    base = unicodedata.normalize("NFD", char)[0].lower() if not char.isascii() else char.lower()
+    if "a" <= base <= "z":
+        return ord(base) - ord("a")
+    return FOREIGN if char.isalpha() else EDGE

@@ -1,0 +1,186 @@
+"""What `assay check` measured, apart from what it makes of it.
+
+A `CheckRecord` is written into the result of every run and read back from it, so that an earlier healthy run can be
+the reference of a later one (`--reference run.json`), and so that the verdict is a pure function of two records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+HEAD_CHARS = 200
+"""Characters of each text that are shown and kept."""
+
+
+@dataclass(frozen=True)
+class AnswerCheck:
+    """One check beyond form: was the answer right? `detail` says what was expected and what came."""
+
+    name: str
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One graded text of one probe.
+
+    `label` and `kind` are those of `assay grade`; counts are in code points and in the engine's own tokens.
+    `text_chars` counts everything that was received: content, reasoning and tool calls.
+    """
+
+    label: str
+    kind: str | None
+    onset_char: int | None
+    finish_reason: str | None
+    completion_tokens: int | None
+    text_head: str
+    text_chars: int
+    coherent_chars: int
+    temperature: float
+    seed: int | None
+    prompt_tokens: int | None = None
+    checks: tuple[AnswerCheck, ...] = ()
+    variant: str = ""
+    """Which of several forms of the probe this is, such as a needle's depth and length."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the text was decoded at temperature 0."""
+        return self.temperature == 0.0
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether the text is degenerate, or empty where there should be text."""
+        return self.label in ("degenerate", "empty")
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sample:
+        """Read one sample of an earlier result; missing optional fields take their defaults."""
+        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
+        known["checks"] = tuple(AnswerCheck(**check) for check in data.get("checks", ()))
+        return cls(**known)
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """All samples of one probe, or why it was skipped."""
+
+    name: str
+    title: str
+    samples: tuple[Sample, ...] = ()
+    skipped: str | None = None
+    failed: str | None = None
+    """Why the probe could not be finished (a time-out, a stream cut half-way); what it has is kept."""
+
+    @property
+    def status(self) -> str:
+        """`run` or `skipped`."""
+        return "skipped" if self.skipped is not None else "run"
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ProbeResult:
+        """Read one probe of an earlier result."""
+        return cls(
+            name=data["name"],
+            title=data.get("title", data["name"]),
+            samples=tuple(Sample.from_json(sample) for sample in data.get("samples", ())),
+            skipped=data.get("reason") if data.get("status") == "skipped" else None,
+        )
+
+
+@dataclass(frozen=True)
+class PassageScore:
+    """How well the model predicts one fixed text: `nats` over `bytes` bytes, from `depth` tokens into the context."""
+
+    passage: str
+    depth: int
+    nats: float
+    bytes: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Negative log-likelihood in bits for each byte of UTF-8."""
+        return self.nats / (self.bytes * 0.6931471805599453)
+
+
+@dataclass(frozen=True)
+class TimedText:
+    """One text whose speed was measured, with its grade. Times in seconds, speeds in tokens a second.
+
+    The times are None where nothing was timed: on the reference side, or where no text came.
+    """
+
+    label: str
+    kind: str | None
+    onset_char: int | None
+    text_head: str
+    text_chars: int
+    coherent_chars: int
+    prompt_tokens: int | None
+    completion_tokens: int
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    itl_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    first_chunk_source: str = "assumed"
+    round: int = 0
+
+    @property
+    def degenerate(self) -> bool:
+        """Whether the text is degenerate, or empty."""
+        return self.label in ("degenerate", "empty")
+
+    @property
+    def useful_tokens_per_s(self) -> float | None:
+        """Tokens before the onset of degeneration, by their share of the characters, over the whole time."""
+        if not self.e2e_s:
+            return None
+        if not self.text_chars:
+            return 0.0
+        return self.completion_tokens * (self.coherent_chars / self.text_chars) / self.e2e_s
+
+
+@dataclass(frozen=True)
+class CheckRecord:
+    """Everything one run of `assay check` measured."""
+
+    probes: tuple[ProbeResult, ...] = ()
+    passages: tuple[PassageScore, ...] = ()
+    passages_skipped: str | None = None
+    timed: tuple[TimedText, ...] = ()
+    timed_skipped: str | None = None
+    concurrency: int = 1
+    prefill_tokens_per_s: float | None = None
+    counters: Mapping[str, float] = field(default_factory=dict)
+    """Server-side counters of corruption (NaN in logits and the like) that moved during the run."""
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples of all probes."""
+        return tuple(sample for probe in self.probes for sample in probe.samples)
+
+    def probe(self, name: str) -> ProbeResult | None:
+        """The result of one probe; None where it is not in this record."""
+        return next((probe for probe in self.probes if probe.name == name), None)
+
+    @classmethod
+    def from_json(cls, results: Mapping[str, Any]) -> CheckRecord:
+        """Read the record back from the `results` of an earlier `assay check --json`.
+
+        Raises KeyError or TypeError where the object is not such a result.
+        """
+        throughput: Mapping[str, Any] = results.get("throughput") or {}
+        scores: Mapping[str, Any] = results.get("bits_per_byte") or {}
+        passages: Sequence[Mapping[str, Any]] = scores.get("passages") or ()
+        return cls(
+            probes=tuple(ProbeResult.from_json(probe) for probe in results["probes"]),
+            passages=tuple(PassageScore(p["passage"], p["depth"], p["nats"], p["bytes"]) for p in passages),
+            timed=tuple(
+                TimedText(**{name: text[name] for name in TimedText.__dataclass_fields__ if name in text})
+                for text in throughput.get("texts") or ()
+            ),
+            concurrency=throughput.get("concurrency", 1),
+        )

@@ -1,0 +1,117 @@
+"""The other side of a check: an earlier healthy run, or a trusted model that is run here on the same prompts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from assay import __version__
+from assay.cache import cache_dir, write_atomically
+from assay.coherence.measure import Measurement, Plan
+from assay.coherence.record import CheckRecord
+from assay.engines.base import Engine
+from assay.errors import AssayError, UsageError
+from assay.progress import Progress
+
+_REMEDY = "give the JSON of an earlier run of a healthy server: assay check URL --json > run.json"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A reference record and where it came from."""
+
+    record: CheckRecord
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_reference(path: Path) -> Reference:
+    """Read the result of an earlier run; AssayError where it is none, or where that run failed itself."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unusable(f"cannot read the reference {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise _unusable(f"the reference {path} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("command") != "check":
+        raise _unusable(f"the reference {path} is not a result of `assay check --json`")
+    if document.get("verdict") in ("fail", "error"):
+        raise _unusable(f"the reference {path} is a run with the verdict {document['verdict']}")
+    try:
+        record = CheckRecord.from_json(document["results"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _unusable(f"the reference {path} lacks what a check result holds: {error}") from error
+    if not record.samples:
+        raise _unusable(f"the reference {path} holds no graded text")
+    subject = document.get("subject") or {}
+    return Reference(
+        record, {"source": "run", "model": subject.get("model"), "verdict": document.get("verdict")}
+    )
+
+
+def _unusable(message: str) -> AssayError:
+    return AssayError(message, finding_id="coherence.reference", remedy=_REMEDY)
+
+
+def measure_reference(
+    spec: str, plan: Plan, record: CheckRecord, subject: Mapping[str, Any], progress: Progress
+) -> Reference:
+    """Run the engine `spec` (`hf:PATH`) on the prompts that made `record`.
+
+    Only the probes that the server ran are run. The result is cached by model, plan and version of assay, so a
+    second check against the same reference costs nothing.
+    """
+    scheme, _, path = spec.partition(":")
+    if scheme != "hf" or not path:
+        raise UsageError(
+            f"--reference-engine {spec!r} is not an engine that can be a reference here",
+            remedy="write hf:PATH, with the folder of a trusted checkpoint",
+            finding_id="coherence.usage",
+        )
+    names = frozenset(probe.name for probe in record.probes if probe.samples)
+    plan = replace(plan, only=names, throughput=False, run_code=False)
+    max_model_len = subject.get("max_model_len")
+    from assay.engines.hf import HfEngine
+
+    folder = Path(path.partition("?")[0])
+    stored = cache_dir("references") / f"{_key(folder, spec, plan, max_model_len)}.json"
+    origin = {"source": "engine", "engine": "hf", "model": folder.name, "cached": stored.exists()}
+    if stored.exists():
+        return Reference(CheckRecord.from_json(json.loads(stored.read_text(encoding="utf-8"))), origin)
+    with HfEngine.load(spec) as engine:
+        measured = _measure(engine, plan, max_model_len, progress)
+    from assay.coherence.check_report import record_json
+
+    write_atomically(stored, json.dumps(record_json(measured)))
+    return Reference(measured, origin)
+
+
+def _measure(engine: Engine, plan: Plan, max_model_len: int | None, progress: Progress) -> CheckRecord:
+    def named(what: str, steps: int) -> Any:
+        return progress(f"reference: {what}", steps)
+
+    measurement = Measurement(engine, plan, max_model_len, named)
+    measurement.run_passages()
+    measurement.run_probes()
+    measurement.run_timed_texts()
+    return measurement.record()
+
+
+def _key(folder: Path, spec: str, plan: Plan, max_model_len: int | None) -> str:
+    """Digest of all that decides a reference: the files (name, size, time), the plan, the version of assay."""
+    try:
+        files = sorted(
+            (f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.is_file()
+        )
+    except OSError as error:
+        raise AssayError(
+            f"cannot read the reference model {folder}: {error.strerror}",
+            finding_id="coherence.reference",
+            remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
+        ) from error
+    decides = asdict(replace(plan, only=frozenset(), parallel=0))
+    parts = [__version__, spec.partition("?")[2], files, decides, sorted(plan.only), max_model_len]
+    return hashlib.sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:32]

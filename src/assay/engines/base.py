@@ -1,0 +1,286 @@
+"""What every engine offers: a few verbs, and a statement of what it can do.
+
+An engine is anything that runs a language model: a server behind HTTP, or a library in this process. A verb of
+assay asks `engine.capabilities.require(...)` for what it needs and gets a clear refusal where that is missing;
+no engine falls back silently to something weaker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from assay.errors import AssayError
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call of a tool as the model wrote it; `arguments` is the raw text, which need not be valid JSON."""
+
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation, in the roles of the OpenAI chat API."""
+
+    role: str
+    content: str | None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One generation. Exactly one of `messages` (chat) and `prompt` (text or token ids, completed as it is) is set.
+
+    `tools` are OpenAI tool schemas. `ignore_eos` asks for exactly `max_tokens` tokens where the engine can.
+    `extra` is passed through as it is (for a server: more fields of the JSON body).
+    """
+
+    messages: tuple[Message, ...] | None = None
+    prompt: str | tuple[int, ...] | None = None
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("a request needs exactly one of messages and prompt")
+        if self.max_tokens < 1:
+            raise ValueError("max_tokens must be at least 1")
+        if self.tools and self.messages is None:
+            raise ValueError("tools need messages, not a prompt")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When the pieces of one streamed reply arrived, in seconds of one monotonic clock.
+
+    `chunk_times` are the arrivals of the chunks that carried text; the first and the last of them are `first_token`
+    and `last_token`. `first_chunk_tokens` counts the tokens that had arrived at `first_token` (a speculating server
+    sends several at once); `first_chunk_source` says how it is known: from the server's usage counts, by tokenizing
+    the text, or assumed to be 1. `finished` is when the reply was complete, trailing usage included.
+    """
+
+    started: float
+    first_token: float
+    last_token: float
+    first_chunk_tokens: int
+    chunk_times: tuple[float, ...]
+    first_chunk_source: Literal["usage", "tokenize", "assumed"] = "assumed"
+    finished: float | None = None
+
+    @property
+    def ttft(self) -> float:
+        """Time to first token, in seconds."""
+        return self.first_token - self.started
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds from the first token to the last."""
+        return self.last_token - self.first_token
+
+    def decode_tokens_per_s(self, completion_tokens: int) -> float | None:
+        """Decode speed: (n − tokens in the first chunk) / (t_last − t_first); None where there was no decode."""
+        tokens = completion_tokens - self.first_chunk_tokens
+        if tokens <= 0 or self.decode_seconds <= 0.0:
+            return None
+        return tokens / self.decode_seconds
+
+    def time_per_output_token(self, completion_tokens: int) -> float | None:
+        """Mean inter-token latency in seconds, the inverse of the decode speed."""
+        speed = self.decode_tokens_per_s(completion_tokens)
+        return None if speed is None else 1.0 / speed
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an engine answered. Token counts are the engine's own (None where it does not say).
+
+    `reasoning_field` is the field in which a server sent the reasoning (`reasoning` or `reasoning_content`).
+    `token_logprobs` are those of the generated tokens, where they were asked for and came.
+    """
+
+    content: str
+    finish_reason: str | None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    timing: Timing | None = None
+    raw_usage: Mapping[str, Any] = field(default_factory=dict)
+    reasoning_field: str | None = None
+    token_logprobs: tuple[float, ...] | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """One piece of a streamed reply as it arrives, and the field it belongs to."""
+
+    field: Literal["content", "reasoning", "tool_call"]
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Log-probabilities (natural log) of given tokens, each under the tokens before it.
+
+    `token_logprobs` has one entry for each token; the first is None, as nothing comes before it. `bytes` is the
+    number of UTF-8 bytes of the text that the scored tokens cover, None where it is not known.
+    """
+
+    token_logprobs: tuple[float | None, ...]
+    token_count: int
+    bytes: int | None = None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def scored(self) -> tuple[float, ...]:
+        """The log-probabilities without the first token's missing one."""
+        return tuple(value for value in self.token_logprobs if value is not None)
+
+    @property
+    def nll(self) -> float:
+        """Negative log-likelihood of all scored tokens, in nats."""
+        return -sum(self.scored)
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """NLL in bits divided by the bytes scored; None where the bytes are not known."""
+        if not self.bytes:
+            return None
+        return self.nll / (self.bytes * math.log(2.0))
+
+
+class Capability(StrEnum):
+    """What an engine may be able to do."""
+
+    GENERATE = "generate"
+    """Write text by any route."""
+    CHAT = "chat"
+    """Apply its own chat template to messages."""
+    COMPLETIONS = "completions"
+    """Continue a raw prompt."""
+    STREAM = "stream"
+    """Send the reply piece by piece."""
+    STREAM_USAGE = "stream_usage"
+    """Count tokens at the end of a stream."""
+    CONTINUOUS_USAGE = "continuous_usage"
+    """Count tokens with every chunk of a stream."""
+    LOGPROBS = "logprobs"
+    """Log-probabilities of the tokens it generates."""
+    PROMPT_LOGPROBS = "prompt_logprobs"
+    """Log-probabilities of the tokens of a prompt, asked for directly."""
+    ECHO = "echo"
+    """Log-probabilities of the tokens of a prompt, by echoing it."""
+    SCORE = "score"
+    """Log-probabilities of given tokens by any route."""
+    TOKENIZE = "tokenize"
+    """Text to token ids."""
+    TOKEN_IDS_PROMPT = "token_ids_prompt"
+    """Take a prompt as token ids."""
+    TOOLS = "tools"
+    """Accept tools and answer with tool calls."""
+    METRICS = "metrics"
+    """Expose Prometheus metrics."""
+    IGNORE_EOS = "ignore_eos"
+    """Go on past the end-of-text token."""
+
+
+class MissingCapability(AssayError):
+    """The engine cannot do what a verb needs; `capability` says what."""
+
+    def __init__(self, capability: Capability, reason: str, *, needed_for: str = "", where: str = "") -> None:
+        subject = where or "this engine"
+        purpose = f", needed for {needed_for}" if needed_for else ""
+        super().__init__(
+            f"{subject} has no {capability.value}{purpose}: {reason}",
+            finding_id="server.missing_capability",
+            remedy="use an engine that has it, or leave out what needs it",
+            evidence={"capability": capability.value, "reason": reason},
+        )
+        self.capability = capability
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class CapabilityReport:
+    """What an engine can do, and for each thing it cannot, why not."""
+
+    present: frozenset[Capability]
+    absent: Mapping[Capability, str] = field(default_factory=dict)
+    where: str = ""
+    """Names the engine in a refusal, such as its URL."""
+
+    def __contains__(self, capability: object) -> bool:
+        return capability in self.present
+
+    def reason(self, capability: Capability) -> str | None:
+        """Why the capability is absent; None where it is present."""
+        if capability in self.present:
+            return None
+        return self.absent.get(capability, "not probed")
+
+    def require(self, capability: Capability, needed_for: str = "") -> None:
+        """Raise `MissingCapability` unless the engine can do it."""
+        reason = self.reason(capability)
+        if reason is not None:
+            raise MissingCapability(capability, reason, needed_for=needed_for, where=self.where)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain JSON types."""
+        return {
+            "present": sorted(c.value for c in self.present),
+            "absent": {c.value: why for c, why in sorted(self.absent.items())},
+        }
+
+
+OnText = Callable[[TextPiece], None]
+"""Called with each piece of a streamed reply, on the thread that streams."""
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """The verbs of an engine. All may be called from several threads at once."""
+
+    @property
+    def capabilities(self) -> CapabilityReport:
+        """What this engine can do."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What answered: kind, version, model, settings that were sent; plain JSON types, no secret."""
+        ...
+
+    def generate(self, request: Request) -> Reply:
+        """Answer in one piece, without timing."""
+        ...
+
+    def stream(self, request: Request, on_text: OnText | None = None) -> Reply:
+        """Answer piece by piece; the reply carries its timing."""
+        ...
+
+    def score(self, source: str | tuple[int, ...]) -> TokenScores:
+        """Log-probabilities of the tokens of a text, or of given token ids, in one pass."""
+        ...
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, without special tokens added."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds (connections, memory)."""
+        ...

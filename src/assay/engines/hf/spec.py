@@ -1,0 +1,41 @@
+"""How an engine in this process is written: `hf:PATH?dtype=float32&device=cpu`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl
+
+from assay.errors import UsageError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+"""Accepted values of `dtype`; `auto` is the type in which the checkpoint is stored."""
+
+
+@dataclass(frozen=True)
+class HfSpec:
+    """One model for transformers: a folder (or a name on the hub) and how to load it."""
+
+    model: str
+    dtype: str = "auto"
+    device: str = "cpu"
+
+
+def parse_spec(spec: str) -> HfSpec:
+    """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
+    body = spec.removeprefix("hf:")
+    model, mark, query = body.partition("?")
+    if not model:
+        raise UsageError(f"{spec!r} names no model", remedy="write hf:PATH, such as hf:./model?dtype=float32")
+    options = {"dtype": "auto", "device": "cpu"}
+    pairs = parse_qsl(query, keep_blank_values=True)
+    if mark and not pairs:
+        raise UsageError(f"{spec!r} ends in a '?' without options", remedy="write hf:PATH?dtype=float32")
+    for name, value in pairs:
+        if name not in options:
+            raise UsageError(f"{spec!r}: unknown option {name!r}", remedy=f"options are {', '.join(options)}")
+        options[name] = value
+    if options["dtype"] not in DTYPES:
+        raise UsageError(
+            f"{spec!r}: unknown dtype {options['dtype']!r}", remedy=f"one of {', '.join(DTYPES)}"
+        )
+    return HfSpec(model=model, dtype=options["dtype"], device=options["device"])

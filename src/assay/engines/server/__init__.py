@@ -1,0 +1,7 @@
+"""The client of OpenAI-compatible servers."""
+
+from assay.engines.server.engine import ServerEngine, default_limits
+from assay.engines.server.metrics import Metrics, parse_metrics
+from assay.engines.server.transport import Limits
+
+__all__ = ["Limits", "Metrics", "ServerEngine", "default_limits", "parse_metrics"]

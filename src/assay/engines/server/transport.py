@@ -1,0 +1,258 @@
+"""HTTP with limits: one pooled client whose every answer has a deadline and a byte cap.
+
+Redirects are followed only within the origin, so that a key never travels elsewhere; temporary refusals are
+retried; whatever fails becomes one of the errors in `errors`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin
+
+import httpx
+
+from assay import __version__
+from assay.engines.server.decoding import decoder_for
+from assay.engines.server.endpoint import Endpoint, origin, without_credentials
+from assay.engines.server.errors import InvalidStream, NotJson, Redirected, StreamCut, TimedOut, TooLarge
+from assay.engines.server.excerpt import describe_body, looks_like_html
+from assay.engines.server.status import RETRIED, error_for_failure, error_for_status, retry_after
+
+_ERROR_BODY = 1 << 16
+_MAX_REDIRECTS = 3
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how much.
+
+    `total_s` bounds one attempt from the first byte sent to the last received; it is checked whenever a piece of the
+    body arrives, so an attempt can take up to one `silence_s` longer.
+    """
+
+    connect_s: float = 10.0
+    silence_s: float = 120.0
+    total_s: float = 300.0
+    max_bytes: int = 32 * 1024 * 1024
+    retries: int = 3
+    first_backoff_s: float = 0.25
+    longest_wait_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer with status 200."""
+
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Pieces:
+    """The body of an answer as it arrives: (monotonic time of arrival, decoded bytes)."""
+
+    def __init__(self, response: httpx.Response, url: str, started: float, limits: Limits) -> None:
+        self.headers = response.headers
+        self.url = url
+        self.started = started
+        """When this attempt was sent, without the waits before it."""
+        self._response = response
+        self._deadline = started + limits.total_s
+        self._limits = limits
+
+    def __iter__(self) -> Iterator[tuple[float, bytes]]:
+        where = without_credentials(self.url)
+        limit = self._limits.max_bytes
+        declared = self._response.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise TooLarge(f"{where} announces an answer of {int(declared):,} bytes; the limit is {limit:,}")
+        encoding = self._response.headers.get("content-encoding", "")
+        decoder = decoder_for(encoding)
+        if decoder is None:
+            raise InvalidStream(f"{where} answers in the encoding {encoding!r}, which was not asked for")
+        received = 0
+        try:
+            for raw in self._response.iter_raw():
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimedOut(
+                        f"{where} had not finished its answer after {self._limits.total_s:g} s",
+                        evidence={"url": where, "seconds": self._limits.total_s, "bytes": received},
+                    )
+                for piece in decoder.feed(raw):
+                    received += len(piece)
+                    if received > limit:
+                        raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
+                    yield now, piece
+        except httpx.HTTPError as exc:
+            waited = time.monotonic() - self.started
+            raise error_for_failure(exc, self.url, answered=True, seconds=waited) from exc
+        except zlib.error as exc:
+            raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
+
+
+class Transport:
+    """Requests to one server, from any number of threads."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        key: str | None = None,
+        limits: Limits | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.endpoint = endpoint
+        self._sleep = sleep
+        self._origin = origin(endpoint.api)
+        self._secrets = tuple(s for s in (key, (endpoint.credentials or ("", ""))[1]) if s)
+        headers = {
+            "User-Agent": f"assay/{__version__}",
+            "Accept-Encoding": "identity",
+        }
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        auth = httpx.BasicAuth(*endpoint.credentials) if endpoint.credentials and not key else None
+        direct: dict[str, httpx.BaseTransport | None] = {
+            f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
+        }
+        self._client = httpx.Client(
+            headers=headers,
+            auth=auth,
+            follow_redirects=False,
+            mounts=direct,
+            timeout=httpx.Timeout(
+                min(self.limits.silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None
+            ),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0),
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def get(self, url: str, *, retry: bool = True) -> Answer:
+        """A whole answer to a GET."""
+        return self._whole("GET", url, None, retry)
+
+    def get_json(self, url: str, *, retry: bool = True) -> Any:
+        """The JSON answer to a GET."""
+        return self._json(self._whole("GET", url, None, retry))
+
+    def post_json(self, url: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer to a POST of JSON."""
+        return self._json(self._whole("POST", url, body, True))
+
+    @contextmanager
+    def stream(self, url: str, body: Mapping[str, Any]) -> Iterator[Pieces]:
+        """The pieces of the answer to a POST of JSON; retried only as long as no answer has begun."""
+        with self._open("POST", url, body, True) as pieces:
+            yield pieces
+
+    def said(self, body: bytes) -> str:
+        """One safe line of a body, without secrets."""
+        return describe_body(body, self._secrets)
+
+    def _json(self, answer: Answer) -> Any:
+        try:
+            return json.loads(answer.body)
+        except (ValueError, RecursionError):
+            pass
+        where = without_credentials(answer.url)
+        text = answer.body[:4096].decode("utf-8", "replace")
+        kind = "a web page" if looks_like_html(text) else "something that is not JSON"
+        raise NotJson(f"{where} answered {kind}: {self.said(answer.body[:_ERROR_BODY])}")
+
+    def _whole(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> Answer:
+        with self._open(method, url, body, retry) as pieces:
+            data = b"".join(piece for _, piece in pieces)
+            return Answer(url=pieces.url, body=data, headers=pieces.headers)
+
+    @contextmanager
+    def _open(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> Iterator[Pieces]:
+        """An answer with status 200, after redirects within the origin and retries."""
+        attempts = 1 + (self.limits.retries if retry else 0)
+        redirects = 0
+        attempt = 0
+        while True:
+            started = time.monotonic()
+            last = attempt + 1 >= attempts
+            response = self._send(method, url, body, started, last)
+            if response is None:
+                wait = self._backoff(attempt)
+            else:
+                with closing(response):
+                    if response.status_code == 200:
+                        yield Pieces(response, url, started, self.limits)
+                        return
+                    if response.is_redirect:
+                        url = self._redirect(method, url, response)
+                        redirects += 1
+                        if redirects > _MAX_REDIRECTS:
+                            raise Redirected(f"{without_credentials(url)} redirects in circles")
+                        continue
+                    said = self.said(self._error_body(response, started + self.limits.total_s))
+                    wait = self._refused(url, response, said, attempt, last)
+            attempt += 1
+            self._sleep(wait)
+
+    def _send(
+        self, method: str, url: str, body: Mapping[str, Any] | None, started: float, last: bool
+    ) -> httpx.Response | None:
+        """One attempt: the response once its headers are here, None if a kept connection had gone stale."""
+        try:
+            return self._client.send(self._client.build_request(method, url, json=body), stream=True)
+        except (httpx.HTTPError, httpx.InvalidURL) as exc:
+            error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
+            if isinstance(error, StreamCut) and not last:
+                return None
+            raise error from exc
+
+    def _backoff(self, attempt: int) -> float:
+        return self.limits.first_backoff_s * 2.0**attempt
+
+    def _refused(self, url: str, response: httpx.Response, said: str, attempt: int, last: bool) -> float:
+        """Seconds to wait before the next attempt; raises where there is none."""
+        status = response.status_code
+        error = error_for_status(status, url, said)
+        if last or status not in RETRIED:
+            raise error
+        asked = retry_after(response.headers.get("retry-after"))
+        if asked is not None and asked > self.limits.longest_wait_s:
+            error.evidence["retry_after_s"] = asked
+            raise error
+        return self._backoff(attempt) if asked is None else asked
+
+    def _error_body(self, response: httpx.Response, deadline: float) -> bytes:
+        """The first bytes of an error's body; what fails while reading them matters less than the status."""
+        decoder = decoder_for(response.headers.get("content-encoding", ""))
+        body = b""
+        try:
+            for raw in response.iter_raw():
+                for piece in decoder.feed(raw) if decoder else ():
+                    body += piece
+                    if len(body) >= _ERROR_BODY or time.monotonic() > deadline:
+                        return body[:_ERROR_BODY]
+        except (httpx.HTTPError, zlib.error):
+            return body
+        return body
+
+    def _redirect(self, method: str, url: str, response: httpx.Response) -> str:
+        """The URL to go on with; raises for another origin, or where following would change the method."""
+        location: str = response.headers.get("location", "")
+        target = urljoin(url, location)
+        where, there = without_credentials(url), without_credentials(target)
+        keeps_method = method == "GET" or response.status_code in (307, 308)
+        if origin(target) != self._origin or not keeps_method:
+            raise Redirected(
+                f"{where} redirects ({response.status_code}) to {there}, which was not followed",
+                evidence={"status": response.status_code, "url": where, "location": there},
+            )
+        return target

@@ -1,0 +1,45 @@
+"""Where a result was measured: versions and machine, without host names or paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from assay import __version__
+
+# The packages whose version can change a number in a report.
+_PACKAGES = (
+    "numpy", "scipy", "httpx", "torch", "transformers", "safetensors", "huggingface_hub", "vllm", "llama-cpp-python",
+)  # fmt: skip
+
+
+def describe() -> dict[str, Any]:
+    """Versions of assay, Python and the packages that matter, and the kind of machine."""
+    return {
+        "assay": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str | None:
+    try:
+        with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
+            return next(
+                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None
+            )
+    except OSError:
+        return platform.processor() or None

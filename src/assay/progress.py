@@ -1,0 +1,21 @@
+"""How long work tells that it goes on, without knowing who listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+Advance = Callable[[], None]
+"""One more step of the work is done."""
+
+Progress = Callable[[str, int], AbstractContextManager[Advance]]
+"""`progress(what, steps)` opens a piece of work and yields the function to call after each step."""
+
+
+@contextmanager
+def _silent(what: str, steps: int) -> Iterator[Advance]:
+    yield lambda: None
+
+
+NO_PROGRESS: Progress = _silent
+"""Tells nobody."""

@@ -1,0 +1,112 @@
+"""A report as one HTML file: styles and charts inline, nothing loaded, nothing scripted.
+
+Every value passes jinja2's autoescape; the only markup let through is the SVG of `charts_svg`, which escapes its
+own text. The page also forbids scripts and loads by its content security policy.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.report import charts_svg
+from assay.report.scale import caption, drawable, name, with_interval
+from assay.report.text import evidence_items, excerpt, is_command, one_line, safe_json, split_code, visible
+from assay.report.tone import SEVERITIES, VERDICTS, plural, sentence, status_tone
+from assay.verdict import SCHEMA, Block, Chart, Quote, Report, Severity, Table
+
+if TYPE_CHECKING:
+    from jinja2 import Template
+
+HEAD = 12_000
+AROUND = 4_000
+MAX_ROWS = 2_000
+MAX_LISTED = 300
+
+_GROUPS = ((Severity.ERROR, "Errors"), (Severity.WARNING, "Warnings"), (Severity.INFO, "Notes"))
+
+
+def render(report: Report) -> str:
+    """The page of `report`."""
+    blocks = [_block(block, i) for i, block in enumerate(report.blocks)]
+    return _template().render(
+        report=report,
+        look=VERDICTS[report.verdict],
+        sentence=sentence(report),
+        groups=[
+            (title, SEVERITIES[severity], found)
+            for severity, title in _GROUPS
+            if (found := [f for f in report.findings if f.severity is severity])
+        ],
+        blocks=blocks,
+        schema=SCHEMA,
+        json=safe_json(report.to_json()),
+    )
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        autoescape=True,
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        line=one_line,
+        items=evidence_items,
+        code=split_code,
+        command=is_command,
+        tone=status_tone,
+        plural=plural,
+    )
+    return environment.get_template("report.html.j2")
+
+
+def _block(block: Block, index: int) -> dict[str, Any]:
+    if isinstance(block, Table):
+        return _table(block)
+    return _chart(block, f"c{index}") if isinstance(block, Chart) else _quote(block)
+
+
+def _table(table: Table) -> dict[str, Any]:
+    width = len(table.columns)
+    rows = [[one_line(str(cell)) for cell in row][:width] for row in table.rows[:MAX_ROWS]]
+    return {"kind": "table", "table": table, "rows": rows, "left_out": len(table.rows) - len(rows)}
+
+
+def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
+    from markupsafe import Markup
+
+    points, undrawn = drawable(chart)
+    listed = [
+        (one_line(series.name), one_line(name(point.x)), with_interval(point))
+        for series, kept in zip(chart.series, points, strict=True)
+        for point in kept
+    ]
+    thinned = charts_svg.thinned(chart)
+    notes = [
+        caption(chart, undrawn),
+        f"{plural(thinned, 'further point')} not drawn: too many." if thinned else "",
+    ]
+    return {
+        "kind": "chart",
+        "chart": chart,
+        "svg": Markup(charts_svg.draw(chart, identifier)),
+        "note": " ".join(filter(None, map(one_line, notes))),
+        "listed": listed[:MAX_LISTED],
+        "left_out": max(0, len(listed) - MAX_LISTED),
+    }
+
+
+def _quote(quote: Quote) -> dict[str, Any]:
+    return {
+        "kind": "quote",
+        "quote": quote,
+        "pieces": excerpt(quote, HEAD, AROUND),
+        "length": len(visible(quote.text)),
+    }

@@ -1,0 +1,159 @@
+"""Text that may come from anywhere, made safe to show and short enough to read.
+
+Model output, server messages and file names reach every report. `visible` shows what a terminal or a
+browser would obey instead of print; `excerpt` picks the parts of a quote worth showing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from assay.verdict import Quote, jsonable
+
+# Zero-width joiners and variation selectors build real letters and emoji. Every other format character (bidi
+# overrides, tags, zero-width spaces, byte-order marks) can only mislead a reader.
+_JOINERS = frozenset("\u200c\u200d")
+_CONTROLS = (
+    "NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "HT", "LF", "VT",
+    "FF", "CR", "SO", "SI", "DLE", "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB",
+    "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US",
+)  # fmt: skip
+_UNSEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\xac\xae-\u02ff]")
+_COMMAND = re.compile(
+    r"(?:[A-Z_]+=\S* )*(?:assay (?:-|(?:check|grade|verify|spec|compare|reference|rerun|kv|gap|demo)\b)|vllm (?:serve|bench|complete|chat)|pip install |curl \S|"
+    r"hf download|python3? -|llama-server -|docker run|transformers serve|export [A-Z_]+=)"
+)
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+def visible(text: str) -> str:
+    """`text` with control, format and surrogate characters written out; newlines and tabs stay."""
+    return _UNSEEN.sub(lambda match: _shown(match.group()), text)
+
+
+def _shown(char: str) -> str:
+    code = ord(char)
+    if code < 0x20:
+        return f"⟨{_CONTROLS[code]}⟩"
+    if unicodedata.category(char) == "Cs":
+        return "\ufffd"
+    hidden = unicodedata.category(char) in ("Cc", "Cf", "Zl", "Zp", "Cn") and char not in _JOINERS
+    return f"⟨U+{code:04X}⟩" if hidden else char
+
+
+def one_line(text: str) -> str:
+    """`text` made visible on one line: every run of white space is one space."""
+    return visible(" ".join(text.split()))
+
+
+def shorten(text: str, limit: int) -> str:
+    """`text` cut to `limit` code points, and how many were left out."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a quote: good text, text after the onset, the onset itself, or a note on what is left out."""
+
+    kind: Literal["text", "after", "onset", "gap"]
+    text: str
+
+
+def excerpt(quote: Quote, head: int, around: int) -> list[Piece]:
+    """The first `head` code points of a quote and, further on, `around` of them on each side of its onset."""
+    text, onset = quote.text, quote.onset
+    if not text:
+        return []
+    spans = [(0, min(head, len(text)))]
+    if onset is not None:
+        onset = min(max(onset, 0), len(text))
+        start, stop = max(onset - around, 0), min(onset + around, len(text))
+        spans = [(0, max(head, stop))] if start <= head else [*spans, (start, stop)]
+    return list(_pieces(text, onset, [(start, min(stop, len(text))) for start, stop in spans]))
+
+
+def _pieces(text: str, onset: int | None, spans: Sequence[tuple[int, int]]) -> Iterator[Piece]:
+    at = 0
+    for start, stop in spans:
+        if start > at:
+            yield _gap(start - at)
+        if onset is not None and start <= onset <= stop:
+            if onset > start:
+                yield Piece("text", visible(text[start:onset]))
+            yield Piece("onset", f"onset at character {onset:,}")
+            if stop > onset:
+                yield Piece("after", visible(text[onset:stop]))
+        elif stop > start:
+            yield Piece("after" if onset is not None and start > onset else "text", visible(text[start:stop]))
+        at = stop
+    if at < len(text):
+        yield _gap(len(text) - at)
+
+
+def _gap(count: int) -> Piece:
+    return Piece("gap", f"{count:,} characters not shown")
+
+
+def split_code(text: str) -> list[tuple[bool, str]]:
+    """`text` as (is code, part) pairs: backticks mark code, and a text that is a command as a whole is code."""
+    text = one_line(text)
+    if "`" not in text and is_command(text):
+        return [(True, text)]
+    return [(bool(i % 2), part) for i, part in enumerate(_CODE.split(text)) if part]
+
+
+def is_command(code: str) -> bool:
+    """Whether a code part is a command line to copy, and not just a name in a sentence."""
+    return _COMMAND.match(code) is not None
+
+
+def evidence_items(evidence: Mapping[str, Any], limit: int = 400) -> list[tuple[str, str]]:
+    """Evidence as (name, value) lines: nested names are joined with dots, long values cut."""
+    items: list[tuple[str, str]] = []
+    for key, value in jsonable(evidence).items():
+        name = one_line(key)
+        if isinstance(value, dict) and value:
+            items += [(f"{name}.{inner}", text) for inner, text in evidence_items(value, limit)]
+        else:
+            items.append((name, shorten(scalar_text(value), limit)))
+    return items
+
+
+def scalar_text(value: Any) -> str:
+    """One JSON value on one line, as a person would write it."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return one_line(value)
+    if isinstance(value, list) and not any(isinstance(v, list | dict) for v in value):
+        return ", ".join(scalar_text(v) for v in value) or "none"
+    return visible(json.dumps(value, ensure_ascii=False))
+
+
+def subject_items(subject: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was examined, as (name, value) lines."""
+    return evidence_items(subject, limit=200)
+
+
+def safe_json(value: Any) -> str:
+    """`value` as indented JSON that any file can hold: what `visible` would rewrite is a JSON escape instead."""
+    text = json.dumps(jsonable(value), ensure_ascii=False, indent=2, allow_nan=False)
+    return _UNSEEN.sub(
+        lambda match: match.group() if _shown(match.group()) == match.group() else _escape(match.group()),
+        text,
+    )
+
+
+def _escape(char: str) -> str:
+    return json.dumps(char)[1:-1] if ord(char) != 0x7F else "\\u007f"

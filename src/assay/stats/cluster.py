@@ -1,0 +1,102 @@
+"""Means and ratios whose errors come from clusters, such as the windows that tokens were scored in.
+
+Tokens of one window are not independent; its sum is. The estimate is a ratio of sums R = Σ y_g / Σ w_g over clusters
+g, and its variance the CR1 sandwich of that ratio (Cameron and Miller, J. Human Resources 50 (2015) 317):
+
+    Var(R) = G / (G − 1) · Σ (y_g − R w_g)² / (Σ w_g)²,
+
+with intervals from Student's t with G − 1 degrees of freedom. With w_g the number of tokens this is what an ordinary
+regression on a constant gives with errors clustered by window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from assay.stats.interval import Interval, check_confidence
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+
+@dataclass(frozen=True)
+class ClusterEstimate:
+    """A ratio of sums with its cluster-robust error.
+
+    With a single cluster nothing is known about the error: `se` is NaN and the interval is infinite. `design_effect`
+    is the variance divided by the one that independent observations would have, NaN where that cannot be told.
+    """
+
+    value: float
+    se: float
+    interval: Interval
+    clusters: int
+    n: float
+    """The sum of the weights; for a mean, the number of observations."""
+    design_effect: float = math.nan
+
+    @property
+    def effective_n(self) -> float:
+        """How many independent observations would be as precise."""
+        return self.n / self.design_effect if self.design_effect > 0 else math.nan
+
+
+def student_t(df: float, confidence: float) -> float:
+    """The two-sided critical value of Student's t: P(|T| ≤ t) = `confidence` with `df` degrees of freedom."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(df, 0.5 + check_confidence(confidence) / 2))
+
+
+def cluster_ratio(
+    numerators: ArrayLike, denominators: ArrayLike, confidence: float = 0.95
+) -> ClusterEstimate:
+    """Σ numerators / Σ denominators, one entry of each for a cluster.
+
+    Clusters with the denominator 0 are left out; the others must be positive.
+    """
+    import numpy as np
+
+    check_confidence(confidence)
+    y = np.asarray(numerators, dtype=np.float64)
+    w = np.asarray(denominators, dtype=np.float64)
+    if y.ndim != 1 or y.shape != w.shape:
+        raise ValueError(f"need two equally long lists, got shapes {y.shape} and {w.shape}")
+    if not (np.isfinite(y).all() and np.isfinite(w).all()) or (w < 0).any():
+        raise ValueError("sums must be finite and weights not negative")
+    y, w = y[w > 0], w[w > 0]
+    clusters, total = int(w.size), float(w.sum())
+    if clusters == 0:
+        raise ValueError("there is no cluster with any weight")
+    value = float(y.sum()) / total
+    if clusters == 1:
+        return ClusterEstimate(value, math.nan, Interval(value, -math.inf, math.inf), 1, total)
+    residual = y - value * w
+    variance = clusters / (clusters - 1) * float(residual @ residual) / total**2
+    se = math.sqrt(variance)
+    half = student_t(clusters - 1, confidence) * se
+    return ClusterEstimate(value, se, Interval(value, value - half, value + half), clusters, total)
+
+
+def cluster_mean(groups: Sequence[ArrayLike], confidence: float = 0.95) -> ClusterEstimate:
+    """The mean of all observations, given as one list for each cluster, with its design effect.
+
+    The design effect compares with s²/n, the variance of the mean of n independent observations.
+    """
+    import numpy as np
+
+    arrays = [np.asarray(group, dtype=np.float64).ravel() for group in groups]
+    sums = [float(a.sum()) for a in arrays]
+    counts = [float(a.size) for a in arrays]
+    estimate = cluster_ratio(sums, counts, confidence)
+    values = np.concatenate(arrays)
+    if estimate.clusters == 1 or values.size < 2:
+        return estimate
+    independent = float(values.var(ddof=1)) / values.size
+    effect = estimate.se**2 / independent if independent > 0 else math.nan
+    return ClusterEstimate(
+        estimate.value, estimate.se, estimate.interval, estimate.clusters, estimate.n, effect
+    )

@@ -1,0 +1,32 @@
+"""An estimate with the interval around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point estimate and the bounds of its two-sided confidence interval."""
+
+    value: float
+    lo: float
+    hi: float
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int | float) and self.lo <= value <= self.hi
+
+    def within(self, lo: float, hi: float) -> bool:
+        """Whether the whole interval lies in [lo, hi]."""
+        return lo <= self.lo and self.hi <= hi
+
+    def outside(self, lo: float, hi: float) -> bool:
+        """Whether the whole interval lies outside [lo, hi]."""
+        return self.hi < lo or hi < self.lo
+
+
+def check_confidence(confidence: float) -> float:
+    """`confidence` if it is a probability strictly between 0 and 1."""
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
+    return confidence

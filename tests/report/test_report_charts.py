@@ -1,0 +1,178 @@
+"""The same charts in text and in SVG: marks stand where their numbers say."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from report_samples import charts, forest
+from rich.cells import cell_len
+
+from assay.report import charts_svg, charts_text
+from assay.verdict import Band, Chart, Point, Series
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def lines(chart, width=80):
+    return ["".join(part for part, _ in line) for line in charts_text.draw(chart, width)]
+
+
+def svg(chart):
+    return ET.fromstring(charts_svg.draw(chart, "c0"))
+
+
+def marked(root, element, css):
+    return [e for e in root.iter(SVG + element) if css in (e.get("class") or "").split()]
+
+
+def bars(*values, **options):
+    return Chart("t", "bar", (Series("s", [Point(f"row {i}", v) for i, v in enumerate(values)]),), **options)
+
+
+def test_text_bars_are_as_long_as_their_values():
+    drawn = lines(bars(1.0, 0.5, 0.25, 0.0))
+    lengths = [line.count("█") + line.count("▌") / 2 for line in drawn[:4]]
+    assert lengths[0] > 50
+    assert [length / lengths[0] for length in lengths] == pytest.approx([1, 0.5, 0.25, 0], abs=0.02)
+    assert [line.split()[-1] for line in drawn[:4]] == ["1", "0.5", "0.25", "0"]
+
+
+def test_text_bars_below_zero_run_to_the_left_of_it():
+    up, down = lines(bars(1.0, -1.0))[:2]
+    assert up.index("█") >= down.rindex("█")
+
+
+def test_text_forest_shows_interval_point_band_and_what_is_missing():
+    drawn = lines(forest())
+    assert drawn[0].split() == ["●", "this", "server", "○", "reference", "░", "tolerated"]
+    story = next(line for line in drawn if line.startswith("story"))
+    assert "├" in story and story.endswith("1 [0.51, 1]")
+    assert "░" in story
+    assert story.index("├") < story.index("●")
+    assert sum("●" in line for line in drawn[1:]) == 2
+    assert sum("○" in line for line in drawn[1:]) == 1
+
+
+def test_text_scatter_places_its_dots():
+    chart = Chart("t", "scatter", (Series("s", (Point(0, 0), Point(10, 10))),))
+    drawn = lines(chart, 60)
+    rows = [i for i, line in enumerate(drawn) if any(0x2800 < ord(c) <= 0x28FF for c in line)]
+    assert rows == [0, 11]
+    assert drawn[0].rstrip()[-1] == "⠈"
+    assert drawn[11][drawn[11].index("┤") + 1] == "⡀"
+
+
+def test_text_line_joins_its_points_without_gaps():
+    chart = Chart("t", "line", (Series("s", (Point(0, 0), Point(10, 10))),))
+    drawn = lines(chart, 60)[:12]
+    columns = {i for line in drawn for i, c in enumerate(line) if 0x2800 < ord(c) <= 0x28FF}
+    assert columns == set(range(min(columns), max(columns) + 1))
+    assert len(columns) > 40
+
+
+def test_several_text_series_have_marks_of_their_own():
+    series = [Series(name, (Point(0, i), Point(1, i))) for i, name in enumerate("abc")]
+    drawn = "\n".join(lines(Chart("t", "scatter", series)))
+    assert all(drawn.count(mark) == 3 for mark in "●○▲")
+
+
+def test_where_there_is_no_room_the_numbers_are_listed():
+    assert lines(bars(1.0, 0.5), 24) == ["row 0: 1", "row 1: 0.5"]
+    assert lines(bars(), 80) == ["nothing to draw"]
+
+
+def test_many_text_rows_are_cut_visibly():
+    drawn = lines(bars(*range(100)))
+    assert "… 60 more" in drawn
+
+
+@settings(deadline=None, max_examples=60)
+@given(charts, st.integers(20, 120))
+def test_text_charts_fit_their_width(chart, width):
+    drawn = charts_text.draw(chart, width)
+    if drawn != charts_text.listing(chart):
+        assert max(cell_len("".join(part for part, _ in line).rstrip()) for line in drawn) <= width
+
+
+def test_svg_bars_are_as_long_as_their_values():
+    widths = [float(e.get("width")) for e in marked(svg(bars(1.0, 0.5, 0.25)), "rect", "s0")]
+    assert [w / widths[0] for w in widths] == pytest.approx([1, 0.5, 0.25], abs=0.01)
+
+
+def test_svg_forest_has_marks_whiskers_a_band_and_a_description():
+    root = svg(forest())
+    legend, capital, story = (float(e.get("cx")) for e in marked(root, "circle", "s0"))
+    (band,) = [e for e in marked(root, "rect", "band") if float(e.get("height")) > 20]
+    left, right = float(band.get("x")), float(band.get("x")) + float(band.get("width"))
+    assert legend < left < capital < right < story
+    assert capital == pytest.approx((left + right) / 2, abs=0.2)
+    assert story == pytest.approx(left + 5 * (right - left), abs=0.5)
+    assert len(marked(root, "path", "whisker")) == 3
+    assert root.find(SVG + "title").text == "Share of degenerate texts"
+    described = root.find(SVG + "desc").text
+    assert (
+        "this server (2 points)" in described
+        and "reference (1 points)" in described
+        and "tolerated" in described
+    )
+    assert root.get("aria-labelledby").split() == ["c0-t", "c0-d"]
+
+
+def test_svg_line_on_logarithmic_axes_is_straight_for_a_power_law():
+    points = [Point(10.0**k, 10.0 ** (2 * k)) for k in range(5)]
+    root = svg(Chart("t", "line", (Series("s", points),), log_x=True, log_y=True))
+    (line,) = marked(root, "polyline", "s0")
+    places = [tuple(map(float, pair.split(","))) for pair in line.get("points").split()]
+    steps = {(round(b[0] - a[0]), round(b[1] - a[1])) for a, b in pairwise(places)}
+    assert len(steps) == 1
+    ((right, down),) = steps
+    assert right > 0 > down
+
+
+def test_svg_line_with_intervals_has_a_ribbon_around_it():
+    points = [Point(k, k, k - 1, k + 1) for k in range(4)]
+    root = svg(Chart("t", "line", (Series("s", points),), bands=(Band("floor", 0, 1),)))
+    (ribbon,) = marked(root, "polygon", "ribbon")
+    assert len(ribbon.get("points").split()) == 8
+
+
+def test_svg_text_is_escaped_and_short():
+    chart = Chart("<b>&\"'", "bar", (Series("s", (Point("<i>" + "x" * 500, 1),)),), "<x>", "<y>")
+    root = svg(chart)
+    assert {e.tag.removeprefix(SVG) for e in root.iter()} <= {
+        "svg",
+        "title",
+        "desc",
+        "text",
+        "rect",
+        "line",
+        "path",
+    }
+    assert max(len(e.text or "") for e in root.iter(SVG + "text")) < 150
+
+
+def test_too_many_points_are_thinned_and_counted():
+    chart = Chart("t", "scatter", (Series("s", [Point(k, k) for k in range(10_000)]),))
+    drawn = len(marked(svg(chart), "circle", "s0"))
+    assert drawn == 2500
+    assert charts_svg.thinned(chart) == 7500
+    assert charts_svg.thinned(bars(*range(500))) == 100
+
+
+def test_a_chart_without_a_drawable_point_has_no_picture():
+    assert charts_svg.draw(bars(float("nan")), "c0") == ""
+
+
+@settings(deadline=None, max_examples=60)
+@given(charts)
+def test_svg_holds_only_finite_places(chart):
+    drawn = charts_svg.draw(chart, "c0")
+    numbers = re.sub(r">[^<]*<", "><", drawn)
+    assert "nan" not in numbers and "inf" not in numbers
+    if drawn:
+        ET.fromstring(drawn)
