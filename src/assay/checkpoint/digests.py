@@ -58,6 +58,12 @@ MAX_GIT_BYTES = 64 << 20
 """Files above this size are never stored as plain git blobs (the Hub's own limit is 10 MB)."""
 
 
+def hash_bytes(data: bytes) -> Digest:
+    """Digests of bytes that are already in memory."""
+    git = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+    return Digest(hashlib.sha256(data).hexdigest(), git.hexdigest())
+
+
 def hash_files(
     files: Sequence[tuple[str, Path, int]],
     cache: DigestCache,

@@ -20,6 +20,7 @@ _ClickException = next(base for base in typer.BadParameter.__mro__ if base.__nam
 VERBS = {
     "check": "assay.cli.check",
     "grade": "assay.cli.grade",
+    "verify": "assay.cli.verify",
     "demo": "assay.cli.demo",
 }
 
