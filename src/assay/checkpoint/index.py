@@ -114,7 +114,7 @@ def _total_size(checkpoint: Checkpoint, shards: Counter[str]) -> Iterator[Findin
     metadata = checkpoint.object(INDEX).get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     stored = sum(t.nbytes for f in shards if f in checkpoint.headers for t in checkpoint.headers[f].tensors)
-    if type(total) in (int, float) and stored and int(total) != stored:
+    if isinstance(total, int | float) and stored and int(total) != stored:
         title = f"the index says {int(total)} bytes of tensors, the shards hold {stored}"
         detail = "Some exporters count tied or packed weights differently; engines do not read this figure."
         yield noted("index_mismatch", title, detail=detail, total_size=int(total), stored=stored)

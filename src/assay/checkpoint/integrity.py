@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Literal
+from typing import Any, Literal
 
 from assay.checkpoint.digests import Digest
 from assay.checkpoint.findings import found, noted, plural, some, warned
@@ -91,7 +91,7 @@ def judge(
     gone = sorted((set(wanted) | set(dangling)) - set(files))
     for path in gone:
         entry = wanted.get(path)
-        results.append(FileResult(path, entry.size if entry else None, None, "missing", entry and entry.source))
+        results.append(FileResult(path, entry.size if entry else None, None, "missing", entry.source if entry else None))
     findings.extend(_missing(gone, files))
     findings.extend(_loose(results, complete))
     return sorted(results, key=lambda r: r.path), findings
@@ -112,7 +112,7 @@ def _agrees(expected: Expected, digest: Digest) -> bool:
 
 
 def _mismatch(path: str, size: int, digest: Digest, expected: Expected) -> Finding:
-    evidence = {
+    evidence: dict[str, Any] = {
         "path": path, "expected": expected.sha256 or expected.git_sha1, "source": expected.source,
         "actual": digest.sha256 if expected.sha256 else digest.git_sha1,
         "size": size, "expected_size": expected.size,

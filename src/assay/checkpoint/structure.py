@@ -149,13 +149,13 @@ def _holes_among_peers(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield found("tensor_missing", title, layers=gaps[:SHOWN], causes=["a shard is missing"])
     if len(suffixes) < 4:
         return
-    holes = []
-    for index, own in suffixes.items():
+    holes: list[str] = []
+    for at, own in suffixes.items():
         fuller = [other for other in suffixes.values() if own < other]
         alike = [i for i, other in suffixes.items() if other == own]
         if len(fuller) >= len(suffixes) // 2 and len(alike) == 1:
             lost = sorted(fuller[0] - own)
-            holes.extend(f"{checkpoint.prefix}layers.{index}.{tail}" for tail in lost)
+            holes.extend(f"{checkpoint.prefix}layers.{at}.{tail}" for tail in lost)
     if holes:
         title = f"{plural(len(holes), 'module')} that the other layers have not stored: {some(holes)}"
         yield found("tensor_missing", title, modules=holes[:SHOWN], causes=["a shard is missing or was cut"])

@@ -18,7 +18,7 @@ from assay.checkpoint.gguf.rules import check_gguf, examine_gguf
 from assay.checkpoint.index import check_index
 from assay.checkpoint.integrity import FileResult, Source
 from assay.checkpoint.layout import PICKLES, Layout
-from assay.checkpoint.mtp.examine import MtpReport, examine_checkpoint
+from assay.checkpoint.mtp.examine import MtpReport, examine_checkpoint, head_prefixes
 from assay.checkpoint.mtp.rule import check_mtp
 from assay.checkpoint.opening import Opened, open_checkpoint
 from assay.checkpoint.quantization.check import check_quantization
@@ -309,7 +309,7 @@ def _structure(outcome: Outcome) -> None:
         add(check_structure(checkpoint, promised))
         outcome.mtp = examine_checkpoint(checkpoint, outcome.declared)
         add(check_mtp(outcome.mtp, outcome.declared is not None, outcome.options.version))
-        add(check_quantization(checkpoint, outcome.declared))
+        add(check_quantization(checkpoint, outcome.declared, head_prefixes(checkpoint)))
     add(check_orphans(checkpoint))
     add(check_kv(checkpoint, outcome.cache))
 

@@ -7,7 +7,9 @@ next multiple of `general.alignment` (32).
 
 from __future__ import annotations
 
+import itertools
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -164,13 +166,12 @@ def _tensor(
 
 
 def _coverage(tensors: list[GgufTensor], name: str, size: int) -> list[Fault]:
-    names = [t.name for t in tensors]
     faults = []
-    if len(set(names)) != len(names):
-        repeated = sorted({n for n in names if names.count(n) > 1})
+    repeated = [n for n, count in Counter(t.name for t in tensors).items() if count > 1]
+    if repeated:
         faults.append(Fault("tensor_duplicate", f"{name} names {len(repeated)} tensors twice, first {repeated[0]}"))
     ordered = sorted(tensors, key=lambda t: t.start)
-    for before, after in zip(ordered, ordered[1:], strict=False):
+    for before, after in itertools.pairwise(ordered):
         if after.start < before.end:
             faults.append(Fault("header_invalid", f"tensor {after.name} of {name} overlaps {before.name}"))
             break

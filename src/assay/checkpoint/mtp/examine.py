@@ -74,8 +74,10 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
     announced = family.default if depth is None else depth
     if family.forced is not None and (announced or depth is None):
         announced, by_default = family.forced, depth is None
-    prefixes = family.prefixes(announced, checkpoint.dims("num_hidden_layers") or 0)
+    prefixes = head_prefixes(checkpoint, family, announced)
     present = [name for name in checkpoint.tensors if name.startswith(prefixes)]
+    if not announced and any(".layers." in p for p in prefixes) and not _is_head(present):
+        present = []  # ordinary layers beyond the configured number, which is another finding
     if by_default and family.forced is not None and not present:
         announced = 0  # forced by the engine, not promised by the config
     stray = _stray(checkpoint, prefixes)
@@ -101,6 +103,25 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
     )  # fmt: skip
 
 
+def head_prefixes(checkpoint: Checkpoint, family: Family | None = None, depth: int | None = None) -> tuple[str, ...]:
+    """Beginnings of the head's tensor names; heads that count on after the last layer share the backbone's prefix."""
+    family = family or _family(checkpoint)
+    if depth is None:
+        depth = announced_depth(family, checkpoint.text_config, checkpoint.config)[0] or family.default
+    listed = family.prefixes(depth, checkpoint.dims("num_hidden_layers") or 0)
+    return tuple(_placed(checkpoint, prefix) for prefix in listed)
+
+
+def _placed(checkpoint: Checkpoint, name: str) -> str:
+    return checkpoint.prefix + name.removeprefix("model.") if name.startswith("model.layers.") else name
+
+
+def _is_head(names: list[str]) -> bool:
+    """Whether names show what only a head has: an entry projection or norms of its own, or a place of its own."""
+    marks = (".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")
+    return any("mtp" in name or any(mark in name for mark in marks) for name in names)
+
+
 def _status(announced: int, partial: bool, conflict: bool, quantized: str | None) -> Status:
     if partial:
         return "partial"
@@ -124,9 +145,9 @@ def _owed(checkpoint: Checkpoint, family: Family, depth: int) -> dict[str, tuple
     d = Dims(checkpoint.text_config)
     if family.layout is None or not d.hidden:
         return {}
-    pieces = family.layout(d, depth)
-    fused = any(name.startswith(family.prefixes(depth, d.layers)) and ".experts.gate_up_proj" in name
-                for name in checkpoint.tensors)  # fmt: skip
+    pieces = ((_placed(checkpoint, name), shape) for name, shape in family.layout(d, depth))
+    prefixes = head_prefixes(checkpoint, family, depth)
+    fused = any(".experts.gate_up_proj" in name and name.startswith(prefixes) for name in checkpoint.tensors)
     if fused:
         count = d.int_or("n_routed_experts") or d.int_or("num_experts")
         return dict(_fuse(pieces, d, count))

@@ -130,7 +130,7 @@ def ernie(d: Dims, depth: int) -> Iterator[Piece]:
 _QWEN35 = Family("qwen3.5", ("mtp_num_hidden_layers",), _under("mtp."), qwen_dense, draft_class="Qwen3_5MTP")
 _QWEN35_MOE = Family("qwen3.5-moe", ("mtp_num_hidden_layers",), _under("mtp."), qwen_moe, draft_class="Qwen3_5MoeMTP")
 _DEEPSEEK = Family(
-    "deepseek-v3", _NEXTN, _after_layers, deepseek, checked_since="0.17.0", draft_class="DeepSeekMTPModel"
+    "deepseek-v3", _NEXTN, _after_layers, deepseek, checked_since="0.32.0", draft_class="DeepSeekMTPModel"
 )
 _STEP = Family("step3.5", _NEXTN, _after_layers, checked_since="0.32.0", default=1, draft_class="Step3p5MTP")
 _BAILING = Family("bailing", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="BailingMoeV25MTPModel")
@@ -145,10 +145,10 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp": Family("qwen4-exp", ("mtp_num_hidden_layers", *_NEXTN), _under("mtp."), draft_class="Qwen4ExpMTP"),
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": Family(
-        "deepseek-v3.2", _NEXTN, _after_layers, checked_since="0.17.0", draft_class="DeepseekV32MTPModel"
+        "deepseek-v3.2", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="DeepseekV32MTPModel"
     ),
     "glm_moe_dsa": Family(
-        "glm-moe-dsa", _NEXTN, _after_layers, checked_since="0.17.0", draft_class="DeepseekV32MTPModel"
+        "glm-moe-dsa", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="DeepseekV32MTPModel"
     ),
     "deepseek_v4": Family(
         "deepseek-v4", _NEXTN, _under("mtp."), checked_since="0.32.0", draft_class="DeepSeekV4MTPModel"

@@ -19,7 +19,9 @@ def loudness(report: MtpReport, quantized_model: bool, version: Version | None) 
     if report.status not in {"absent", "partial"}:
         return ""
     since = report.checked_since
-    if since and report.status == "absent" and version and version >= Version.parse(since):
+    if since and report.status == "absent" and version and version < Version.parse(since):
+        return f"Whether {engine} says so is not established; {since} stops at load."
+    if since and report.status == "absent":
         return f"{engine} stops at load: its {report.family} loader checks that the head's layers came."
     if since and report.status == "partial":
         return f"{engine} stays silent: its check counts layers, and one loaded tensor satisfies it."

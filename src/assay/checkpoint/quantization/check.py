@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.quantization import declared as declarations
@@ -40,7 +41,7 @@ def _is_linear(module: str, params: Params) -> bool:
     last = module.rpartition(".")[2]
     if last in _ROUTERS or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
         return False
-    inside = layer_index(module + ".") is not None or module.startswith("mtp.")
+    inside = layer_index(module + ".") is not None or "mtp" in module
     return inside and len(params["weight"].shape) == 2
 
 
@@ -56,9 +57,14 @@ class _Sorted:
     judged: int = 0
 
 
-def check_quantization(checkpoint: Checkpoint, declared: Declared | None) -> Iterator[Finding]:
-    """Findings on the declaration against the backbone's tensors (draft heads are judged by `mtp`)."""
-    stored = [w for w in weights(checkpoint) if not _is_draft(w[0])]
+def check_quantization(
+    checkpoint: Checkpoint, declared: Declared | None, draft: tuple[str, ...] = ()
+) -> Iterator[Finding]:
+    """Findings on the declaration against the backbone's tensors.
+
+    Names that begin with a prefix of `draft` belong to a draft head, which `mtp` judges.
+    """
+    stored = [w for w in weights(checkpoint) if not (w[0] + ".").startswith(draft)]
     kinds = Counter(kind for _, kind, _ in stored)
     packed = {k: n for k, n in kinds.items() if k in PACKED_KINDS}
     yield from _missing_parts(stored, declared)
@@ -81,10 +87,6 @@ def check_quantization(checkpoint: Checkpoint, declared: Declared | None) -> Ite
         yield from _disagreements(declared, stored, packed)
 
 
-def _is_draft(module: str) -> bool:
-    return module.startswith("mtp.") or ".mtp" in module
-
-
 def _disagreements(
     declared: Declared, stored: list[tuple[str, Kind, Params]], packed: Mapping[Kind, int]
 ) -> Iterator[Finding]:
@@ -93,7 +95,7 @@ def _disagreements(
         title = f"{declared.source} declares {declared.method}, but no tensor is quantised"
         causes = ["the config of a quantised repository was copied to plain weights"]
         remedies = ["remove quantization_config, or download the quantised weights"]
-        evidence = {"method": declared.method, "plain": result.plain[:SHOWN], "count": len(result.plain)}
+        evidence: dict[str, Any] = {"method": declared.method, "plain": result.plain[:SHOWN], "count": len(result.plain)}
         yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
         return
     if result.other:

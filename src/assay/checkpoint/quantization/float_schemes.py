@@ -21,7 +21,7 @@ def fp8(found: Found) -> Declared:
     raw = found.raw
     excluded = strings(raw.get("modules_to_not_convert")) + strings(raw.get("ignored_layers"))
     tile = raw.get("weight_block_size")
-    block = (tile[0], tile[1]) if _pair(tile) else None
+    block = (tile[0], tile[1]) if isinstance(tile, list) and _pair(tile) else None
 
     def accepts(module: str) -> frozenset[Kind] | None:
         if module.endswith("lm_head"):

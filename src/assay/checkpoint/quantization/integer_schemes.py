@@ -119,7 +119,7 @@ def _round_accepts(
 
 
 def _in_block(module: str, block: str) -> bool:
-    return module.startswith(block + ".") or module.startswith(f"model.{block}.") or f".{block}." in module
+    return module.startswith((f"{block}.", f"model.{block}.")) or f".{block}." in module
 
 
 def _pattern(text: str) -> re.Pattern[str] | None:

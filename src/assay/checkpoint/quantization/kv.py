@@ -15,6 +15,9 @@ from assay.verdict import Finding
 _SCALE = re.compile(r"\.(?:[kv]_scale|kv_scale|[kv]_proj\.output_scale|[kv]_proj\.[kv]_scale)$")
 
 
+_NAMES = {"float8": "fp8", "float4": "nvfp4"}
+
+
 @dataclass(frozen=True)
 class KvCache:
     """`declared` is `fp8`, `nvfp4` … or None; `layers` are those with scales; `dynamic` needs none."""
@@ -36,7 +39,7 @@ def kv_cache(checkpoint: Checkpoint, declared: Declared | None) -> KvCache:
     scheme = raw.get("kv_cache_scheme")
     if isinstance(scheme, Mapping) and scheme:
         bits, kind = scheme.get("num_bits"), scheme.get("type")
-        name = {(8, "float"): "fp8", (4, "float"): "nvfp4", (8, "int"): "int8"}.get((bits, kind), f"{kind}{bits}")
+        name = _NAMES.get(f"{kind}{bits}", f"{kind}{bits}")
         return KvCache(name, scheme.get("dynamic") in {True, "local"}, layers)
     return KvCache(None, False, layers)
 

@@ -29,7 +29,7 @@ def check_generation(checkpoint: Checkpoint) -> Iterator[Finding]:
             title = f"{NAME} sets {key} to {str(value)[:40]}, which is not {rule}"
             yield found("config_conflict", title, key=key, value=value if isinstance(value, int | float) else str(value))
     penalty = document.get("repetition_penalty")
-    if _number(penalty) and penalty >= 1.2:
+    if isinstance(penalty, int | float) and penalty >= 1.2:
         title = f"{NAME} sets repetition_penalty to {penalty:g}, which hides loops of a broken model"
         yield warned("config_conflict", title, repetition_penalty=penalty)
 

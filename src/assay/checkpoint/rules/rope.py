@@ -21,7 +21,8 @@ _LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddi
 def check_rope(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Contradictions in rope_scaling, rope_parameters and rope_theta."""
     config = checkpoint.text_config
-    both = [config.get(k) for k in ("rope_scaling", "rope_parameters") if isinstance(config.get(k), Mapping)]
+    named = (config.get("rope_scaling"), config.get("rope_parameters"))
+    both: list[Mapping[str, Any]] = [settings for settings in named if isinstance(settings, Mapping)]
     if len(both) == 2:
         differing = sorted(k for k in both[0] if k in both[1] and both[0][k] != both[1][k])
         if differing:

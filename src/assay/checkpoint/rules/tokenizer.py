@@ -6,7 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from assay.checkpoint.findings import SHOWN, found, plural, some, warned
-from assay.checkpoint.rules.vocabulary import TOKENIZER_FILES, Vocabulary, embedding_rows, read_vocabulary, token_text
+from assay.checkpoint.rules.vocabulary import (
+    TOKENIZER_FILES,
+    Vocabulary,
+    embedding_rows,
+    read_vocabulary,
+    token_text,
+)
 from assay.checkpoint.subject import BrokenDocument, Checkpoint
 from assay.verdict import Finding
 

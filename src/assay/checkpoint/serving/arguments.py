@@ -25,8 +25,8 @@ _ALIASES = {
 def known_options() -> Mapping[str, str]:
     """Options of `vllm serve` 0.32 and what they take: `switch`, `value`, `optional` or `many`."""
     text = resources.files("assay.checkpoint.serving").joinpath("vllm_0_32.flags").read_text(encoding="utf-8")
-    pairs = (line.split() for line in text.splitlines() if line and not line.startswith("#"))
-    return {name: kind for name, kind in pairs}
+    lines = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: kind for name, _, kind in lines}
 
 
 @dataclass(frozen=True)

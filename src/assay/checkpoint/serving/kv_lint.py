@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from assay.checkpoint.findings import found, warned
 from assay.checkpoint.quantization.declared import Declared
@@ -76,7 +77,7 @@ def _backend(checkpoint: Checkpoint, kv: KvChoice, backend: str, latent: bool) -
     if kv.dtype not in known.dtypes:
         title = f"the attention backend {backend} does not hold a {kv.dtype} KV cache"
         remedies = ["leave --attention-backend out, or choose another KV dtype"]
-        evidence = {"backend": backend, "flag": kv.dtype, "allowed": sorted(known.dtypes)}
+        evidence: dict[str, Any] = {"backend": backend, "flag": kv.dtype, "allowed": sorted(known.dtypes)}
         yield found("kv_dtype_conflict", title, remedies=remedies, references=[_BACKENDS], **evidence)
     elif kv.capability is not None and (problem := capability_problem(backend, kv.dtype, kv.capability)):
         yield found("kv_dtype_conflict", problem, backend=backend, flag=kv.dtype, compute_capability=kv.capability)

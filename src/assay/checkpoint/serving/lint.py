@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from assay.checkpoint.findings import found, plural, warned
 from assay.checkpoint.mtp.examine import MtpReport
@@ -67,7 +68,7 @@ def _quantization(target: Target) -> Iterator[Finding]:
         allow_deprecated="--allow-deprecated-quantization" in args.options,
     )
     subject = f"a {declared.method} checkpoint" if declared else "a checkpoint that is not quantised"
-    evidence = {"flag": flag, "quant_method": declared.method if declared else None, "resolved": outcome.method}
+    evidence: dict[str, Any] = {"flag": flag, "quant_method": declared.method if declared else None, "resolved": outcome.method}
     if outcome.status == "ignored":
         title = f"--quantization {flag} is ignored on {subject}: the engine uses {outcome.method}"
         yield warned("flag_ignored", title, remedies=["leave the flag out"], references=[_DOCS], **evidence)

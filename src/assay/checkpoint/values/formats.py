@@ -44,13 +44,15 @@ def to_float(words: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     import numpy as np
 
     if dtype == "BF16":
-        return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        wide: np.ndarray[Any, Any] = (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return wide
     if dtype == "F16":
         return words.view(np.float16).astype(np.float64)
     if dtype == "F32":
         return words.view(np.float32).astype(np.float64)
     if dtype == "F64":
-        return words.view(np.float64).copy()
+        double: np.ndarray[Any, Any] = words.astype(np.uint64).view(np.float64)
+        return double
     if dtype == "F8_E8M0":
         return np.exp2(words.astype(np.float64) - 127)
     return _small_float(words, *((3, 7) if dtype == "F8_E4M3" else (2, 15)))
@@ -64,4 +66,5 @@ def _small_float(words: np.ndarray[Any, Any], mantissa: int, bias: int) -> np.nd
     exponent, fraction = (word & 0x7F) >> mantissa, (word & ((1 << mantissa) - 1)) / (1 << mantissa)
     value = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - bias))
     special = (word & 0x7F) == 0x7F if mantissa == 3 else exponent == 31
-    return np.where(special, np.nan, np.where(word & 0x80, -value, value))
+    result: np.ndarray[Any, Any] = np.where(special, np.nan, np.where(word & 0x80, -value, value))
+    return result

@@ -53,10 +53,7 @@ class Statistics:
             self._first = words[0].copy()
         if self.constant:
             self.constant = bool(words.min() == self._first and words.max() == self._first)
-        if form is None:
-            nonzero = int(np.count_nonzero(words))
-        else:
-            nonzero = self._floats(words, form)
+        nonzero = int(np.count_nonzero(words)) if form is None else self._floats(words, form)
         zeros = words.size - nonzero
         if zeros * words.itemsize >= HOLE_BYTES:
             self._find_hole(words, form.magnitude if form else None)
