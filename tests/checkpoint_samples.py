@@ -97,6 +97,8 @@ def fill(table: str, dims: dict[str, int], rng: np.random.Generator, dtype: str 
     """
     tensors: Arrays = {}
     for line in table.strip().splitlines():
+        if not line.strip():
+            continue
         name, *sizes = line.split()
         shape = tuple(int(eval(s, {"__builtins__": {}}, dims)) for s in sizes)
         if "norm" in name:

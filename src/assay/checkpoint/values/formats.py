@@ -47,14 +47,17 @@ def to_float(words: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
         wide: np.ndarray[Any, Any] = (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
         return wide
     if dtype == "F16":
-        return words.view(np.float16).astype(np.float64)
+        half: np.ndarray[Any, Any] = words.view(np.float16).astype(np.float64)
+        return half
     if dtype == "F32":
-        return words.view(np.float32).astype(np.float64)
+        single: np.ndarray[Any, Any] = words.view(np.float32).astype(np.float64)
+        return single
     if dtype == "F64":
         double: np.ndarray[Any, Any] = words.astype(np.uint64).view(np.float64)
         return double
     if dtype == "F8_E8M0":
-        return np.exp2(words.astype(np.float64) - 127)
+        powers: np.ndarray[Any, Any] = np.exp2(words.astype(np.float64) - 127)
+        return powers
     return _small_float(words, *((3, 7) if dtype == "F8_E4M3" else (2, 15)))
 
 
