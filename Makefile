@@ -7,7 +7,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help install system demo test test-fast test-slow lint types docs picture clean
+.PHONY: help install system demo test test-fast test-slow lint types docs clean
 
 help:            ## Show the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -29,14 +29,14 @@ demo: install    ## Check a real server, whole and broken, side by side
 
 test: install system  ## All tests but the slow ones, real engines included (under 15 minutes on 2 cores)
 	$(MAKE) lint types
-	$(BIN)/python -m assay.demo.prepare
+	$(BIN)/python -m assay.cli.prepare
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" --durations=15
 
 test-fast: install  ## Tests without engines (under 2 minutes)
 	$(BIN)/python -m pytest -m "not engine and not slow"
 
 test-slow: install system  ## The rest
-	$(BIN)/python -m assay.demo.prepare
+	$(BIN)/python -m assay.cli.prepare
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m slow
 
 lint: install

@@ -18,17 +18,19 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from legit_texts import generated, stdlib, topics, udhr
-from split import is_tune
 
 from assay.coherence import language as lang
 from assay.coherence.textview import TextView
+from legit_texts import generated, stdlib, topics, udhr
+from split import is_tune
 
 DATA = Path(lang.__file__).parent / "data"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--texts", type=Path, required=True)
     options = parser.parse_args()
     files = sorted(options.texts.glob("*.txt"))
@@ -47,8 +49,14 @@ def main() -> None:
         syntax=np.clip(np.round(syntax_bits(english, bloom) * lang.BITS_STEP), -127, 127).astype(np.int8),
         bloom=bloom,
     )
-    digests = [f"- {p.name}: {p.stat().st_size:,} bytes, sha256 {hashlib.sha256(p.read_bytes()).hexdigest()[:16]}" for p in [*files, options.texts / "words"]]
-    (DATA / "PROVENANCE.md").write_text(PROVENANCE.format(python=sys.version.split()[0], tune=len(tune), digests="\n".join(digests)), encoding="utf-8")
+    digests = [
+        f"- {p.name}: {p.stat().st_size:,} bytes, sha256 {hashlib.sha256(p.read_bytes()).hexdigest()[:16]}"
+        for p in [*files, options.texts / "words"]
+    ]
+    (DATA / "PROVENANCE.md").write_text(
+        PROVENANCE.format(python=sys.version.split()[0], tune=len(tune), digests="\n".join(digests)),
+        encoding="utf-8",
+    )
     print(f"{(DATA / lang.TABLES).stat().st_size:,} bytes")
 
 
@@ -61,6 +69,10 @@ PROVENANCE = """# Where the language tables come from
 - public-domain prose (Genesis, Shakespeare, Carroll, Doyle, addresses of US presidents), and the SCOWL word
   list of American English (its notice asks that this line be kept: Copyright 2000-2020 Kevin Atkinson):
 {digests}
+
+`salad_trees.npz` was fitted by `benchmarks/fit_salad.py` (scikit-learn) on measures of windows of the tune halves: the
+legitimate texts of `benchmarks/legit_texts.py`, synthetic salads cut from them, and outputs of broken models. It holds
+thresholds and leaf values, no text.
 """
 
 
@@ -128,7 +140,9 @@ def build_bloom(words: list[str], texts: list[str]) -> np.ndarray:
     for text in texts:
         for word in TextView(text).words:
             seen[word] = seen.get(word, 0) + 1
-    listed = {w.lower() for w in words if "'" not in w} | {w.lower() for w, c in seen.items() if c >= 5 and w[0].isalpha()}
+    listed = {w.lower() for w in words if "'" not in w} | {
+        w.lower() for w, c in seen.items() if c >= 5 and w[0].isalpha()
+    }
     bloom = np.zeros(lang.BLOOM_BITS // 8, dtype=np.uint8)
     for word in listed:
         for bit in lang.bloom_bits(word):

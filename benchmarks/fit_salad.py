@@ -1,68 +1,114 @@
-"""Fit the weights of the salad detector: a logistic regression on window measures and their products.
+"""Fit the trees of the salad detector on the measures of windows of text.
 
-    python benchmarks/fit_salad.py
+    pip install scikit-learn && python benchmarks/fit_salad.py
 
 Reads tune halves only: legitimate chunks, synthetic salads, and outputs of broken models labelled as salads.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
-from broken_outputs import broken
-from legit_texts import legitimate
-from scipy.optimize import minimize
-from split import is_tune
-from synthetic_salads import salads
+from sklearn.ensemble import HistGradientBoostingClassifier
 
 from assay.coherence import windows
 from assay.coherence.detectors import salad
 from assay.coherence.textview import TextView
+from broken_outputs import broken
+from legit_texts import legitimate
+from split import is_tune
+from synthetic_salads import salads
 
-OUT = Path(salad.__file__).parent.parent / "data" / salad.WEIGHTS
-RIDGE = 3e-4
+OUT = Path(salad.__file__).parent.parent / "data" / salad.MODEL
+
+# +1: more of it can only speak for salad; -1: only against it.
+DIRECTION = {
+    "shape": 1, "letters": 1, "odd_words": 1, "syntax": -1, "script_jumps": 1, "case_jumps": 1, "digit_jumps": 1,
+    "loose_marks": 1, "lines": -1,
+}  # fmt: skip
 
 
 def main() -> None:
     legit = [item for item in legitimate() if is_tune(item.source)]
-    bad = [text for _, text in salads(legit)]
-    bad += [t.text for t in broken() if t.label == "salad" and is_tune(t.source)]
-    good = [t.text for t in legit] + [t.text for t in broken() if t.label == "ok" and is_tune(t.source)]
-    x0, w0 = stacked(good)
-    x1, w1 = stacked(bad)
-    values = np.concatenate([x0, x1])
-    lower, upper = np.percentile(values, [0.5, 99.5], axis=0)
-    mean = np.clip(values, lower, upper).mean(axis=0)
-    scale = np.maximum(np.clip(values, lower, upper).std(axis=0), 1e-3)
-    shape = salad.Weights(lower, upper, mean, scale, np.zeros(0), 0.0)
-    design = salad.expand(values, shape)
+    outputs = [o for o in broken() if is_tune(o.source)]
+    good = [t.text for t in legit] + [o.text for o in outputs if o.label == "ok"]
+    bad = [text for _, text in salads(legit)] + [o.text for o in outputs if o.label == "salad"] * 10
+    tables = {}
+    for window, stride in salad.SCALES:
+        print(f"windows of {window} tokens")
+        tables |= {f"{name}_{window}": value for name, value in fit_scale(good, bad, window, stride).items()}
+    np.savez_compressed(OUT, **tables)
+    print(f"{OUT.stat().st_size:,} bytes")
+
+
+def fit_scale(good: list[str], bad: list[str], window: int, stride: int) -> dict[str, np.ndarray]:
+    x0, w0 = stacked(good, window, stride)
+    x1, w1 = stacked(bad, window, stride)
+    model = HistGradientBoostingClassifier(
+        max_iter=180, learning_rate=0.12, max_features=0.35, max_leaf_nodes=16, max_depth=6, min_samples_leaf=15, l2_regularization=5.0,
+        monotonic_cst=[DIRECTION.get(name, 0) for name in windows.FEATURES], random_state=0, early_stopping=False,
+    )  # fmt: skip
     target = np.concatenate([np.zeros(len(x0)), np.ones(len(x1))])
-    weight = np.concatenate([w0 / w0.sum(), w1 / w1.sum()]) / 2
-    solution = fit(design, target, weight)
-    weights = salad.Weights(lower, upper, mean, scale, solution[:-1], float(solution[-1]))
-    OUT.write_text(json.dumps(weights.to_json(), indent=0) + "\n", encoding="utf-8")
-    score0, score1 = salad.scores(x0, weights), salad.scores(x1, weights)
-    print(f"windows: {len(x0)} legitimate, {len(x1)} salad")
+    weight = np.concatenate([w0 * len(x0) / w0.sum(), w1 * len(x0) / w1.sum()])
+    model.fit(np.concatenate([x0, x1]), target, sample_weight=weight)
+    tables = as_tables(model)
+    fitted = salad.Trees(**tables)
+    score0, score1 = salad.scores(x0, fitted), salad.scores(x1, fitted)
+    print(
+        f"  {len(x0)} legitimate, {len(x1)} salad; exported trees agree:",
+        np.allclose(score0, model.decision_function(x0), atol=1e-3),
+    )
     for limit in (0, 1, 2, 3, 4, 5, 6):
-        print(f"score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows")
+        print(
+            f"  score > {limit}: {np.mean(score0 > limit):.4%} of legitimate, {np.mean(score1 > limit):.2%} of salad windows"
+        )
+    return tables
 
 
-def stacked(texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Measures of all windows of all texts, and weights by which each text counts once."""
-    found = [w.values for t in texts if (w := windows.measure(TextView(t))) is not None]
+def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
+    """The fitted trees as flat arrays: what `assay` needs to run them without scikit-learn."""
+    parts: dict[str, list[np.ndarray]] = {
+        name: [] for name in ("feature", "threshold", "left", "right", "value")
+    }
+    roots, offset, depth = [], 0, 0
+    for (tree,) in model._predictors:
+        nodes = tree.nodes
+        own = np.arange(len(nodes))
+        leaf = nodes["is_leaf"].astype(bool)
+        parts["feature"].append(np.where(leaf, 0, nodes["feature_idx"]))
+        parts["threshold"].append(np.where(leaf, 0.0, nodes["num_threshold"]))
+        parts["left"].append(np.where(leaf, own, nodes["left"]) + offset)
+        parts["right"].append(np.where(leaf, own, nodes["right"]) + offset)
+        parts["value"].append(np.where(leaf, nodes["value"], 0.0))
+        roots.append(offset)
+        offset += len(nodes)
+        depth = max(depth, int(nodes["depth"].max()))
+    types = {
+        "feature": np.int16,
+        "threshold": np.float64,
+        "left": np.int32,
+        "right": np.int32,
+        "value": np.float32,
+    }
+    tables = {name: np.concatenate(rows).astype(types[name]) for name, rows in parts.items()}
+    return {
+        **tables,
+        "roots": np.array(roots, dtype=np.int32),
+        "baseline": np.float64(model._baseline_prediction.item()),
+        "depth": np.int64(depth),
+    }
+
+
+def stacked(texts: list[str], window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Measures of all windows of all texts, and weights by which a long text counts less than its windows."""
+    views = [TextView(t) for t in texts]
+    found = [
+        windows.measure(v, sums, window, stride).values
+        for v in views
+        if (sums := windows.running_sums(v)) is not None
+    ]
     return np.concatenate(found), np.concatenate([np.full(len(v), 1 / len(v) ** 0.5) for v in found])
-
-
-def fit(design: np.ndarray, target: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    def loss(beta: np.ndarray) -> tuple[float, np.ndarray]:
-        z = design @ beta[:-1] + beta[-1]
-        value = np.sum(weight * (np.logaddexp(0, z) - target * z)) + RIDGE * np.sum(beta[:-1] ** 2)
-        error = weight * (1 / (1 + np.exp(-z)) - target)
-        return value, np.append(design.T @ error + 2 * RIDGE * beta[:-1], error.sum())
-
-    return minimize(loss, np.zeros(design.shape[1] + 1), jac=True, method="L-BFGS-B", options={"maxiter": 500}).x
 
 
 if __name__ == "__main__":

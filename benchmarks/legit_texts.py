@@ -1,7 +1,7 @@
 """Legitimate text, much of it repetitive, from sources that any Python machine has: what a detector must leave alone.
 
 Every item is (category, source, text). `source` is the unit of the tune/report split: one article, module, language
-or generator. Chunks are cut hard, anywhere, at 300 to 3,000 characters: the harder case for a detector of loops.
+or generator. Chunks are cut hard, anywhere, at 60 to 3,000 characters: the harder case for a detector of loops.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def chunks(category: str, source: str, text: str, limit: int = 4) -> Iterator[Le
     """Up to `limit` pieces of `text`, at places and of lengths that depend only on the source's name."""
     rng = random.Random(hashlib.sha256(source.encode()).digest())
     for index in range(limit):
-        length = int(300 * 10 ** rng.random())
+        length = int(60 * 50 ** rng.random())
         if len(text) <= length:
-            if index == 0 and len(text.strip()) >= 100:
+            if index == 0 and len(text.strip()) >= 40:
                 yield Legit(category, source, text)
             return
         start = rng.randrange(len(text) - length)
@@ -98,7 +98,9 @@ def stdlib() -> Iterator[Legit]:
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(relative.parts) or path.stat().st_size < 2000:
+        if {"site-packages", "test", "tests", "idle_test", "lib2to3"} & set(
+            relative.parts
+        ) or path.stat().st_size < 2000:
             continue
         with contextlib.suppress(UnicodeDecodeError, SyntaxError), tokenize.open(path) as file:
             yield from chunks("python", f"stdlib/{relative}", file.read(), limit=2)
@@ -127,13 +129,12 @@ def generated() -> Iterator[Legit]:
     """What programs print: JSON, CSV, logs, HTML, SQL, XML, disassembly, tracebacks, dumps, encoded data."""
     makers = (
         _json, _minified_json, _csv, _log, _access_log, _html, _sql, _xml, _disassembly, _traceback, _hexdump, _base64,
-        _dna, _calendar, _markdown_table, _minified_code, _ini, _names, _numbers, _uuid, _paths, _diff,
+        _dna, _calendar, _markdown_table, _minified_code, _ini, _names, _numbers, _uuid, _paths, _diff, _glossary,
     )  # fmt: skip
     for maker in makers:
         for seed in range(24):
             text = maker(random.Random(f"{maker.__name__}/{seed}"))
-            for item in chunks(maker.__name__[1:], f"{maker.__name__[1:]}/{seed}", text, limit=1):
-                yield item
+            yield from chunks(maker.__name__[1:], f"{maker.__name__[1:]}/{seed}", text, limit=1)
 
 
 def _json(rng: random.Random) -> str:
@@ -161,7 +162,15 @@ def _csv(rng: random.Random) -> str:
     writer.writerow(["date", "store", "units", "price", "total"])
     for day in range(rng.randint(20, 90)):
         units, price = rng.randint(0, 20), rng.choice([0.0, 2.5, 9.99])
-        writer.writerow([f"2026-{day // 28 + 1:02}-{day % 28 + 1:02}", rng.choice(["north", "south"]), units, price, units * price])
+        writer.writerow(
+            [
+                f"2026-{day // 28 + 1:02}-{day % 28 + 1:02}",
+                rng.choice(["north", "south"]),
+                units,
+                price,
+                units * price,
+            ]
+        )
     return out.getvalue()
 
 
@@ -169,7 +178,16 @@ def _log(rng: random.Random) -> str:
     stream = io.StringIO()
     logger = logging.Logger("worker")
     handler = logging.StreamHandler(stream)
-    handler.setFormatter(logging.Formatter(rng.choice(["%(levelname)s:%(name)s:%(message)s", "%(relativeCreated)d %(levelname)-8s [%(name)s] %(message)s"])))
+    handler.setFormatter(
+        logging.Formatter(
+            rng.choice(
+                [
+                    "%(levelname)s:%(name)s:%(message)s",
+                    "%(relativeCreated)d %(levelname)-8s [%(name)s] %(message)s",
+                ]
+            )
+        )
+    )
     logger.addHandler(handler)
     events = ["heartbeat ok", "request served in %d ms", "cache miss for key %d", "retrying in %d s"]
     for _ in range(rng.randint(20, 80)):
@@ -186,14 +204,21 @@ def _access_log(rng: random.Random) -> str:
 
 
 def _html(rng: random.Random) -> str:
-    module = import_module(rng.choice(["textwrap", "bisect", "heapq", "string", "calendar", "shlex", "queue", "sched"]))
+    module = import_module(
+        rng.choice(["textwrap", "bisect", "heapq", "string", "calendar", "shlex", "queue", "sched"])
+    )
     return pydoc.HTMLDoc().docmodule(module)
 
 
 def _sql(rng: random.Random) -> str:
     base = sqlite3.connect(":memory:")
-    base.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT NOT NULL, total REAL, note TEXT)")
-    rows = [(i, _word(rng), round(rng.random() * 50, 2), rng.choice([None, "", "gift"])) for i in range(rng.randint(20, 60))]
+    base.execute(
+        "CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT NOT NULL, total REAL, note TEXT)"
+    )
+    rows = [
+        (i, _word(rng), round(rng.random() * 50, 2), rng.choice([None, "", "gift"]))
+        for i in range(rng.randint(20, 60))
+    ]
     base.executemany("INSERT INTO orders VALUES (?, ?, ?, ?)", rows)
     return "\n".join(base.iterdump())
 
@@ -210,7 +235,9 @@ def _xml(rng: random.Random) -> str:
 
 def _disassembly(rng: random.Random) -> str:
     out = io.StringIO()
-    function = rng.choice([textwrap.fill, json.dumps, random.Random.sample, html.escape, csv.Sniffer.sniff, gettext.find])
+    function = rng.choice(
+        [textwrap.fill, json.dumps, random.Random.sample, html.escape, csv.Sniffer.sniff, gettext.find]
+    )
     dis.dis(function, file=out)
     return out.getvalue()
 
@@ -244,7 +271,9 @@ def _base64(rng: random.Random) -> str:
 
 
 def _dna(rng: random.Random) -> str:
-    bases = "".join(rng.choices("ACGT", weights=[rng.randint(1, 6) for _ in range(4)], k=rng.randint(400, 1200)))
+    bases = "".join(
+        rng.choices("ACGT", weights=[rng.randint(1, 6) for _ in range(4)], k=rng.randint(400, 1200))
+    )
     return ">seq synthetic\n" + "\n".join(textwrap.wrap(bases, 60))
 
 
@@ -255,7 +284,10 @@ def _calendar(rng: random.Random) -> str:
 def _markdown_table(rng: random.Random) -> str:
     width = rng.randint(3, 8)
     rows = ["| " + " | ".join(_word(rng) for _ in range(width)) + " |", "|" + "---|" * width]
-    rows += ["| " + " | ".join(rng.choice([_word(rng), "-", "0", "yes", "no"]) for _ in range(width)) + " |" for _ in range(rng.randint(8, 40))]
+    rows += [
+        "| " + " | ".join(rng.choice([_word(rng), "-", "0", "yes", "no"]) for _ in range(width)) + " |"
+        for _ in range(rng.randint(8, 40))
+    ]
     return "\n".join(rows)
 
 
@@ -264,21 +296,35 @@ def _minified_code(rng: random.Random) -> str:
     parts = []
     for _ in range(rng.randint(20, 80)):
         a, b, c = rng.choices(letters, k=3)
-        parts.append(rng.choice([f"function {a}({b}){{return {b}?{c}({b}-1):0}}", f"var {a}={b}.{_word(rng)}({c},{rng.randint(0, 9)});", f"if(!{a}&&{b}>{c})throw new Error(\"{_word(rng)}\");"]))
+        parts.append(
+            rng.choice(
+                [
+                    f"function {a}({b}){{return {b}?{c}({b}-1):0}}",
+                    f"var {a}={b}.{_word(rng)}({c},{rng.randint(0, 9)});",
+                    f'if(!{a}&&{b}>{c})throw new Error("{_word(rng)}");',
+                ]
+            )
+        )
     return "".join(parts)
 
 
 def _ini(rng: random.Random) -> str:
     sections = []
     for _ in range(rng.randint(3, 10)):
-        keys = [f"{_word(rng)}_{_word(rng)} = {rng.choice(['true', 'false', str(rng.randint(0, 900)), '/usr/lib/' + _word(rng)])}" for _ in range(rng.randint(2, 8))]
+        keys = [
+            f"{_word(rng)}_{_word(rng)} = {rng.choice(['true', 'false', str(rng.randint(0, 900)), '/usr/lib/' + _word(rng)])}"
+            for _ in range(rng.randint(2, 8))
+        ]
         sections.append(f"[{_word(rng)}]\n" + "\n".join(keys))
     return "\n\n".join(sections)
 
 
 def _names(rng: random.Random) -> str:
     start = rng.choice([0x41, 0xC0, 0x391, 0x410, 0x5D0, 0x621, 0x905, 0x2190, 0x2500, 0x1F600])
-    return "\n".join(f"U+{c:04X} {chr(c)} {unicodedata.name(chr(c), '-')}" for c in range(start, start + rng.randint(20, 60)))
+    return "\n".join(
+        f"U+{c:04X} {chr(c)} {unicodedata.name(chr(c), '-')}"
+        for c in range(start, start + rng.randint(20, 60))
+    )
 
 
 def _numbers(rng: random.Random) -> str:
@@ -287,26 +333,75 @@ def _numbers(rng: random.Random) -> str:
         return " ".join(str(rng.randint(0, 10 ** rng.randint(1, 6))) for _ in range(rng.randint(60, 300)))
     if kind == 1:
         step = rng.randint(2, 12)
-        return f"The multiples of {step}: " + ", ".join(str(step * i) for i in range(1, rng.randint(60, 200))) + "."
+        return (
+            f"The multiples of {step}: "
+            + ", ".join(str(step * i) for i in range(1, rng.randint(60, 200)))
+            + "."
+        )
     if kind == 2:
         return "\n".join(" ".join(rng.choice("01") for _ in range(16)) for _ in range(rng.randint(10, 30)))
-    return "\n".join("  ".join(f"{rng.gauss(0, 1):8.4f}" for _ in range(8)) for _ in range(rng.randint(10, 40)))
+    return "\n".join(
+        "  ".join(f"{rng.gauss(0, 1):8.4f}" for _ in range(8)) for _ in range(rng.randint(10, 40))
+    )
 
 
 def _uuid(rng: random.Random) -> str:
-    return "\n".join(f"{rng.getrandbits(32):08x}-{rng.getrandbits(16):04x}-4{rng.getrandbits(12):03x}-a{rng.getrandbits(12):03x}-{rng.getrandbits(48):012x}" for _ in range(rng.randint(10, 40)))
+    return "\n".join(
+        f"{rng.getrandbits(32):08x}-{rng.getrandbits(16):04x}-4{rng.getrandbits(12):03x}-a{rng.getrandbits(12):03x}-{rng.getrandbits(48):012x}"
+        for _ in range(rng.randint(10, 40))
+    )
 
 
 def _paths(rng: random.Random) -> str:
-    return "\n".join(f"-rw-r--r-- 1 user group {rng.randint(1, 99999):>6} May {rng.randint(1, 28):>2} 10:{rng.randint(0, 59):02} {_word(rng)}/{_word(rng)}.py" for _ in range(rng.randint(10, 40)))
+    return "\n".join(
+        f"-rw-r--r-- 1 user group {rng.randint(1, 99999):>6} May {rng.randint(1, 28):>2} 10:{rng.randint(0, 59):02} {_word(rng)}/{_word(rng)}.py"
+        for _ in range(rng.randint(10, 40))
+    )
 
 
 def _diff(rng: random.Random) -> str:
     import difflib
 
-    lines = textwrap.wrap(pydoc.plain(pydoc.render_doc(import_module(rng.choice(["heapq", "shlex", "bisect", "queue"])))), 70)
+    lines = textwrap.wrap(
+        pydoc.plain(pydoc.render_doc(import_module(rng.choice(["heapq", "shlex", "bisect", "queue"])))), 70
+    )
     changed = [line.upper() if rng.random() < 0.1 else line for line in lines]
     return "\n".join(difflib.unified_diff(lines, changed, "a.txt", "b.txt", lineterm=""))
+
+
+def _glossary(rng: random.Random) -> str:
+    """A table of words in several languages; its columns hold what its heads say."""
+    with gzip.open(HERE / "corpus" / "udhr.jsonl.gz", "rt", encoding="utf-8") as lines:
+        texts = {row["language"]: row["text"] for row in map(json.loads, lines)}
+    languages = rng.sample(
+        [
+            "eng",
+            "rus",
+            "cmn_hans",
+            "arb",
+            "tha",
+            "deu_1996",
+            "ell_monotonic",
+            "jpn",
+            "kor",
+            "heb",
+            "hin",
+            "fra",
+        ],
+        rng.randint(3, 7),
+    )
+    words = {name: re.findall(r"[^\W\d_]{2,12}", texts[name]) for name in languages if name in texts}
+    rows = ["| " + " | ".join(words) + " |", "|---" * len(words) + "|"]
+    rows += [
+        "| " + " | ".join(rng.choice(column) for column in words.values()) + " |"
+        for _ in range(rng.randint(5, 25))
+    ]
+    if rng.random() < 0.5:
+        return "\n".join(rows)
+    return "\n".join(
+        f"- {rng.choice(next(iter(words.values())))}: " + ", ".join(rng.choice(c) for c in words.values())
+        for _ in range(12)
+    )
 
 
 def repetitive() -> Iterator[Legit]:
@@ -326,17 +421,74 @@ def _repetitive() -> Iterator[tuple[str, str]]:
             yield f"numbered/{index}/{count}", "\n".join(f"{i}. {line}" for i in range(1, count + 1))
     for size in range(5, 17):
         yield f"times/{size}", "\n".join(f"{a} x {b} = {a * b}" for a in range(1, size) for b in range(1, 11))
-        yield f"tree/{size}", "```\n" + "\n".join(" " * (size - i) + "*" * (2 * i + 1) for i in range(size)) + "\n```"
+        yield (
+            f"tree/{size}",
+            "```\n" + "\n".join(" " * (size - i) + "*" * (2 * i + 1) for i in range(size)) + "\n```",
+        )
         yield f"zeros/{size}", "\n".join(" ".join(["0"] * size) for _ in range(size))
         yield f"list/{size}", f"x = [{', '.join(['0'] * size * 4)}]"
-        yield f"banner/{size}", "/" + "*" * 70 + f"\n * Section {size}\n " + "*" * 70 + "/\nint main(void) {\n    return 0;\n}\n"
-        yield f"rules/{size}", "\n\n".join(f"Chapter {i}\n{'=' * 40}\n\nText of chapter {i} stands here.\n\n---" for i in range(size))
-        yield f"chess/{size}", "\n".join("".join("#." [(r + c) % 2] for c in range(size * 2)) for r in range(size))
-        yield f"bars/{size}", "\n".join(f"step {i:2} [{'#' * i}{'-' * (size - i)}] {100 * i // size}%" for i in range(size + 1))
-        yield f"count/{size}", "\n".join(f"{i} green bottles hanging on the wall,\n{i} green bottles hanging on the wall,\nAnd if one green bottle should accidentally fall,\nThere'll be {i - 1} green bottles hanging on the wall.\n" for i in range(size, 0, -1))
-        yield f"getters/{size}", "\n".join(f"    def get_{n}(self):\n        return self._{n}\n" for n in sorted(sys.stdlib_module_names)[size : 2 * size])
-        yield f"very/{size}", f"It was a {'very ' * min(size, 7)}good day, and {'no, ' * min(size, 5)}nobody complained. {'Ha' * min(size, 9)}!"
-        yield f"toc/{size}", "\n".join(f"{i}. Chapter {i} {'.' * (60 - size)} {i * 7}" for i in range(1, size))
-        yield f"form/{size}", "\n".join(f"{label}: {'_' * 40}" for label in ("Name", "Address", "City", "Phone")[: size % 4 + 1])
-        yield f"switch/{size}", "switch (x) {\n" + "".join(f"    case {i}:\n        return {i * i};\n" for i in range(size * 3)) + "}\n"
-        yield f"song/{size}", "\n\n".join(f"{verse} the {animal} in the morning light,\n{verse} the {animal} in the fading light.\n  Oh, home again, home again,\n  Oh, home again, home again." for verse, animal in zip(("Call", "Find", "Feed", "Ride", "Free"), ("sparrow", "horse", "otter", "heron", "fox"), strict=True))
+        yield (
+            f"banner/{size}",
+            "/" + "*" * 70 + f"\n * Section {size}\n " + "*" * 70 + "/\nint main(void) {\n    return 0;\n}\n",
+        )
+        yield (
+            f"rules/{size}",
+            "\n\n".join(
+                f"Chapter {i}\n{'=' * 40}\n\nText of chapter {i} stands here.\n\n---" for i in range(size)
+            ),
+        )
+        yield (
+            f"chess/{size}",
+            "\n".join("".join("#."[(r + c) % 2] for c in range(size * 2)) for r in range(size)),
+        )
+        yield (
+            f"bars/{size}",
+            "\n".join(
+                f"step {i:2} [{'#' * i}{'-' * (size - i)}] {100 * i // size}%" for i in range(size + 1)
+            ),
+        )
+        yield (
+            f"count/{size}",
+            "\n".join(
+                f"{i} green bottles hanging on the wall,\n{i} green bottles hanging on the wall,\nAnd if one green bottle should accidentally fall,\nThere'll be {i - 1} green bottles hanging on the wall.\n"
+                for i in range(size, 0, -1)
+            ),
+        )
+        yield (
+            f"getters/{size}",
+            "\n".join(
+                f"    def get_{n}(self):\n        return self._{n}\n"
+                for n in sorted(sys.stdlib_module_names)[size : 2 * size]
+            ),
+        )
+        yield (
+            f"very/{size}",
+            f"It was a {'very ' * min(size, 7)}good day, and {'no, ' * min(size, 5)}nobody complained. {'Ha' * min(size, 9)}!",
+        )
+        yield (
+            f"toc/{size}",
+            "\n".join(f"{i}. Chapter {i} {'.' * (60 - size)} {i * 7}" for i in range(1, size)),
+        )
+        yield (
+            f"form/{size}",
+            "\n".join(
+                f"{label}: {'_' * 40}" for label in ("Name", "Address", "City", "Phone")[: size % 4 + 1]
+            ),
+        )
+        yield (
+            f"switch/{size}",
+            "switch (x) {\n"
+            + "".join(f"    case {i}:\n        return {i * i};\n" for i in range(size * 3))
+            + "}\n",
+        )
+        yield (
+            f"song/{size}",
+            "\n\n".join(
+                f"{verse} the {animal} in the morning light,\n{verse} the {animal} in the fading light.\n  Oh, home again, home again,\n  Oh, home again, home again."
+                for verse, animal in zip(
+                    ("Call", "Find", "Feed", "Ride", "Free"),
+                    ("sparrow", "horse", "otter", "heron", "fox"),
+                    strict=True,
+                )
+            ),
+        )

@@ -424,7 +424,7 @@ def huge(total: int = 1 << 30, announce: bool = True) -> Behaviour:
     return behave
 
 
-def bomb(total: int = 1 << 28) -> Behaviour:
+def bomb(total: int = 1 << 26) -> Behaviour:
     """A small gzip answer that unpacks to `total` bytes."""
     packed = gzip.compress(b" " * total, 9)
     return lambda e: e.send(packed, **{"Content-Encoding": "gzip"})

@@ -4,7 +4,7 @@
 
 Each source goes to `parts/SOURCE.jsonl` in the cache; a source that is there is not generated again. The union is
 written to `outputs.jsonl.gz` beside this file. No text is labelled here: a broken model sometimes writes a sane text,
-and a healthy small one really loops, so labels are given by reading (see labels.md).
+and a healthy small one really loops, so the texts are labelled apart (see ../broken_outputs.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -57,55 +56,75 @@ def requests(source: Source) -> Iterator[tuple[dict[str, Any], Request]]:
                 "prompt_id": prompt_id,
                 "sampling": asdict(sampling),
             }
-            yield known, Request(
-                messages=(Message("user", prompt),) if source.chat else None,
-                prompt=None if source.chat else f"{prompt}\n\n",
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=sampling.seed,
+            yield (
+                known,
+                Request(
+                    messages=(Message("user", prompt),) if source.chat else None,
+                    prompt=None if source.chat else f"{prompt}\n\n",
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    seed=sampling.seed,
+                ),
             )
 
 
-def generate(source: Source) -> list[dict[str, Any]]:
+def generate(source: Source, device: str) -> list[dict[str, Any]]:
     """All records of one source."""
-    with tempfile.TemporaryDirectory() as folder, HfEngine.load(f"hf:{checkpoint(source, Path(folder))}") as engine:
-        known, asked = zip(*requests(source), strict=True)
-        replies = engine.generate_batch(asked)
+    with tempfile.TemporaryDirectory() as folder:
+        model = checkpoint(source, Path(folder))
+        with HfEngine.load(f"hf:{model}?device={device}") as engine:
+            known, asked = zip(*requests(source), strict=True)
+            replies = engine.generate_batch(asked)
     return [
-        {**about, "text": r.content, "finish_reason": r.finish_reason, "completion_tokens": r.completion_tokens}
+        {
+            **about,
+            "text": r.content,
+            "finish_reason": r.finish_reason,
+            "completion_tokens": r.completion_tokens,
+        }
         for about, r in zip(known, replies, strict=True)
     ]
 
 
+def pack(parts: Path) -> None:
+    """Write all parts that exist to `OUTPUT`; the same texts give the same file (no name, no time in it)."""
+    with OUTPUT.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
+        for source in SOURCES:
+            part = parts / f"{source.name}.jsonl"
+            if part.exists():
+                packed.write(part.read_bytes())
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="SOURCE", help="only these sources; all by default")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default"
+    )
+    parser.add_argument("--device", default="cpu", help="where to run the models, such as cuda")
     parser.add_argument("--list", action="store_true", help="print the names of the sources and stop")
     arguments = parser.parse_args()
     if arguments.list:
         print("\n".join(source.name for source in SOURCES))
         return
     parts = cache_dir("corpus-parts")
-    for source in SOURCES:
-        part = parts / f"{source.name}.jsonl"
-        if part.exists() or (arguments.names and source.name not in arguments.names):
+    by_name = {source.name: source for source in SOURCES}
+    for name in arguments.names or by_name:
+        source, part = by_name[name], parts / f"{name}.jsonl"
+        if part.exists():
             continue
         began = time.perf_counter()
-        records = generate(source)
+        records = generate(source, arguments.device)
         tokens = sum(record["completion_tokens"] for record in records)
         fresh = part.with_suffix(".tmp")
         fresh.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records), encoding="utf-8")
         fresh.replace(part)
         seconds = time.perf_counter() - began
         print(f"{source.name}: {len(records)} texts, {tokens} tokens, {seconds:.0f} s", flush=True)
-    existing = [parts / f"{source.name}.jsonl" for source in SOURCES]
-    # mtime=0 and no name: the same texts give the same file.
-    with OUTPUT.open("wb") as raw, gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
-        for part in existing:
-            if part.exists():
-                with part.open("rb") as file:
-                    shutil.copyfileobj(file, packed)
+        pack(parts)
+    pack(parts)
 
 
 if __name__ == "__main__":

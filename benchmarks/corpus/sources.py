@@ -16,7 +16,7 @@ class Sampling:
     temperature: float
     top_p: float = 1.0
     seed: int | None = None
-    max_tokens: int = 200
+    max_tokens: int = 140
 
 
 FIELD = tuple(Sampling(0.7, 0.9, seed) for seed in (1, 2))
@@ -53,13 +53,27 @@ SOURCES = (
     *(Source(name, "smollm2", (FIELD[0], GREEDY), _some(3), damage=name) for name in _SILENT),
     *(
         Source(f"{name}.long", "smollm2", LONG, _some(4), damage=name)
-        for name in ("scaled_k", "zeroed_layer", "wrong_tokenizer", "rope_theta", "shifted_scales", "swapped_layers")
+        for name in (
+            "scaled_k",
+            "zeroed_layer",
+            "wrong_tokenizer",
+            "rope_theta",
+            "shifted_scales",
+            "swapped_layers",
+        )
     ),
-    Source("wrong_tokenizer.2", "smollm2", (FIELD[0], GREEDY), PROMPTS, damage="wrong_tokenizer", damage_seed=2),
+    Source(
+        "wrong_tokenizer.2", "smollm2", (FIELD[0], GREEDY), PROMPTS, damage="wrong_tokenizer", damage_seed=2
+    ),
     Source("temperature5", "smollm2", (Sampling(5.0, 1.0, 1), Sampling(5.0, 0.95, 2)), PROMPTS),
     Source("temperature2", "smollm2", (Sampling(2.0, 1.0, 1),), PROMPTS),
-    Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS | MORE_PROMPTS),
+    Source("greedy_long", "smollm2", (Sampling(0.0, max_tokens=500),), PROMPTS),
     Source("no_bos", "gemma3", (*FIELD, GREEDY), PROMPTS, add_bos=False, chat=False),
-    Source("healthy", "smollm2", (*FIELD, Sampling(0.7, 0.9, 3), Sampling(0.7, 0.9, 4), GREEDY), PROMPTS | MORE_PROMPTS),
+    Source(
+        "healthy",
+        "smollm2",
+        (*FIELD, Sampling(0.7, 0.9, 3), Sampling(0.7, 0.9, 4), GREEDY),
+        PROMPTS | MORE_PROMPTS,
+    ),
     Source("healthy_base", "gemma3", FIELD, PROMPTS, chat=False),
 )

@@ -8,7 +8,7 @@ from assay.engines.base import Capability, Engine, Message, MissingCapability, R
 from assay.engines.server import Limits, ServerEngine
 from stub_server import METRICS, MODEL, Exchange, StubServer, events, healthy, models, sse, status, text
 
-FAST = Limits(connect_s=1.0, silence_s=1.0, total_s=2.0, retries=1, first_backoff_s=0.01)
+PATIENT = Limits(retries=1, first_backoff_s=0.01)
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
 NEUTRAL = {
     "presence_penalty": 0.0,
@@ -27,7 +27,7 @@ def stub() -> Iterator[StubServer]:
 
 
 def connect(stub: StubServer) -> ServerEngine:
-    return ServerEngine.connect(stub.url, limits=FAST)
+    return ServerEngine.connect(stub.url, limits=PATIENT)
 
 
 def why_not(stub: StubServer, capability: Capability) -> str:
@@ -153,7 +153,6 @@ def test_stream_options_that_are_ignored(stub: StubServer) -> None:
 
 
 def test_logprobs_that_are_ignored(stub: StubServer) -> None:
-    stub.on(CHAT, events())
     stub.on(CHAT, text('{"choices": [{"message": {"content": "x"}, "finish_reason": "stop"}]}'))
     assert why_not(stub, Capability.LOGPROBS) == "it takes logprobs and sends none"
 
@@ -226,7 +225,7 @@ def test_other_kinds(stub: StubServer) -> None:
         assert engine.identity.facts["kv_cache_dtype"] == "fp8_e5m2"
     stub.off("GET /server_info").on("GET /v1/models", models("org/listed", owned_by="org"))
     stub.on("GET /openapi.json", text('{"paths": {"/load_model": {}, "/v1/chat/completions": {}}}'))
-    with ServerEngine.connect(stub.url, "/a/local/model", limits=FAST) as engine:
+    with ServerEngine.connect(stub.url, "/a/local/model", limits=PATIENT) as engine:
         assert engine.identity.kind == "transformers"
         assert engine.model == "/a/local/model"
 
@@ -268,11 +267,11 @@ def test_timing_is_that_of_the_server(stub: StubServer) -> None:
     timing = reply.timing
     assert timing is not None
     assert (reply.completion_tokens, timing.first_chunk_tokens) == (40, 4)
-    assert 0.018 < timing.ttft < 0.3
+    assert timing.ttft > 0.018
     speed = timing.decode_tokens_per_s(40)
     assert speed is not None
-    # Sleeping takes at least as long as asked for, and little more.
-    assert 100 < speed <= 36 / (9 * 0.02) + 1e-6
+    # Sleeping takes at least as long as asked for; a busy machine makes it longer.
+    assert 20 < speed <= 36 / (9 * 0.02) + 1e-6
 
 
 def test_messages_tools_and_extras_reach_the_server(stub: StubServer) -> None:

@@ -12,7 +12,7 @@ from assay.engines.server import Limits, ServerEngine
 from assay.engines.server.errors import BadScores
 from stub_server import MODEL, Exchange, StubServer, healthy, models, text
 
-FAST = Limits(connect_s=1.0, silence_s=1.0, total_s=2.0, retries=0)
+PATIENT = Limits(retries=1, first_backoff_s=0.01)
 COMPLETIONS = "POST /v1/completions"
 
 
@@ -23,7 +23,7 @@ def stub() -> Iterator[StubServer]:
 
 
 def connect(stub: StubServer) -> ServerEngine:
-    return ServerEngine.connect(stub.url, limits=FAST)
+    return ServerEngine.connect(stub.url, limits=PATIENT)
 
 
 def test_prompt_logprobs_of_ids_and_text(stub: StubServer) -> None:

@@ -34,18 +34,13 @@ def parse(*pieces: bytes) -> list[str]:
         (b'data: {"a": "b: c"}\n\n', ['{"a": "b: c"}']),
         # A line separator of Unicode is not the end of a line here.
         ("data: a\u2028b\x0bc\n\n".encode(), ["a\u2028b\x0bc"]),
+        (b"<html>\n<body>data: x</body>\n\n", []),
         (b"data: \xff broken\n\n", ["\ufffd broken"]),
     ],
 )
 def test_streams(stream: bytes, expected: list[str]) -> None:
     assert parse(stream) == expected
     assert parse(*(stream[i : i + 1] for i in range(len(stream)))) == expected
-
-
-def test_lines_that_belong_to_no_event_stream_are_counted() -> None:
-    parser = SseParser()
-    assert list(parser.feed(b"<html>\n<body>data: x</body>\n\n")) == []
-    assert parser.ignored_lines == 2
 
 
 LINE_ENDS = st.sampled_from([b"\n", b"\r\n", b"\r"])

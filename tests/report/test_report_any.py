@@ -233,7 +233,7 @@ def test_prometheus_text_parses(report):
     assert all(f.name.startswith("assay_") for f in families)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=6)
 @given(reports())
 def test_picture_is_valid_xml_and_loads_nothing(report):
     for picture_text in (

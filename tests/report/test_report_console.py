@@ -190,3 +190,25 @@ def test_a_valid_figure_is_never_struck():
     report = Report("check", Verdict.PASS, headline=(Metric("speed", "10 tok/s", note="why"),))
     assert "~~" not in printed(report)
     assert "invalid" not in printed(report)
+
+
+def test_a_flood_of_line_breaks_does_not_scroll_the_screen():
+    text = printed(Report("check", Verdict.PASS, blocks=(Quote("q", "begin" + "\n" * 90 + "end\n\nkept"),)))
+    assert "  begin\n  ⟦90 line breaks⟧\n  end\n\n  kept\n" in text
+
+
+def test_many_findings_of_one_kind_are_counted_after_the_first():
+    found = tuple(
+        Finding("checkpoint.digest_mismatch", Severity.ERROR, f"shard {i} differs") for i in range(40)
+    )
+    other = Finding("checkpoint.unverified", Severity.WARNING, "one more thing")
+    text = printed(Report("verify", Verdict.FAIL, findings=(*found, other)))
+    assert "shard 4 differs" in text and "shard 5 differs" not in text
+    assert "35 more findings [checkpoint.digest_mismatch]" in text
+    assert "one more thing" in text
+    assert "assay verify: FAIL (40 errors, 1 warning)" in text
+
+
+def test_the_subject_is_named_without_its_inner_settings():
+    subject = {"url": "http://x", "model": None, "server": {"kind": "vllm"}, "window": 8192}
+    assert "Subject: url http://x, window 8192\n" in printed(Report("check", Verdict.PASS, subject))

@@ -140,7 +140,7 @@ def test_long_tables_and_lists_are_cut_visibly():
 def test_a_chart_has_its_picture_its_numbers_and_what_is_missing():
     root = tree(Report("check", Verdict.PASS, blocks=(forest(),)))
     figure = next(root.iter("figure"))
-    assert figure.find("{http://www.w3.org/2000/svg}svg") is not None
+    assert figure.find(".//{http://www.w3.org/2000/svg}svg") is not None
     assert figure.find("figcaption").text.strip() == "1 point not drawn: not a finite number."
     rows = [[td.text for td in tr.iter("td")] for tr in figure.iter("tr")][1:]
     assert rows == [
@@ -182,6 +182,17 @@ def test_the_svg_inside_is_valid_xml():
 
 
 def test_a_detail_may_hold_a_command():
-    finding = Finding("server.x", Severity.INFO, "t", "first `vllm serve m`, then wait", {}, ("`assay check x`",))
+    finding = Finding(
+        "server.x", Severity.INFO, "t", "first `vllm serve m`, then wait", {}, ("`assay check x`",)
+    )
     root = tree(Report("check", Verdict.PASS, findings=(finding,)))
     assert [text(e) for e in by_class(root, "command")] == ["vllm serve m", "assay check x"]
+
+
+def test_the_subject_is_named_at_the_top_and_told_in_full_at_the_end():
+    subject = {"url": "http://x.example", "model": None, "server": {"kind": "vllm", "version": "0.32.0"}}
+    root = tree(Report("check", Verdict.PASS, subject))
+    (top,) = by_class(root, "subject")
+    assert [(e.find("dt").text, e.find("dd").text) for e in top.iter("div")] == [("url", "http://x.example")]
+    (record,) = by_class(root, "record")
+    assert "server.version" in text(record) and "0.32.0" in text(record)

@@ -58,6 +58,7 @@ def test_an_invalid_speed_enters_no_time_series():
         ("assay_compare_engaged_bytes_read", "assay_compare_engaged_read_bytes", 1),
         ("assay_kv eval_Total-µ", "assay_kv_eval_total", 1),
         ("assay_spec_windows", "assay_spec_windows", 1),
+        ("assay_日本_!", "assay_value", 1),
     ],
 )
 def test_names_end_in_base_units(path, name, factor):
@@ -86,3 +87,17 @@ def test_lists_of_things_are_counted_by_status_and_text_never_becomes_a_label():
 
 def test_long_lists_are_left_out():
     assert results(per_window=list(range(prometheus.MAX_INDEX + 1))) == {}
+
+
+def test_lists_inside_lists_are_counted_together():
+    probes = [
+        {"status": "run", "samples": [{"label": "ok"}, {"label": "degenerate"}]},
+        {"status": "run", "samples": [{"label": "ok"}]},
+        {"status": "skipped", "samples": []},
+    ]
+    assert results(probes=probes) == {
+        ("assay_check_probes", ("status", "run")): 2,
+        ("assay_check_probes", ("status", "skipped")): 1,
+        ("assay_check_probes_samples", ("label", "ok")): 2,
+        ("assay_check_probes_samples", ("label", "degenerate")): 1,
+    }

@@ -29,6 +29,7 @@ from assay.verdict import Quote
         ("\x9b31m", "⟨U+009B⟩31m"),
         ("\u202eabc\u2066", "⟨U+202E⟩abc⟨U+2066⟩"),
         ("zero\u200bwidth\ufeff", "zero⟨U+200B⟩width⟨U+FEFF⟩"),
+        ("line\u2028paragraph\u2029", "line⟨U+2028⟩paragraph⟨U+2029⟩"),
         ("soft\xadhyphen", "soft⟨U+00AD⟩hyphen"),
         ("\ud83d", "\ufffd"),
         ("\U000e0041", "⟨U+E0041⟩"),
@@ -135,6 +136,13 @@ def test_backticks_mark_code():
         (False, "run "), (True, "assay check"), (False, " on "), (True, "x"), (False, ", then wait"),
     ]  # fmt: skip
     assert split_code("a stray ` tick") == [(False, "a stray ` tick")]
+
+
+def test_an_interval_is_one_value():
+    assert evidence_items({"rate": {"value": 0.5, "lo": 0.25, "hi": None}, "gone": {}}) == [
+        ("rate", "0.5 [0.25, –]"),
+        ("gone", "none"),
+    ]
 
 
 def test_evidence_is_flat_and_written_for_people():

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from assay.cli.verb import verb
 from assay.verdict import Report
 
 
 @verb("demo")
-def command() -> Report:
-    """Serve a small model on this machine, check it, break a copy of it, and check that."""
+def command(
+    svg: Annotated[Path | None, typer.Option(help="Write the two verdicts as a picture.")] = None,
+) -> Report:
+    """Serve a small model on this machine with vLLM, check it, damage a copy of it, and check that.
+
+    The first run installs vLLM's CPU build into a private environment and builds the model (about 4 GB in the cache).
+    """
     from assay.cli.progress import show
     from assay.demo.run import run_demo
+    from assay.report.beside import side_by_side
+    from assay.report.picture import export_comparison_svg
 
-    return run_demo(show)
+    report, pair = run_demo(show)
+    side_by_side(pair)
+    if svg is not None:
+        svg.write_text(export_comparison_svg(pair), encoding="utf-8")
+    return report

@@ -5,6 +5,8 @@ Verb modules import nothing heavy at their top, so that `assay --help` answers a
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from importlib import import_module
 
@@ -14,13 +16,16 @@ from assay.cli.verb import Output, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, Verdict
 
 # Newer releases of typer carry their own copy of click; the base class of their errors is reached through typer.
-_ClickException = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: type[Exception] = next(
+    base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
+)
 
 # verb: the module whose `command` it is. In the order of the question a deployment raises.
 VERBS = {
     "check": "assay.cli.check",
     "grade": "assay.cli.grade",
     "verify": "assay.cli.verify",
+    "spec": "assay.cli.spec",
     "demo": "assay.cli.demo",
 }
 
@@ -42,17 +47,33 @@ def build() -> typer.Typer:
     return app
 
 
-def _root(version: bool = typer.Option(False, "--version", is_eager=True, help="Show the version.")) -> None:
-    if version:
+def _show_version(wanted: bool) -> None:
+    if wanted:
         from assay import __version__
 
         print(f"assay {__version__}")
         raise typer.Exit
 
 
+def _root(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_show_version, help="Show the version."
+    ),
+) -> None:
+    """Options of `assay` itself; each acts in its own callback."""
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `assay` command."""
-    sys.exit(invoke(sys.argv[1:] if arguments is None else arguments))
+    # A request to end is an interrupt: servers that were started are stopped, and what was measured is printed.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    code = invoke(sys.argv[1:] if arguments is None else arguments)
+    if code == EXIT_INTERRUPTED:
+        # Threads may still wait for answers that nobody will read; a normal exit would wait with them.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def invoke(arguments: list[str]) -> int:
@@ -64,12 +85,16 @@ def invoke(arguments: list[str]) -> int:
         return EXIT_INTERRUPTED
     except _ClickException as error:
         if not arguments:  # the "error" is the help text
-            print(error.format_message())
+            print(_message(error))
             return Verdict.ERROR.exit_code
         verb = next((a for a in arguments if not a.startswith("-")), "assay")
-        report = usage_report(verb if verb in VERBS else "assay", error.format_message())
+        report = usage_report(verb if verb in VERBS else "assay", _message(error))
         return run(report.command, Output(json="--json" in arguments), lambda: report)
     return result if isinstance(result, int) else 0
+
+
+def _message(error: Exception) -> str:
+    return str(getattr(error, "format_message", error.__str__)())
 
 
 if __name__ == "__main__":

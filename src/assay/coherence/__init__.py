@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from assay.coherence.completion import grade_completion
-    from assay.coherence.grade_files import grade_files
+    from assay.coherence.file_grading import grade_files
     from assay.coherence.grading import Grade, Label, grade
     from assay.coherence.stream import StreamingGrader
 
@@ -16,7 +16,7 @@ _HOMES = {
     "StreamingGrader": "stream",
     "grade": "grading",
     "grade_completion": "completion",
-    "grade_files": "grade_files",
+    "grade_files": "file_grading",
 }
 
 __all__ = ["Grade", "Label", "StreamingGrader", "grade", "grade_completion", "grade_files"]

@@ -128,9 +128,17 @@ def _headline(record: CheckRecord, reference: Reference | None, judgement: Judge
             Metric("decode", f"{_spread(speed, 1)} tok/s", valid, "" if valid else "the text is not coherent")
         )
         useful = summary([text.useful_tokens_per_s for text in record.timed])
-        metrics.append(Metric("useful", f"{_spread(useful, 1)} tok/s", valid, "tokens before the onset"))
+        reason = "tokens before the onset" if valid else "the text is not coherent"
+        metrics.append(Metric("useful", f"{_spread(useful, 1)} tok/s", valid, reason))
         ttft = summary([text.ttft_s for text in record.timed])
-        metrics.append(Metric("time to first token", f"{_spread(ttft, 3)} s", valid))
+        metrics.append(
+            Metric(
+                "time to first token",
+                f"{_spread(ttft, 3)} s",
+                valid,
+                "" if valid else "the text is not coherent",
+            )
+        )
     if record.concurrency > 1 and (total := aggregate_tokens_per_s(record.timed)) is not None:
         metrics.append(
             Metric(f"all {record.concurrency} streams", f"{total:.1f} tok/s", judgement.throughput_valid)
@@ -237,8 +245,8 @@ def _rate_chart(record: CheckRecord, reference: Reference | None) -> Chart:
         "Share of degenerate texts by probe, 95 % Wilson intervals",
         "forest",
         all_series,
-        x_label="share",
-        y_label="probe",
+        x_label="probe",
+        y_label="share",
     )
 
 

@@ -15,7 +15,9 @@ def is_completion(value: Any) -> bool:
     choices = value.get("choices") if isinstance(value, Mapping) else None
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
         return False
-    return all(isinstance(c, Mapping) and (isinstance(c.get("message"), Mapping) or "text" in c) for c in choices)
+    return all(
+        isinstance(c, Mapping) and (isinstance(c.get("message"), Mapping) or "text" in c) for c in choices
+    )
 
 
 def grade_completion(response: Mapping[str, Any]) -> Grade:

@@ -77,8 +77,16 @@ def generate_all(engine: Engine, requests: Sequence[Request], parallel: int) -> 
     """Answer independent requests, in order, the fastest way the engine has."""
     if isinstance(engine, BatchEngine):
         return engine.generate_batch(requests)
-    with ThreadPoolExecutor(max_workers=max(1, parallel)) as pool:
-        return list(pool.map(engine.generate, requests))
+    return side_by_side(engine.generate, requests, parallel)
+
+
+def side_by_side(ask: Callable[[Request], Reply], requests: Sequence[Request], parallel: int) -> list[Reply]:
+    """The replies to all requests, in order, with `parallel` threads; an interrupt does not wait for them."""
+    pool = ThreadPoolExecutor(max_workers=max(1, parallel))
+    try:
+        return list(pool.map(ask, requests))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _threaded(engine: Engine, tasks: Sequence[Task], context: Context, parallel: int) -> Iterator[Outcome]:

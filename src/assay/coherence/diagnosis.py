@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -171,8 +172,11 @@ def next_steps(subject: Subject) -> tuple[str, ...]:
 def rollback_command(subject: Subject) -> str:
     """The known-coherent baseline as one command: no parallelism, no speculation, no KV compression, eager."""
     context = min(ROLLBACK_CONTEXT, subject.max_model_len or ROLLBACK_CONTEXT)
+    # A report may be shown to others, so a folder of this machine stays in `subject` alone.
+    local = subject.model.startswith(("/", "~", ".")) or "\\" in subject.model
+    model = "CHECKPOINT" if local else shlex.quote(subject.model)
     return (
-        f"vllm serve {subject.model} --tensor-parallel-size 1 --pipeline-parallel-size 1 "
+        f"vllm serve {model} --tensor-parallel-size 1 --pipeline-parallel-size 1 "
         f"--kv-cache-dtype auto --enforce-eager --max-model-len {context}"
     )
 

@@ -16,7 +16,10 @@ _CAUSES: dict[str, tuple[str, ...]] = {
     "special_token_leak": (_TOKENIZER, "special tokens that the server does not skip"),
     "template_leak": (_TOKENIZER, "an end-of-turn token that is missing from the stop tokens"),
     "tokenizer_marks": ("ids turned into text without the tokenizer's decoder", _TOKENIZER),
-    "replacement_characters": ("a character's bytes split over tokens or chunks and decoded apart", _TOKENIZER),
+    "replacement_characters": (
+        "a character's bytes split over tokens or chunks and decoded apart",
+        _TOKENIZER,
+    ),
     "control_characters": (_TOKENIZER, _WEIGHTS),
     "newline_loop": ("a grammar or JSON mode that allows blanks without end", _LOOP),
     "blank_flood": ("a grammar or JSON mode that allows blanks without end", _LOOP),
@@ -41,13 +44,19 @@ def causes_of(kind: str) -> tuple[str, ...]:
     """Likely causes of a kind of fault, the likeliest first."""
     if kind in _CAUSES:
         return _CAUSES[kind]
-    return (_WEIGHTS, "a KV cache that is corrupt or has too few bits") if "salad" in kind or "soup" in kind else (_LOOP,)
+    return (
+        (_WEIGHTS, "a KV cache that is corrupt or has too few bits")
+        if "salad" in kind or "soup" in kind
+        else (_LOOP,)
+    )
 
 
 def explain(path: str, result: Grade) -> Finding:
     """The finding for one faulty text."""
     kind = result.kind or ""
-    where = f" from character {result.onset_char:,} of {result.part}" if result.label is Label.DEGENERATE else ""
+    where = (
+        f" from character {result.onset_char:,} of {result.part}" if result.label is Label.DEGENERATE else ""
+    )
     return Finding(
         id=f"coherence.{result.label.value}",
         severity=Severity.WARNING if result.label is Label.TRUNCATED_REASONING else Severity.ERROR,

@@ -65,7 +65,7 @@ def grade(
     <Label.OK: 'ok'>
     >>> bad = grade("The capital of France is" + " the" * 50)
     >>> bad.label.value, bad.kind, bad.onset_char
-    ('degenerate', 'the_the_the', 25)
+    ('degenerate', 'the_the_the', 24)
     """
     content = text or ""
     fields = [("content", content), ("reasoning", reasoning or "")]
@@ -78,7 +78,15 @@ def grade(
     common: dict[str, Any] = {"coherent_chars": coherent, "total_chars": total, "examined_chars": examined}
     if found:
         name, first = next(iter(found.items()))
-        return Grade(Label.DEGENERATE, first.kind, first.onset, part=name, evidence=first.evidence, detections=found, **common)
+        return Grade(
+            Label.DEGENERATE,
+            first.kind,
+            first.onset,
+            part=name,
+            evidence=first.evidence,
+            detections=found,
+            **common,
+        )
     verdict = _unfinished(content, reasoning or "", bool(calls), finish_reason)
     if verdict is None:
         return Grade(Label.OK, **common)
@@ -143,4 +151,3 @@ def _repeated_call(calls: Sequence[tuple[str, str]]) -> Detection | None:
             evidence = {"name": calls[index][0], "calls": len(calls)}
             return Detection("repeated_tool_call", 0, 0, evidence)
     return None
-

@@ -31,14 +31,17 @@ RATE_CLEAR = 0.25
 """With a reference: if the difference may still be larger than this (upper bound), the rate alone is unclear."""
 SANE_BITS = 2.0
 """Bits per byte of plain English that no sane language model needs."""
-BITS_MARGIN = 0.02
+BITS_MARGIN = 0.01
 """With a reference: bits per byte that a candidate may lose (paired by passage, lower bound)."""
 DEPTH_MARGIN = 0.05
 """Bits per byte by which a passage may become harder to predict when text is put before it (lower bound)."""
 HIDDEN_TOKENS = 20
 """Tokens that must have been billed before missing text is held against the server."""
 
-_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "repeated_tool_call"})
+_LATER_TURNS = frozenset({"second_turn", "tool_call"})
+"""Probes whose last prompt holds the model's own first answer."""
+
+_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "few_words", "repeated_tool_call"})
 _HARD_LOOPS = frozenset({"newline_loop", "delimiter_loop"})
 """Loops of nothing but blanks and marks: no model that is whole ends there, so they count as floods."""
 
@@ -66,6 +69,7 @@ class Judgement:
 def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgement:
     """Judge `record`, against `reference` where there is one."""
     rulings = [
+        *_prompts(record, reference),
         *_hard_texts(record, reference),
         *_degenerate_rate(record, reference),
         *_hidden_tokens(record, reference),
@@ -97,6 +101,47 @@ def is_loop(kind: str | None) -> bool:
 def is_hard(sample: Sample) -> bool:
     """Whether the text is one that no sane model writes at any size: a flood, a salad, nothing at all."""
     return sample.degenerate and not is_loop(sample.kind)
+
+
+def _prompts(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    """The same messages must become the same number of prompt tokens: else template or tokenizer differ."""
+    if reference is None:
+        return ()
+    ours, theirs = _prompt_tokens(record), _prompt_tokens(reference)
+    shared = sorted(ours.keys() & theirs.keys())
+    if len(shared) < 3:
+        return ()
+    other = {key: (ours[key], theirs[key]) for key in shared if ours[key] != theirs[key]}
+    says = f"{len(shared) - len(other)} of {len(shared)} prompts have the reference's number of tokens"
+    if len(other) <= len(shared) / 2:
+        return (Ruling("prompts", "good", says),)
+    examples = {
+        f"{probe} {variant}".strip(): list(counts) for (probe, variant), counts in list(other.items())[:5]
+    }
+    finding = Finding(
+        id="coherence.prompt_mismatch",
+        severity=Severity.ERROR,
+        title=f"the server builds other prompts from the same messages than the reference: {says}",
+        evidence={"prompts": len(shared), "different": len(other), "tokens_server_and_reference": examples},
+        causes=(
+            "the chat template is not the model's own",
+            "the tokenizer is another, or does not add the start token (BOS) that the model was trained with",
+        ),
+        remedies=(
+            "compare chat_template, tokenizer.json and bos_token of the served checkpoint with the original",
+        ),
+    )
+    return (Ruling("prompts", "bad", says, (finding,)),)
+
+
+def _prompt_tokens(record: CheckRecord) -> dict[tuple[str, str], int]:
+    """Prompt tokens by probe and variant, for the prompts that do not depend on an earlier answer."""
+    return {
+        (probe.name, sample.variant): sample.prompt_tokens
+        for probe in record.probes
+        for sample in probe.samples
+        if probe.name not in _LATER_TURNS and sample.prompt_tokens is not None
+    }
 
 
 def _hard_texts(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:

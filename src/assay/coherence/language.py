@@ -52,7 +52,17 @@ _SUFFIXES = (
     "ly", "ing", "ed", "tion", "ment", "ness", "ity", "able", "ive", "ous", "ful", "al", "er", "or", "est", "s",
 )  # fmt: skip
 _PUNCTUATION = ".,;:?!()\"'-"
-WORD_CLASSES = [*sorted(FUNCTION_WORDS), *(f"-{s}" for s in _SUFFIXES), *_PUNCTUATION, "NUMBER", "CAPITAL", "SHORT", "WORD", "UNKNOWN", "MARK"]
+WORD_CLASSES = [
+    *sorted(FUNCTION_WORDS),
+    *(f"-{s}" for s in _SUFFIXES),
+    *_PUNCTUATION,
+    "NUMBER",
+    "CAPITAL",
+    "SHORT",
+    "WORD",
+    "UNKNOWN",
+    "MARK",
+]
 MARK_CLASS = len(WORD_CLASSES) - 1
 _CLASS_OF = {name: index for index, name in enumerate(WORD_CLASSES)}
 

@@ -22,6 +22,7 @@ from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sampl
 from assay.coherence.samples import to_sample
 from assay.coherence.throughput import prefill_speed, time_round, timed_requests, untimed_text
 from assay.engines.base import Capability, Engine
+from assay.engines.server.errors import RequestRefused
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict
@@ -83,7 +84,7 @@ class Measurement:
                 name=name,
                 title=title,
                 samples=tuple(self._samples.get(name, ())),
-                skipped=self._skipped.get(name),
+                skipped=None if self._samples.get(name) else self._skipped.get(name),
                 failed=self._failed.get(name),
             )
             for name, title in self._titles.items()
@@ -209,7 +210,11 @@ class Measurement:
         if outcome.error is not None:
             if outcome.error.verdict is Verdict.ERROR and outcome.error.finding_id in _ENDS_THE_RUN:
                 raise outcome.error
-            self._failed[name] = outcome.error.message
+            if isinstance(outcome.error, RequestRefused) and name not in self._samples:
+                # The server understood and will not do it: that is its answer, not a fault of the run.
+                self._skipped[name] = outcome.error.message
+            else:
+                self._failed[name] = outcome.error.message
         if outcome.replies and outcome.error is None:
             sample = to_sample(outcome, run_code=self.plan.run_code)
             self._samples.setdefault(name, []).append(sample)

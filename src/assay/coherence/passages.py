@@ -38,7 +38,7 @@ def score_passages(
     texts = passages()
     for index, text in enumerate(texts):
         scores = engine.score(text)
-        yield PassageScore(f"p{index:02d}", 0, scores.nll, scores.bytes or len(text.encode()))
+        yield PassageScore(f"p{index:02d}", 0, scores.nll, len(text.encode()))
         on_done()
     if Capability.TOKENIZE not in engine.capabilities:
         return

@@ -43,12 +43,8 @@ def read_text(path: str) -> Reading:
 
 def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
     """Bytes as text: UTF-8, with or without a byte order mark, or UTF-16 with one. Broken bytes become U+FFFD."""
-    for bom, encoding in _BOMS:
-        if data.startswith(bom):
-            data = data[len(bom) :]
-            break
-    else:
-        encoding = "utf-8"
+    bom, encoding = next(((b, name) for b, name in _BOMS if data.startswith(b)), (b"", "utf-8"))
+    data = data[len(bom) :]
     if encoding == "utf-8" and data.count(0) > max(8, len(data) // 50):
         raise _unreadable(path, "a binary file, not text")
     decoder = codecs.getincrementaldecoder(encoding)("strict")

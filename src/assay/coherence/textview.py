@@ -81,12 +81,19 @@ class TextView:
     @cached_property
     def tokens(self) -> Units:
         """Tokens, equal when they differ in case only."""
-        return self._units([w.lower() for w in self.words])
+        distinct, which = self.distinct_words
+        return self._units(_number([w.lower() for w in distinct])[which])
+
+    @cached_property
+    def distinct_words(self) -> tuple[Sequence[str], NDArray[np.int64]]:
+        """The different tokens, case and all, and for every token which of them it is."""
+        return list(dict.fromkeys(self.words)), _number(self.words)
 
     @cached_property
     def masked_tokens(self) -> Units:
         """Tokens, all numbers alike: a loop with a counter repeats exactly here."""
-        return self._units([_DIGITS.sub("0", w.lower()) for w in self.words])
+        distinct, which = self.distinct_words
+        return self._units(_number([_DIGITS.sub("0", w.lower()) for w in distinct])[which])
 
     @cached_property
     def segments(self) -> Units:
@@ -96,7 +103,10 @@ class TextView:
         keys: list[str] = []
         spans: list[tuple[int, int]] = []
         at = 0
-        for start, end in [*((m.start(), m.end()) for m in _SEGMENT_END.finditer(self.text)), (len(self.text),) * 2]:
+        for start, end in [
+            *((m.start(), m.end()) for m in _SEGMENT_END.finditer(self.text)),
+            (len(self.text),) * 2,
+        ]:
             piece = self.text[at:start].strip()
             if piece:
                 keys.append(piece.lower())
@@ -141,12 +151,15 @@ class TextView:
     def _matches(self) -> Sequence[re.Match[str]]:
         return list(_TOKEN.finditer(self.text))
 
-    def _units(self, keys: Sequence[str]) -> Units:
+    def _units(self, ids: NDArray[np.int64]) -> Units:
+        return Units(ids, *self._bounds)
+
+    @cached_property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         import numpy as np
 
-        starts = np.array([m.start() for m in self._matches], dtype=np.int64)
-        ends = np.array([m.end() for m in self._matches], dtype=np.int64)
-        return Units(_number(keys), starts, ends)
+        spans = np.array([m.span() for m in self._matches], dtype=np.int64).reshape(-1, 2)
+        return spans[:, 0].copy(), spans[:, 1].copy()
 
 
 def _number(keys: Sequence[str]) -> NDArray[np.int64]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
-from assay.coherence.conversation import TEMPERATURE, TOP_P
+from assay.coherence.conversation import TEMPERATURE, TOP_P, side_by_side
 from assay.coherence.probes.base import user
 from assay.coherence.record import HEAD_CHARS, TimedText
 from assay.coherence.samples import grade_reply, received_chars, shown_text
@@ -54,8 +53,7 @@ def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
 
 def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list[TimedText]:
     """Stream all `requests` at once and grade what came."""
-    with ThreadPoolExecutor(max_workers=len(requests)) as pool:
-        replies = list(pool.map(engine.stream, requests))
+    replies = side_by_side(engine.stream, requests, len(requests))
     return [text for reply in replies if (text := to_timed_text(reply, round_)) is not None]
 
 

@@ -7,6 +7,7 @@ encoded data (base64, hex digests) are left out: they look like nothing and mean
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,10 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-WINDOW = 64
-"""Tokens of one window; a shorter text is one window."""
-STRIDE = 16
-MIN_TOKENS = 10
+MIN_WORDS = 24
 
 FEATURES = (
     "shape", "letters", "odd_words", "known", "function", "syntax", "script_jumps", "case_jumps", "digit_jumps",
@@ -41,19 +39,22 @@ class Windows:
     end: NDArray[np.int64]
 
 
-def measure(view: TextView, window: int = WINDOW, stride: int = STRIDE) -> Windows | None:
-    """The windows of a text, or None if it has too few tokens to say anything."""
+def running_sums(view: TextView) -> Mapping[str, NDArray[np.float64]] | None:
+    """Running sums of all measures over the tokens, or None if there are too few to say anything."""
+    if sum(w[0].isalnum() for w in view.words) < MIN_WORDS:
+        return None
+    return {name: _sums(values) for name, values in _token_measures(view).items()}
+
+
+def measure(view: TextView, sums: Mapping[str, NDArray[np.float64]], window: int, stride: int) -> Windows:
+    """All windows of `window` tokens, one every `stride`; a shorter text is one window."""
     import numpy as np
 
     total = len(view.words)
-    if total < MIN_TOKENS:
-        return None
     first = np.arange(0, max(total - window, 0) + stride, stride, dtype=np.int64)
     first = np.unique(np.minimum(first, max(total - window, 0)))
     end = np.minimum(first + window, total)
     start_char, end_char = view.tokens.starts[first], view.tokens.ends[end - 1]
-    per_token = _token_measures(view)
-    sums = {name: _sums(values) for name, values in per_token.items()}
 
     def mean(name: str, weight: str) -> NDArray[np.float64]:
         top = sums[name][end] - sums[name][first]
@@ -87,7 +88,7 @@ def _token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
     import numpy as np
 
     tables = lang.tables()
-    starts, ends, words = view.tokens.starts, view.tokens.ends, view.words
+    starts, ends = view.tokens.starts, view.tokens.ends
     classes = lang.character_classes(view.codes)
     letters = lang.letter_codes(view.codes)
     shape = _sums(_shape_bits(classes, tables.shapes))
@@ -99,21 +100,25 @@ def _token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
     owned = np.concatenate(([0], ends[:-1]))
     letter_count = (is_latin[ends] - is_latin[starts]) * weight
     bits = (letter[ends] - letter[starts]) * weight
-    known_of = {w: lang.is_known_word(w, tables.bloom) for w in {w.lower() for w in words}}
-    known = np.array([known_of[w.lower()] for w in words], dtype=float)
-    function = np.array([w.lower() in FUNCTION_WORDS for w in words], dtype=float)
+    distinct, which = view.distinct_words
+    listed = np.array([lang.is_known_word(w.lower(), tables.bloom) for w in distinct], dtype=bool)
+    known = listed[which].astype(float)
+    function = np.array([w.lower() in FUNCTION_WORDS for w in distinct], dtype=float)[which]
     first_class = classes[starts]
     before = classes[np.maximum(starts - 1, 0)]
     glued = (starts > 0) & (starts == owned)
     latin_word = ((letter_count == ends - starts) & (letter_count > 0)).astype(float) * weight
-    is_word = np.array([w[0].isalnum() for w in words], dtype=float) * weight
-    syntax_class = lang.word_classes(words, known > 0)
+    is_word = np.array([w[0].isalnum() for w in distinct], dtype=float)[which] * weight
+    syntax_class = lang.word_classes(distinct, listed.tolist())[which]
     pair = np.concatenate(([0.0], tables.syntax[syntax_class[:-1], syntax_class[1:]]))
-    no_break = np.concatenate(([0.0], (_line_breaks(view, starts)[1:] == _line_breaks(view, starts)[:-1]).astype(float)))
+    breaks = _sums((view.codes == ord("\n")).astype(float))[starts]
+    no_break = np.concatenate(([0.0], (breaks[1:] == breaks[:-1]).astype(float)))
     mark = first_class >= lang.FIRST_MARK
     unmarked = syntax_class != lang.MARK_CLASS
     no_break *= np.concatenate(([0.0], (unmarked[1:] & unmarked[:-1]).astype(float)))
-    spaced = (before == lang.SPACE) & (np.append(classes, lang.SPACE)[np.minimum(ends, len(classes))] == lang.SPACE)
+    spaced = (before == lang.SPACE) & (
+        np.append(classes, lang.SPACE)[np.minimum(ends, len(classes))] == lang.SPACE
+    )
     return {
         "one": weight,
         "chars": (ends - owned) * weight,
@@ -129,10 +134,16 @@ def _token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
         "pair_bits": pair * no_break * weight,
         "script_jump": _script_jumps(classes, starts, ends) * weight,
         "case_jump": _inner_jumps(classes, starts, ends, lang.LOWER, lang.UPPER) * weight,
-        "digit_jump": (glued & ((first_class == lang.DIGIT) != (before == lang.DIGIT)) & _alnum(first_class) & _alnum(before)) * weight,
+        "digit_jump": (
+            glued
+            & ((first_class == lang.DIGIT) != (before == lang.DIGIT))
+            & _alnum(first_class)
+            & _alnum(before)
+        )
+        * weight,
         "loose_mark": (mark & spaced) * weight,
         "seen_before": _seen_before(view.tokens.ids) * weight,
-        "breaks": np.diff(_line_breaks(view, starts), prepend=0).clip(0, 3) * weight,
+        "breaks": np.diff(breaks, prepend=0).clip(0, 3) * weight,
     }
 
 
@@ -176,13 +187,17 @@ def _inner_jumps(
     return jumps[ends] - jumps[np.minimum(starts + 1, ends)]
 
 
-def _script_jumps(classes: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.float64]:
+def _script_jumps(
+    classes: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]
+) -> NDArray[np.float64]:
     """Whether a token is of another script than the word before it (0.5), or mixes scripts itself (1)."""
     import numpy as np
 
     script = np.full(lang.CLASSES, -1)
     script[[lang.LOWER, lang.UPPER, lang.LOWER_LATIN, lang.UPPER_LATIN]] = 0
-    script[lang.FIRST_SCRIPT : lang.OTHER_LETTER + 1] = np.arange(1, lang.OTHER_LETTER - lang.FIRST_SCRIPT + 2)
+    script[lang.FIRST_SCRIPT : lang.OTHER_LETTER + 1] = np.arange(
+        1, lang.OTHER_LETTER - lang.FIRST_SCRIPT + 2
+    )
     # Japanese writes three scripts at once.
     script[lang.FIRST_SCRIPT + 3 : lang.FIRST_SCRIPT + 5] = script[lang.FIRST_SCRIPT + 2]
     own = script[classes]
@@ -194,7 +209,8 @@ def _script_jumps(classes: NDArray[np.int64], starts: NDArray[np.int64], ends: N
     jump = np.zeros(len(starts))
     if len(lettered) > 1:
         jump[lettered[1:]] = 0.5 * (first[lettered[1:]] != first[lettered[:-1]])
-    return np.maximum(jump, mixed)
+    either: NDArray[np.float64] = np.maximum(jump, mixed)
+    return either
 
 
 def _seen_before(ids: NDArray[np.int64], span: int = 64) -> NDArray[np.float64]:
@@ -206,12 +222,6 @@ def _seen_before(ids: NDArray[np.int64], span: int = 64) -> NDArray[np.float64]:
     same = ids[order[1:]] == ids[order[:-1]]
     gap[order[1:][same]] = (order[1:] - order[:-1])[same]
     return (gap <= span).astype(float)
-
-
-def _line_breaks(view: TextView, starts: NDArray[np.int64]) -> NDArray[np.float64]:
-    import numpy as np
-
-    return _sums((view.codes == 10).astype(float))[starts] if len(starts) else np.zeros(0)
 
 
 def _alnum(classes: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from assay.demo.build import build_once
 from assay.demo.gguf_to_checkpoint import convert
@@ -90,8 +91,6 @@ def _put_bos_first(folder: Path) -> None:
     path.write_text(json.dumps(document, ensure_ascii=False), encoding="utf-8")
 
 
-def _token_id(document: dict[str, object], token: str) -> int:
+def _token_id(document: dict[str, Any], token: str) -> int:
     """The id of a token in a tokenizer.json."""
-    added = document["added_tokens"]
-    assert isinstance(added, list)
-    return int(next(entry["id"] for entry in added if entry["content"] == token))
+    return int(next(entry["id"] for entry in document["added_tokens"] if entry["content"] == token))

@@ -6,7 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from assay.report.console import TONES, emit, make_console, metric_text, plain_box, quoted
+from assay.report.console import emit, make_console, metric_text
+from assay.report.console_blocks import plain_box, quoted
+from assay.report.console_style import TONES
 from assay.report.text import excerpt, one_line
 from assay.report.tone import VERDICTS, sentence, status_tone
 from assay.verdict import Quote, Report, Severity

@@ -6,13 +6,23 @@ own text. The page also forbids scripts and loads by its content security policy
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.report import charts_svg
 from assay.report.scale import caption, drawable, name, with_interval
-from assay.report.text import evidence_items, excerpt, is_command, one_line, safe_json, split_code, visible
+from assay.report.text import (
+    evidence_items,
+    excerpt,
+    is_command,
+    one_line,
+    safe_json,
+    split_code,
+    subject_items,
+    visible,
+)
 from assay.report.tone import SEVERITIES, VERDICTS, plural, sentence, status_tone
 from assay.verdict import SCHEMA, Block, Chart, Quote, Report, Severity, Table
 
@@ -34,6 +44,8 @@ def render(report: Report) -> str:
         report=report,
         look=VERDICTS[report.verdict],
         sentence=sentence(report),
+        subject=subject_items(report.subject),
+        whole=report.subject if any(isinstance(v, Mapping) for v in report.subject.values()) else {},
         groups=[
             (title, SEVERITIES[severity], found)
             for severity, title in _GROUPS

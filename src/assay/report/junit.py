@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 from xml.etree import ElementTree as ET
 
-from assay.report.text import evidence_items, one_line, shorten, visible
+from assay.report.text import evidence_items, one_line, shorten, subject_items, visible
 from assay.report.tone import sentence
 from assay.verdict import Finding, Report, Severity, Verdict, jsonable
 
@@ -33,7 +33,7 @@ def render(report: Report, inconclusive: Inconclusive = "error") -> str:
     command = one_line(report.command)
     suite = ET.Element("testsuite", name=_legal(f"assay {command}"))
     properties = ET.SubElement(suite, "properties")
-    for key, value in [*evidence_items(report.subject), *_headline(report)]:
+    for key, value in [*subject_items(report.subject), *_headline(report)]:
         ET.SubElement(properties, "property", name=_legal(key), value=_legal(value))
     classname = _legal(f"assay.{command}")
     if not _told_by_findings(report):

@@ -11,7 +11,15 @@ from collections.abc import Iterator, Sequence
 
 from assay.report import charts_text
 from assay.report.scale import caption, drawable
-from assay.report.text import evidence_items, excerpt, is_command, one_line, shorten, split_code
+from assay.report.text import (
+    evidence_items,
+    excerpt,
+    is_command,
+    one_line,
+    shorten,
+    split_code,
+    subject_items,
+)
 from assay.report.tone import VERDICTS, plural, sentence
 from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity, Table
 
@@ -34,7 +42,7 @@ def render(report: Report) -> str:
     """`report` as one Markdown document."""
     look = VERDICTS[report.verdict]
     parts = [f"## {look.glyph} assay {prose(report.command)}: {look.word}", prose(sentence(report))]
-    subject = [f"- {prose(key)}: {code(value)}" for key, value in evidence_items(report.subject, 200)]
+    subject = [f"- {prose(key)}: {code(value)}" for key, value in subject_items(report.subject)]
     parts.append("\n".join(subject))
     if report.headline:
         parts.append(_headline(report.headline))

@@ -108,6 +108,12 @@ def _flat_list(value: Sequence[Any], name: str, labels: dict[str, str]) -> Itera
             yield from (
                 Sample(metric_name(name)[0], labels | {word: k}, n) for k, n in counts.items() if _is_word(k)
             )
+        # The lists inside, as one: the samples of all probes.
+        inner: dict[str, list[Mapping[str, Any]]] = {}
+        for key, items in ((k, v) for mapping in value for k, v in mapping.items() if isinstance(v, list)):
+            inner.setdefault(key, []).extend(item for item in items if isinstance(item, Mapping))
+        for key, items in inner.items():
+            yield from _flat_list(items, f"{name}_{key}", labels)
     elif len(value) <= MAX_INDEX and "index" not in labels:
         for i, number in enumerate(value):
             if isinstance(number, int | float):
@@ -122,6 +128,8 @@ def _is_word(text: str) -> bool:
 def metric_name(path: str) -> tuple[str, float]:
     """A path as a metric name with its unit last, and the factor to that base unit."""
     name = re.sub(r"_+", "_", re.sub(r"[^a-z0-9_]", "_", path.lower())).strip("_")
+    if name == PREFIX:  # nothing of the path is a legal character
+        name = f"{PREFIX}_value"
     for ending, unit, factor in _UNITS:
         if name.endswith(ending):
             return name.removesuffix(ending) + unit, factor

@@ -113,11 +113,14 @@ def is_command(code: str) -> bool:
 
 
 def evidence_items(evidence: Mapping[str, Any], limit: int = 400) -> list[tuple[str, str]]:
-    """Evidence as (name, value) lines: nested names are joined with dots, long values cut."""
+    """Evidence as (name, value) lines: nested names are joined with dots, intervals put together, long values cut."""
     items: list[tuple[str, str]] = []
     for key, value in jsonable(evidence).items():
         name = one_line(key)
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value.keys() == {"value", "lo", "hi"}:
+            number, lo, hi = (scalar_text(value[part]) for part in ("value", "lo", "hi"))
+            items.append((name, f"{number} [{lo}, {hi}]"))
+        elif isinstance(value, dict) and value:
             items += [(f"{name}.{inner}", text) for inner, text in evidence_items(value, limit)]
         else:
             items.append((name, shorten(scalar_text(value), limit)))
@@ -136,14 +139,18 @@ def scalar_text(value: Any) -> str:
         return str(value)
     if isinstance(value, str):
         return one_line(value)
+    if not value:
+        return "none"
     if isinstance(value, list) and not any(isinstance(v, list | dict) for v in value):
-        return ", ".join(scalar_text(v) for v in value) or "none"
+        return ", ".join(scalar_text(v) for v in value)
     return visible(json.dumps(value, ensure_ascii=False))
 
 
-def subject_items(subject: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was examined, as (name, value) lines."""
-    return evidence_items(subject, limit=200)
+def subject_items(subject: Mapping[str, Any], limit: int = 200) -> list[tuple[str, str]]:
+    """What a person would call the subject by: its values that are set, without the settings nested in it."""
+    return evidence_items(
+        {k: v for k, v in subject.items() if v is not None and not isinstance(v, Mapping)}, limit
+    )
 
 
 def safe_json(value: Any) -> str:

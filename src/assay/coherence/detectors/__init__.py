@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from assay.coherence.detectors import (
+    copied_tail,
     digits,
     drift,
     floods,
@@ -25,6 +26,7 @@ DETECTORS: Sequence[Detector] = (
     floods.detect,
     loops.detect,
     near_loops.detect,
+    copied_tail.detect,
     variety.detect,
     stutter.detect,
     digits.detect,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 from assay.coherence.detectors.base import Detection
 from assay.coherence.textview import TextView
 
-_GLUED = re.compile(r"\b(?:the|and|but|so|this|that|of|with|was|are|have|we|you|they|it|is|think|which)\d+", re.IGNORECASE)
+_GLUED = re.compile(
+    r"\b(?:the|and|but|so|this|that|of|with|was|are|have|we|you|they|it|is|think|which)\d+", re.IGNORECASE
+)
 _GAP = re.compile(r"\n[ \t]*\n[ \t]*\n\s*")
 MIN_GLUED = 3
 
 
 def detect(view: TextView) -> Detection | None:
     """The first of several numbers where no number belongs."""
-    glued = [m for m in _GLUED.finditer(view.text)]
+    glued = list(_GLUED.finditer(view.text))
     # In code such names exist (`is1`, `this2`); there they repeat, and words do not stand around them.
     if len({m.group().lower() for m in glued}) >= MIN_GLUED and len(glued) * 300 > len(view.text):
-        return Detection("digit_salad", glued[0].start(), glued[-1].end(), {"glued": [m.group() for m in glued[:5]]})
+        return Detection(
+            "digit_salad", glued[0].start(), glued[-1].end(), {"glued": [m.group() for m in glued[:5]]}
+        )
     return _strewn(view)
 
 
@@ -27,7 +32,7 @@ def _strewn(view: TextView) -> Detection | None:
     gaps = [m.span() for m in _GAP.finditer(text)]
     if len(gaps) < 3:
         return None
-    between = "".join(text[a[1] : b[0]] for a, b in zip(gaps, gaps[1:], strict=False))
+    between = "".join(text[a[1] : b[0]] for a, b in itertools.pairwise(gaps))
     heights = {text[a:b].count("\n") for a, b in gaps}
     if len(heights) < 2 or len(between) > 20 * len(gaps) or sum(c.isalpha() for c in between) > len(gaps):
         return None

@@ -17,16 +17,19 @@ MIN_WORDS = 40
 MAX_FUNCTION = 0.05
 MIN_KNOWN = 0.85
 MIN_DISTINCT = 0.6
-_ROW = re.compile(r"[a-zA-Z]+(?: [a-zA-Z]+){39,}")
+_ROW = re.compile(rf"[a-zA-Z ]{{{3 * MIN_WORDS},}}")
+
+_WORD = re.compile("[a-zA-Z]+")
 
 
 def detect(view: TextView) -> Detection | None:
     """The first row of words without grammar."""
     for row in _ROW.finditer(view.text):
-        words = row.group().lower().split(" ")
+        spans = [m.span() for m in _WORD.finditer(row.group())]
+        words = [row.group()[a:b].lower() for a, b in spans]
         start = _drift_start(words)
         if start is not None:
-            onset = row.start() + sum(len(w) + 1 for w in words[:start])
+            onset = row.start() + spans[start][0]
             return Detection("thesaurus_drift", onset, row.end(), {"words": len(words) - start})
     return None
 

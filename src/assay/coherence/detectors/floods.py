@@ -19,13 +19,16 @@ _BLOCK_LINE = re.compile(r"[A-Za-z0-9+/_=*.,:-]{32,}")
 _RULES = set("-=*#_~.+/\\|:·•…‐‑–—―¯^,;")
 NEWLINE_LIMIT = 16
 BLANK_LIMIT = 256
+DOMINATED, DOMINANCE = 100, 0.75
+"""Characters of a window, and the share of it that one letter may not reach."""
 NEAR = 120
 """Code points looked at on either side of a run; a longer line is not a line of a drawing."""
 
 
 def detect(view: TextView) -> Detection | None:
     """The first flood of the text."""
-    found = [d for d in (_character_flood(view), _newline_flood(view), _blank_flood(view)) if d]
+    floods = (_character_flood(view), _dominated(view), _newline_flood(view), _blank_flood(view))
+    found = [d for d in floods if d]
     return min(found, key=lambda d: d.onset, default=None)
 
 
@@ -52,7 +55,9 @@ def _character_flood(view: TextView) -> Detection | None:
         whole = length >= 0.9 * short and length >= (24 if char in _RULES else 8) and not char.isalnum()
         if (length >= limit and not _drawn(view, start, end, limit)) or whole:
             kind = "asterisk_attractor" if char == "*" else "single_char_flood"
-            return Detection(kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length})
+            return Detection(
+                kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length}
+            )
     return None
 
 
@@ -66,10 +71,38 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
     if not _BLOCK_LINE.fullmatch(line.strip()):
         return False
     if view.text[start] == "A" and end - start == line_end - line_start <= 76:  # zeros in base64
-        return view.text[line_start - end + start - 1 : line_start - 1] == line or view.text[line_end + 1 : 2 * line_end - line_start + 1] == line
+        return (
+            view.text[line_start - end + start - 1 : line_start - 1] == line
+            or view.text[line_end + 1 : 2 * line_end - line_start + 1] == line
+        )
     neighbours = (view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text))))
     # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
     return any(b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours)
+
+
+def _dominated(view: TextView) -> Detection | None:
+    """A stretch in which one letter crowds out the others, as in `MMMMmMMmMMMM`."""
+    import numpy as np
+
+    codes = view.codes
+    if len(codes) < DOMINATED:
+        return None
+    known, counts = np.unique(codes, return_counts=True)
+    for code in known[np.argsort(-counts)][:6].tolist():
+        char = chr(code)
+        if not char.isalpha() or char == "A" or counts[known == code][0] < DOMINATED * DOMINANCE:
+            continue
+        sums = np.concatenate(([0], np.cumsum(codes == code)))
+        places = np.flatnonzero(sums[DOMINATED:] - sums[:-DOMINATED] >= DOMINANCE * DOMINATED)
+        if len(places):
+            onset = int(places[0]) + int(np.argmax(codes[places[0] :] == code))
+            return Detection(
+                "single_char_flood",
+                onset,
+                int(places[-1]) + DOMINATED,
+                {"char": char, "in_window": DOMINATED},
+            )
+    return None
 
 
 def _newline_flood(view: TextView) -> Detection | None:
@@ -84,5 +117,7 @@ def _blank_flood(view: TextView) -> Detection | None:
     for match in _BLANKS.finditer(view.text):
         trailing = match.end() == len(view.text)
         if match.end() - match.start() >= (BLANK_LIMIT // 2 if trailing else BLANK_LIMIT):
-            return Detection("blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()})
+            return Detection(
+                "blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()}
+            )
     return None

@@ -28,5 +28,7 @@ def detect(view: TextView) -> Detection | None:
             or (glued is not None and len(set(glued.group())) >= 12)
         )
         if soup:
-            return Detection("identifier_soup", match.start(), match.end(), {"length": len(name), "name": quote(name)})
+            return Detection(
+                "identifier_soup", match.start(), match.end(), {"length": len(name), "name": quote(name)}
+            )
     return None

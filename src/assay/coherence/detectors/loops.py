@@ -26,6 +26,8 @@ from assay.coherence.textview import Ending, TextView, Units
 MAX_PERIOD = 64
 TOKEN_PERIOD = 80
 """Longest period in tokens: 64 words with the marks between them."""
+_CODE = frozenset("<>{};=|")
+"""Marks of code and markup, where equal items follow one another by right."""
 LOOK_BACK = 200
 """Code points looked at before a run to see what stands on its line."""
 
@@ -53,6 +55,7 @@ class Loop:
 
     @property
     def chars(self) -> int:
+        """Code points of the whole run."""
         return self.end - self.start
 
 
@@ -62,7 +65,11 @@ def detect(view: TextView) -> Detection | None:
     if not faults:
         return None
     first = min(faults, key=lambda loop: (loop.start, -loop.end))
-    evidence = {"unit": quote(first.unit), "period_chars": len(first.unit), "repeats": round(first.repeats, 1)}
+    evidence = {
+        "unit": quote(first.unit),
+        "period_chars": len(first.unit),
+        "repeats": round(first.repeats, 1),
+    }
     return Detection(loop_kind(first.unit), _line_start_in(first), first.end, evidence)
 
 
@@ -83,12 +90,16 @@ def candidates(view: TextView) -> Iterator[Loop]:
 def is_fault(loop: Loop, ending: Ending) -> bool:
     """Whether a repetition is a loop that a sane text would not hold."""
     kind = classify(loop.unit)
-    if kind is UnitClass.BLANK or len(set(loop.unit.strip())) == 1:
+    if kind is UnitClass.BLANK or len(set(loop.unit)) == 1:
         return False  # floods.py knows blanks and single characters
+    if kind is not UnitClass.DECORATION and len(set(loop.unit.strip())) == 1 and "\n" in loop.unit:
+        return False  # zeros in base64, or a flood that lines break
     if kind is UnitClass.DECORATION:
         return _decoration_fault(loop)
     if kind is UnitClass.DATA:
         return _data_fault(loop)
+    if any(c in _CODE for c in loop.unit):
+        return loop.repeats >= (8 if loop.cut else 40)
     if is_sentence(loop.unit):
         return _sentence_fault(loop, ending)
     return _run_on_fault(loop)
@@ -139,6 +150,14 @@ def _unit_loops(view: TextView, units: Units, max_period: int, min_repeats: int)
             yield _loop(view, start, end, run.repeats, unit)
 
 
+def _ends_whole(view: TextView, end: int, unit: str) -> bool:
+    """Whether lines repeat and the last one is whole, in a text of which the server does not say that it was cut."""
+    if view.ending is Ending.CUT or "\n" not in unit:
+        return False
+    start, stop = view.line_at(max(end - 1, 0))
+    return view.text[start:stop].strip() in {line.strip() for line in (unit + unit).split("\n")[1:-1]}
+
+
 def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Loop:
     at_end = view.visible_end - end <= len(unit)
     line_start, line_end = view.line_at(start)
@@ -150,7 +169,7 @@ def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Lo
         end=end,
         at_end=at_end,
         open_ended=end >= view.visible_end,
-        cut=at_end and view.cut,
+        cut=at_end and view.cut and not _ends_whole(view, end, unit),
         line_aligned="\n" in unit or (not before and end >= line_end),
         one_line=end <= line_end,
         inline=bool(before) and "\n" not in unit,

@@ -28,6 +28,8 @@ MIN_LETTERS = 0.6
 def detect(view: TextView) -> Detection | None:
     """The first near-loop in running prose."""
     ids = view.masked_tokens.ids
+    if len(ids) < MIN_TOKENS:
+        return None
     found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, ids, p))]
     return min(found, key=lambda d: d.onset, default=None)
 
@@ -41,14 +43,20 @@ def _with_period(view: TextView, ids: NDArray[Any], period: int) -> Detection | 
     same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period], dtype=np.int64)))
     starts, ends = true_stretches(same[width:] - same[:-width] >= MIN_SAME * width)
     for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        start = first + int(np.argmax(np.diff(same[first : first + width + 1])))  # the first token that comes again
+        start = first + int(
+            np.argmax(np.diff(same[first : first + width + 1]))
+        )  # the first token that comes again
         last = min(end + width + period - 2, len(ids) - 1)
         a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
         if _is_prose_loop(view, a, b, start, last, period):
             unit = view.text[a : int(view.tokens.starts[start + period])]
             exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
             kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
-            evidence = {"unit": quote(unit), "period_tokens": period, "repeats": round((last + 1 - start) / period, 1)}
+            evidence = {
+                "unit": quote(unit),
+                "period_tokens": period,
+                "repeats": round((last + 1 - start) / period, 1),
+            }
             return Detection(kind, a, b, evidence)
     return None
 

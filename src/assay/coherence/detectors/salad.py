@@ -1,75 +1,138 @@
 """Salads: text whose characters, words or word order no language would produce.
 
-Each window of about 64 tokens gets a score, the log-odds of a logistic regression on the measures of `windows.py`
-and their products. The weights were fitted on legitimate text (prose, code, data, 300 languages) against outputs
-of broken models and synthetic salads, never on what the benchmark reports (docs/methods/degeneration.md).
+Each window gets a score, the log-odds of boosted trees on the measures of `windows.py`. They were fitted by
+`benchmarks/fit_salad.py` on legitimate text (prose, code, data, 300 languages) against outputs of broken models and
+synthetic salads, never on what the benchmark reports (docs/methods/degeneration.md). A measure that can only speak
+for salad, such as strange letters, can only raise the score (monotone constraints), so that a text stranger than any
+seen is not acquitted.
 One bad window may be a strange list; a salad is a stretch of them, or a whole short text.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from assay.coherence import windows
 from assay.coherence.detectors.base import Detection
+from assay.coherence.detectors.periodic import true_stretches
 from assay.coherence.textview import TextView
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-WEIGHTS = "salad_weights.json"
-LIMIT = 4.0
-"""Log-odds from which a window counts as salad."""
-STRETCH = 2
-"""Windows in a row that make a salad."""
+MODEL = "salad_trees.npz"
+SCALES = ((64, 16), (24, 8))
+"""Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
+LIMITS = {64: (2.9, 2, 3.5), 24: (3.5, 3, 5.5)}
+"""For each scale: the log-odds from which a window counts, how many such windows in a row make a salad, and the
+log-odds that one window needs in a text that holds no more of them."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """Clipping range, mean and scale of every measure; coefficients of measures and products; intercept."""
+class Trees:
+    """Boosted regression trees, nodes of all trees in one table; a leaf is its own child."""
 
-    lower: NDArray[np.float64]
-    upper: NDArray[np.float64]
-    mean: NDArray[np.float64]
-    scale: NDArray[np.float64]
-    beta: NDArray[np.float64]
-    intercept: float
-
-    def to_json(self) -> dict[str, Any]:
-        rounded = {k: [round(float(v), 5) for v in getattr(self, k)] for k in ("lower", "upper", "mean", "scale", "beta")}
-        return {**rounded, "intercept": round(self.intercept, 5), "features": list(windows.FEATURES)}
+    roots: NDArray[np.int64]
+    feature: NDArray[np.int64]
+    threshold: NDArray[np.float64]
+    left: NDArray[np.int64]
+    right: NDArray[np.int64]
+    value: NDArray[np.float64]
+    baseline: float
+    depth: int
 
 
 @cache
-def weights() -> Weights:
-    """The shipped weights."""
+def trees(window: int) -> Trees:
+    """The shipped trees for windows of so many tokens."""
     import numpy as np
 
-    stored = json.loads(resources.files("assay.coherence.data").joinpath(WEIGHTS).read_text(encoding="utf-8"))
-    arrays = {key: np.array(stored[key]) for key in ("lower", "upper", "mean", "scale", "beta")}
-    return Weights(**arrays, intercept=float(stored["intercept"]))
+    with resources.files("assay.coherence.data").joinpath(MODEL).open("rb") as file, np.load(file) as stored:
+        names = ("roots", "feature", "threshold", "left", "right", "value")
+        table = {name: stored[f"{name}_{window}"] for name in names}
+        return Trees(
+            **table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"])
+        )
 
 
-def expand(values: NDArray[np.float64], shape: Weights) -> NDArray[np.float64]:
-    """Standardised measures, their squares and products: shape (windows, f + f(f+1)/2)."""
+def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
+    """Log-odds of salad for every window: the sum of the leaves that its measures (windows, features) lead to."""
     import numpy as np
 
-    # Clipped, so that a text stranger than any seen gets the score of the strangest seen and not more.
-    z = (np.clip(values, shape.lower, shape.upper) - shape.mean) / shape.scale
-    a, b = np.triu_indices(z.shape[1])
-    return np.concatenate([z, z[:, a] * z[:, b]], axis=1)
-
-
-def scores(values: NDArray[np.float64], fitted: Weights) -> NDArray[np.float64]:
-    """Log-odds of salad for every window."""
-    return expand(values, fitted) @ fitted.beta + fitted.intercept
+    node = np.broadcast_to(model.roots, (len(values), len(model.roots))).copy()
+    row = np.arange(len(values))[:, None]
+    for _ in range(model.depth):
+        goes_left = values[row, model.feature[node]] <= model.threshold[node]
+        node = np.where(goes_left, model.left[node], model.right[node])
+    total: NDArray[np.float64] = model.baseline + model.value[node].sum(axis=1)
+    return total
 
 
 def detect(view: TextView) -> Detection | None:
-    """The first stretch of salad."""
+    """The first stretch of salad, at either scale."""
+    sums = windows.running_sums(view)
+    if sums is None:
+        return None
+    found = [
+        d
+        for window, stride in SCALES
+        if (d := _in_windows(windows.measure(view, sums, window, stride), window))
+    ]
+    return min(found, key=lambda d: d.onset, default=None)
+
+
+def _in_windows(measured: windows.Windows, window: int) -> Detection | None:
+    import numpy as np
+
+    score = scores(measured.values, trees(window))
+    marks, repeats = (measured.values[:, windows.FEATURES.index(name)] for name in ("marks", "repeats"))
+    # Marks everywhere and hardly a new token: regular code or a table, whatever its letters look like.
+    score = np.where((marks > 0.4) & (repeats > 0.85), -np.inf, score)
+    limit, stretch, lone_limit = LIMITS[window]
+    # The more windows, the more strange ones by chance: every doubling past 64 asks for one more in a row.
+    stretch += max(0, (len(score) // 64).bit_length() - 1) if len(score) >= 128 else 0
+    lone = len(score) < stretch
+    starts, ends = true_stretches(score > (lone_limit if lone else limit))
+    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        if end - first >= (1 if lone else stretch):
+            worst = first + int(np.argmax(score[first:end]))
+            measures = dict(zip(windows.FEATURES, measured.values[worst].round(3).tolist(), strict=True))
+            evidence = {
+                "log_odds": round(float(score[worst]), 2),
+                "window_tokens": window,
+                "windows": end - first,
+            }
+            # The first windows overlap what came before: the salad begins about where the first one is half full.
+            onset = (
+                int(measured.start[first])
+                if first == 0
+                else int(measured.start[first] + measured.end[first]) // 2
+            )
+            return Detection(
+                kind_of(measures), onset, int(measured.end[end - 1]), evidence | _telling(measures)
+            )
     return None
+
+
+def kind_of(measures: dict[str, float]) -> str:
+    """The name of a salad, from what stands out in its worst window."""
+    if measures["script_jumps"] > 0.08:
+        return "mixed_scripts"
+    if measures["digit_jumps"] > 0.08:
+        return "digit_salad"
+    if measures["function"] > 0.45 and measures["syntax"] < 0.2:
+        return "function_word_salad"
+    if measures["odd_words"] > 0.25 or measures["case_jumps"] > 0.04:
+        return "subword_salad"
+    if measures["repeats"] > 0.75:
+        return "few_words"
+    return "token_soup" if measures["marks"] > 0.3 else "word_salad"
+
+
+def _telling(measures: dict[str, float]) -> dict[str, float]:
+    names = ("shape", "letters", "odd_words", "known", "function", "syntax", "repeats")
+    return {name: measures[name] for name in names}

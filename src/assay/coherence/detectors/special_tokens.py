@@ -21,7 +21,9 @@ _SPECIAL = re.compile(
     r"|<0x[0-9A-F]{2}>"
     r"|\u2047"
 )
-_TURN = re.compile(r"im_start|start_header|start_of_turn|INST|SYS|User|Assistant|<\|(?:user|assistant|system)\|>")
+_TURN = re.compile(
+    r"im_start|start_header|start_of_turn|INST|SYS|User|Assistant|<\|(?:user|assistant|system)\|>"
+)
 _FILLER = re.compile(r"pad|unk|unused|reserved|extra_id|mask|0x|\u2047", re.IGNORECASE)
 _PLAIN = re.compile(r"</?(?:s|think|tool_call|tool_response)>")
 _BYTE_LEVEL = re.compile(r"[A-Za-z][Ġ▁][A-Za-z]|Ċ")

@@ -11,9 +11,74 @@ from assay.coherence.textview import TextView
 _TWICE = re.compile(r"(?<![\w'-])([a-z]{3,})(?: \1)+(?![\w'-])")
 # English (and C) says these twice.
 _ALLOWED = frozenset(
-    "very really that had long bye blah knock tick far many much more again never please yes now well there hear "
-    "tut hush chop run wait stop over round and who day night step one two half bit nan null true false none row "
-    "null void left right up down you tom duck goose choo beep boo yum pom cha dum ding dong tap wah ooh".split()
+    [
+        "again",
+        "and",
+        "beep",
+        "bit",
+        "blah",
+        "boo",
+        "bye",
+        "cha",
+        "choo",
+        "chop",
+        "day",
+        "ding",
+        "dong",
+        "down",
+        "duck",
+        "dum",
+        "false",
+        "far",
+        "goose",
+        "had",
+        "half",
+        "hear",
+        "hush",
+        "knock",
+        "left",
+        "long",
+        "many",
+        "more",
+        "much",
+        "nan",
+        "never",
+        "night",
+        "none",
+        "now",
+        "null",
+        "one",
+        "ooh",
+        "over",
+        "please",
+        "pom",
+        "really",
+        "right",
+        "round",
+        "row",
+        "rozenset",
+        "run",
+        "step",
+        "stop",
+        "tap",
+        "that",
+        "there",
+        "tick",
+        "tom",
+        "true",
+        "tut",
+        "two",
+        "up",
+        "very",
+        "void",
+        "wah",
+        "wait",
+        "well",
+        "who",
+        "yes",
+        "you",
+        "yum",
+    ]
 )
 MIN_WORDS = 2
 """Distinct words that stutter."""
@@ -30,7 +95,14 @@ def detect(view: TextView) -> Detection | None:
     found = [m for m in doubled if language.is_known_word(m.group(1), bloom)]
     for index in range(len(found) - MIN_WORDS + 1):
         group = found[index : index + MIN_WORDS]
-        if len({m.group(1) for m in group}) == MIN_WORDS and group[-1].end() - group[0].start() <= MAX_GAP * (MIN_WORDS - 1):
+        if len({m.group(1) for m in group}) == MIN_WORDS and group[-1].end() - group[0].start() <= MAX_GAP * (
+            MIN_WORDS - 1
+        ):
             onset = group[0].start() + len(group[0].group(1))
-            return Detection("stutter", onset, found[-1].end(), {"words": [m.group(1) for m in found[:5]], "count": len(found)})
+            return Detection(
+                "stutter",
+                onset,
+                found[-1].end(),
+                {"words": [m.group(1) for m in found[:5]], "count": len(found)},
+            )
     return None

@@ -6,12 +6,106 @@ import re
 from enum import StrEnum
 
 FUNCTION_WORDS = frozenset(
-    ["the", "a", "an", "and", "or", "but", "if", "of", "to", "in", "on", "at", "by", "for", "from", "with", "as", "is", "are", "was", "were", "be", "been", "being", "it", "its", "this", "that", "these", "those", "i", "you", "he", "she", "we", "they", "them", "his", "her", "their", "our", "your", "my", "not", "so", "than", "then", "there", "here", "which", "who", "what", "when", "where", "how", "all", "any", "some", "no", "do", "does", "did", "has", "have", "had", "will", "would", "can", "could", "should", "may", "might", "must", "about", "into", "over", "after", "before", "between", "through", "during", "under", "up", "out", "more", "most", "such", "only", "also", "other", "very", "just"]
+    [
+        "the",
+        "a",
+        "an",
+        "and",
+        "or",
+        "but",
+        "if",
+        "of",
+        "to",
+        "in",
+        "on",
+        "at",
+        "by",
+        "for",
+        "from",
+        "with",
+        "as",
+        "is",
+        "are",
+        "was",
+        "were",
+        "be",
+        "been",
+        "being",
+        "it",
+        "its",
+        "this",
+        "that",
+        "these",
+        "those",
+        "i",
+        "you",
+        "he",
+        "she",
+        "we",
+        "they",
+        "them",
+        "his",
+        "her",
+        "their",
+        "our",
+        "your",
+        "my",
+        "not",
+        "so",
+        "than",
+        "then",
+        "there",
+        "here",
+        "which",
+        "who",
+        "what",
+        "when",
+        "where",
+        "how",
+        "all",
+        "any",
+        "some",
+        "no",
+        "do",
+        "does",
+        "did",
+        "has",
+        "have",
+        "had",
+        "will",
+        "would",
+        "can",
+        "could",
+        "should",
+        "may",
+        "might",
+        "must",
+        "about",
+        "into",
+        "over",
+        "after",
+        "before",
+        "between",
+        "through",
+        "during",
+        "under",
+        "up",
+        "out",
+        "more",
+        "most",
+        "such",
+        "only",
+        "also",
+        "other",
+        "very",
+        "just",
+    ]
 )
 
 _BLANK = re.compile(r"(?:\s|&nbsp;|&#160;|<br ?/?>)*")
 _WORD = re.compile(r"[^\W\d_]+")
 _DATA = re.compile(r"(?:0x|[\s\d.,;:|+/\\()\[\]{}<>\"'%a-fA-F=*-])+")
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]")
 _SENTENCE_END = re.compile(r"[.!?。！？]|\n")
 
 
@@ -61,4 +155,5 @@ def loop_kind(unit: str) -> str:
         return "a_a_a"
     if is_sentence(unit.strip().rstrip(".!?。！？")) or (is_sentence(unit) and len(words) > 2):
         return "sentence_loop"
-    return "single_token_loop" if len(marks) < 24 and len(words) <= 1 else "phrase_loop"
+    one_word = len(words) <= 1 and len(marks) < 24 and (len(marks) <= 2 or not _UNSPACED.search(marks))
+    return "single_token_loop" if one_word else "phrase_loop"

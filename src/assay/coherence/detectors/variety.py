@@ -13,6 +13,7 @@ from assay.coherence.textview import TextView
 
 WINDOW = 60
 MAX_DISTINCT = 12
+MAX_MARKS = 0.15
 _LINE = re.compile(r"[^\n]{200,}")
 _WORD = re.compile(r"[^\W\d_]+")
 
@@ -29,10 +30,13 @@ def detect(view: TextView) -> Detection | None:
             continue
         start, end = matches[index].start(), matches[index + WINDOW - 1].end()
         passage = line.group()[start:end]
-        if sum(c.isalpha() for c in passage) < 0.55 * len(passage):  # a table, a list of numbers
-            continue
+        marks = sum(not c.isalnum() and not c.isspace() for c in passage)
+        if marks > MAX_MARKS * len(passage) or sum(c.isalpha() for c in passage) < 0.55 * len(passage):
+            continue  # code, a table, a list of numbers
         used = sorted(set(words[index : index + WINDOW]), key=words[index:].count, reverse=True)
-        return Detection("few_words", line.start() + start, line.start() + end, {"words": used[:6], "distinct": len(used)})
+        return Detection(
+            "few_words", line.start() + start, line.start() + end, {"words": used[:6], "distinct": len(used)}
+        )
     return None
 
 

@@ -34,7 +34,11 @@ _ALL = (
     Damage("norm_plus_one", "1 added to every norm weight", weights.norm_plus_one),
     Damage("int2", "projections rounded to 2 bits", weights.int2),
     Damage("int3", "projections rounded to 3 bits, one scale per row", weights.int3),
-    Damage("shifted_scales", "4-bit projections read with the scales of the neighbouring row", weights.shifted_scales),
+    Damage(
+        "shifted_scales",
+        "4-bit projections read with the scales of the neighbouring row",
+        weights.shifted_scales,
+    ),
     Damage("rope_theta", "rope_theta 3,000", files.rope_theta),
     Damage("wrong_tokenizer", "vocabulary permuted", files.wrong_tokenizer),
     Damage("wrong_template", "chat template of another family", files.wrong_template),

@@ -109,7 +109,8 @@ def round_to_nearest(values: NDArray[np.float32], *, bits: int, group: int) -> N
     step = (grouped.max(axis=-1, keepdims=True) - low) / (2**bits - 1)
     step[step == 0] = 1.0
     rounded = low + np.round((grouped - low) / step) * step
-    return rounded.reshape(values.shape).astype(np.float32)
+    result: NDArray[np.float32] = rounded.reshape(values.shape).astype(np.float32)
+    return result
 
 
 def _change(

@@ -51,10 +51,14 @@ class HfEngine:
                 finding_id="fidelity.engine_missing",
                 remedy="pip install 'assay[hf]'",
             ) from error
+        from assay.engines.hf.attention import register
+
         dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
-            model = transformers.AutoModelForCausalLM.from_pretrained(spec.model, dtype=dtype)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                spec.model, dtype=dtype, attn_implementation=register()
+            )
             model = model.to(spec.device).eval()
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
@@ -119,7 +123,7 @@ class HfEngine:
         from assay.engines.hf.scoring import token_logprobs
 
         text = source if isinstance(source, str) else None
-        ids = tuple(self._tokenizer(text)["input_ids"]) if text is not None else tuple(source)  # type: ignore[arg-type]
+        ids = tuple(map(int, self._tokenizer(text)["input_ids"] if text is not None else source))
         if not ids:
             raise UsageError("an empty text has no tokens to score")
         with self._lock:

@@ -12,7 +12,7 @@ from typing import Any
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.server.capabilities import Probed, probe_capabilities
 from assay.engines.server.endpoint import Endpoint, parse_url
-from assay.engines.server.errors import ModelUnknown, NotFound, NotJson, RequestRefused
+from assay.engines.server.errors import Failing, ModelUnknown, NotFound, NotJson, RequestRefused
 from assay.engines.server.identify import Identity, identify
 from assay.engines.server.metrics import Metrics, corrupted_requests, kv_cache_dtype, parse_metrics
 from assay.engines.server.models import ModelCard, choose_model, list_models
@@ -86,7 +86,13 @@ class ServerEngine:
 
     @classmethod
     def _find(cls, transport: Transport, endpoint: Endpoint, model: str | None) -> ServerEngine:
-        cards = list_models(transport)
+        try:
+            cards = list_models(transport)
+        except Failing:
+            # Without a list a named model can still be asked; whether it answers is seen when it is probed.
+            if model is None:
+                raise
+            cards = None
         identity = identify(transport, cards[0].owned_by if cards else None)
         card, chosen = choose_model(
             cards, model, endpoint.api, list_is_complete=identity.kind not in _ANSWERS_TO_UNLISTED
@@ -121,15 +127,15 @@ class ServerEngine:
                 except ModelUnknown as exc:
                     raise self._unknown(exc) from exc
                 except RequestRefused as exc:
-                    # Neither route accepts the plainest request. A name that nobody lists is the likely reason.
-                    if self._listed and self.model not in self._listed:
+                    # Neither route takes the plainest request. If it names the model, the name is the reason.
+                    if self.model in str(exc.evidence.get("said")):
                         raise self._unknown(exc) from exc
                     raise
             return self._probed
 
     def _unknown(self, exc: AssayError) -> ModelUnknown:
-        names = ", ".join(self._listed) or "no model that it lists"
-        return ModelUnknown(f"{exc.message}; the server has {names}", available=self._listed)
+        names = f"; it has {', '.join(self._listed)}" if self._listed else ""
+        return ModelUnknown(exc.message + names, available=self._listed)
 
     def describe(self) -> dict[str, Any]:
         """What answers: server, model, capabilities, and the sampling fields that every request carries."""

@@ -19,8 +19,6 @@ class SseParser:
         self._text = ""
         self._data: list[str] = []
         self._first = True
-        self.ignored_lines = 0
-        """Lines that no event stream should hold: neither a field, nor a comment, nor empty."""
 
     def feed(self, piece: bytes) -> Iterator[str]:
         """The events that `piece` completes."""
@@ -56,8 +54,6 @@ class SseParser:
         name, _, value = line.partition(":")
         if name == "data":
             self._data.append(value.removeprefix(" "))
-        elif name not in ("", "event", "id", "retry"):
-            self.ignored_lines += 1
 
     def _dispatch(self) -> Iterator[str]:
         if self._data:

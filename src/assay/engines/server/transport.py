@@ -12,7 +12,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
 import httpx
@@ -24,8 +25,12 @@ from assay.engines.server.errors import InvalidStream, NotJson, Redirected, Stre
 from assay.engines.server.excerpt import describe_body, looks_like_html
 from assay.engines.server.status import RETRIED, error_for_failure, error_for_status, retry_after
 
+if TYPE_CHECKING:
+    import ssl
+
 _ERROR_BODY = 1 << 16
 _MAX_REDIRECTS = 3
+_RESENDS = 2
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,12 @@ class Pieces:
             raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
 
 
+@cache
+def _trust() -> ssl.SSLContext:
+    """The trusted certificates, read once: that takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
 class Transport:
     """Requests to one server, from any number of threads."""
 
@@ -128,6 +139,7 @@ class Transport:
             auth=auth,
             follow_redirects=False,
             mounts=direct,
+            verify=_trust(),
             timeout=httpx.Timeout(
                 min(self.limits.silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None
             ),
@@ -182,38 +194,39 @@ class Transport:
         redirects = 0
         attempt = 0
         while True:
-            started = time.monotonic()
-            last = attempt + 1 >= attempts
-            response = self._send(method, url, body, started, last)
-            if response is None:
-                wait = self._backoff(attempt)
-            else:
-                with closing(response):
-                    if response.status_code == 200:
-                        yield Pieces(response, url, started, self.limits)
-                        return
-                    if response.is_redirect:
-                        url = self._redirect(method, url, response)
-                        redirects += 1
-                        if redirects > _MAX_REDIRECTS:
-                            raise Redirected(f"{without_credentials(url)} redirects in circles")
-                        continue
-                    said = self.said(self._error_body(response, started + self.limits.total_s))
-                    wait = self._refused(url, response, said, attempt, last)
+            started, response = self._send(method, url, body)
+            with closing(response):
+                if response.status_code == 200:
+                    yield Pieces(response, url, started, self.limits)
+                    return
+                if response.is_redirect:
+                    url = self._redirect(method, url, response)
+                    redirects += 1
+                    if redirects > _MAX_REDIRECTS:
+                        raise Redirected(f"{without_credentials(url)} redirects in circles")
+                    continue
+                said = self.said(self._error_body(response, started + self.limits.total_s))
+                wait = self._refused(url, response, said, attempt, last=attempt + 1 >= attempts)
             attempt += 1
             self._sleep(wait)
 
-    def _send(
-        self, method: str, url: str, body: Mapping[str, Any] | None, started: float, last: bool
-    ) -> httpx.Response | None:
-        """One attempt: the response once its headers are here, None if a kept connection had gone stale."""
-        try:
-            return self._client.send(self._client.build_request(method, url, json=body), stream=True)
-        except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
-            if isinstance(error, StreamCut) and not last:
-                return None
-            raise error from exc
+    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> tuple[float, httpx.Response]:
+        """Send, and return when that was and the response once its headers are here.
+
+        A server may close a kept connection in the moment in which it is used again, so a connection that closes
+        without an answer is no failure until it has happened on fresh ones too.
+        """
+        resent = 0
+        while True:
+            started = time.monotonic()
+            try:
+                request = self._client.build_request(method, url, json=body)
+                return started, self._client.send(request, stream=True)
+            except (httpx.HTTPError, httpx.InvalidURL) as exc:
+                error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
+                if not isinstance(error, StreamCut) or resent == _RESENDS:
+                    raise error from exc
+                resent += 1
 
     def _backoff(self, attempt: int) -> float:
         return self.limits.first_backoff_s * 2.0**attempt

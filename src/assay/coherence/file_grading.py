@@ -113,7 +113,11 @@ def _findings(file: GradedFile) -> list[Finding]:
                 id="coherence.invalid_utf8",
                 severity=Severity.WARNING,
                 title=f"{file.path}: not valid UTF-8, first at byte {reading.first_invalid}; read with U+FFFD there",
-                evidence={"path": file.path, "count": reading.invalid_bytes, "first_byte": reading.first_invalid},
+                evidence={
+                    "path": file.path,
+                    "count": reading.invalid_bytes,
+                    "first_byte": reading.first_invalid,
+                },
                 remedies=("write the output as UTF-8",),
             )
         )
@@ -123,7 +127,9 @@ def _findings(file: GradedFile) -> list[Finding]:
 def _headline(graded: Sequence[GradedFile], unreadable: int) -> list[Metric]:
     counts = {label: sum(file.grade.label is label for file in graded) for label in Label}
     metrics = [Metric("files", str(len(graded)))]
-    metrics += [Metric(label.value.replace("_", " "), str(n)) for label, n in counts.items() if n or label is Label.OK]
+    metrics += [
+        Metric(label.value.replace("_", " "), str(n)) for label, n in counts.items() if n or label is Label.OK
+    ]
     return metrics + ([Metric("unreadable", str(unreadable))] if unreadable else [])
 
 
@@ -131,13 +137,23 @@ def _blocks(graded: Sequence[GradedFile]) -> list[Block]:
     if not graded:
         return []
     rows = [
-        (file.path, file.grade.label.value, file.grade.kind or "", _shown(file.grade.onset_char), f"{file.grade.coherent_chars:,}")
+        (
+            file.path,
+            file.grade.label.value,
+            file.grade.kind or "",
+            _shown(file.grade.onset_char),
+            f"{file.grade.coherent_chars:,}",
+        )
         for file in graded
     ]
     columns = ("file", "label", "kind", "onset", "coherent characters")
     bad = [file for file in graded if file.grade.label in {Label.DEGENERATE, Label.TRUNCATED_REASONING}]
     quotes = [_quote(file) for file in bad[:_MAX_QUOTES]]
-    note = f"the first {_MAX_QUOTES} of {len(bad)} faulty texts are quoted below" if len(bad) > _MAX_QUOTES else ""
+    note = (
+        f"the first {_MAX_QUOTES} of {len(bad)} faulty texts are quoted below"
+        if len(bad) > _MAX_QUOTES
+        else ""
+    )
     return [Table("Files", columns, rows, numeric=frozenset({3, 4}), note=note), *quotes]
 
 

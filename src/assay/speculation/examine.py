@@ -1,0 +1,195 @@
+"""`assay spec`: read the sources, judge them, and report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from assay.errors import UsageError
+from assay.speculation import blocks
+from assay.speculation.baseline import Comparison, compare
+from assay.speculation.benefit import ASSUMED_COST, Benefit, Cost, benefit, measured_cost
+from assay.speculation.cause import quoted
+from assay.speculation.checkpoint import HeadFile, examine_head
+from assay.speculation.combine import Evidence, combine
+from assay.speculation.findings import Judged, findings
+from assay.speculation.head import head_evidence
+from assay.speculation.health import Assessment, Health, assess
+from assay.speculation.reading import Reading
+from assay.speculation.sources import in_time_order, open_source
+from assay.verdict import Finding, Report, Verdict
+
+_VERDICTS = {
+    Health.HEALTHY: Verdict.PASS,
+    Health.DEGRADED: Verdict.FAIL,
+    Health.BROKEN: Verdict.FAIL,
+    Health.OFF: Verdict.INCONCLUSIVE,
+    Health.INSUFFICIENT: Verdict.INCONCLUSIVE,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for beside the sources."""
+
+    baseline: Sequence[str] = ()
+    model: str | None = None
+    cost_ratio: float | None = None
+    interval: float = 10.0
+    requests: int = 0
+    lossless: str | None = None
+    prompts: int = 6
+    samples: int = 48
+    api_key_env: str | None = None
+    timeout: float = 120.0
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One run as it was read: its evidence, and what came with it."""
+
+    reading: Reading
+    evidence: Evidence
+    extra: Sequence[Finding] = ()
+    results: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def speed(self) -> float | None:
+        """Generation throughput: of the speculative windows, or of a run without any."""
+        if self.evidence.record.generation_throughput:
+            return self.evidence.record.generation_throughput
+        speeds = sorted(self.reading.speeds)
+        return speeds[len(speeds) // 2] if speeds else None
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is a running server."""
+    return source.startswith(("http://", "https://"))
+
+
+def examine(sources: Sequence[str], options: Options | None = None) -> Report:
+    """Judge the run that the sources show. AssayError where a source cannot be read."""
+    chosen = options or Options()
+    if not sources:
+        raise UsageError("no source given", finding_id="speculation.usage", remedy="assay spec LOG")
+    urls = [s for s in sources if is_url(s)]
+    if chosen.lossless and len(urls) != 1:
+        raise UsageError(
+            "--lossless compares two running servers", finding_id="speculation.usage",
+            remedy="assay spec URL --lossless OTHER_URL",
+        )  # fmt: skip
+    run = _read(sources, chosen)
+    base = _read(chosen.baseline, replace(chosen, requests=0)) if chosen.baseline else None
+    report = judge_run(run, list(sources), chosen, base)
+    if chosen.lossless:
+        from assay.speculation.lossless import check_lossless
+
+        report = check_lossless(report, urls[0], chosen)
+    return report
+
+
+def judge_run(run: Examined, names: Sequence[str], options: Options, base: Examined | None = None) -> Report:
+    """The report of a run that was read, against a baseline where there is one."""
+    assessment = assess(run.evidence)
+    clues = run.reading.clues
+    head_file = examine_head(options.model, clues) if options.model else None
+    if head_file and not assessment.health.bad:
+        head_file = head_file.softened()
+    worth = _benefit(run, base, options)
+    comparison = _compare(run, assessment, base)
+    judged = Judged(
+        run.evidence, assessment, clues, worth, comparison, head_file.findings if head_file else ()
+    )
+    found = [*findings(judged), *run.extra]
+    verdict = _VERDICTS[assessment.health]
+    if run.results.get("live", {}).get("counters_reset"):
+        verdict = Verdict.INCONCLUSIVE if verdict is Verdict.PASS else verdict
+    return Report(
+        command="spec",
+        verdict=verdict,
+        subject={"sources": list(names), "kinds": run.reading.kinds, "engine": run.evidence.record.engine},
+        findings=found,
+        results={**_results(judged, head_file), **run.results},
+        headline=blocks.headline(judged),
+        blocks=blocks.blocks(judged),
+    )
+
+
+def read_files(names: Sequence[str], reading: Reading | None = None) -> Reading:
+    """Read files, or standard input, as one run."""
+    result = reading or Reading()
+    for name in in_time_order(names):
+        result.add(open_source(name))
+    return result
+
+
+def _read(sources: Sequence[str], options: Options) -> Examined:
+    urls = [s for s in sources if is_url(s)]
+    if not urls:
+        reading = read_files(sources)
+        return Examined(reading, combine(reading.settled()))
+    if len(sources) > 1:
+        raise UsageError(
+            "a running server is examined by itself", finding_id="speculation.usage",
+            remedy="give one URL, or only files",
+        )  # fmt: skip
+    from assay.speculation.live import watch
+
+    live = watch(urls[0], options)
+    return Examined(live.reading, live.evidence, live.findings, {"live": live.to_json()})
+
+
+def _benefit(run: Examined, base: Examined | None, options: Options) -> Benefit | None:
+    record = run.evidence.record
+    depth, length = record.num_speculative_tokens, record.tokens_per_step
+    multiplier = None
+    cost = Cost(ASSUMED_COST, "assumed")
+    if base is not None and base.evidence.record.nothing_drafted and run.speed and base.speed:
+        multiplier = run.speed / base.speed
+        if depth and length:
+            cost = measured_cost(length, depth, run.speed, base.speed) or cost
+    if options.cost_ratio is not None:
+        if not 0 <= options.cost_ratio < 100:
+            raise UsageError("--cost-ratio is a draft token's cost in target steps, such as 0.1")
+        cost = Cost(options.cost_ratio, "given")
+    return benefit(record, cost, multiplier)
+
+
+def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Comparison | None:
+    if base is None:
+        return None
+    speeds = (run.speed, base.speed) if run.speed and base.speed else None
+    return compare(assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds)
+
+
+def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
+    a, record = judged.assessment, judged.record
+    results: dict[str, Any] = {
+        "health": a.health.value,
+        "record": record.to_json(),
+        "evidence": a.to_json(),
+        "per_engine": {
+            name: {
+                "health": own.health.value,
+                "reason": own.reason,
+                **_counts(judged.evidence.per_engine[name].to_json()),
+            }
+            for name, own in a.per_engine.items()
+        },
+        "advice": judged.advice,
+        "benefit": None if judged.benefit is None else judged.benefit.to_json(),
+        "baseline": None if judged.comparison is None else judged.comparison.to_json(),
+        "start_up": quoted(judged.clues),
+        "collapse": a.collapse,
+    }
+    if a.health.bad:
+        results["head"] = head_evidence(record).to_json()
+    if head_file is not None:
+        results["mtp_status"] = head_file.status
+    return results
+
+
+def _counts(record: dict[str, Any]) -> dict[str, Any]:
+    names = ("accepted", "drafted", "drafts", "acceptance_rate", "mean_acceptance_length", "per_position")
+    return {name: record[name] for name in names}

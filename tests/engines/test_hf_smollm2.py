@@ -1,0 +1,53 @@
+"""The engine on a real small model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from assay.engines.base import Capability, Message, Request
+from assay.engines.hf import HfEngine
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[HfEngine]:
+    with HfEngine.load(f"hf:{smollm2}") as loaded:
+        yield loaded
+
+
+def ask(text: str, **settings: object) -> Request:
+    return Request(messages=(Message("user", text),), max_tokens=60, **settings)  # type: ignore[arg-type]
+
+
+def test_it_knows_the_capital_of_france_and_stops(engine: HfEngine) -> None:
+    assert Capability.CHAT in engine.capabilities
+    greedy, warm = engine.generate_batch(
+        [
+            ask("What is the capital of France?"),
+            ask("What is the capital of France?", temperature=0.7, seed=1),
+        ]
+    )
+    for reply in (greedy, warm):
+        assert "Paris" in reply.content
+        assert reply.finish_reason == "stop"
+        assert "<|im_end|>" not in reply.content
+
+
+def test_english_costs_few_bits_and_noise_many(engine: HfEngine) -> None:
+    english = "The sun was setting behind the hills, and the children walked home along the river."
+    noise = "qzx vbn wrt plk mjh gfd zxc qwp oiu ytr ewq lkj hgf dsa mnb vcx zlk jhg fds apo"
+    good, bad = engine.score(english).bits_per_byte, engine.score(noise).bits_per_byte
+    assert good is not None
+    assert bad is not None
+    assert good < 1.6 < 3 < bad
+
+
+def test_describe_names_versions_but_no_path(engine: HfEngine, smollm2: Path) -> None:
+    described = engine.describe()
+    assert described["dtype"] == "bfloat16"
+    assert described["model"] == smollm2.name
+    assert str(smollm2) not in repr(described)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import spec_lines as lines
+
+from assay.errors import AssayError
+from assay.speculation.examine import Options, examine
+from assay.speculation.live import between, watch
+from assay.speculation.requests import Sent
+from stub_server import StubServer
+
+FAST = Options(interval=0.0)
+
+
+def serving(stub: StubServer, *pages: str) -> StubServer:
+    """Answer /metrics with the pages one after the other; the last stays."""
+    left = list(pages)
+    return stub.on("GET /metrics", lambda e: e.send((left.pop(0) if len(left) > 1 else left[0]).encode()))
+
+
+def test_the_window_between_two_scrapes_is_judged() -> None:
+    before = lines.vllm_page({"0": (5000, [4500, 4000])})
+    after = lines.vllm_page({"0": (5400, [4504, 4000])})
+    with StubServer() as stub:
+        report = examine([serving(stub, before, after).url], FAST)
+    # Since start 83 % look fine; in the window 4 of 400 were accepted.
+    assert report.results["health"] == "broken"
+    assert report.results["record"]["drafts"] == 400
+    assert report.results["live"]["lifetime"]["drafts"] == 5400
+    assert report.exit_code == 1
+
+
+def test_a_thin_window_is_judged_with_everything_since_start() -> None:
+    before, after = lines.vllm_page({"0": (500, [400, 300])}), lines.vllm_page({"0": (503, [402, 301])})
+    with StubServer() as stub:
+        report = examine([serving(stub, before, after).url], FAST)
+    assert (report.results["live"]["judged"], report.results["health"]) == ("since start", "healthy")
+    assert any("too few" in f.title for f in report.findings)
+
+
+def test_a_restart_in_between_is_inconclusive() -> None:
+    before, after = lines.vllm_page({"0": (5000, [4500, 4000])}), lines.vllm_page({"0": (80, [70, 60])})
+    with StubServer() as stub:
+        report = examine([serving(stub, before, after).url], FAST)
+    assert report.exit_code == 3
+    assert "speculation.counter_reset" in [f.id for f in report.findings]
+    assert report.results["record"]["drafts"] == 80
+
+
+def test_one_engine_that_restarts_among_several() -> None:
+    live = between(
+        lines.vllm_page({"0": (500, [400]), "1": (900, [800])}),
+        lines.vllm_page({"0": (600, [480]), "1": (90, [80])}),
+        1.0,
+    )
+    assert live.reset
+    assert {k: r.drafts for k, r in live.window.per_engine.items()} == {"0": 100, "1": 90}
+
+
+def test_a_server_that_goes_away_between_scrapes() -> None:
+    page = lines.vllm_page({"0": (500, [400, 300])})
+    calls: list[int] = []
+
+    def metrics(e: Any) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            e.abort()
+        else:
+            e.send(page.encode())
+
+    with StubServer() as stub, pytest.raises(AssayError) as caught:
+        examine([stub.on("GET /metrics", metrics).url], Options(interval=0.0, timeout=5))
+    assert caught.value.finding_id.startswith("server.")
+    assert caught.value.verdict.exit_code in (2, 3)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://no-such-host.invalid"])
+def test_unreachable(url: str) -> None:
+    with pytest.raises(AssayError) as caught:
+        examine([url], FAST)
+    assert caught.value.verdict.exit_code == 2
+
+
+def test_a_page_without_speculative_counters_is_off() -> None:
+    with StubServer() as stub:
+        report = examine([stub.url], FAST)
+    assert (report.results["health"], report.exit_code) == ("off", 3)
+
+
+def test_other_traffic_shows() -> None:
+    before = lines.vllm_page({"0": (100, [80])}, {"0": 1000})
+    after = lines.vllm_page({"0": (300, [240])}, {"0": 1900})
+    alone, busy = (between(before, after, 1.0, Sent(4, tokens)) for tokens in (900, 500))
+    assert (alone.other_tokens, busy.other_tokens) == (0, 400)
+    assert [f.id for f in alone.findings] == []
+    assert [f.id for f in busy.findings] == ["speculation.other_traffic"]
+
+
+def test_requests_of_our_own_fall_between_the_scrapes() -> None:
+    before = lines.vllm_page({"0": (100, [80])}, {"0": 0})
+    after = lines.vllm_page({"0": (300, [240])}, {"0": 21})
+    with StubServer() as stub:
+
+        def ours() -> int:
+            return sum(b.get("max_tokens") == 128 for b in stub.bodies("POST /v1/completions"))
+
+        # Whatever the client asks while it looks around, the counters only move with our requests.
+        stub.on("GET /metrics", lambda e: e.send((after if ours() else before).encode()))
+        live = watch(stub.url, Options(interval=0.0, requests=3), sleep=lambda _: None)
+        sent = ours()
+    assert live.sent is not None and live.sent.requests == 3
+    assert sent == 3
+    assert (live.window.record.drafts, live.other_tokens) == (200, max(0, 21 - live.sent.tokens))
+
+
+def test_files_and_urls_do_not_mix(tmp_path: Any) -> None:
+    file = tmp_path / "log"
+    file.write_text("x\n")
+    sources: Sequence[str] = ["http://127.0.0.1:9", str(file)]
+    with pytest.raises(AssayError, match="by itself"):
+        examine(sources, FAST)
+
+
+def test_sglang_gauges_are_not_differenced() -> None:
+    page = 'sglang:spec_accept_length{tp_rank="0"} {}'.replace("{}", "2.6")
+    with StubServer() as stub:
+        report = examine([serving(stub, page).url], FAST)
+    assert report.results["record"]["mean_acceptance_length"] == 2.6
+    assert report.results["health"] == "healthy"

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import pytest
+import spec_lines as lines
+
+from assay.speculation.health import Health, assess
+from assay.speculation.parsers.sglang import infer_depth
+
+
+class TestSglang:
+    def test_lengths_are_weighted_by_running_requests(self) -> None:
+        record = lines.read(lines.sglang(3.0, running=3), lines.sglang(2.0, running=1)).record
+        assert record.mean_acceptance_length == pytest.approx(2.75)
+        assert not record.counts
+
+    def test_old_rate_is_not_an_acceptance_rate(self) -> None:
+        # 0.25 = 1 token / 4 draft tokens: nothing was accepted.
+        record = lines.read(lines.sglang(1.0, 0.25)).record
+        assert record.acceptance_rate == 0.0
+        assert record.reported_accept_rate == 0.25
+        assert record.num_speculative_tokens == 3
+
+    def test_new_rate(self) -> None:
+        record = lines.read(lines.sglang(2.80, 0.60), lines.sglang(2.29, 0.43)).record
+        assert record.num_speculative_tokens == 3
+        assert record.acceptance_rate == pytest.approx((1.80 + 1.29) / 2 / 3)
+
+    @pytest.mark.parametrize(
+        ("pairs", "depth"),
+        [
+            ([(2.80, 0.70)], 3),  # old: 2.80 / 4
+            ([(2.80, 0.60)], 3),  # new: 1.80 / 3
+            ([(1.00, 0.00)], None),
+            ([(3.35, 0.84), (1.0, 0.25)], 3),
+            ([(2.0, None)], None),
+            ([(2.0, 0.9)], None),  # no whole number fits
+        ],
+    )
+    def test_depth_from_length_and_rate(
+        self, pairs: list[tuple[float | None, float | None]], depth: int | None
+    ) -> None:
+        assert infer_depth(pairs) == depth
+
+    def test_server_arguments_fix_the_depth(self) -> None:
+        arguments = (
+            "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5, tp_size=1)"
+        )
+        record = lines.read(arguments, lines.sglang(3.5)).record
+        assert record.num_speculative_tokens == 5
+        assert record.acceptance_rate == pytest.approx(0.5)
+
+    def test_nothing_accepted_becomes_counts(self) -> None:
+        record = lines.read(*(lines.sglang(1.0, 0.0, tokens=500 + 40 * i) for i in range(4))).record
+        assert (record.accepted, record.drafts, record.drafted) == (0, 160, 480)
+        assert record.estimated
+
+    def test_lengths_of_one_without_steady_growth_stay_values(self) -> None:
+        record = lines.read(lines.sglang(1.0, 0.0, tokens=500), lines.sglang(1.0, 0.0, tokens=7)).record
+        assert record.drafts is None
+
+    def test_ranks_are_engines(self) -> None:
+        evidence = lines.read(lines.sglang(2.5, rank="DP0 TP0", stop="."), lines.sglang(1.0, rank="DP1 TP1"))
+        assert set(evidence.per_engine) == {"DP0", "DP1"}
+        assert assess(evidence).health is Health.DEGRADED
+
+    def test_request(self) -> None:
+        meta = {"completion_tokens": 30, "spec_verify_ct": 12, "spec_num_correct_drafts": 18}
+        meta |= {"spec_num_proposed_drafts": 36, "spec_correct_drafts_histogram": [3, 3, 3, 3]}
+        record = lines.read_document({"text": "x", "meta_info": meta}).record
+        assert (record.accepted, record.drafted, record.drafts) == (18, 36, 12)
+        assert record.positions == ((9, 12), (6, 12), (3, 12))
+
+    def test_usage_beside_meta_info_does_not_count_twice(self) -> None:
+        usage = {
+            "completion_tokens_details": {"accepted_prediction_tokens": 18, "rejected_prediction_tokens": 18}
+        }
+        both = {
+            "meta_info": {"spec_verify_ct": 12, "spec_num_correct_drafts": 18, "spec_num_proposed_drafts": 36}
+        }
+        assert lines.read_document(both | {"usage": usage}).record.drafted == 36
+        assert lines.read_document({"usage": usage}).record.drafted == 36
+
+    def test_draft_gauges_are_left_out(self) -> None:
+        page = "\n".join(
+            f'sglang:spec_accept_length{{engine_type="{kind}",tp_rank="{rank}"}} {value}'
+            for kind, rank, value in (("unified", "0", 2.4), ("draft", "0", 0.0), ("unified", "1", 2.4))
+        )
+        record = lines.read_metrics(page).record
+        assert (record.mean_acceptance_length, record.windows) == (2.4, 1)
+
+
+class TestLlamaCpp:
+    def test_requests_are_summed_and_statistics_are_not_added(self) -> None:
+        evidence = lines.read(
+            lines.llama_request(30, 50), lines.llama_statistics("draft", 20, 90, 61),
+            lines.llama_request(20, 50, "new"), lines.llama_statistics("draft", 40, 190, 121),
+        )  # fmt: skip
+        assert (evidence.record.accepted, evidence.record.drafted, evidence.record.drafts) == (50, 100, None)
+        assert evidence.record.per_implementation["draft"] == {"accepted": 121, "drafted": 190, "drafts": 40}
+
+    def test_statistics_of_the_same_tokens_give_the_drafts(self) -> None:
+        evidence = lines.read(
+            lines.llama_request(30, 50), lines.llama_statistics("draft-mtp", 25, 50, 30),
+            lines.llama_request(20, 30), lines.llama_statistics("draft-mtp", 40, 80, 50),
+        )  # fmt: skip
+        record = evidence.record
+        assert (record.drafts, record.num_speculative_tokens, record.accepted) == (40, 2, 50)
+        assert record.mean_acceptance_length == pytest.approx(1 + 50 / 40)
+
+    def test_tokens_per_step_from_the_eval_line(self) -> None:
+        evidence = lines.read(
+            "prompt eval time =  11.0 ms /  16 tokens (    0.7 ms per token,  1400.0 tokens per second)",
+            "       eval time =  900.0 ms /  100 tokens (    9.0 ms per token,   111.1 tokens per second)",
+            lines.llama_request(60, 100),
+        )
+        assert evidence.record.mean_acceptance_length is None
+        assert evidence.record.tokens_per_step == pytest.approx(100 / 40)
+        assert evidence.record.generation_throughput == 111.1
+
+    def test_printed_mean_length(self) -> None:
+        line = lines.llama_request(
+            60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | "
+        )
+        record = lines.read(line + ", mean len =  3.50").record
+        assert record.mean_acceptance_length == pytest.approx(3.5)
+        assert record.drafts is None
+
+    def test_command_line_tool(self) -> None:
+        record = lines.read("n_draft   = 8", "n_predict = 129", "n_drafted = 160", "n_accept  = 96").record
+        assert (record.drafted, record.accepted, record.num_speculative_tokens) == (160, 96, 8)
+        assert record.tokens_per_step == pytest.approx(129 / 33)
+
+    def test_timings(self) -> None:
+        body = {"timings": {"predicted_n": 50, "draft_n": 40, "draft_n_accepted": 30}}
+        record = lines.read_document(body).record
+        assert (record.drafted, record.accepted) == (40, 30)
+        assert record.tokens_per_step == pytest.approx(2.5)
+
+
+class TestOthers:
+    def test_mlx_rounds(self) -> None:
+        record = lines.read_document(
+            {"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}
+        ).record
+        assert record.engine == "mlx-vlm"
+        assert (record.drafts, record.mean_acceptance_length) == (20, pytest.approx(3.25))
+
+    def test_mlc_slot_zero_is_the_targets_own(self) -> None:
+        record = lines.read_document({"draft_count": [200, 200, 180], "accept_count": [200, 150, 90]}).record
+        assert record.positions == ((150, 200), (90, 180))
+        assert record.drafted is None
+
+    def test_tensorrt_iterations_are_summed(self) -> None:
+        iterations = [
+            {
+                "specDecodingStats": {
+                    "numDraftTokens": 12,
+                    "numAcceptedTokens": n,
+                    "numRequestsWithDraftTokens": 4,
+                }
+            }
+            for n in (6, 10)
+        ]
+        record = lines.read_document(iterations).record
+        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (
+            24,
+            16,
+            8,
+            3,
+        )
+
+    def test_tensorrt_lengths_without_weights_are_not_averaged(self) -> None:
+        evidence = lines.read("average acceptance length: 2.80 / 4", "average acceptance length: 2.40 / 4")
+        assert evidence.record.mean_acceptance_length is None
+        assert assess(evidence).health is Health.HEALTHY
+
+    def test_guard(self) -> None:
+        evidence = lines.read("spec-ngram: req 5 gave up (acceptance-poor: verifies=9 accepted=1/9 misses=8)")
+        assert (evidence.record.drafts, evidence.record.accepted) == (9, 1)
+        assert assess(evidence).health is Health.INSUFFICIENT
+        assert any("stops drafting by itself" in note for note in evidence.record.notes)
+
+    def test_engines_in_one_log_are_judged_apart(self) -> None:
+        evidence = lines.read(lines.vllm_v1([90, 60], 100), lines.llama_request(2, 60))
+        assert evidence.record.engine == "vllm"
+        assert evidence.per_engine["llama.cpp"].drafted == 60
+        assert evidence.record.drafted == 200

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import spec_lines as lines
+
+from assay.errors import AssayError
+from assay.speculation.combine import combine
+from assay.speculation.examine import examine, read_files
+from assay.speculation.record import Record
+from assay.speculation.sources import in_time_order, open_source
+
+LOG = "\n".join([lines.vllm_engine(0), lines.vllm_v1([80, 50], 100), "bye", ""])
+
+
+def record_of(*names: str) -> Record:
+    return combine(read_files(names).settled()).record
+
+
+def write(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("plain.log", LOG.encode()),
+        ("crlf.log", LOG.replace("\n", "\r\n").encode()),
+        ("server.log.gz", gzip.compress(LOG.encode())),
+        ("misnamed.log", gzip.compress(LOG.encode())),
+        ("server.log.bz2", bz2.compress(LOG.encode())),
+        ("server.log.xz", lzma.compress(LOG.encode())),
+        ("powershell.log", b"\xff\xfe" + LOG.encode("utf-16-le")),
+        ("big_endian.log", b"\xfe\xff" + LOG.encode("utf-16-be")),
+        ("no_mark.log", LOG.encode("utf-16-le")),
+        ("powershell.log.gz", gzip.compress(b"\xff\xfe" + LOG.encode("utf-16-le"))),
+        ("bom.log", b"\xef\xbb\xbf" + LOG.encode()),
+        ("latin1.log", "Gerät läuft\n".encode("latin-1") + LOG.encode()),
+    ],
+)
+def test_encodings_and_compressions(tmp_path: Path, name: str, data: bytes) -> None:
+    record = record_of(write(tmp_path / name, data))
+    assert (record.accepted, record.drafted, record.drafts) == (130, 200, 100)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda row: row,
+        lambda row: f"\x1b[1;36m{row}\x1b[0;0m",
+        lambda row: f"vllm-1  | {row}",
+        lambda row: f"2026-05-17T11:04:29.854123456Z stdout F {row}",
+        lambda row: f"May 17 11:04:29 node7 vllm[4711]: {row}",
+        lambda row: json.dumps(
+            {"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}
+        ),
+        lambda row: f"[rank0]: {row}",
+    ],
+    ids=["none", "ansi", "compose", "kubernetes", "journal", "docker_json", "rank"],
+)
+def test_what_containers_and_terminals_add(wrap: object, tmp_path: Path) -> None:
+    rows = [lines.vllm_v1([80, 50], 100), lines.llama_request(5, 9)][:1]
+    text = "\n".join(wrap(r) for r in rows)  # type: ignore[operator]
+    assert record_of(write(tmp_path / "log", text.encode())).accepted == 130
+
+
+def test_compose_services_are_engines(tmp_path: Path) -> None:
+    text = f"vllm-a | {lines.vllm_v1([80], 100)}\nvllm-b | {lines.vllm_v1([1], 100)}\n"
+    report = examine([write(tmp_path / "log", text.encode())])
+    assert {k: v["health"] for k, v in report.results["per_engine"].items()} == {
+        "vllm-a": "healthy",
+        "vllm-b": "broken",
+    }
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(LOG.encode())))
+    assert record_of("-").accepted == 130
+
+
+def test_rotated_parts_are_read_oldest_first(tmp_path: Path) -> None:
+    names = ["s.log", "s.log.10.gz", "s.log.1", "s.log.2.gz"]
+    assert in_time_order(names) == ["s.log.10.gz", "s.log.2.gz", "s.log.1", "s.log"]
+    assert in_time_order(["b.log", "-", "a.log"]) == ["b.log", "-", "a.log"]
+    # V0 counts since start: in the wrong order the older part would look like a restart.
+    newer = write(tmp_path / "v.log", (lines.vllm_v0(100, 180, 150, 3) + "\n").encode())
+    older = write(tmp_path / "v.log.1.gz", gzip.compress((lines.vllm_v0(50, 90, 70, 3) + "\n").encode()))
+    assert record_of(newer, older).drafted == 180
+
+
+def test_json_in_all_its_wrappings(tmp_path: Path) -> None:
+    one = {"timings": {"draft_n": 40, "draft_n_accepted": 30, "predicted_n": 50}}
+    cases = [
+        json.dumps(one),
+        json.dumps(one, indent=2),
+        f"data: {json.dumps(one)}\n\ndata: [DONE]\n",
+        json.dumps([one]),
+    ]
+    for i, text in enumerate(cases):
+        record = record_of(write(tmp_path / f"{i}.json", text.encode()))
+        assert (record.drafted, record.accepted) == (40, 30), text
+    two = write(tmp_path / "two.jsonl", (json.dumps(one) + "\n" + json.dumps(one) + "\n").encode())
+    assert record_of(two).drafted == 80
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "finding"),
+    [
+        ("empty.log", b"", "source_empty"),
+        ("blank.log", b" \n\r\n", "source_empty"),
+        ("empty.gz", gzip.compress(b""), "source_empty"),
+        ("model.bin", os.urandom(4096), "source_binary"),
+        ("zeros.bin", bytes(4096), "source_binary"),
+        ("cut.gz", gzip.compress(os.urandom(60_000).hex().encode())[:20_000], "source_truncated"),
+        ("broken.gz", gzip.compress(LOG.encode())[:12] + b"\x00" * 40, "source_truncated"),
+        ("log.zst", b"\x28\xb5\x2f\xfd" + b"abc" * 20, "source_binary"),
+        ("cut.json", b'{"timings": {"draft_n": 40, "draft_n_accep', "source_truncated"),
+    ],
+)
+def test_unreadable_sources_say_so_in_one_line(tmp_path: Path, name: str, data: bytes, finding: str) -> None:
+    with pytest.raises(AssayError) as caught:
+        examine([write(tmp_path / name, data)])
+    assert caught.value.finding_id == f"speculation.{finding}"
+    assert "\n" not in caught.value.message and name in caught.value.message
+    assert caught.value.verdict.exit_code == 2
+
+
+def test_missing_file_and_directory(tmp_path: Path) -> None:
+    for name in (str(tmp_path / "none.log"), str(tmp_path)):
+        with pytest.raises(AssayError, match=r"cannot read|directory"):
+            open_source(name)
+
+
+def test_a_late_truncation_is_found_too(tmp_path: Path) -> None:
+    """Also behind the part that is read first."""
+    noise = os.urandom(6 << 20).hex().encode()
+    path = write(tmp_path / "long.gz", gzip.compress(noise, compresslevel=1)[:-4000])
+    with pytest.raises(AssayError, match="end early"):
+        examine([path])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hello\nworld\n",
+        "INFO Application startup complete.\n" * 3,
+        "# HELP http_requests_total x\n# TYPE http_requests_total counter\nhttp_requests_total 5\n",
+        "<html><body>not here</body></html>",
+        '{"choices": [{"text": "hi"}], "usage": {"completion_tokens": 3}}',
+        "SpecDecoding metrics:",
+        "SpecDecoding metrics: Accepted: many tokens, Drafted: some tokens",
+        "accept len: 2.0",
+        "vllm:spec_decode_num_drafts_total{engine=",
+    ],
+)
+def test_text_without_drafts_is_off(tmp_path: Path, text: str) -> None:
+    report = examine([write(tmp_path / "log", text.encode())])
+    assert (report.results["health"], report.exit_code) == ("off", 3)
+    assert report.results["record"]["acceptance_rate"] is None
+
+
+def test_configured_but_silent(tmp_path: Path) -> None:
+    text = "speculative_config=SpeculativeConfig(method='mtp', num_spec_tokens=2)\nApplication startup complete.\n"
+    report = examine([write(tmp_path / "log", text.encode())])
+    assert "configured" in report.findings[0].title
