@@ -24,6 +24,7 @@ _ClickException: type[Exception] = next(
 VERBS = {
     "check": "assay.cli.check",
     "grade": "assay.cli.grade",
+    "verify": "assay.cli.verify",
     "spec": "assay.cli.spec",
     "demo": "assay.cli.demo",
 }

@@ -1,0 +1,1 @@
+"""Is the checkpoint whole, and configured as its tensors are?"""

@@ -1,0 +1,1 @@
+"""GGUF files: the header, the tensor table, and rules on them."""

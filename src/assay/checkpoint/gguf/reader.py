@@ -1,0 +1,183 @@
+"""Read a GGUF header: magic, version, metadata and tensor table, with every count bounded by the bytes that are left.
+
+Layout (version 2 and 3, little-endian): magic `GGUF`, u32 version, u64 tensors, u64 metadata pairs; then the pairs
+(string key, u32 type, value) and the table (string name, u32 rank, u64 dims, u32 type, u64 offset); then data from the
+next multiple of `general.alignment` (32).
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from assay.checkpoint.gguf.types import TYPES
+from assay.checkpoint.headers import Fault
+
+MAX_STRING = 1 << 24
+MAX_DEPTH = 4
+MAX_TENSORS = 1_000_000
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One row of the tensor table. `shape` is as stored: the fastest dimension first. Offsets count from the file."""
+
+    name: str
+    type: int
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """What a GGUF file says, and what is wrong with it."""
+
+    file: str
+    size: int
+    version: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    tensors: tuple[GgufTensor, ...] = ()
+    faults: tuple[Fault, ...] = ()
+
+
+class _Broken(Exception):
+    """The header cannot be read further; the fault says why."""
+
+    def __init__(self, id: str, message: str) -> None:
+        super().__init__(message)
+        self.fault = Fault(id, message)
+
+
+@dataclass
+class _Reader:
+    stream: BinaryIO
+    size: int
+    name: str
+    position: int = 0
+
+    def take(self, count: int) -> bytes:
+        if count > self.size - self.position:
+            raise _Broken("truncated", f"{self.name} ends inside its own header ({self.size} bytes)")
+        data = self.stream.read(count)
+        self.position += count
+        return data
+
+    def number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize(code)))[0]
+
+    def string(self) -> str:
+        length = self.number("Q")
+        if length > MAX_STRING:
+            raise _Broken("header_invalid", f"{self.name} announces a string of {length} bytes")
+        return self.take(length).decode("utf-8", "replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY or depth >= MAX_DEPTH:
+            raise _Broken("header_invalid", f"{self.name} has a metadata value of unknown type {kind}")
+        inner, count = self.number("I"), self.number("Q")
+        width = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
+        if count * width > self.size - self.position:
+            raise _Broken("truncated", f"{self.name} announces an array of {count} entries, longer than the file")
+        if inner in _SCALARS:
+            return list(struct.unpack(f"<{count}{_SCALARS[inner]}", self.take(count * width)))
+        return [self.value(inner, depth + 1) for _ in range(count)]
+
+
+def read_gguf(path: Path, name: str) -> Gguf:
+    """The header of a GGUF file. Raises OSError if the file cannot be read; everything else becomes a fault."""
+    with path.open("rb", buffering=1 << 20) as stream:
+        size = stream.seek(0, 2)
+        stream.seek(0)
+        reader = _Reader(stream, size, name)
+        metadata: dict[str, Any] = {}
+        try:
+            return _read(reader, metadata)
+        except _Broken as broken:
+            return Gguf(name, size, metadata=metadata, faults=(broken.fault,))
+
+
+def _read(reader: _Reader, metadata: dict[str, Any]) -> Gguf:
+    name, size = reader.name, reader.size
+    if size < 24:
+        raise _Broken("truncated", f"{name} holds {size} bytes, too few for a header")
+    magic = reader.take(4)
+    if magic != b"GGUF":
+        raise _Broken("header_invalid", f"{name} does not begin with GGUF but with {magic!r}")
+    version = reader.number("I")
+    if version not in {2, 3}:
+        raise _Broken("header_invalid", f"{name} is GGUF version {version}; versions 2 and 3 are known")
+    count, pairs = reader.number("Q"), reader.number("Q")
+    if count > MAX_TENSORS or pairs > MAX_TENSORS:
+        raise _Broken("header_invalid", f"{name} announces {count} tensors and {pairs} metadata pairs")
+    for _ in range(pairs):
+        key = reader.string()
+        metadata[key] = reader.value(reader.number("I"))
+    rows = [_row(reader) for _ in range(count)]
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment % 8:
+        raise _Broken("header_invalid", f"{name} has the alignment {alignment!r}")
+    base = -(-reader.position // alignment) * alignment
+    faults: list[Fault] = []
+    tensors = [t for row in rows if (t := _tensor(row, base, alignment, name, faults))]
+    faults.extend(_coverage(tensors, name, size))
+    return Gguf(name, size, version, metadata, tuple(tensors), tuple(faults[:20]))
+
+
+def _row(reader: _Reader) -> tuple[str, tuple[int, ...], int, int]:
+    name, rank = reader.string(), reader.number("I")
+    if rank > 8:
+        raise _Broken("header_invalid", f"tensor {name[:80]} of {reader.name} has {rank} dimensions")
+    shape = tuple(reader.number("Q") for _ in range(rank))
+    return name, shape, reader.number("I"), reader.number("Q")
+
+
+def _tensor(
+    row: tuple[str, tuple[int, ...], int, int], base: int, alignment: int, file: str, faults: list[Fault]
+) -> GgufTensor | None:
+    name, shape, kind, offset = row
+    ggml = TYPES.get(kind)
+    if ggml is None:
+        faults.append(Fault("header_invalid", f"tensor {name[:80]} of {file} has the unknown type {kind}"))
+        return None
+    elements = 1
+    for dimension in shape:
+        elements *= dimension
+    if (shape and shape[0] % ggml.block) or elements >= 1 << 62:
+        problem = f"tensor {name[:80]} of {file}: {list(shape)} does not divide into blocks of {ggml.block} ({ggml.name})"
+        faults.append(Fault("header_invalid", problem, {"tensor": name}))
+        return None
+    if offset % alignment:
+        faults.append(Fault("header_invalid", f"tensor {name[:80]} of {file} is not aligned to {alignment} bytes"))
+        return None
+    start = base + offset
+    return GgufTensor(name, kind, shape, start, start + elements // ggml.block * ggml.nbytes)
+
+
+def _coverage(tensors: list[GgufTensor], name: str, size: int) -> list[Fault]:
+    faults = []
+    repeated = [n for n, count in Counter(t.name for t in tensors).items() if count > 1]
+    if repeated:
+        faults.append(Fault("tensor_duplicate", f"{name} names {len(repeated)} tensors twice, first {repeated[0]}"))
+    ordered = sorted(tensors, key=lambda t: t.start)
+    for before, after in itertools.pairwise(ordered):
+        if after.start < before.end:
+            faults.append(Fault("header_invalid", f"tensor {after.name} of {name} overlaps {before.name}"))
+            break
+    end = max((t.end for t in tensors), default=0)
+    if end > size:
+        cut = [t.name for t in tensors if t.end > size]
+        message = f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
+        faults.append(Fault("truncated", message, {"path": name, "size": size, "expected": end, "tensors": cut[:20]}))
+    return faults

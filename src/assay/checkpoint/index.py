@@ -1,0 +1,120 @@
+"""`model.safetensors.index.json` against the shards, both ways."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
+from assay.checkpoint.subject import INDEX, BrokenDocument, Checkpoint
+from assay.verdict import Finding
+
+_NUMBERED = re.compile(r"^(.*?)-(\d{5})-of-(\d{5})\.safetensors$")
+
+
+def weight_map(checkpoint: Checkpoint) -> dict[str, str] | None:
+    """Shard by tensor name as the index has it, or None if there is no usable index."""
+    index = checkpoint.document(INDEX)
+    mapped = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(mapped, dict) or not all(isinstance(v, str) for v in mapped.values()):
+        return None
+    return mapped
+
+
+def check_index(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Findings on the index, on the numbering of shards and on tensors stored twice."""
+    index = checkpoint.document(INDEX)
+    mapped = weight_map(checkpoint)
+    if isinstance(index, BrokenDocument):
+        yield found("index_mismatch", f"{INDEX} cannot be read: {index.reason}", path=INDEX)
+    elif index is not None and mapped is None:
+        yield found("index_mismatch", f"{INDEX} has no weight_map of names to files", path=INDEX)
+    yield from _numbering(checkpoint, mapped)
+    yield from _doubled(checkpoint)
+    if mapped is not None:
+        yield from _against_shards(checkpoint, mapped)
+
+
+def _numbering(checkpoint: Checkpoint, mapped: dict[str, str] | None) -> Iterator[Finding]:
+    series: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for file in checkpoint.files:
+        if numbered := _NUMBERED.match(file):
+            series[numbered[1], numbered[3]].add(int(numbered[2]))
+    for (stem, total), present in series.items():
+        if mapped is not None or "/" in stem:
+            continue
+        lost = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present]
+        if lost and len(lost) <= 100_000:
+            yield found("shard_missing", f"{plural(len(lost), 'shard')} missing: {some(lost)}", paths=lost[:SHOWN])
+        if int(total) > 1:
+            title = f"{total} shards of {stem}, but no {INDEX} that says what is in them"
+            yield found("index_mismatch", title, causes=["the index was not downloaded"], path=INDEX)
+
+
+def _doubled(checkpoint: Checkpoint) -> Iterator[Finding]:
+    where: dict[str, list[str]] = defaultdict(list)
+    for file, header in checkpoint.headers.items():
+        if file not in checkpoint.stray:
+            for tensor in header.tensors:
+                where[tensor.name].append(file)
+    doubled = {name: files for name, files in where.items() if len(set(files)) > 1}
+    if doubled:
+        name, files = next(iter(doubled.items()))
+        title = f"{plural(len(doubled), 'tensor')} stored in two shards, first {name} ({' and '.join(files)})"
+        causes = ["shards of two revisions or two saves lie in one folder"]
+        remedies = ["delete the shards that do not belong to this revision"]
+        evidence = dict(list(doubled.items())[:SHOWN])
+        yield found("tensor_duplicate", title, causes=causes, remedies=remedies, tensors=evidence)
+
+
+def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[Finding]:
+    outside = sorted({f for f in mapped.values() if PurePosixPath(f).is_absolute() or ".." in f.split("/")})
+    if outside:
+        yield found("index_mismatch", f"{INDEX} names files outside the folder: {some(outside)}", paths=outside[:SHOWN])
+    shards = Counter(f for f in mapped.values() if f not in outside)
+    lost = sorted(s for s in shards if s not in checkpoint.files)
+    if lost:
+        count = sum(shards[s] for s in lost)
+        title = f"{plural(len(lost), 'shard')} missing with {plural(count, 'tensor')}: {some(lost)}"
+        remedies = ["download the missing shards again"]
+        yield found("shard_missing", title, remedies=remedies, paths=lost[:SHOWN], tensors=count)
+    actual = {t.name: file for file, header in checkpoint.headers.items() for t in header.tensors}
+    readable = {f for f, h in checkpoint.headers.items() if h.tensors or not h.faults}
+    names = {f: {t.name for t in checkpoint.headers[f].tensors} for f in readable}
+    elsewhere = {n: actual[n] for n, f in mapped.items() if n in actual and f in readable and n not in names[f]}
+    if elsewhere:
+        name = next(iter(elsewhere))
+        title = (
+            f"{plural(len(elsewhere), 'tensor')} not in the shard that the index names, "
+            f"first {name} (index: {mapped[name]}, really: {elsewhere[name]})"
+        )
+        causes = ["two shards were swapped or renamed", "the index belongs to another save"]
+        yield found("index_mismatch", title, causes=causes, tensors=list(elsewhere)[:SHOWN])
+    nowhere = [n for n, f in mapped.items() if n not in actual and f in readable]
+    if nowhere:
+        title = f"{plural(len(nowhere), 'tensor')} named by the index and in no shard: {some(nowhere)}"
+        causes = ["a shard of another revision", "tensors were dropped without rewriting the index"]
+        yield found("index_mismatch", title, causes=causes, tensors=nowhere[:SHOWN], count=len(nowhere))
+    unnamed = [t.name for f in shards if f in readable for t in checkpoint.headers[f].tensors if t.name not in mapped]
+    if unnamed:
+        title = f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
+        yield found("index_mismatch", title, tensors=unnamed[:SHOWN], count=len(unnamed))
+    if checkpoint.stray:
+        unlisted = sorted(checkpoint.stray)
+        title = f"{plural(len(unlisted), 'weight file')} that the index does not name: {some(unlisted)}"
+        detail = "Engines load the files of the index only, so these tensors take no part."
+        yield warned("index_mismatch", title, detail=detail, paths=unlisted[:SHOWN])
+    if not (lost or nowhere or unnamed):
+        yield from _total_size(checkpoint, shards)
+
+
+def _total_size(checkpoint: Checkpoint, shards: Counter[str]) -> Iterator[Finding]:
+    metadata = checkpoint.object(INDEX).get("metadata")
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    stored = sum(t.nbytes for f in shards if f in checkpoint.headers for t in checkpoint.headers[f].tensors)
+    if isinstance(total, int | float) and stored and int(total) != stored:
+        title = f"the index says {int(total)} bytes of tensors, the shards hold {stored}"
+        detail = "Some exporters count tied or packed weights differently; engines do not read this figure."
+        yield noted("index_mismatch", title, detail=detail, total_size=int(total), stored=stored)

@@ -1,0 +1,159 @@
+"""Find the files of a checkpoint: a plain folder, the Hugging Face cache, one GGUF or safetensors file."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from assay.errors import AssayError
+
+WEIGHTS = (".safetensors", ".gguf")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", ".npz")
+_SKIPPED_FOLDERS = {".git", "__pycache__"}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class LocalFile:
+    """One file of the checkpoint: `path` is relative with `/`, `real` where the bytes are."""
+
+    path: str
+    real: Path
+    size: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a local checkpoint lies. `problems` holds (path, reason) of files that could not be reached."""
+
+    kind: str
+    root: Path
+    files: dict[str, LocalFile]
+    repo: str | None = None
+    revision: str | None = None
+    problems: tuple[tuple[str, str], ...] = ()
+    dangling: tuple[str, ...] = ()
+    recorded: dict[str, str] = field(default_factory=dict)
+    """Digest that the Hub gave at download time, by path: a sha256 (64 digits) or a git blob id (40)."""
+
+
+def unreadable(message: str, remedy: str = "") -> AssayError:
+    """The error for a subject that cannot be examined at all."""
+    return AssayError(message, finding_id="checkpoint.not_examined", remedy=remedy)
+
+
+def locate(path: Path, revision: str | None = None) -> Layout:
+    """The layout of a local path. Raises AssayError with one line if there is nothing to examine."""
+    try:
+        is_file, is_dir = path.is_file(), path.is_dir()
+        path.stat()
+    except FileNotFoundError as error:
+        raise unreadable(f"no such path: {path}", "give a folder, a .gguf file or hub:ORG/NAME") from error
+    except OSError as error:
+        raise unreadable(f"cannot open {path}: {error.strerror or error}") from error
+    if is_file:
+        return _single_file(path)
+    if not is_dir:
+        raise unreadable(f"{path} is neither a folder nor a file")
+    if (path / "snapshots").is_dir() and (path / "blobs").is_dir():
+        return _snapshot(_cached_snapshot(path, revision))
+    if path.parent.name == "snapshots" and (path.parent.parent / "blobs").is_dir():
+        return _snapshot(path)
+    files, problems, dangling = _walk(path)
+    if not files and not problems and not dangling:
+        raise unreadable(f"{path} is empty", "download the checkpoint first")
+    recorded, commit = _download_records(path)
+    return Layout("folder", path, files, None, commit, tuple(problems), tuple(dangling), recorded)
+
+
+def _single_file(path: Path) -> Layout:
+    if path.suffix not in WEIGHTS:
+        raise unreadable(
+            f"{path.name} is not a weight file that assay reads", "give a folder, a .gguf or a .safetensors file"
+        )
+    kind = path.suffix.removeprefix(".")
+    return Layout(kind, path.parent, {path.name: LocalFile(path.name, path, path.stat().st_size)})
+
+
+def _cached_snapshot(repo: Path, revision: str | None) -> Path:
+    """The snapshot folder of a cached repository that a revision (default `main`) stands for."""
+    snapshots = sorted(p for p in (repo / "snapshots").iterdir() if p.is_dir())
+    wanted = revision or "main"
+    reference = repo / "refs" / wanted
+    commit = wanted
+    if ".." not in wanted and reference.is_file():
+        commit = reference.read_text(encoding="utf-8", errors="replace").strip()
+    for snapshot in snapshots:
+        if snapshot.name == commit:
+            return snapshot
+    if revision is None and len(snapshots) == 1:
+        return snapshots[0]
+    names = ", ".join(p.name[:12] for p in snapshots) or "none"
+    raise unreadable(f"revision {wanted} is not in {repo.name} (snapshots: {names})", "give --revision COMMIT")
+
+
+def _snapshot(root: Path) -> Layout:
+    """A snapshot of the Hub cache: each file links to a blob whose name is the digest the Hub gave."""
+    files, problems, dangling = _walk(root)
+    if not files and not dangling:
+        raise unreadable(f"the snapshot {root} is empty", "download the checkpoint first")
+    recorded = {}
+    for name, file in files.items():
+        blob = file.real.name
+        if file.real.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", blob):
+            recorded[name] = blob
+    folder = root.parent.parent.name
+    repo = folder.removeprefix("models--").replace("--", "/", 1) if folder.startswith("models--") else None
+    commit = root.name if _COMMIT.fullmatch(root.name) else None
+    return Layout("hf_cache", root, files, repo, commit, tuple(problems), tuple(dangling), recorded)
+
+
+def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list[str]]:
+    """All files below `root`; folders that are links are not followed, so a loop cannot trap it."""
+    files: dict[str, LocalFile] = {}
+    problems: list[tuple[str, str]] = []
+    dangling: list[str] = []
+
+    def failed(error: OSError) -> None:
+        where = Path(error.filename) if error.filename else root
+        problems.append((where.relative_to(root).as_posix() if where != root else ".", error.strerror or str(error)))
+
+    for folder, subfolders, names in os.walk(root, onerror=failed):
+        here = Path(folder)
+        subfolders[:] = sorted(s for s in subfolders if not _skipped(here / s, root))
+        for name in names:
+            entry = here / name
+            relative = entry.relative_to(root).as_posix()
+            try:
+                real = entry.resolve(strict=True)
+                status = real.stat()
+            except FileNotFoundError:
+                dangling.append(relative)
+                continue
+            except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links on Python 3.11 and 3.12
+                problems.append((relative, getattr(error, "strerror", None) or "a loop of symbolic links"))
+                continue
+            if real.is_file():
+                files[relative] = LocalFile(relative, real, status.st_size)
+            elif not real.is_dir():
+                problems.append((relative, "not a regular file"))
+    return dict(sorted(files.items())), problems, sorted(dangling)
+
+
+def _skipped(folder: Path, root: Path) -> bool:
+    return folder.name in _SKIPPED_FOLDERS or folder == root / ".cache" / "huggingface"
+
+
+def _download_records(root: Path) -> tuple[dict[str, str], str | None]:
+    """What `hf download --local-dir` noted beside the files: digests by path, and the commit if it is one."""
+    folder = root / ".cache" / "huggingface" / "download"
+    recorded: dict[str, str] = {}
+    commits: set[str] = set()
+    for note in sorted(folder.rglob("*.metadata")) if folder.is_dir() else ():
+        lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
+        if len(lines) >= 2 and _COMMIT.fullmatch(lines[0]) and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1]):
+            recorded[note.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1]
+            commits.add(lines[0])
+    return recorded, commits.pop() if len(commits) == 1 else None

@@ -1,0 +1,62 @@
+"""Names and shapes from transformers' own meta-device model, for families that assay has no layout of.
+
+Needs the `hf` extra. The model is built without memory for its weights and without running code of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from assay.checkpoint.structure import Expectation
+from assay.checkpoint.subject import Checkpoint
+
+_FAILURES = (
+    ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, NotImplementedError, OSError,
+    ZeroDivisionError, AssertionError, IndexError,
+)  # fmt: skip
+
+
+def meta_expectation(checkpoint: Checkpoint) -> Expectation | None:
+    """What transformers would allocate for this config; None if it does not know the type or renames on load."""
+    config = {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
+    kind = config.pop("model_type", None)
+    if not isinstance(kind, str) or config.get("auto_map") or not _sane(config):
+        return None
+    try:
+        return _expect(checkpoint, kind, config)
+    except _FAILURES:
+        return None  # a config that transformers cannot build says nothing about the tensors
+
+
+def _sane(config: dict[str, Any]) -> bool:
+    """Bounds on what the meta model has to enumerate."""
+    layers = config.get("num_hidden_layers", 0)
+    return type(layers) is int and layers <= 500
+
+
+def _expect(checkpoint: Checkpoint, kind: str, config: dict[str, Any]) -> Expectation | None:
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        if get_checkpoint_conversion_mapping(kind):
+            return None  # stored under other names than the model's own
+    except ImportError:
+        pass
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
+    optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or []]
+    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or [])
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in model.state_dict().items()
+        if name not in tied and not any(p.search(name) for p in optional)
+    }
+    own = next((n for n in shapes if n.endswith("embed_tokens.weight")), "")
+    if own and own.removesuffix("embed_tokens.weight") != checkpoint.prefix:
+        return None
+    return Expectation(shapes, f"transformers {transformers.__version__}")

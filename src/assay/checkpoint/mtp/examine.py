@@ -1,0 +1,200 @@
+"""Is the multi-token-prediction head there, whole, and stored as the checkpoint declares?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from assay.checkpoint.blocks import Dims, with_fused_experts
+from assay.checkpoint.mtp.families import FAMILIES, GENERIC, Family, announced_depth
+from assay.checkpoint.quantization.check import weights
+from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.quantization.stored import Kind
+from assay.checkpoint.structure import is_stored
+from assay.checkpoint.subject import Checkpoint
+
+Status = Literal["none", "ok", "absent", "partial", "dtype_conflict", "declared_quantized", "not_announced"]
+
+
+@dataclass(frozen=True)
+class MtpReport:
+    """What became of the head.
+
+    `announced` is the number of layers the config promises, `present` the number of the head's tensors, `complete`
+    whether all that the family owes are there (None where assay does not know its layout), `quantized` how its weights
+    are stored, or None for plain ones.
+    """
+
+    status: Status
+    family: str
+    announced: int
+    present: int
+    complete: bool | None
+    quantized: str | None
+    key: str | None = None
+    by_default: bool = False
+    expected: int | None = None
+    missing: tuple[str, ...] = ()
+    wrong_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    conflicts: dict[str, str] = field(default_factory=dict)
+    stray_file: str | None = None
+    """A weight file with head tensors that the index does not name, so that no engine loads it."""
+    checked_since: str | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """`results.mtp`."""
+        return {
+            "announced": self.announced, "present": self.present, "complete": self.complete,
+            "quantized": self.quantized, "status": self.status, "family": self.family, "expected": self.expected,
+            "missing": list(self.missing[:50]), "key": self.key,
+        }  # fmt: skip
+
+
+def examine(source: str | Path) -> MtpReport:
+    """The head of the checkpoint at a path or `hub:ORG/NAME`, from headers and config alone.
+
+    Raises AssayError if the checkpoint cannot be read.
+    """
+    from assay.checkpoint.opening import open_checkpoint
+
+    checkpoint = open_checkpoint(str(source)).checkpoint
+    return examine_checkpoint(checkpoint, parse(checkpoint))
+
+
+def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> MtpReport:
+    """The head of an opened checkpoint."""
+    config = checkpoint.text_config
+    family = _family(checkpoint)
+    depth, key = announced_depth(family, config, checkpoint.config)
+    by_default = depth is None and family.default > 0
+    announced = family.default if depth is None else depth
+    if family.forced is not None and (announced or depth is None):
+        announced, by_default = family.forced, depth is None
+    prefixes = head_prefixes(checkpoint, family, announced)
+    present = [name for name in checkpoint.tensors if name.startswith(prefixes)]
+    if not announced and any(".layers." in p for p in prefixes) and not _is_head(present):
+        present = []  # ordinary layers beyond the configured number, which is another finding
+    if by_default and family.forced is not None and not present:
+        announced = 0  # forced by the engine, not promised by the config
+    stray = _stray(checkpoint, prefixes)
+    if not present:
+        status: Status = "absent" if announced else "none"
+        return MtpReport(
+            status, family.name, announced, 0, False if announced else None, None, key, by_default,
+            stray_file=stray, checked_since=family.checked_since,
+        )  # fmt: skip
+    owed = _owed(checkpoint, family, announced or 1)
+    missing = tuple(n for n in owed if not is_stored(checkpoint, n))
+    wrong = {
+        n: (t.shape, shape)
+        for n, shape in owed.items()
+        if (t := checkpoint.tensors.get(n)) and t.shape != shape and t.dtype in {"F32", "F16", "BF16", "F8_E4M3", "I8"}
+    }
+    kinds, conflicts = _storage(checkpoint, prefixes, declared)
+    quantized = ", ".join(sorted(k for k in kinds if k is not Kind.PLAIN)) or None
+    return MtpReport(
+        _status(announced, bool(missing or wrong), bool(conflicts), quantized),
+        family.name, announced, len(present), not missing if owed else None, quantized, key, by_default,
+        len(owed) or None, missing, wrong, conflicts, stray, family.checked_since,
+    )  # fmt: skip
+
+
+def head_prefixes(checkpoint: Checkpoint, family: Family | None = None, depth: int | None = None) -> tuple[str, ...]:
+    """Beginnings of the head's tensor names; heads that count on after the last layer share the backbone's prefix."""
+    family = family or _family(checkpoint)
+    if depth is None:
+        depth = announced_depth(family, checkpoint.text_config, checkpoint.config)[0] or family.default
+    listed = family.prefixes(depth, checkpoint.dims("num_hidden_layers") or 0)
+    return tuple(_placed(checkpoint, prefix) for prefix in listed)
+
+
+def _placed(checkpoint: Checkpoint, name: str) -> str:
+    return checkpoint.prefix + name.removeprefix("model.") if name.startswith("model.layers.") else name
+
+
+def _is_head(names: list[str]) -> bool:
+    """Whether names show what only a head has: an entry projection or norms of its own, or a place of its own."""
+    marks = (".eh_proj.", ".enorm.", ".hnorm.", ".shared_head.")
+    return any("mtp" in name or any(mark in name for mark in marks) for name in names)
+
+
+def _status(announced: int, partial: bool, conflict: bool, quantized: str | None) -> Status:
+    if partial:
+        return "partial"
+    if conflict:
+        return "dtype_conflict"
+    if not announced:
+        return "not_announced"
+    return "declared_quantized" if quantized else "ok"
+
+
+def _family(checkpoint: Checkpoint) -> Family:
+    for config in (checkpoint.text_config, checkpoint.config):
+        family = FAMILIES.get(str(config.get("model_type")))
+        if family is not None:
+            return family
+    return GENERIC
+
+
+def _owed(checkpoint: Checkpoint, family: Family, depth: int) -> dict[str, tuple[int, ...]]:
+    """Names and shapes that the family owes; fused experts where the head stores them so."""
+    d = Dims(checkpoint.text_config)
+    if family.layout is None or not d.hidden:
+        return {}
+    pieces = ((_placed(checkpoint, name), shape) for name, shape in family.layout(d, depth))
+    prefixes = head_prefixes(checkpoint, family, depth)
+    fused = any(".experts.gate_up_proj" in name and name.startswith(prefixes) for name in checkpoint.tensors)
+    if fused:
+        count = d.int_or("n_routed_experts") or d.int_or("num_experts")
+        return dict(_fuse(pieces, d, count))
+    return dict(pieces)
+
+
+def _fuse(pieces: Iterator[tuple[str, tuple[int, ...]]], d: Dims, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Like `with_fused_experts`, below each head layer's own prefix."""
+    for name, shape in pieces:
+        head, marker, rest = name.partition("mlp.experts.")
+        if not marker:
+            yield name, shape
+        elif rest.startswith("0.gate_proj."):
+            width = d.int_or("moe_intermediate_size")
+            inner = with_fused_experts(iter([("mlp.experts.0.gate_proj.weight", shape)]), d, count, width)
+            yield from ((head + fused, fused_shape) for fused, fused_shape in inner)
+
+
+def _storage(
+    checkpoint: Checkpoint, prefixes: tuple[str, ...], declared: Declared | None
+) -> tuple[Counter[Kind], dict[str, str]]:
+    """How the head's weights are stored, and where that contradicts the declaration."""
+    kinds: Counter[Kind] = Counter()
+    conflicts: dict[str, str] = {}
+    for module, kind, _ in weights(checkpoint):
+        if not (module + ".").startswith(prefixes):
+            continue
+        kinds[kind] += 1
+        accepted = declared.accepts(module) if declared is not None else frozenset({Kind.PLAIN})
+        if kind is Kind.FP8_UNSCALED:
+            conflicts[module] = "fp8 values without a scale"
+        elif accepted is not None and kind not in accepted and not _engine_forgives(declared, module, kind):
+            conflicts[module] = f"{kind} stored, {' or '.join(sorted(accepted))} declared"
+    return kinds, conflicts
+
+
+def _engine_forgives(declared: Declared | None, module: str, kind: Kind) -> bool:
+    """ModelOpt leaves `mtp.fc` plain without saying so, and vLLM builds it unquantised for that reason."""
+    return (
+        declared is not None and declared.method == "modelopt" and (declared.algorithm or "").startswith("NVFP4")
+        and module == "mtp.fc" and kind is Kind.PLAIN
+    )  # fmt: skip
+
+
+def _stray(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> str | None:
+    for file in sorted(checkpoint.stray):
+        header = checkpoint.headers.get(file)
+        if header and any(t.name.startswith(prefixes) for t in header.tensors):
+            return file
+    return None

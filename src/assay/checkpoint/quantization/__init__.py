@@ -1,0 +1,1 @@
+"""The quantisation that a checkpoint declares, against the tensors that it stores."""

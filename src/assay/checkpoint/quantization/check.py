@@ -1,0 +1,236 @@
+"""Hold the declared quantisation against every module's stored tensors."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
+from assay.checkpoint.quantization import declared as declarations
+from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.quantization.schemes import KNOWN_BY_NAME, SCHEMES
+from assay.checkpoint.quantization.stored import PACKED_KINDS, Kind, fused_kind, stored_kind
+from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.tensors import Params, layer_index
+from assay.verdict import Finding
+
+# Small projections that decide which expert or state is used; every tool leaves them in full precision.
+_ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "gate_inp", "wg"})
+_OTHER_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\.")
+_FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w13", "w2")
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+
+def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
+    """(module, how it is stored, its parameters) of every weight that a quantiser may touch, MTP modules included."""
+    for module, params in checkpoint.modules.items():
+        kind = stored_kind(params)
+        if kind is not None and (kind is not Kind.PLAIN or _is_linear(module, params)):
+            yield module, kind, params
+        if module.endswith("experts"):
+            for stem in _FUSED_EXPERTS:
+                fused = fused_kind(params, stem)
+                if fused is not None:
+                    yield f"{module}.{stem}", fused, {}
+
+
+def _is_linear(module: str, params: Params) -> bool:
+    last = module.rpartition(".")[2]
+    if last in _ROUTERS or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
+        return False
+    inside = layer_index(module + ".") is not None or "mtp" in module
+    return inside and len(params["weight"].shape) == 2
+
+
+@dataclass
+class _Sorted:
+    """Modules by what is wrong with them."""
+
+    plain: list[str] = field(default_factory=list)
+    excluded: list[str] = field(default_factory=list)
+    other: dict[str, tuple[Kind, str]] = field(default_factory=dict)
+    shapes: dict[str, str] = field(default_factory=dict)
+    agreeing: int = 0
+    judged: int = 0
+
+
+def check_quantization(
+    checkpoint: Checkpoint, declared: Declared | None, draft: tuple[str, ...] = ()
+) -> Iterator[Finding]:
+    """Findings on the declaration against the backbone's tensors.
+
+    Names that begin with a prefix of `draft` belong to a draft head, which `mtp` judges.
+    """
+    stored = [w for w in weights(checkpoint) if not (w[0] + ".").startswith(draft)]
+    kinds = Counter(kind for _, kind, _ in stored)
+    packed = {k: n for k, n in kinds.items() if k in PACKED_KINDS}
+    yield from _missing_parts(stored, declared)
+    yield from _split_groups(stored)
+    yield from _unmapped_names(checkpoint)
+    if declared is None:
+        if packed:
+            names = ", ".join(f"{n} × {k}" for k, n in packed.items())
+            title = f"tensors are quantised ({names}), but no file declares a quantisation"
+            remedies = ["restore quantization_config in config.json from the original repository"]
+            yield found("quantization_conflict", title, remedies=remedies, stored=packed)
+        return
+    yield from _sidecars(checkpoint, declared)
+    if declared.method not in SCHEMES:
+        known = "known by name only" if declared.method in KNOWN_BY_NAME else "not known"
+        title = f"the quantisation method {declared.method or '(unnamed)'} is {known}; its tensors were not examined"
+        yield noted("not_examined", title, method=declared.method, source=declared.source)
+        return
+    if stored:
+        yield from _disagreements(declared, stored, packed)
+
+
+def _disagreements(
+    declared: Declared, stored: list[tuple[str, Kind, Params]], packed: Mapping[Kind, int]
+) -> Iterator[Finding]:
+    result = _sort(declared, stored)
+    if result.plain and not packed:
+        title = f"{declared.source} declares {declared.method}, but no tensor is quantised"
+        causes = ["the config of a quantised repository was copied to plain weights"]
+        remedies = ["remove quantization_config, or download the quantised weights"]
+        evidence: dict[str, Any] = {"method": declared.method, "plain": result.plain[:SHOWN], "count": len(result.plain)}
+        yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
+        return
+    if result.other:
+        module, (kind, wanted) = next(iter(result.other.items()))
+        title = f"{plural(len(result.other), 'module')} stored otherwise than {declared.method} says, first {module}: "
+        title += f"{kind} stored, {wanted} declared"
+        evidence = {m: {"stored": k, "declared": w} for m, (k, w) in list(result.other.items())[:SHOWN]}
+        causes = [f"the declaration in {declared.source} belongs to another export of this model"]
+        if declared.method == "auto-round" and kind is Kind.AWQ:
+            causes.insert(0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed")
+        yield found("quantization_conflict", title, causes=causes, modules=evidence, count=len(result.other))
+    if result.plain:
+        title = f"{plural(len(result.plain), 'module')} declared {declared.method} and stored plain: "
+        title += some(result.plain)
+        causes = ["the modules were left out when quantising and not put on the ignore list"]
+        remedies = [f"add them to the ignore list in {declared.source}"]
+        evidence = {"modules": result.plain[:SHOWN], "count": len(result.plain)}
+        yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
+    if result.excluded:
+        title = f"{plural(len(result.excluded), 'module')} on the ignore list and stored quantised: "
+        title += some(result.excluded)
+        remedies = [f"take them off the ignore list in {declared.source}"]
+        evidence = {"modules": result.excluded[:SHOWN], "count": len(result.excluded)}
+        yield found("quantization_conflict", title, remedies=remedies, **evidence)
+    if result.shapes:
+        module, problem = next(iter(result.shapes.items()))
+        title = f"{plural(len(result.shapes), 'module')} packed otherwise than bits and group size say, "
+        title += f"first {module}: {problem}"
+        causes = [f"bits or group_size in {declared.source} is not what the tensors were packed with"]
+        evidence = dict(list(result.shapes.items())[:SHOWN])
+        yield found(
+            "quantization_conflict", title, causes=causes, bits=declared.bits, group_size=declared.group_size,
+            modules=evidence, count=len(result.shapes),
+        )  # fmt: skip
+
+
+def _sort(declared: Declared, stored: list[tuple[str, Kind, Params]]) -> _Sorted:
+    result = _Sorted()
+    for module, kind, params in stored:
+        accepted = declared.accepts(module)
+        if accepted is None:
+            continue
+        result.judged += 1
+        if kind in accepted or (kind is Kind.FP8_UNSCALED and Kind.FP8 in accepted):
+            result.agreeing += 1
+            problem = declared.geometry(module, params) if params else None
+            if problem:
+                result.shapes[module] = problem
+        elif kind is Kind.PLAIN:
+            result.plain.append(module)
+        elif accepted == {Kind.PLAIN}:
+            result.excluded.append(module)
+        else:
+            result.other[module] = (kind, " or ".join(sorted(accepted)))
+    return result
+
+
+_PARTS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
+    Kind.GPTQ: (("scales",), ("qzeros",)),
+    Kind.AWQ: (("scales",), ("qzeros",)),
+    Kind.PACKED: (("weight_scale",),),
+    Kind.NVFP4_PACKED: (("weight_scale",), ("weight_global_scale",)),
+    Kind.NVFP4: (("weight_scale",), ("weight_scale_2",)),
+    Kind.INT8: (("weight_scale", "SCB", "scale", "scales"),),
+    Kind.FP8_UNSCALED: (("weight_scale", "weight_scale_inv", "scale"),),
+    Kind.BNB4: (("weight.absmax",), ("weight.quant_map",)),
+    Kind.TORCHAO: (("_weight_scale", "_weight_scale_and_zero", "_weight_block_scale", "weight_scale"),),
+}
+"""Parameters that a stored kind cannot be read without; each tuple names alternatives."""
+
+
+def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
+    lacking: dict[str, str] = {}
+    for module, kind, params in stored:
+        for alternatives in _PARTS.get(kind, ()) if params else ():
+            if not any(a in params for a in alternatives):
+                lacking[module] = alternatives[0]
+        if kind is Kind.PACKED and _asymmetric(declared) and "weight_zero_point" not in params:
+            lacking[module] = "weight_zero_point"
+    if lacking:
+        module, part = next(iter(lacking.items()))
+        title = f"{plural(len(lacking), 'quantised weight')} without its {part}, first {module}"
+        causes = ["the scales were dropped when the checkpoint was saved or converted"]
+        detail = "An engine fills a missing scale with one or with uninitialised memory."
+        evidence = dict(list(lacking.items())[:SHOWN])
+        yield found("quantization_conflict", title, detail=detail, causes=causes, modules=evidence, count=len(lacking))
+
+
+def _asymmetric(declared: Declared | None) -> bool:
+    groups = declared.raw.get("config_groups") if declared is not None else None
+    if declared is None or declared.method != "compressed-tensors" or not isinstance(groups, Mapping):
+        return False
+    settings = [g.get("weights") for g in groups.values() if isinstance(g, Mapping)]
+    return bool(settings) and all(isinstance(w, Mapping) and w.get("symmetric") is False for w in settings)
+
+
+def _split_groups(stored: list[tuple[str, Kind, Params]]) -> Iterator[Finding]:
+    """Engines fuse q, k, v and gate, up into one matrix: they must be stored alike."""
+    kinds = {module: kind for module, kind, _ in stored}
+    split = []
+    for module, kind in kinds.items():
+        parent, _, last = module.rpartition(".")
+        for group in _TOGETHER:
+            if last == group[0] and {kinds.get(f"{parent}.{p}", kind) for p in group[1:]} - {kind}:
+                split.append(f"{parent}.({'|'.join(group)})")
+    if split:
+        title = f"{plural(len(split), 'fused group')} stored in more than one way: {some(split)}"
+        detail = "Engines load these projections as one matrix with one quantisation."
+        yield found("quantization_conflict", title, detail=detail, modules=split[:SHOWN], count=len(split))
+
+
+def _unmapped_names(checkpoint: Checkpoint) -> Iterator[Finding]:
+    names = [
+        f"{module}.{stem}_packed"
+        for module, params in checkpoint.modules.items()
+        if module.endswith("experts")
+        for stem in _FUSED_EXPERTS
+        if f"{stem}_packed" in params
+    ]
+    if names:
+        title = f"{plural(len(names), 'fused expert tensor')} packed under names that no engine maps: {some(names)}"
+        references = ["https://github.com/vllm-project/llm-compressor/issues/2939"]
+        yield warned("quantization_conflict", title, references=references, tensors=names[:SHOWN])
+
+
+def _sidecars(checkpoint: Checkpoint, declared: Declared) -> Iterator[Finding]:
+    for name in declarations.SIDECARS:
+        other = checkpoint.object(name)
+        if not other or name == declared.source:
+            continue
+        differing = {
+            key: (declared.raw[key], other[key])
+            for key in ("bits", "group_size", "sym", "desc_act")
+            if key in declared.raw and key in other and declared.raw[key] != other[key]
+        }
+        if differing:
+            title = f"{declared.source} and {name} declare different quantisations ({some(differing)})"
+            yield found("quantization_conflict", title, differing=differing)

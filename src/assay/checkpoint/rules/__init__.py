@@ -1,0 +1,27 @@
+"""Rules on a checkpoint's small files. A new rule is one function here in a file of its own, and one line in RULES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from assay.checkpoint.rules.chat_template import check_chat_template
+from assay.checkpoint.rules.config import check_config
+from assay.checkpoint.rules.end_of_text import check_end_of_text
+from assay.checkpoint.rules.generation import check_generation
+from assay.checkpoint.rules.rope import check_rope
+from assay.checkpoint.rules.tokenizer import check_tokenizer
+from assay.checkpoint.subject import Checkpoint
+from assay.verdict import Finding
+
+Rule = Callable[[Checkpoint], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    check_config,
+    check_rope,
+    check_generation,
+    check_tokenizer,
+    check_end_of_text,
+    check_chat_template,
+)
+
+__all__ = ["RULES", "Rule"]

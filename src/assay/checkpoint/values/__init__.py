@@ -1,0 +1,1 @@
+"""The optional scan of every stored value, streamed at memory speed."""

@@ -1,0 +1,72 @@
+"""Norm weights stored as `w` where the architecture computes `1 + w`, and the reverse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from assay.checkpoint.findings import SHOWN, found, plural, warned
+from assay.checkpoint.values.judge import is_norm
+from assay.checkpoint.values.statistics import Statistics
+from assay.verdict import Finding
+
+ONE_PLUS = frozenset({
+    "gemma", "gemma2", "gemma3", "gemma3_text", "paligemma", "vaultgemma", "qwen3_next", "qwen3_5", "qwen3_5_text",
+    "qwen3_5_moe", "qwen3_5_moe_text",
+})  # fmt: skip
+"""Architectures whose RMS norm multiplies by 1 + w; the gated norm of their linear attention does not."""
+PLAIN = frozenset({
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "mimo",
+    "smollm3", "olmo2", "phi3", "granite",
+})  # fmt: skip
+
+
+def check_norms(statistics: Sequence[Statistics], model_type: str) -> Iterator[Finding]:
+    """Backbone and draft head are judged apart: a head is often converted by another tool."""
+    if model_type not in ONE_PLUS | PLAIN:
+        return
+    norms = [s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name]
+    norms = [s for s in norms if "visual" not in s.name and "vision" not in s.name]
+    for part, group in (
+        ("the model", [s for s in norms if "mtp" not in s.name]),
+        ("the multi-token-prediction head", [s for s in norms if "mtp" in s.name]),
+    ):
+        yield from _group(part, group, model_type)
+
+
+def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[Finding]:
+    if len(norms) < 2:
+        return
+    if model_type in PLAIN:
+        odd = [s for s in norms if _zero_centred(s)]
+        if len(odd) * 2 > len(norms):
+            title = f"norm weights of {part} are stored around 0, but {model_type} multiplies by w as it is"
+            yield _finding(title, odd, "they come from a format that stores w - 1; add 1 to them")
+        return
+    odd = [s for s in norms if _around_one(s)]
+    if len(odd) * 2 > len(norms):
+        title = f"norm weights of {part} are stored around 1, but {model_type} multiplies by 1 + w"
+        reason = "a converter added the 1 already; subtract it"
+        if all(s.constant for s in odd):
+            yield warned("norm_convention", title + " (all of them exactly 1)", causes=[reason], count=len(odd))
+        else:
+            yield _finding(title, odd, reason)
+
+
+def _zero_centred(s: Statistics) -> bool:
+    """Trained norms of the plain kind are positive nearly everywhere."""
+    if s.constant:
+        return s.zeros == s.elements
+    return abs(s.mean) < 0.5 and s.negative_share > 0.2
+
+
+def _around_one(s: Statistics) -> bool:
+    deviation = float(s.sample.std()) if s.sample.size else 0.0
+    return abs(s.mean - 1) < 0.25 and deviation < 0.3 and s.negative_share == 0
+
+
+def _finding(title: str, odd: Sequence[Statistics], cause: str) -> Finding:
+    detail = "The output is wrong everywhere, though every tensor is present and of the right shape."
+    references = ["https://github.com/youssofal/MTPLX/issues/176"]
+    means = {s.name: round(s.mean, 4) for s in odd[:SHOWN]}
+    title = f"{title} ({plural(len(odd), 'tensor')})"
+    return found("norm_convention", title, detail=detail, causes=[cause], references=references, means=means)
