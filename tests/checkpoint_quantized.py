@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from checkpoint_samples import (
     ENDS,
     LINEARS,
@@ -137,7 +138,12 @@ CT_FP8 = {
         "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
     }},
 }  # fmt: skip
-FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+FP8_BLOCK = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+}
 MODELOPT_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
@@ -237,7 +243,12 @@ _HYBRID = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
 }  # fmt: skip
-_GROUPED = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+_GROUPED = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 
 def at(table: str, *places: str) -> str:
@@ -270,7 +281,11 @@ def mtp_family(name: str) -> tuple[dict[str, Any], str, str]:
         body = at(attention, *every) + "\n" + at(DENSE, every[0]) + "\n" + at(GROUPED_MOE, *every[1:])
         head = at(GLUE + attention + GROUPED_MOE, "model.layers.4")
         extra = _GROUPED | {"num_nextn_predict_layers": 1, "use_qk_norm": False}
-        return config(model_type=name, architectures=["Glm4MoeForCausalLM"], **extra | {"attention_bias": True}), body, head
+        return (
+            config(model_type=name, architectures=["Glm4MoeForCausalLM"], **extra | {"attention_bias": True}),
+            body,
+            head,
+        )
     attention = GQA + QK_BIASES + DENSE
     head = MIMO_ENTRY + at(attention, "model.mtp_layers.0")
     settings = config(model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
@@ -286,7 +301,8 @@ def centred_norms(tensors: Arrays) -> Arrays:
 
     rng = np.random.default_rng(5)
     return {
-        n: normal(t[1].shape, rng, 0.05) if "norm.weight" in n and "linear_attn" not in n else t for n, t in tensors.items()
+        n: normal(t[1].shape, rng, 0.05) if "norm.weight" in n and "linear_attn" not in n else t
+        for n, t in tensors.items()
     }
 
 
@@ -302,7 +318,9 @@ def mtp_checkpoint(folder: Path, family: str, *, head: bool = True, **changes: A
 
 def qwen3(folder: Path) -> Path:
     write_small_files(folder, config(model_type="qwen3", architectures=["Qwen3ForCausalLM"]))
-    write_shards(folder, fill(ENDS + layers(LLAMA_LAYER + QWEN3_NORMS.lstrip(), 4), SIZES, np.random.default_rng(2)))
+    write_shards(
+        folder, fill(ENDS + layers(LLAMA_LAYER + QWEN3_NORMS.lstrip(), 4), SIZES, np.random.default_rng(2))
+    )
     return folder
 
 

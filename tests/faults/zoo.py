@@ -10,9 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import checkpoint_quantized as q
 import numpy as np
-from checkpoint_samples import Arrays, edit_json, llama, read_safetensors, rewrite, write_safetensors, write_shards
+
+import checkpoint_quantized as q
+from checkpoint_samples import (
+    Arrays,
+    edit_json,
+    llama,
+    read_safetensors,
+    rewrite,
+    write_safetensors,
+    write_shards,
+)
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

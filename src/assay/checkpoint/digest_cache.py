@@ -40,7 +40,9 @@ class DigestCache:
         """Where the table lies unless told otherwise (`ASSAY_CACHE_DIR` moves it)."""
         import platformdirs
 
-        return Path(os.environ.get("ASSAY_CACHE_DIR") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
+        return (
+            Path(os.environ.get("ASSAY_CACHE_DIR") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
+        )
 
     @staticmethod
     def now() -> int:

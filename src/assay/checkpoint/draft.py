@@ -36,7 +36,9 @@ def aux_layers(config: dict[str, Any]) -> int:
 def is_eagle3(checkpoint: Checkpoint) -> bool:
     """EAGLE-3 maps a smaller draft vocabulary and reads several hidden states; EAGLE reads one."""
     names = str(checkpoint.config.get("architectures")).lower()
-    return "eagle3" in names or _named(checkpoint, "d2t") is not None or "draft_vocab_size" in checkpoint.config
+    return (
+        "eagle3" in names or _named(checkpoint, "d2t") is not None or "draft_vocab_size" in checkpoint.config
+    )
 
 
 def check_draft(draft: Checkpoint, target: Checkpoint | None) -> Iterator[Finding]:
@@ -53,7 +55,11 @@ def check_draft(draft: Checkpoint, target: Checkpoint | None) -> Iterator[Findin
         count = aux_layers(config)
         wanted = target_hidden * count if is_eagle3(draft) else hidden + target_hidden
         if entry.shape != (hidden, wanted):
-            parts = f"{count} hidden states of {target_hidden}" if is_eagle3(draft) else "embedding and hidden state"
+            parts = (
+                f"{count} hidden states of {target_hidden}"
+                if is_eagle3(draft)
+                else "embedding and hidden state"
+            )
             title = f"fc.weight is {list(entry.shape)}; {parts} need {[hidden, wanted]}"
             causes = ["the draft was trained for another target or for other auxiliary layers"]
             yield found("draft_mismatch", title, causes=causes, tensor=entry.name, shape=entry.shape)
@@ -68,7 +74,9 @@ def _vocabulary(draft: Checkpoint, vocab: int | None) -> Iterator[Finding]:
     for name, length in wanted:
         tensor = _named(draft, name)
         if tensor is not None and length and tensor.shape[:1] != (length,):
-            title = f"{name} of the draft has {tensor.shape[0] if tensor.shape else 0} entries, it needs {length}"
+            title = (
+                f"{name} of the draft has {tensor.shape[0] if tensor.shape else 0} entries, it needs {length}"
+            )
             causes = ["the draft belongs to another target or another draft vocabulary"]
             yield found("draft_mismatch", title, causes=causes, tensor=tensor.name, shape=tensor.shape)
     if vocab and small < vocab and _named(draft, "d2t") is None and is_eagle3(draft):
@@ -84,7 +92,13 @@ def _pair(draft: Checkpoint, target: Checkpoint) -> Iterator[Finding]:
     for name, own, other in pairs:
         if type(own) is int and other and own != other:
             title = f"the draft is for a target with {name} {own}, this target has {other}"
-            yield found("draft_mismatch", title, causes=["the draft belongs to another model"], draft=own, target=other)
+            yield found(
+                "draft_mismatch",
+                title,
+                causes=["the draft belongs to another model"],
+                draft=own,
+                target=other,
+            )
     if "target_hidden_size" not in draft.config and not is_eagle3(draft):
         own, other = draft.dims("hidden_size"), target.dims("hidden_size")
         if own and other and own != other:

@@ -1,7 +1,6 @@
 """The tensors that a config promises, for the families whose layout assay knows by heart.
 
-A family is a function from the config's dimensions to the pieces of one decoder layer. `tests/checkpoint` holds each
-against transformers' own meta-device model.
+A family is a function from the config's dimensions to the pieces of one decoder layer.
 """
 
 from __future__ import annotations
@@ -195,5 +194,7 @@ FAMILIES: dict[str, Layer] = {
 }  # fmt: skip
 """Layer layouts by `model_type`."""
 
-TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2"})
+TIED_BY_DEFAULT = frozenset(
+    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2"}
+)
 """Families whose output head is the embedding unless the config says otherwise."""

@@ -111,7 +111,11 @@ def _pairs(pairs: list[tuple[str, Any]]) -> _Duplicates:
 
 def _decode(raw: bytes, name: str) -> tuple[_Duplicates, Fault | None]:
     nothing = _Duplicates()
-    if raw.count(b"{") > MAX_OBJECTS or raw.count(b"[") > 2 * MAX_OBJECTS or raw.count(b",") > 10 * MAX_OBJECTS:
+    if (
+        raw.count(b"{") > MAX_OBJECTS
+        or raw.count(b"[") > 2 * MAX_OBJECTS
+        or raw.count(b",") > 10 * MAX_OBJECTS
+    ):
         return nothing, Fault("header_invalid", f"the header of {name} holds more than {MAX_OBJECTS} objects")
     try:
         document = json.loads(raw.decode("utf-8"), object_pairs_hook=_pairs)
@@ -140,7 +144,9 @@ def _check(document: _Duplicates, name: str, size: int, length: int) -> Header:
             base = 8 + length
             tensors.append(Tensor(key, entry["dtype"], tuple(entry["shape"]), name, base + begin, base + end))
         else:
-            faults.append(Fault("header_invalid", f"tensor {key[:200]} of {name}: {problem}", {"tensor": key[:200]}))
+            faults.append(
+                Fault("header_invalid", f"tensor {key[:200]} of {name}: {problem}", {"tensor": key[:200]})
+            )
     if not any(f.id == "header_invalid" for f in faults):
         faults.extend(_coverage(tensors, name, size, 8 + length))
     texts = {k: v for k, v in metadata.items() if isinstance(v, str)}
@@ -174,13 +180,21 @@ def _coverage(tensors: list[Tensor], name: str, size: int, base: int) -> list[Fa
     for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
         if tensor.start != position:
             kind = "overlaps the one before" if tensor.start < position else "leaves a gap before it"
-            return [Fault("header_invalid", f"tensor {tensor.name} of {name} {kind}", {"tensor": tensor.name})]
+            return [
+                Fault("header_invalid", f"tensor {tensor.name} of {name} {kind}", {"tensor": tensor.name})
+            ]
         position = tensor.end
     if position > size:
         lost = position - size
         cut = [t.name for t in tensors if t.end > size]
         message = f"{name} is {lost} bytes shorter than its header says; {len(cut)} tensors are cut"
-        evidence = {"path": name, "size": size, "expected": position, "missing_bytes": lost, "tensors": cut[:20]}
+        evidence = {
+            "path": name,
+            "size": size,
+            "expected": position,
+            "missing_bytes": lost,
+            "tensors": cut[:20],
+        }
         return [Fault("truncated", message, evidence)]
     if position < size:
         message = f"{name} has {size - position} bytes after its last tensor"

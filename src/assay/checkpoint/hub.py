@@ -76,7 +76,9 @@ def list_revision(repo: str, revision: str | None) -> HubRevision:
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(repo, "the Hub's answer is not what its API promises") from error
     files = {
-        entry.path: HubFile(entry.path, int(entry.size), entry.lfs.sha256 if entry.lfs else None, entry.blob_id)
+        entry.path: HubFile(
+            entry.path, int(entry.size), entry.lfs.sha256 if entry.lfs else None, entry.blob_id
+        )
         for entry in entries
         if not isinstance(entry, folder_type)
     }
@@ -196,14 +198,20 @@ def _translated(error: BaseException, repo: str, revision: str) -> AssayError:
     if name == "RevisionNotFoundError":
         return _unreadable(repo, f"it has no revision {revision}")
     if status in {401, 403}:
-        return _unreadable(repo, f"the Hub denies access ({status}): private, gated, or no such repository", "log in with `hf auth login`")
+        return _unreadable(
+            repo,
+            f"the Hub denies access ({status}): private, gated, or no such repository",
+            "log in with `hf auth login`",
+        )
     if status == 404:
         return _unreadable(repo, "the Hub knows no such repository (404)", "check the id and your access")
     if status is not None:
         return _unreadable(repo, f"the Hub answers with status {status}")
     if name == "OfflineModeIsEnabled":
         return _unreadable(repo, "HF_HUB_OFFLINE is set", "use --manifest instead, or unset it")
-    return _unreadable(repo, f"the Hub cannot be reached ({name})", "use --manifest to verify without a network")
+    return _unreadable(
+        repo, f"the Hub cannot be reached ({name})", "use --manifest to verify without a network"
+    )
 
 
 def _unreadable(repo: str, reason: str, remedy: str = "") -> AssayError:

@@ -45,9 +45,13 @@ def _numbering(checkpoint: Checkpoint, mapped: dict[str, str] | None) -> Iterato
     for (stem, total), present in series.items():
         if mapped is not None or "/" in stem:
             continue
-        lost = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present]
+        lost = [
+            f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present
+        ]
         if lost and len(lost) <= 100_000:
-            yield found("shard_missing", f"{plural(len(lost), 'shard')} missing: {some(lost)}", paths=lost[:SHOWN])
+            yield found(
+                "shard_missing", f"{plural(len(lost), 'shard')} missing: {some(lost)}", paths=lost[:SHOWN]
+            )
         if int(total) > 1:
             title = f"{total} shards of {stem}, but no {INDEX} that says what is in them"
             yield found("index_mismatch", title, causes=["the index was not downloaded"], path=INDEX)
@@ -72,7 +76,11 @@ def _doubled(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[Finding]:
     outside = sorted({f for f in mapped.values() if PurePosixPath(f).is_absolute() or ".." in f.split("/")})
     if outside:
-        yield found("index_mismatch", f"{INDEX} names files outside the folder: {some(outside)}", paths=outside[:SHOWN])
+        yield found(
+            "index_mismatch",
+            f"{INDEX} names files outside the folder: {some(outside)}",
+            paths=outside[:SHOWN],
+        )
     shards = Counter(f for f in mapped.values() if f not in outside)
     lost = sorted(s for s in shards if s not in checkpoint.files)
     if lost:
@@ -83,7 +91,9 @@ def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[
     actual = {t.name: file for file, header in checkpoint.headers.items() for t in header.tensors}
     readable = {f for f, h in checkpoint.headers.items() if h.tensors or not h.faults}
     names = {f: {t.name for t in checkpoint.headers[f].tensors} for f in readable}
-    elsewhere = {n: actual[n] for n, f in mapped.items() if n in actual and f in readable and n not in names[f]}
+    elsewhere = {
+        n: actual[n] for n, f in mapped.items() if n in actual and f in readable and n not in names[f]
+    }
     if elsewhere:
         name = next(iter(elsewhere))
         title = (
@@ -97,9 +107,13 @@ def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[
         title = f"{plural(len(nowhere), 'tensor')} named by the index and in no shard: {some(nowhere)}"
         causes = ["a shard of another revision", "tensors were dropped without rewriting the index"]
         yield found("index_mismatch", title, causes=causes, tensors=nowhere[:SHOWN], count=len(nowhere))
-    unnamed = [t.name for f in shards if f in readable for t in checkpoint.headers[f].tensors if t.name not in mapped]
+    unnamed = [
+        t.name for f in shards if f in readable for t in checkpoint.headers[f].tensors if t.name not in mapped
+    ]
     if unnamed:
-        title = f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
+        title = (
+            f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
+        )
         yield found("index_mismatch", title, tensors=unnamed[:SHOWN], count=len(unnamed))
     if checkpoint.stray:
         unlisted = sorted(checkpoint.stray)

@@ -14,7 +14,15 @@ from assay.verdict import Finding
 
 Status = Literal["verified", "mismatch", "missing", "extra", "unverified"]
 
-_DECORATION = {"README.md", ".gitattributes", ".gitignore", "LICENSE", "LICENSE.txt", "USE_POLICY.md", "NOTICE"}
+_DECORATION = {
+    "README.md",
+    ".gitattributes",
+    ".gitignore",
+    "LICENSE",
+    "LICENSE.txt",
+    "USE_POLICY.md",
+    "NOTICE",
+}
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".md", ".webp", ".mp4")
 
 
@@ -91,7 +99,9 @@ def judge(
     gone = sorted((set(wanted) | set(dangling)) - set(files))
     for path in gone:
         entry = wanted.get(path)
-        results.append(FileResult(path, entry.size if entry else None, None, "missing", entry.source if entry else None))
+        results.append(
+            FileResult(path, entry.size if entry else None, None, "missing", entry.source if entry else None)
+        )
     findings.extend(_missing(gone, files))
     findings.extend(_loose(results, complete))
     return sorted(results, key=lambda r: r.path), findings
@@ -122,7 +132,10 @@ def _mismatch(path: str, size: int, digest: Digest, expected: Expected) -> Findi
         causes = ["the download stopped early or was resumed wrongly", "the file belongs to another revision"]
     else:
         title = f"the digest of {path} is not the one that {expected.source} gives"
-        causes = ["bytes were damaged on the way or on disk", "the file belongs to another revision or was edited"]
+        causes = [
+            "bytes were damaged on the way or on disk",
+            "the file belongs to another revision or was edited",
+        ]
     remedies = [f"delete {path} and download it again, then verify once more"]
     write = found if matters(path) else warned
     return write("digest_mismatch", title, causes=causes, remedies=remedies, **evidence)
@@ -146,7 +159,9 @@ def _missing(gone: Sequence[str], files: Mapping[str, int]) -> list[Finding]:
     rest = [path for path in gone if not needed(path) and matters(path)]
     if rest:
         title = f"{plural(len(rest), 'file')} of the revision not here: {some(rest)}"
-        detail = "Weights are complete; a server may still want these (a tokenizer, a template, other formats)."
+        detail = (
+            "Weights are complete; a server may still want these (a tokenizer, a template, other formats)."
+        )
         findings.append(warned("shard_missing", title, detail=detail, paths=rest))
     return findings
 
@@ -158,7 +173,9 @@ def _loose(results: Sequence[FileResult], complete: Sequence[Source]) -> list[Fi
         names = " and ".join(s.name for s in complete)
         title = f"{plural(len(extra), 'file')} that {names} does not know: {some(extra)}"
         write = warned if any(matters(p) for p in extra) else noted
-        findings.append(write("unverified", title, paths=extra, remedies=["remove them if nobody put them there"]))
+        findings.append(
+            write("unverified", title, paths=extra, remedies=["remove them if nobody put them there"])
+        )
     loose = [r.path for r in results if r.status == "unverified"]
     if loose:
         title = f"{plural(len(loose), 'file')} with no digest to hold against: {some(loose)}"

@@ -71,7 +71,8 @@ def locate(path: Path, revision: str | None = None) -> Layout:
 def _single_file(path: Path) -> Layout:
     if path.suffix not in WEIGHTS:
         raise unreadable(
-            f"{path.name} is not a weight file that assay reads", "give a folder, a .gguf or a .safetensors file"
+            f"{path.name} is not a weight file that assay reads",
+            "give a folder, a .gguf or a .safetensors file",
         )
     kind = path.suffix.removeprefix(".")
     return Layout(kind, path.parent, {path.name: LocalFile(path.name, path, path.stat().st_size)})
@@ -91,7 +92,9 @@ def _cached_snapshot(repo: Path, revision: str | None) -> Path:
     if revision is None and len(snapshots) == 1:
         return snapshots[0]
     names = ", ".join(p.name[:12] for p in snapshots) or "none"
-    raise unreadable(f"revision {wanted} is not in {repo.name} (snapshots: {names})", "give --revision COMMIT")
+    raise unreadable(
+        f"revision {wanted} is not in {repo.name} (snapshots: {names})", "give --revision COMMIT"
+    )
 
 
 def _snapshot(root: Path) -> Layout:
@@ -118,7 +121,9 @@ def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list
 
     def failed(error: OSError) -> None:
         where = Path(error.filename) if error.filename else root
-        problems.append((where.relative_to(root).as_posix() if where != root else ".", error.strerror or str(error)))
+        problems.append(
+            (where.relative_to(root).as_posix() if where != root else ".", error.strerror or str(error))
+        )
 
     for folder, subfolders, names in os.walk(root, onerror=failed):
         here = Path(folder)
@@ -153,7 +158,11 @@ def _download_records(root: Path) -> tuple[dict[str, str], str | None]:
     commits: set[str] = set()
     for note in sorted(folder.rglob("*.metadata")) if folder.is_dir() else ():
         lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
-        if len(lines) >= 2 and _COMMIT.fullmatch(lines[0]) and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1]):
+        if (
+            len(lines) >= 2
+            and _COMMIT.fullmatch(lines[0])
+            and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1])
+        ):
             recorded[note.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1]
             commits.add(lines[0])
     return recorded, commits.pop() if len(commits) == 1 else None

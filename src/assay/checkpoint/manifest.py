@@ -74,7 +74,11 @@ def _entry(path: Path, row: Any) -> tuple[str, Entry]:
     if not isinstance(row, dict):
         raise _bad(path, "an entry is not an object")
     name, digest, size = row.get("path"), row.get("sha256"), row.get("size")
-    if not isinstance(name, str) or not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
+    if (
+        not isinstance(name, str)
+        or not isinstance(digest, str)
+        or not re.fullmatch(r"[0-9a-fA-F]{64}", digest)
+    ):
         raise _bad(path, "an entry lacks a path or a sha256 of 64 digits")
     if size is not None and (type(size) is not int or size < 0):
         raise _bad(path, f"the size of {name} is not a natural number")

@@ -50,7 +50,9 @@ def _expect(checkpoint: Checkpoint, kind: str, config: dict[str, Any]) -> Expect
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or []]
-    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or [])
+    tied = set(
+        getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or []
+    )
     shapes = {
         name: tuple(value.shape)
         for name, value in model.state_dict().items()

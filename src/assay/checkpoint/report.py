@@ -64,15 +64,27 @@ def _results(outcome: Outcome) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_NO_HEAD: dict[str, Any] = {"announced": 0, "present": 0, "complete": None, "quantized": None, "status": "none"}
+_NO_HEAD: dict[str, Any] = {
+    "announced": 0,
+    "present": 0,
+    "complete": None,
+    "quantized": None,
+    "status": "none",
+}
 
 
 def _headline(outcome: Outcome) -> list[Metric]:
     counts = Counter(f.status for f in outcome.files)
     here = sum(counts.values()) - counts["missing"]
     metrics = [
-        Metric("files verified", f"{counts['verified']} of {here}", counts["mismatch"] + counts["missing"] == 0),
-        Metric("tensors", str(outcome.tensors), note=f"expected by {outcome.expected_from}" if outcome.expected_from else ""),
+        Metric(
+            "files verified", f"{counts['verified']} of {here}", counts["mismatch"] + counts["missing"] == 0
+        ),
+        Metric(
+            "tensors",
+            str(outcome.tensors),
+            note=f"expected by {outcome.expected_from}" if outcome.expected_from else "",
+        ),
         Metric("quantisation", outcome.declared.method if outcome.declared else "none declared"),
     ]
     if outcome.mtp is not None and outcome.mtp.status != "none":

@@ -85,7 +85,10 @@ def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Ite
         title = f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
         title += f"{list(stored)} stored, {list(wanted)} expected"
         evidence = {n: {"stored": s, "expected": w} for n, (s, w) in list(wrong.items())[:SHOWN]}
-        causes = ["config.json belongs to another size of this model", "the tensor was resized without the config"]
+        causes = [
+            "config.json belongs to another size of this model",
+            "the tensor was resized without the config",
+        ]
         yield found("tensor_shape", title, causes=causes, tensors=evidence, count=len(wrong))
 
 

@@ -113,16 +113,29 @@ def verify(source: str, options: Options, show: Show = silent) -> Outcome:
     _structure(outcome)
     if serve is not None:
         target = lint.Target(
-            opened.checkpoint, outcome.declared, outcome.cache, _mtp(outcome), serve, options.version, options.capability
+            opened.checkpoint,
+            outcome.declared,
+            outcome.cache,
+            _mtp(outcome),
+            serve,
+            options.version,
+            options.capability,
         )
         outcome.findings.extend(lint.lint(target))
         _draft_of(outcome, serve)
     if options.values and opened.layout is not None:
         _values(outcome, opened.layout, show)
     elif options.values:
-        outcome.findings.append(warned("not_examined", "--values needs the weights; they are on the Hub, not here"))
+        outcome.findings.append(
+            warned("not_examined", "--values needs the weights; they are on the Hub, not here")
+        )
     outcome.advice = advise(
-        opened.checkpoint, source.removeprefix("hub:"), outcome.declared, outcome.cache, _mtp(outcome), options.version
+        opened.checkpoint,
+        source.removeprefix("hub:"),
+        outcome.declared,
+        outcome.cache,
+        _mtp(outcome),
+        options.version,
     )
     return outcome
 
@@ -142,10 +155,14 @@ def _configless(outcome: Outcome) -> None:
     if any(f.endswith(".gguf") for f in files):
         return
     if "adapter_config.json" in files:
-        outcome.findings.append(noted("not_examined", "an adapter: its tensors were not held against a model"))
+        outcome.findings.append(
+            noted("not_examined", "an adapter: its tensors were not held against a model")
+        )
         return
     remedies = ["give the folder that holds config.json, or download it"]
-    outcome.findings.append(found("not_examined", "no config.json: this is no checkpoint that can be examined", remedies=remedies))
+    outcome.findings.append(
+        found("not_examined", "no config.json: this is no checkpoint that can be examined", remedies=remedies)
+    )
 
 
 # Files and digests.
@@ -156,7 +173,8 @@ def _files(outcome: Outcome, stated: manifest.Manifest | None, show: Show) -> No
     sources: list[Source] = []
     if stated is not None and options.manifest is not None:
         entries = {
-            p: integrity.Expected("the manifest", sha256=e.sha256, size=e.size) for p, e in stated.files.items()
+            p: integrity.Expected("the manifest", sha256=e.sha256, size=e.size)
+            for p, e in stated.files.items()
         }
         sources.append(Source("the manifest", entries, complete=True))
     if opened.hub is not None:
@@ -173,7 +191,9 @@ def _files(outcome: Outcome, stated: manifest.Manifest | None, show: Show) -> No
         sources.append(integrity.recorded_source(where, layout.recorded))
     sizes = _counted_files(layout, options)
     if layout.kind in {"gguf", "safetensors"}:
-        sources = [Source(s.name, {p: e for p, e in s.files.items() if p in sizes}, complete=False) for s in sources]
+        sources = [
+            Source(s.name, {p: e for p, e in s.files.items() if p in sizes}, complete=False) for s in sources
+        ]
     digests = _hash(outcome, layout, sizes, sources, show)
     for name, digest in digests.items():
         if digest.problem:
@@ -218,7 +238,8 @@ def _hash(
         for name, size in sizes.items()
         if everything
         or any(
-            (entry := s.files.get(name)) is not None and (entry.size is None or entry.size == size) for s in sources
+            (entry := s.files.get(name)) is not None and (entry.size is None or entry.size == size)
+            for s in sources
         )
     ]
     total = sum(size for _, _, size in wanted)
@@ -262,7 +283,11 @@ def _remote_files(outcome: Outcome, sources: list[Source]) -> None:
                 outcome.findings.append(warned("not_examined", f"cannot read {name}: {error}", path=name))
     results, findings = integrity.judge(dict(checkpoint.files), digests, [*sources, hub.source()])
     outcome.files = [
-        f if f.sha256 else FileResult(f.path, f.size, hub.files[f.path].sha256 if f.path in hub.files else None, f.status, f.against)
+        f
+        if f.sha256
+        else FileResult(
+            f.path, f.size, hub.files[f.path].sha256 if f.path in hub.files else None, f.status, f.against
+        )
         for f in results
     ]
     outcome.findings.extend(findings)
@@ -368,9 +393,7 @@ def _values(outcome: Outcome, layout: Layout, show: Show) -> None:
 
     checkpoint = outcome.opened.checkpoint
     where = {name: layout.files[t.file].real for name, t in checkpoint.tensors.items()}
-    jobs = [
-        (t, where[n]) for n, t in checkpoint.tensors.items() if t.end <= layout.files[t.file].size
-    ]
+    jobs = [(t, where[n]) for n, t in checkpoint.tensors.items() if t.end <= layout.files[t.file].size]
     for gguf in outcome.ggufs:
         if not checkpoint.tensors:
             jobs.extend((t, layout.files[gguf.file].real) for t in gguf_jobs(gguf))
@@ -379,7 +402,9 @@ def _values(outcome: Outcome, layout: Layout, show: Show) -> None:
     with show("scanning values", outcome.scanned_bytes) as progress:
         statistics, problems = scan(jobs, progress, outcome.options.workers)
     for name, reason in problems:
-        outcome.findings.append(found("not_examined", f"cannot read the values of {name}: {reason}", tensor=name))
+        outcome.findings.append(
+            found("not_examined", f"cannot read the values of {name}: {reason}", tensor=name)
+        )
     add = outcome.findings.extend
     method = outcome.declared.method if outcome.declared else None
     add(judge_values(statistics, signed_scales=method in {"auto-round", "gptq", "awq", "torchao", "hqq"}))
@@ -387,7 +412,11 @@ def _values(outcome: Outcome, layout: Layout, show: Show) -> None:
 
     def same(one: str, two: str) -> bool:
         a, b = checkpoint.tensors.get(one), checkpoint.tensors.get(two)
-        return a is not None and b is not None and _bytes(where[one], a.start, a.end) == _bytes(where[two], b.start, b.end)
+        return (
+            a is not None
+            and b is not None
+            and _bytes(where[one], a.start, a.end) == _bytes(where[two], b.start, b.end)
+        )
 
     add(check_duplicates(statistics, same))
     by_name = {s.name: s for s in statistics}
@@ -398,4 +427,3 @@ def _values(outcome: Outcome, layout: Layout, show: Show) -> None:
 def _bytes(path: Path, start: int, end: int) -> bytes:
     with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
         return view[start:end]
-

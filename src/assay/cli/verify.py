@@ -19,12 +19,19 @@ def command(
         str, typer.Argument(help="Folder, Hub cache entry, .gguf or .safetensors file, or hub:ORG/NAME.")
     ],
     repo: Annotated[str | None, typer.Option(help="Hold the files against this Hub repository.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit (default: the recorded one, else main).")] = None,
-    manifest: Annotated[Path | None, typer.Option(help="Hold the files against this list of digests.")] = None,
-    write_manifest: Annotated[Path | None, typer.Option(help="Write the list of digests to this file.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit (default: the recorded one, else main).")
+    ] = None,
+    manifest: Annotated[
+        Path | None, typer.Option(help="Hold the files against this list of digests.")
+    ] = None,
+    write_manifest: Annotated[
+        Path | None, typer.Option(help="Write the list of digests to this file.")
+    ] = None,
     values: Annotated[bool, typer.Option("--values", help="Look at every stored value as well.")] = False,
     serve_args: Annotated[
-        str | None, typer.Option(help='Command line of `vllm serve` to hold against the checkpoint, as one text.')
+        str | None,
+        typer.Option(help="Command line of `vllm serve` to hold against the checkpoint, as one text."),
     ] = None,
     engine_version: Annotated[
         str | None, typer.Option(help="Engine that will serve it, e.g. vllm==0.32.0 (the default).")
@@ -32,14 +39,18 @@ def command(
     compute_capability: Annotated[
         float | None, typer.Option(min=3, max=20, help="CUDA compute capability of the GPU, e.g. 8.6.")
     ] = None,
-    target: Annotated[str | None, typer.Option(help="Target model of this EAGLE draft: a path or hub:ORG/NAME.")] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Target model of this EAGLE draft: a path or hub:ORG/NAME.")
+    ] = None,
     allow_unverified: Annotated[
         bool, typer.Option("--allow-unverified", help="Accept files with no digest to hold against.")
     ] = False,
     no_digest_cache: Annotated[
         bool, typer.Option("--no-digest-cache", help="Hash every file again, whatever was hashed before.")
     ] = False,
-    workers: Annotated[int | None, typer.Option(min=1, max=256, help="Threads (default: one a core).")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Threads (default: one a core).")
+    ] = None,
 ) -> Report:
     """Verify a checkpoint: digests, tensors, quantisation, draft head, tokenizer, and the flags to serve it with.
 

@@ -60,7 +60,7 @@ def build_smollm2(progress: Progress = NO_PROGRESS) -> Path:
 def build_gemma3(progress: Progress = NO_PROGRESS, *, add_bos: bool = True) -> Path:
     """Gemma 3 270M (a base model: no chat template) as an ordinary checkpoint in bf16.
 
-    Its GGUF tokenizer does not put BOS (id 2) before a text; without it the model writes `The The The`. With
+    Its GGUF tokenizer does not put BOS (id 2) before a text; without it the model goes round in a few words or tags. With
     `add_bos` the tokenizer does, without it the natural fault stays.
     """
 

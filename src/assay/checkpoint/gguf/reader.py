@@ -89,7 +89,9 @@ class _Reader:
         inner, count = self.number("I"), self.number("Q")
         width = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
         if count * width > self.size - self.position:
-            raise _Broken("truncated", f"{self.name} announces an array of {count} entries, longer than the file")
+            raise _Broken(
+                "truncated", f"{self.name} announces an array of {count} entries, longer than the file"
+            )
         if inner in _SCALARS:
             return list(struct.unpack(f"<{count}{_SCALARS[inner]}", self.take(count * width)))
         return [self.value(inner, depth + 1) for _ in range(count)]
@@ -159,7 +161,9 @@ def _tensor(
         faults.append(Fault("header_invalid", problem, {"tensor": name}))
         return None
     if offset % alignment:
-        faults.append(Fault("header_invalid", f"tensor {name[:80]} of {file} is not aligned to {alignment} bytes"))
+        faults.append(
+            Fault("header_invalid", f"tensor {name[:80]} of {file} is not aligned to {alignment} bytes")
+        )
         return None
     start = base + offset
     return GgufTensor(name, kind, shape, start, start + elements // ggml.block * ggml.nbytes)
@@ -169,7 +173,9 @@ def _coverage(tensors: list[GgufTensor], name: str, size: int) -> list[Fault]:
     faults = []
     repeated = [n for n, count in Counter(t.name for t in tensors).items() if count > 1]
     if repeated:
-        faults.append(Fault("tensor_duplicate", f"{name} names {len(repeated)} tensors twice, first {repeated[0]}"))
+        faults.append(
+            Fault("tensor_duplicate", f"{name} names {len(repeated)} tensors twice, first {repeated[0]}")
+        )
     ordered = sorted(tensors, key=lambda t: t.start)
     for before, after in itertools.pairwise(ordered):
         if after.start < before.end:
@@ -178,6 +184,10 @@ def _coverage(tensors: list[GgufTensor], name: str, size: int) -> list[Fault]:
     end = max((t.end for t in tensors), default=0)
     if end > size:
         cut = [t.name for t in tensors if t.end > size]
-        message = f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
-        faults.append(Fault("truncated", message, {"path": name, "size": size, "expected": end, "tensors": cut[:20]}))
+        message = (
+            f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
+        )
+        faults.append(
+            Fault("truncated", message, {"path": name, "size": size, "expected": end, "tensors": cut[:20]})
+        )
     return faults

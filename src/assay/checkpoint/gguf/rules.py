@@ -66,7 +66,9 @@ def _blocks(gguf: Gguf) -> Iterator[Finding]:
         alike = sum(other == names for other in ordinary.values())
         if len(ordinary) >= 3 and alike == 1 and len(fuller) >= len(ordinary) // 2:
             lost = sorted(fuller[0] - names)
-            yield found("tensor_missing", f"layer {index} of {gguf.file} lacks {some(lost)}", tensors=lost[:SHOWN])
+            yield found(
+                "tensor_missing", f"layer {index} of {gguf.file} lacks {some(lost)}", tensors=lost[:SHOWN]
+            )
     names = {t.name for t in gguf.tensors}
     if "token_embd.weight" not in names:
         yield found("tensor_missing", f"{gguf.file} has no token_embd.weight", tensors=["token_embd.weight"])
@@ -115,7 +117,10 @@ def examine_gguf(gguf: Gguf) -> MtpReport:
         return MtpReport("absent" if depth else "none", name, depth, 0, False if depth else None, None, key)
     wanted = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
     missing = tuple(
-        f"blk.{i}.{part}" for i in range(count - depth, count) for part in wanted if part not in blocks.get(i, set())
+        f"blk.{i}.{part}"
+        for i in range(count - depth, count)
+        for part in wanted
+        if part not in blocks.get(i, set())
     )
     status = "not_announced" if not depth else "partial" if missing else "ok"
     return MtpReport(status, name, depth, present, not missing, None, key, expected=None, missing=missing)  # type: ignore[arg-type]

@@ -37,7 +37,9 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
     if nonfinite:
         title = f"{plural(len(nonfinite), 'tensor')} with block scales that are no numbers: {some(nonfinite)}"
         evidence = dict(list(nonfinite.items())[:SHOWN])
-        yield found("nonfinite", title, causes=["an overflow when quantising"], tensors=evidence, count=len(nonfinite))
+        yield found(
+            "nonfinite", title, causes=["an overflow when quantising"], tensors=evidence, count=len(nonfinite)
+        )
     if zero:
         title = f"{plural(len(zero), 'tensor')} whose block scales are all zero: {some(zero)}"
         yield found("tensor_constant", title, tensors=zero[:SHOWN], count=len(zero))
@@ -48,7 +50,9 @@ def _count(tensor: GgufTensor, path: Path) -> tuple[int, bool]:
     import numpy as np
 
     kind = TYPES[tensor.type]
-    blocks = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(-1, kind.nbytes)
+    blocks = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(
+        -1, kind.nbytes
+    )
     bad, used = 0, False
     for first in range(0, len(blocks), ROWS):
         part = blocks[first : first + ROWS]

@@ -92,7 +92,9 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
     wrong = {
         n: (t.shape, shape)
         for n, shape in owed.items()
-        if (t := checkpoint.tensors.get(n)) and t.shape != shape and t.dtype in {"F32", "F16", "BF16", "F8_E4M3", "I8"}
+        if (t := checkpoint.tensors.get(n))
+        and t.shape != shape
+        and t.dtype in {"F32", "F16", "BF16", "F8_E4M3", "I8"}
     }
     kinds, conflicts = _storage(checkpoint, prefixes, declared)
     quantized = ", ".join(sorted(k for k in kinds if k is not Kind.PLAIN)) or None
@@ -103,7 +105,9 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
     )  # fmt: skip
 
 
-def head_prefixes(checkpoint: Checkpoint, family: Family | None = None, depth: int | None = None) -> tuple[str, ...]:
+def head_prefixes(
+    checkpoint: Checkpoint, family: Family | None = None, depth: int | None = None
+) -> tuple[str, ...]:
     """Beginnings of the head's tensor names; heads that count on after the last layer share the backbone's prefix."""
     family = family or _family(checkpoint)
     if depth is None:
@@ -154,7 +158,9 @@ def _owed(checkpoint: Checkpoint, family: Family, depth: int) -> dict[str, tuple
     return dict(pieces)
 
 
-def _fuse(pieces: Iterator[tuple[str, tuple[int, ...]]], d: Dims, count: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _fuse(
+    pieces: Iterator[tuple[str, tuple[int, ...]]], d: Dims, count: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Like `with_fused_experts`, below each head layer's own prefix."""
     for name, shape in pieces:
         head, marker, rest = name.partition("mlp.experts.")

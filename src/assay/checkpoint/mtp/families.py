@@ -128,14 +128,20 @@ def ernie(d: Dims, depth: int) -> Iterator[Piece]:
 
 
 _QWEN35 = Family("qwen3.5", ("mtp_num_hidden_layers",), _under("mtp."), qwen_dense, draft_class="Qwen3_5MTP")
-_QWEN35_MOE = Family("qwen3.5-moe", ("mtp_num_hidden_layers",), _under("mtp."), qwen_moe, draft_class="Qwen3_5MoeMTP")
+_QWEN35_MOE = Family(
+    "qwen3.5-moe", ("mtp_num_hidden_layers",), _under("mtp."), qwen_moe, draft_class="Qwen3_5MoeMTP"
+)
 _DEEPSEEK = Family(
     "deepseek-v3", _NEXTN, _after_layers, deepseek, checked_since="0.32.0", draft_class="DeepSeekMTPModel"
 )
 _STEP = Family("step3.5", _NEXTN, _after_layers, checked_since="0.32.0", default=1, draft_class="Step3p5MTP")
-_BAILING = Family("bailing", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="BailingMoeV25MTPModel")
+_BAILING = Family(
+    "bailing", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="BailingMoeV25MTPModel"
+)
 _MIMO_V2 = Family("mimo-v2", _NEXTN, _under("model.mtp."), forced=1, draft_class="MiMoV2MTPModel")
-_NEMOTRON = Family("nemotron-h", _NEXTN, _under("mtp.", "language_model.mtp."), draft_class="NemotronHMTPModel")
+_NEMOTRON = Family(
+    "nemotron-h", _NEXTN, _under("mtp.", "language_model.mtp."), draft_class="NemotronHMTPModel"
+)
 _EXAONE = Family("exaone", _NEXTN, _under("mtp."), draft_class="ExaoneMoeMTP")
 
 FAMILIES: dict[str, Family] = {

@@ -9,7 +9,7 @@ from assay.checkpoint.mtp.examine import MtpReport
 from assay.checkpoint.serving.versions import Version
 from assay.verdict import Finding, Severity
 
-TRACK = '--model-loader-extra-config \'{"enable_weights_track": true}\''
+TRACK = "--model-loader-extra-config '{\"enable_weights_track\": true}'"
 """The switch that makes vLLM 0.32 refuse weights that the checkpoint does not fill."""
 
 
@@ -49,7 +49,10 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
             "serve without --speculative-config, or copy the head's tensors from the original repository",
             f"make vLLM say so at load: {TRACK}",
         ]
-        references = ["https://github.com/vllm-project/vllm/pull/35548", "https://github.com/z-lab/paroquant/issues/47"]
+        references = [
+            "https://github.com/vllm-project/vllm/pull/35548",
+            "https://github.com/z-lab/paroquant/issues/47",
+        ]
         severity = Severity.WARNING if report.by_default else Severity.ERROR
         yield found(
             "mtp_missing", title, severity=severity, detail=said, causes=causes, remedies=remedies,
@@ -61,7 +64,9 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
         yield _conflict(report)
     elif report.status == "declared_quantized":
         title = f"the multi-token-prediction head is quantised ({report.quantized}), as declared"
-        detail = "That works where the engine follows the declaration; acceptance must be measured, not assumed."
+        detail = (
+            "That works where the engine follows the declaration; acceptance must be measured, not assumed."
+        )
         yield noted("mtp_dtype", title, detail=detail, remedies=["measure it: assay spec LOG"])
     if report.status == "not_announced":
         title = f"{plural(report.present, 'tensor')} of a multi-token-prediction head, but the config announces none"
@@ -76,7 +81,10 @@ def _partial(report: MtpReport, said: str) -> Iterator[Finding]:
             f"{some(report.missing)}"
         )
         causes = ["only part of the head was copied into a quantised folder", "a shard is missing"]
-        remedies = ["copy the missing tensors from the original repository", f"make vLLM say so at load: {TRACK}"]
+        remedies = [
+            "copy the missing tensors from the original repository",
+            f"make vLLM say so at load: {TRACK}",
+        ]
         yield found(
             "mtp_partial", title, detail=said, causes=causes, remedies=remedies, missing=report.missing[:SHOWN],
             count=len(report.missing), expected=report.expected,

@@ -19,7 +19,9 @@ from assay.verdict import Finding
 
 # Small projections that decide which expert or state is used; every tool leaves them in full precision.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "gate_inp", "wg"})
-_OTHER_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\.")
+_OTHER_TOWERS = re.compile(
+    r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\."
+)
 _FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w13", "w2")
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
@@ -95,7 +97,11 @@ def _disagreements(
         title = f"{declared.source} declares {declared.method}, but no tensor is quantised"
         causes = ["the config of a quantised repository was copied to plain weights"]
         remedies = ["remove quantization_config, or download the quantised weights"]
-        evidence: dict[str, Any] = {"method": declared.method, "plain": result.plain[:SHOWN], "count": len(result.plain)}
+        evidence: dict[str, Any] = {
+            "method": declared.method,
+            "plain": result.plain[:SHOWN],
+            "count": len(result.plain),
+        }
         yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
         return
     if result.other:
@@ -105,7 +111,9 @@ def _disagreements(
         evidence = {m: {"stored": k, "declared": w} for m, (k, w) in list(result.other.items())[:SHOWN]}
         causes = [f"the declaration in {declared.source} belongs to another export of this model"]
         if declared.method == "auto-round" and kind is Kind.AWQ:
-            causes.insert(0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed")
+            causes.insert(
+                0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed"
+            )
         yield found("quantization_conflict", title, causes=causes, modules=evidence, count=len(result.other))
     if result.plain:
         title = f"{plural(len(result.plain), 'module')} declared {declared.method} and stored plain: "
@@ -181,7 +189,9 @@ def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | 
         causes = ["the scales were dropped when the checkpoint was saved or converted"]
         detail = "An engine fills a missing scale with one or with uninitialised memory."
         evidence = dict(list(lacking.items())[:SHOWN])
-        yield found("quantization_conflict", title, detail=detail, causes=causes, modules=evidence, count=len(lacking))
+        yield found(
+            "quantization_conflict", title, detail=detail, causes=causes, modules=evidence, count=len(lacking)
+        )
 
 
 def _asymmetric(declared: Declared | None) -> bool:

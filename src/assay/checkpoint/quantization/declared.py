@@ -50,7 +50,10 @@ class Found:
 
 def find(checkpoint: Checkpoint) -> Found | None:
     """The declaration that an engine reads: config.json (either level, either key), else a sidecar file."""
-    for config, where in ((checkpoint.config, "config.json"), (checkpoint.text_config, "config.json: text_config")):
+    for config, where in (
+        (checkpoint.config, "config.json"),
+        (checkpoint.text_config, "config.json: text_config"),
+    ):
         for key in ("quantization_config", "compression_config"):
             raw = config.get(key)
             if isinstance(raw, Mapping) and raw:

@@ -90,10 +90,14 @@ def auto_round(found: Found) -> Declared:
     names = raw.get("block_name_to_quantize") or raw.get("to_quant_block_names")
     if isinstance(names, list):
         names = ",".join(n for n in names if isinstance(n, str))
-    blocks = tuple(b.strip().rstrip(".") for b in names.split(",") if b.strip()) if isinstance(names, str) else ()
+    blocks = (
+        tuple(b.strip().rstrip(".") for b in names.split(",") if b.strip()) if isinstance(names, str) else ()
+    )
     extra = raw.get("extra_config") if isinstance(raw.get("extra_config"), Mapping) else {}
     accepts = _round_accepts(kinds, blocks, extra or {})
-    mixed = any(isinstance(v, Mapping) and 0 < (integer(v, "bits") or 16) < 16 for v in (extra or {}).values())
+    mixed = any(
+        isinstance(v, Mapping) and 0 < (integer(v, "bits") or 16) < 16 for v in (extra or {}).values()
+    )
     geometry = _word_geometry(None if mixed else bits, group)
     return Declared("auto-round", found.source, raw, accepts, geometry, bits, group, layout)
 

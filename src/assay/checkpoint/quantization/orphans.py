@@ -15,7 +15,11 @@ _SIDE = frozenset({
     "weight_g_idx", "weight_global_scale", "weight_scale_2", "weight_absmax", "SCB", "biases",
     "weight.absmax", "weight.quant_map",
 })  # fmt: skip
-_FUSED = {"_scales": ("_blocks", "_qweight", "_packed", ""), "_scale_inv": ("",), "_weight_scale": ("", "_weight")}
+_FUSED = {
+    "_scales": ("_blocks", "_qweight", "_packed", ""),
+    "_scale_inv": ("",),
+    "_weight_scale": ("", "_weight"),
+}
 
 
 def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -29,7 +33,9 @@ def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
         title = f"{plural(len(lost), 'scale or zero-point')} without a quantised weight: {some(lost)}"
         causes = ["the weight was replaced by a plain one, or dropped, and its scales stayed"]
         remedies = ["take the checkpoint from its original repository again"]
-        yield found("orphan_scale", title, causes=causes, remedies=remedies, tensors=lost[:SHOWN], count=len(lost))
+        yield found(
+            "orphan_scale", title, causes=causes, remedies=remedies, tensors=lost[:SHOWN], count=len(lost)
+        )
 
 
 def _orphans(params: Params) -> Iterator[str]:

@@ -62,7 +62,11 @@ def halves(params: Params, group_size: int, weight: str = "weight") -> str | Non
     if len(packed) != 2 or len(scale) != 2:
         return None
     wanted = (packed[0], packed[1] * 2 // group_size)
-    return None if scale == wanted else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    return (
+        None
+        if scale == wanted
+        else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    )
 
 
 def blocks(params: Params, block: tuple[int, int]) -> str | None:

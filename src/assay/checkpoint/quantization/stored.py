@@ -65,7 +65,11 @@ def stored_kind(params: Params) -> Kind | None:
     if weight.dtype in FP8:
         if scale is not None and scale.dtype in {"U8", "F8_E8M0"}:
             return Kind.MXFP8
-        return Kind.FP8 if scale is not None or "weight_scale_inv" in params or "scale" in params else Kind.FP8_UNSCALED
+        return (
+            Kind.FP8
+            if scale is not None or "weight_scale_inv" in params or "scale" in params
+            else Kind.FP8_UNSCALED
+        )
     if weight.dtype == "U8":
         if "weight_scale_2" in params or (scale is not None and scale.dtype in FP8):
             return Kind.NVFP4

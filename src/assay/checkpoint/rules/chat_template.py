@@ -46,7 +46,12 @@ def check_chat_template(checkpoint: Checkpoint) -> Iterator[Finding]:
         problem = template_problem(text)
         if problem is not None:
             remedies = ["take the template from the original repository"]
-            yield found("chat_template_invalid", f"the chat template in {where} {problem}", remedies=remedies, path=where)
+            yield found(
+                "chat_template_invalid",
+                f"the chat template in {where} {problem}",
+                remedies=remedies,
+                path=where,
+            )
     if _FILE in places and places.get("tokenizer_config.json") not in {None, places[_FILE]}:
         title = f"{_FILE} and tokenizer_config.json hold different chat templates"
         detail = "Newer libraries read the file, older ones the config."

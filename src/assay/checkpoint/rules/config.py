@@ -58,7 +58,9 @@ def _heads(checkpoint: Checkpoint) -> Iterator[Finding]:
             causes = ["head_dim, or a number of heads, was changed in config.json"]
             fits = rows * d.head_dim // expected if rows * d.head_dim % expected == 0 else None
             remedies = [f"head_dim {fits} would fit"] if fits and projection == "q_proj" else []
-            yield found("config_conflict", title, causes=causes, remedies=remedies, rows=rows, expected=expected)
+            yield found(
+                "config_conflict", title, causes=causes, remedies=remedies, rows=rows, expected=expected
+            )
             return
 
 
@@ -84,7 +86,9 @@ def _layers(checkpoint: Checkpoint) -> Iterator[Finding]:
             index, _, tail = module[len(start) :].partition(".")
             if index.isdigit() and int(index) >= count:
                 beyond[int(index)].add(tail)
-    extra = sorted(i for i, tails in beyond.items() if not tails & {"eh_proj", "enorm", "hnorm", "shared_head.norm"})
+    extra = sorted(
+        i for i, tails in beyond.items() if not tails & {"eh_proj", "enorm", "hnorm", "shared_head.norm"}
+    )
     if extra:
         title = f"config.json says {count} layers, the tensors go on to layer {extra[-1]}"
         causes = ["num_hidden_layers was changed", "config.json belongs to a smaller model"]
@@ -112,7 +116,13 @@ def _embedding_rows(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     tensor = checkpoint.tensors.get(f"{checkpoint.prefix}embed_tokens.weight")
     vocab = checkpoint.dims("vocab_size")
-    if tensor is not None and vocab and len(tensor.shape) == 2 and tensor.shape[0] != vocab and tensor.dtype != "U32":
+    if (
+        tensor is not None
+        and vocab
+        and len(tensor.shape) == 2
+        and tensor.shape[0] != vocab
+        and tensor.dtype != "U32"
+    ):
         title = f"the embedding has {tensor.shape[0]} rows, vocab_size is {vocab}"
         yield found("tensor_shape", title, tensor=tensor.name, shape=tensor.shape, vocab_size=vocab)
 
@@ -121,18 +131,31 @@ def _dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     said = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype")
     said = said or checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     wanted = _DTYPES.get(str(said).removeprefix("torch."))
-    stored = {t.dtype for t in checkpoint.tensors.values() if t.dtype in {"BF16", "F16"} and len(t.shape) == 2}
+    stored = {
+        t.dtype for t in checkpoint.tensors.values() if t.dtype in {"BF16", "F16"} and len(t.shape) == 2
+    }
     if wanted == "F16" and stored == {"BF16"}:
         title = "config.json says float16, the weights are bfloat16: values beyond 65504 overflow to inf"
         references = ["https://github.com/vllm-project/vllm/issues/14126"]
         remedies = ["set dtype to bfloat16 in config.json, or serve with --dtype bfloat16"]
-        yield warned("config_conflict", title, remedies=remedies, references=references, dtype=said, stored="BF16")
+        yield warned(
+            "config_conflict", title, remedies=remedies, references=references, dtype=said, stored="BF16"
+        )
 
 
 def _tie(checkpoint: Checkpoint) -> Iterator[Finding]:
-    nested, top = checkpoint.text_config.get("tie_word_embeddings"), checkpoint.config.get("tie_word_embeddings")
+    nested, top = (
+        checkpoint.text_config.get("tie_word_embeddings"),
+        checkpoint.config.get("tie_word_embeddings"),
+    )
     split = isinstance(nested, bool) and isinstance(top, bool) and nested != top
-    if split and checkpoint.text_config is not checkpoint.config and not is_stored(checkpoint, head_name(checkpoint)):
-        title = f"tie_word_embeddings is {top} at the top and {nested} in the text config, and no head is stored"
+    if (
+        split
+        and checkpoint.text_config is not checkpoint.config
+        and not is_stored(checkpoint, head_name(checkpoint))
+    ):
+        title = (
+            f"tie_word_embeddings is {top} at the top and {nested} in the text config, and no head is stored"
+        )
         references = ["https://github.com/huggingface/transformers/issues/43429"]
         yield found("config_conflict", title, references=references, top=top, nested=nested)

@@ -18,7 +18,9 @@ def _ids(value: Any) -> set[int]:
 def check_end_of_text(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Engines stop at the generation config's tokens (else config.json's); the chat ends with the tokenizer's."""
     generation = _ids(checkpoint.object("generation_config.json").get("eos_token_id"))
-    configured = _ids(checkpoint.text_config.get("eos_token_id")) | _ids(checkpoint.config.get("eos_token_id"))
+    configured = _ids(checkpoint.text_config.get("eos_token_id")) | _ids(
+        checkpoint.config.get("eos_token_id")
+    )
     stops = generation | configured
     references = ["https://github.com/vllm-project/vllm/pull/5954"]
     if generation and configured and not generation & configured:
@@ -33,4 +35,6 @@ def check_end_of_text(checkpoint: Checkpoint) -> Iterator[Finding]:
     if own is not None and stops and own not in stops:
         title = f"the tokenizer ends with {text!r} ({own}), but the configs stop at {sorted(stops)}"
         causes = ["the answer may never stop: its end token is not one that the engine knows"]
-        yield warned("tokenizer_conflict", title, causes=causes, references=references, token=text, stops=sorted(stops))
+        yield warned(
+            "tokenizer_conflict", title, causes=causes, references=references, token=text, stops=sorted(stops)
+        )

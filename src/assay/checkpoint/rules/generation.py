@@ -17,7 +17,9 @@ def check_generation(checkpoint: Checkpoint) -> Iterator[Finding]:
     document = checkpoint.document(NAME)
     if document is None:
         if checkpoint.config.get("architectures"):
-            title = f"no {NAME}: servers fall back on their own sampling defaults and on config.json's end tokens"
+            title = (
+                f"no {NAME}: servers fall back on their own sampling defaults and on config.json's end tokens"
+            )
             yield warned("config_conflict", title, path=NAME)
         return
     if isinstance(document, BrokenDocument):
@@ -27,7 +29,12 @@ def check_generation(checkpoint: Checkpoint) -> Iterator[Finding]:
         value = document.get(key)
         if value is not None and not holds(value):
             title = f"{NAME} sets {key} to {str(value)[:40]}, which is not {rule}"
-            yield found("config_conflict", title, key=key, value=value if isinstance(value, int | float) else str(value))
+            yield found(
+                "config_conflict",
+                title,
+                key=key,
+                value=value if isinstance(value, int | float) else str(value),
+            )
     penalty = document.get("repetition_penalty")
     if isinstance(penalty, int | float) and penalty >= 1.2:
         title = f"{NAME} sets repetition_penalty to {penalty:g}, which hides loops of a broken model"

@@ -57,7 +57,9 @@ def _settings(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
         yield warned("config_conflict", f"rope type {kind!r} is not one that engines know", rope_type=kind)
     factor = settings.get("factor")
     if kind in _NEEDS_FACTOR and not (isinstance(factor, int | float) and factor >= 1):
-        yield found("config_conflict", f"rope type {kind} needs a factor of at least 1, not {factor!r}", factor=factor)
+        yield found(
+            "config_conflict", f"rope type {kind} needs a factor of at least 1, not {factor!r}", factor=factor
+        )
     if kind == "llama3":
         lacking = [k for k in _LLAMA3 if not isinstance(settings.get(k), int | float)]
         if lacking:
@@ -73,7 +75,9 @@ def _settings(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterato
 def _longrope(settings: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Finding]:
     d = Dims(config)
     partial = config.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
-    rotary = d.int_or("qk_rope_head_dim") or int(d.head_dim * partial if isinstance(partial, int | float) else d.head_dim)
+    rotary = d.int_or("qk_rope_head_dim") or int(
+        d.head_dim * partial if isinstance(partial, int | float) else d.head_dim
+    )
     for key in ("short_factor", "long_factor"):
         factors = settings.get(key)
         if not isinstance(factors, list):

@@ -57,7 +57,9 @@ def _configured_ids(checkpoint: Checkpoint) -> Iterator[Finding]:
     ):
         for key in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
             value = config.get(key)
-            outside = [v for v in (value if isinstance(value, list) else [value]) if type(v) is int and v >= rows]
+            outside = [
+                v for v in (value if isinstance(value, list) else [value]) if type(v) is int and v >= rows
+            ]
             if outside:
                 title = f"{key} {outside[0]} of {name} is outside the {rows} rows of the embedding"
                 yield found("tokenizer_conflict", title, key=key, value=outside, rows=rows)
@@ -70,8 +72,13 @@ def _against_embedding(checkpoint: Checkpoint, vocabulary: Vocabulary) -> Iterat
     if highest >= rows:
         beyond = [t for t, i in (*vocabulary.ids.items(), *vocabulary.added.items()) if i >= rows]
         title = f"{plural(len(beyond), 'token')} with ids beyond the {rows} rows of the embedding (highest id {highest})"
-        causes = ["the tokenizer belongs to another model", "tokens were added without resizing the embedding"]
-        yield found("tokenizer_conflict", title, causes=causes, tokens=beyond[:SHOWN], highest=highest, rows=rows)
+        causes = [
+            "the tokenizer belongs to another model",
+            "tokens were added without resizing the embedding",
+        ]
+        yield found(
+            "tokenizer_conflict", title, causes=causes, tokens=beyond[:SHOWN], highest=highest, rows=rows
+        )
     elif highest + 1 < SMALLEST_SHARE * rows:
         title = f"the tokenizer has {highest + 1} tokens, the embedding {rows} rows"
         causes = ["the tokenizer belongs to another model"]
@@ -117,7 +124,9 @@ def _against_config(settings: dict[str, Any], vocabulary: Vocabulary) -> Iterato
     ]
     if wrong:
         title = f"tokenizer_config.json and tokenizer.json disagree on {plural(len(wrong), 'token')} ({some(wrong, 2)})"
-        yield found("tokenizer_conflict", title, causes=["the two come from different models"], tokens=wrong[:SHOWN])
+        yield found(
+            "tokenizer_conflict", title, causes=["the two come from different models"], tokens=wrong[:SHOWN]
+        )
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         text = token_text(settings.get(key))
         if text is not None and vocabulary.id_of(text) is None:

@@ -47,7 +47,11 @@ def read_vocabulary(document: dict[str, Any]) -> Vocabulary | str:
         return "its vocabulary has ids that are not natural numbers"
     added = {}
     for entry in document.get("added_tokens") or ():
-        if not isinstance(entry, dict) or type(entry.get("id")) is not int or not isinstance(entry.get("content"), str):
+        if (
+            not isinstance(entry, dict)
+            or type(entry.get("id")) is not int
+            or not isinstance(entry.get("content"), str)
+        ):
             return "an added token has no id or no content"
         added[entry["content"]] = entry["id"]
     return Vocabulary(ids, added, len(ids) - len(set(ids.values())))

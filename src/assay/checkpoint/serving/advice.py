@@ -13,7 +13,12 @@ from assay.checkpoint.subject import Checkpoint
 
 
 def advise(
-    checkpoint: Checkpoint, model: str, declared: Declared | None, cache: KvCache, mtp: MtpReport, version: Version | None
+    checkpoint: Checkpoint,
+    model: str,
+    declared: Declared | None,
+    cache: KvCache,
+    mtp: MtpReport,
+    version: Version | None,
 ) -> dict[str, object]:
     """`{command, notes}`: flags are named only where the checkpoint gives a reason for them."""
     words = ["vllm", "serve", model]
@@ -24,13 +29,18 @@ def advise(
             model_type=str(checkpoint.config.get("model_type")), version=version,
         )  # fmt: skip
         if outcome.status == "accepted":
-            notes.append(f"leave --quantization out: the engine reads {declared.method} and uses {outcome.method}")
+            notes.append(
+                f"leave --quantization out: the engine reads {declared.method} and uses {outcome.method}"
+            )
         else:
             notes.append(outcome.reason)
     if cache.declared:
         notes.append(f"leave --kv-cache-dtype out: auto takes the {cache.declared} scheme of the checkpoint")
     if mtp.status in {"ok", "declared_quantized"}:
-        words += ["--speculative-config", f'{{"method":"mtp","num_speculative_tokens":{max(mtp.announced, 1)}}}']
+        words += [
+            "--speculative-config",
+            f'{{"method":"mtp","num_speculative_tokens":{max(mtp.announced, 1)}}}',
+        ]
     if mtp.status in {"absent", "partial", "dtype_conflict"}:
         notes.append("no --speculative-config: the head would draft nothing that is accepted")
     if mtp.announced and declared is not None:

@@ -65,7 +65,9 @@ REPORTS = (
     ),
     Report(
         "a bfloat16 model of the Qwen family, GPTQ or AWQ, served in float16",
-        lambda c: c.model_type.startswith("qwen") and c.method in {"gptq", "awq"} and c.dtype in {"float16", "half"},
+        lambda c: (
+            c.model_type.startswith("qwen") and c.method in {"gptq", "awq"} and c.dtype in {"float16", "half"}
+        ),
         "overflow to inf and NaN, printed as a flood of !",
         f"{_VLLM}14126",
         "config_conflict",

@@ -68,7 +68,11 @@ def _quantization(target: Target) -> Iterator[Finding]:
         allow_deprecated="--allow-deprecated-quantization" in args.options,
     )
     subject = f"a {declared.method} checkpoint" if declared else "a checkpoint that is not quantised"
-    evidence: dict[str, Any] = {"flag": flag, "quant_method": declared.method if declared else None, "resolved": outcome.method}
+    evidence: dict[str, Any] = {
+        "flag": flag,
+        "quant_method": declared.method if declared else None,
+        "resolved": outcome.method,
+    }
     if outcome.status == "ignored":
         title = f"--quantization {flag} is ignored on {subject}: the engine uses {outcome.method}"
         yield warned("flag_ignored", title, remedies=["leave the flag out"], references=[_DOCS], **evidence)
@@ -79,7 +83,12 @@ def _quantization(target: Target) -> Iterator[Finding]:
         remedies = ["leave the flag out; the engine reads the method from the checkpoint"] if flag else []
         yield found("flag_rejected", title, remedies=remedies, references=[_DOCS], **evidence)
     elif outcome.status == "plugin":
-        yield found("flag_rejected", outcome.reason, remedies=["install the plugin, or use another engine"], **evidence)
+        yield found(
+            "flag_rejected",
+            outcome.reason,
+            remedies=["install the plugin, or use another engine"],
+            **evidence,
+        )
     lowest = MIN_CAPABILITY.get(outcome.method or "")
     if lowest and target.capability is not None and target.capability < lowest:
         title = f"{outcome.method} needs compute capability {lowest}, the GPU has {target.capability}"
@@ -113,7 +122,10 @@ def _shape(target: Target) -> Iterator[Finding]:
     if parallel and parallel.isdigit() and int(parallel) > 0 and heads and heads % int(parallel):
         title = f"--tensor-parallel-size {parallel} does not divide the {heads} attention heads"
         yield found("flag_rejected", title, flag="--tensor-parallel-size", heads=heads)
-    length, limit = _number(target.args.get("--max-model-len")), target.checkpoint.dims("max_position_embeddings")
+    length, limit = (
+        _number(target.args.get("--max-model-len")),
+        target.checkpoint.dims("max_position_embeddings"),
+    )
     scaled = config.get("rope_scaling") or "rope_scaling" in (target.args.get("--hf-overrides") or "")
     if length and limit and length > limit and not scaled:
         title = f"--max-model-len {length} is beyond the model's {limit} positions"

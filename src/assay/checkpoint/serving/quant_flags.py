@@ -1,7 +1,6 @@
 """What vLLM makes of `--quantization` for each kind of checkpoint.
 
-The rules below were read off vLLM 0.32's own `ModelConfig._verify_quantization`; `tests/checkpoint/serving` runs that
-code over every pair of kind and flag and compares. Older versions differ where `resolve` says so.
+The rules below were read off vLLM 0.32's own `ModelConfig._verify_quantization`. Older versions differ where `resolve` says so.
 """
 
 from __future__ import annotations
@@ -86,7 +85,9 @@ def resolve(
     return _final(chosen, version, allow_deprecated)
 
 
-def _forced(method: str | None, algorithm: str | None, model_type: str | None, version: Version) -> str | None:
+def _forced(
+    method: str | None, algorithm: str | None, model_type: str | None, version: Version
+) -> str | None:
     """The method that these checkpoints get whatever the flag says."""
     if method in {"auto-round", "inc"}:
         return "inc" if version >= _FIRST_INC else None
@@ -104,7 +105,11 @@ def _final(method: str | None, version: Version, allow_deprecated: bool) -> Outc
         return Outcome("accepted", method)
     if method in _PLUGINS:
         plugin = _PLUGINS[method]
-        return Outcome("plugin", None, f"vLLM {version} loads {method} only with {plugin}; without it the name is unknown")
+        return Outcome(
+            "plugin",
+            None,
+            f"vLLM {version} loads {method} only with {plugin}; without it the name is unknown",
+        )
     if method not in METHODS:
         return Outcome("rejected", None, f"vLLM {version} knows no quantisation method {method!r}")
     if method in DEPRECATED and not allow_deprecated:

@@ -49,21 +49,34 @@ def check_duplicates(statistics: Sequence[Statistics], same: SameBytes) -> Itera
     if whole:
         layers = sorted({(layer_index(a), layer_index(b)) for a, b in whole}, key=str)
         title = f"{plural(len(layers), 'pair')} of whole layers are equal, first {layers[0][0]} and {layers[0][1]}"
-        yield warned("tensor_duplicate", title, causes=["a model grown by repeating layers, or a copied layer"], layers=layers)
+        yield warned(
+            "tensor_duplicate",
+            title,
+            causes=["a model grown by repeating layers, or a copied layer"],
+            layers=layers,
+        )
 
 
 def _packed_side(name: str) -> bool:
-    return name.endswith(("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv"))
+    return name.endswith(
+        ("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv")
+    )
 
 
-def check_tied(names: Mapping[str, Statistics], embedding: str, head: str, tied: bool, same: SameBytes) -> Iterator[Finding]:
+def check_tied(
+    names: Mapping[str, Statistics], embedding: str, head: str, tied: bool, same: SameBytes
+) -> Iterator[Finding]:
     """A head that is stored although it is tied must equal the embedding: engines drop one of the two."""
     if not tied or embedding not in names or head not in names:
         return
     one, two = names[embedding], names[head]
-    if one.shape == two.shape and one.dtype == two.dtype and not (
-        one.fingerprint == two.fingerprint and same(embedding, head)
+    if (
+        one.shape == two.shape
+        and one.dtype == two.dtype
+        and not (one.fingerprint == two.fingerprint and same(embedding, head))
     ):
         title = f"tie_word_embeddings is true, but {head} is stored and differs from {embedding}"
         detail = "Engines that tie drop the stored head; others use it: they answer differently."
-        yield found("config_conflict", title, detail=detail, causes=["the flag was lost or set when fine-tuning"])
+        yield found(
+            "config_conflict", title, detail=detail, causes=["the flag was lost or set when fine-tuning"]
+        )

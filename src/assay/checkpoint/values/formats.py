@@ -25,7 +25,9 @@ class FloatFormat:
 
 
 FLOAT_FORMATS: Mapping[str, FloatFormat] = {
-    "F64": FloatFormat("<u8", (1 << 63) - 1, 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000),
+    "F64": FloatFormat(
+        "<u8", (1 << 63) - 1, 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000
+    ),
     "F32": FloatFormat("<u4", 0x7FFF_FFFF, 0x7F7F_FFFF, 0x7F80_0000, 0x0080_0000),
     "BF16": FloatFormat("<u2", 0x7FFF, 0x7F7F, 0x7F80, 0x0080),
     "F16": FloatFormat("<u2", 0x7FFF, 0x7BFF, 0x7C00, 0x0400),

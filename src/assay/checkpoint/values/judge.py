@@ -58,7 +58,11 @@ def _nonfinite(statistics: Sequence[Statistics]) -> Iterator[Finding]:
         row = f", first in row {worst.first_bad // math.prod(worst.shape[1:])}"
     title = f"{plural(len(bad), 'tensor')} with values that are no numbers, worst {worst.name}: "
     title += f"{worst.nan} NaN, {worst.inf} Inf of {worst.elements}{row}"
-    causes = ["an overflow when converting to float16", "bytes damaged on disk", "a diverged training or calibration"]
+    causes = [
+        "an overflow when converting to float16",
+        "bytes damaged on disk",
+        "a diverged training or calibration",
+    ]
     evidence = {s.name: {"nan": s.nan, "inf": s.inf} for s in bad[:SHOWN]}
     detail = "One such value turns whole logits into NaN, which engines print as token 0, often '!'."
     yield found("nonfinite", title, detail=detail, causes=causes, tensors=evidence, count=len(bad))
@@ -70,7 +74,10 @@ def _constant(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     other = [s.name for s in flat if s.zeros != s.elements and not s.nan]
     if zero:
         title = f"{plural(len(zero), 'tensor')} all zero: {some(zero)}"
-        causes = ["the file has a hole where the bytes should be", "the weight was never filled before saving"]
+        causes = [
+            "the file has a hole where the bytes should be",
+            "the weight was never filled before saving",
+        ]
         yield found("tensor_constant", title, causes=causes, tensors=zero[:SHOWN], count=len(zero))
     if other:
         title = f"{plural(len(other), 'tensor')} with one value throughout: {some(other)}"
@@ -91,7 +98,13 @@ def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     holed: dict[str, tuple[int, int]] = {}
     rows: dict[str, tuple[int, int]] = {}
     for s in statistics:
-        if s.hole is None or s.constant or len(s.shape) < 2 or s.name.endswith(_ZERO_POINTS) or is_scale(s.name):
+        if (
+            s.hole is None
+            or s.constant
+            or len(s.shape) < 2
+            or s.name.endswith(_ZERO_POINTS)
+            or is_scale(s.name)
+        ):
             continue
         start, length = s.hole
         width = math.prod(s.shape[1:])
@@ -106,10 +119,14 @@ def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
         causes = ["a block of the file was never written (an interrupted download or copy)"]
         remedies = ["download the shard again"]
         evidence = {n: {"first": a, "length": b} for n, (a, b) in list(holed.items())[:SHOWN]}
-        yield found("tensor_constant", title, causes=causes, remedies=remedies, tensors=evidence, count=len(holed))
+        yield found(
+            "tensor_constant", title, causes=causes, remedies=remedies, tensors=evidence, count=len(holed)
+        )
     if rows:
         title = f"rows of zeros in the middle of {some(rows)}"
-        yield warned("tensor_constant", title, causes=["unused tokens, or a hole that fits whole rows"], tensors=rows)
+        yield warned(
+            "tensor_constant", title, causes=["unused tokens, or a hole that fits whole rows"], tensors=rows
+        )
 
 
 def _denormal(statistics: Sequence[Statistics]) -> Iterator[Finding]:
@@ -170,7 +187,9 @@ def _scales(statistics: Sequence[Statistics], signed: bool) -> Iterator[Finding]
         name, reason = next(iter(wrong.items()))
         title = f"{plural(len(wrong), 'scale tensor')} out of range, first {name}: {reason}"
         causes = ["scales were never filled or were damaged"]
-        yield found("tensor_scale", title, causes=causes, tensors=dict(list(wrong.items())[:SHOWN]), count=len(wrong))
+        yield found(
+            "tensor_scale", title, causes=causes, tensors=dict(list(wrong.items())[:SHOWN]), count=len(wrong)
+        )
 
 
 def _typical(s: Statistics) -> float:

@@ -24,7 +24,9 @@ def check_norms(statistics: Sequence[Statistics], model_type: str) -> Iterator[F
     """Backbone and draft head are judged apart: a head is often converted by another tool."""
     if model_type not in ONE_PLUS | PLAIN:
         return
-    norms = [s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name]
+    norms = [
+        s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name
+    ]
     norms = [s for s in norms if "visual" not in s.name and "vision" not in s.name]
     for part, group in (
         ("the model", [s for s in norms if "mtp" not in s.name]),
@@ -47,7 +49,9 @@ def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[
         title = f"norm weights of {part} are stored around 1, but {model_type} multiplies by 1 + w"
         reason = "a converter added the 1 already; subtract it"
         if all(s.constant for s in odd):
-            yield warned("norm_convention", title + " (all of them exactly 1)", causes=[reason], count=len(odd))
+            yield warned(
+                "norm_convention", title + " (all of them exactly 1)", causes=[reason], count=len(odd)
+            )
         else:
             yield _finding(title, odd, reason)
 

@@ -34,7 +34,9 @@ def scan(
     return [d for d in done if isinstance(d, Statistics)], [d for d in done if not isinstance(d, Statistics)]
 
 
-def scan_tensor(tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None) -> Statistics:
+def scan_tensor(
+    tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None
+) -> Statistics:
     """Statistics of one tensor. Raises OSError if the file ends before the tensor does."""
     statistics = Statistics(tensor.name, tensor.dtype, tensor.shape)
     width = max(DTYPE_BITS.get(tensor.dtype, 8) // 8, 1)
