@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,13 @@ def run_demo(
     """
     vllm_python(progress)
     model = build_smollm2(progress)
-    whole = _checked(model, model, progress, "whole")
-    with tempfile.TemporaryDirectory(prefix="assay-demo-") as folder:
-        broken_model = damage_checkpoint(damage, model, Path(folder) / model.name)
-        broken = _checked(broken_model, model, progress, "broken")
-    titles = ("the model as it is", f"a copy with a fault: {DAMAGES[damage].description}")
-    return _report(whole, broken, damage), list(zip(titles, (whole, broken), strict=True))
+    pair = [("the model as it is", _checked(model, model, progress, "whole"))]
+    if not pair[0][1].interrupted:
+        with tempfile.TemporaryDirectory(prefix="assay-demo-") as folder:
+            broken = damage_checkpoint(damage, model, Path(folder) / model.name)
+            title = f"a copy with a fault: {DAMAGES[damage].description}"
+            pair.append((title, _checked(broken, model, progress, "broken")))
+    return _report([report for _, report in pair], damage), pair
 
 
 def _checked(model: Path, reference: Path, progress: Progress, which: str) -> Report:
@@ -50,25 +52,31 @@ def _checked(model: Path, reference: Path, progress: Progress, which: str) -> Re
         return run_check(server.url, options, named)
 
 
-def _report(whole: Report, broken: Report, damage: str) -> Report:
-    told_apart = whole.verdict is Verdict.PASS and broken.verdict is Verdict.FAIL
+def _report(reports: Sequence[Report], damage: str) -> Report:
+    """The report on the demo itself: it holds if the whole model passed and the damaged copy failed."""
+    interrupted = any(report.interrupted for report in reports)
+    verdicts = [report.verdict for report in reports]
+    told_apart = verdicts == [Verdict.PASS, Verdict.FAIL]
     results = {
-        "whole": whole.to_json()["results"]["throughput"] | {"verdict": whole.verdict.value},
-        "broken": broken.to_json()["results"]["throughput"]
-        | {"verdict": broken.verdict.value, "damage": damage},
+        which: report.to_json()["results"]["throughput"] | {"verdict": report.verdict.value}
+        for which, report in zip(("whole", "broken"), reports, strict=False)
     }
-    findings = () if told_apart else (
-        Finding(
-            id="coherence.demo",
-            severity=Severity.ERROR,
-            title=f"the demo expected pass and fail, and got {whole.verdict.value} and {broken.verdict.value}",
-        ),
-    )  # fmt: skip
+    if told_apart:
+        verdict, findings = Verdict.PASS, ()
+    elif interrupted:
+        verdict, findings = Verdict.INCONCLUSIVE, (
+            Finding("coherence.interrupted", Severity.WARNING, "interrupted: what was measured until then is shown"),
+        )  # fmt: skip
+    else:
+        said = " and ".join(v.value for v in verdicts)
+        verdict, findings = Verdict.FAIL, (
+            Finding("coherence.demo", Severity.ERROR, f"the demo expected pass and fail, and got {said}"),
+        )  # fmt: skip
     return Report(
         command="demo",
-        verdict=Verdict.PASS if told_apart else Verdict.FAIL,
-        subject={"engine": whole.subject.get("server"), "model": whole.subject.get("model")},
+        verdict=verdict,
+        subject={"engine": reports[0].subject.get("server"), "model": reports[0].subject.get("model")},
         findings=findings,
-        results=results,
-        interrupted=whole.interrupted or broken.interrupted,
+        results={**results, "damage": damage},
+        interrupted=interrupted,
     )
