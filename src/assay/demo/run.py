@@ -61,13 +61,13 @@ def _report(reports: Sequence[Report], damage: str) -> Report:
         which: report.to_json()["results"]["throughput"] | {"verdict": report.verdict.value}
         for which, report in zip(("whole", "broken"), reports, strict=False)
     }
-    if told_apart:
-        verdict, findings = Verdict.PASS, ()
-    elif interrupted:
+    verdict = Verdict.PASS
+    findings: tuple[Finding, ...] = ()
+    if interrupted and not told_apart:
         verdict, findings = Verdict.INCONCLUSIVE, (
             Finding("coherence.interrupted", Severity.WARNING, "interrupted: what was measured until then is shown"),
         )  # fmt: skip
-    else:
+    elif not told_apart:
         said = " and ".join(v.value for v in verdicts)
         verdict, findings = Verdict.FAIL, (
             Finding("coherence.demo", Severity.ERROR, f"the demo expected pass and fail, and got {said}"),
