@@ -94,9 +94,12 @@ def test_the_server_answers_and_ends_with_its_workers(
 def test_a_signal_to_the_program_ends_the_server_too(tmp_path: Path, sign: signal.Signals) -> None:
     binary = program(tmp_path)
     script = textwrap.dedent(f"""
+        import signal
         import time
         from pathlib import Path
         from assay.demo import servers
+        # A shell has the programs that it starts in the background ignore SIGINT.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         servers._GRACE_SECONDS = 1.0
         with servers.llama_server(Path("tiny.gguf"), Path({str(binary)!r})) as server:
             print(server.pid, flush=True)

@@ -66,7 +66,9 @@ def _root(
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `assay` command."""
     # A request to end is an interrupt: servers that were started are stopped, and what was measured is printed.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # So is Ctrl-C where the shell had it ignored, as shells do for programs in the background.
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, signal.default_int_handler)
     code = invoke(sys.argv[1:] if arguments is None else arguments)
     if code == EXIT_INTERRUPTED:
         # Threads may still wait for answers that nobody will read; a normal exit would wait with them.

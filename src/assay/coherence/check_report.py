@@ -300,11 +300,17 @@ def _quotes(record: CheckRecord) -> list[Quote]:
                 title=f"{probe.title}{f' ({sample.variant})' if sample.variant else ''}",
                 text=sample.text_head,
                 status=sample.label,
-                onset=sample.onset_char,
+                onset=_shown_onset(sample),
                 note=_quote_note(sample),
             )
         )
     return quotes
+
+
+def _shown_onset(sample: Sample) -> int | None:
+    """The onset where it lies in the part of the text that is shown; the note tells it in any case."""
+    inside = sample.onset_char is not None and sample.onset_char < len(sample.text_head)
+    return sample.onset_char if inside else None
 
 
 def _quote_note(sample: Sample) -> str:
