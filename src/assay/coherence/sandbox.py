@@ -23,14 +23,20 @@ _OUTPUT_BYTES = 1 << 16
 _CLONE_NEWUSER = 0x10000000
 _CLONE_NEWNET = 0x40000000
 
-# The limit on processes does not hold for root, so the interpreter itself refuses to make any, or to open a socket.
+# Limits hold no one off from deleting or emptying a file, and the one on processes does not hold for root. So the
+# interpreter itself refuses to change anything of the system, to make a process, or to open a socket.
 _GUARD = """
-import sys
-def _guard(event, arguments):
-    if event.startswith(("os.fork", "os.exec", "os.posix_spawn", "os.spawn", "os.system", "subprocess.", "socket.", "ctypes.")):
-        raise PermissionError(event + " is not allowed here")
+import os, sys
+def _guard(event, arguments, refused=PermissionError,
+           prefixes=("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "resource."),
+           harmless=("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.putenv", "os.unsetenv"),
+           writing=os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+    if event == "open" and isinstance(arguments[2], int) and arguments[2] & writing:
+        raise refused("writing a file is not allowed here")
+    if event.startswith(prefixes) and event not in harmless:
+        raise refused(event + " is not allowed here")
 sys.addaudithook(_guard)
-del _guard
+del _guard, os
 """
 
 # Calls the function that was defined and compares it with the real sequence, whichever of the two usual starts it has.
@@ -38,7 +44,10 @@ _HARNESS = """
 import sys
 source = sys.stdin.read()
 space = {"__name__": "answer"}
-exec(compile(source, "answer", "exec"), space)
+try:
+    exec(compile(source, "answer", "exec"), space)
+except SystemExit:
+    pass  # a script may end so; what it defined is there
 named = space.get("fibonacci") or next(
     (v for k, v in space.items() if "fib" in k.lower() and callable(v)), None)
 if named is None:
@@ -55,7 +64,9 @@ print("wrong values: " + repr(values)[:200]); sys.exit(1)
 def run_fibonacci(source: str) -> AnswerCheck:
     """Whether `source` defines a function that returns Fibonacci numbers."""
     status, output = run_python(_HARNESS, source)
-    return AnswerCheck("code_runs", status == 0, "" if status == 0 else output)
+    # Status 0 alone would let code pass that ends the process before its values are compared.
+    passed = status == 0 and output == "right"
+    return AnswerCheck("code_runs", passed, "" if passed else output or f"ended with status {status}")
 
 
 def run_python(program: str, stdin: str, timeout: float = TIMEOUT_S) -> tuple[int, str]:
@@ -63,11 +74,15 @@ def run_python(program: str, stdin: str, timeout: float = TIMEOUT_S) -> tuple[in
 
     A child that runs into a limit ends with a status other than 0 and a line that says which.
     """
-    with tempfile.TemporaryDirectory(prefix="assay-sandbox-") as folder:
+    # Output goes to a file of limited size: from a pipe, a flood would fill this process's memory.
+    with (
+        tempfile.TemporaryDirectory(prefix="assay-sandbox-") as folder,
+        tempfile.TemporaryFile() as printed,
+    ):
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD + program],
+            [sys.executable, "-I", "-S", "-B", "-c", _GUARD + program],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=printed,
             stderr=subprocess.STDOUT,
             cwd=folder,
             env={},
@@ -75,7 +90,7 @@ def run_python(program: str, stdin: str, timeout: float = TIMEOUT_S) -> tuple[in
             preexec_fn=_confine,
         )
         try:
-            output, _ = process.communicate(stdin.encode("utf-8", "replace"), timeout=timeout)
+            process.communicate(stdin.encode("utf-8", "replace"), timeout=timeout)
         except subprocess.TimeoutExpired:
             return 1, f"no end after {timeout:g} s"
         finally:
@@ -83,7 +98,11 @@ def run_python(program: str, stdin: str, timeout: float = TIMEOUT_S) -> tuple[in
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    text = output[-_OUTPUT_BYTES:].decode("utf-8", "replace").strip()
+        printed.seek(0)
+        output = printed.read(_OUTPUT_BYTES)
+    if len(output) == _OUTPUT_BYTES:
+        return 1, f"printed {_OUTPUT_BYTES >> 10} KiB or more"
+    text = output.decode("utf-8", "replace").strip()
     if process.returncode < 0:
         return 1, f"killed by {signal.Signals(-process.returncode).name}"
     return process.returncode, text.splitlines()[-1][:200] if text else ""
@@ -96,7 +115,7 @@ def _confine() -> None:
     limits = {
         resource.RLIMIT_CPU: int(TIMEOUT_S) + 1,
         resource.RLIMIT_AS: _MEMORY_BYTES,
-        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_FSIZE: _OUTPUT_BYTES,
         resource.RLIMIT_NPROC: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
