@@ -11,7 +11,7 @@ from assay.coherence.check_report import build_report
 from assay.coherence.judge import judge
 from assay.coherence.measure import Measurement, Plan
 from assay.coherence.record import CheckRecord
-from assay.coherence.reference import Reference, measure_reference, read_reference
+from assay.coherence.reference import Reference, measure_reference, read_reference, reference_folder
 from assay.engines.server import ServerEngine
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
@@ -39,6 +39,8 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
     options = options or CheckOptions()
     # A reference that cannot be read should not cost the minutes of a run.
     reference = read_reference(options.reference) if options.reference else None
+    if options.reference_engine:
+        reference_folder(options.reference_engine)
     with ServerEngine.connect(
         url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
     ) as engine:

@@ -76,6 +76,7 @@ def record_json(record: CheckRecord) -> dict[str, Any]:
         "prefill_tokens_per_s": record.prefill_tokens_per_s,
         "concurrency": record.concurrency,
         "skipped": record.timed_skipped,
+        "unfinished": record.timed_failed,
         "texts": jsonable(timed),
     }
     return {
@@ -84,6 +85,7 @@ def record_json(record: CheckRecord) -> dict[str, Any]:
         "bits_per_byte": {
             "mean": fmean([p.bits_per_byte for p in record.passages]) if record.passages else None,
             "skipped": record.passages_skipped,
+            "unfinished": record.passages_failed,
             "passages": [jsonable(p) | {"bits_per_byte": p.bits_per_byte} for p in record.passages],
         },
         "counters": dict(record.counters),
@@ -179,12 +181,12 @@ def _blocks(record: CheckRecord, reference: Reference | None, judgement: Judgeme
         blocks.append(_rate_chart(record, reference))
     if record.timed:
         blocks.append(_speed_table(record, judgement.throughput_valid))
-    elif record.timed_skipped:
-        blocks.append(Table("Speed", ("not measured",), [(record.timed_skipped,)]))
+    elif reason := record.timed_skipped or record.timed_failed:
+        blocks.append(Table("Speed", ("not measured",), [(reason,)]))
     if record.passages:
         blocks.append(_bits_chart(record, reference))
-    elif record.passages_skipped:
-        blocks.append(Table("Fixed texts", ("not scored",), [(record.passages_skipped,)]))
+    elif reason := record.passages_skipped or record.passages_failed:
+        blocks.append(Table("Fixed texts", ("not scored",), [(reason,)]))
     blocks += _quotes(record)
     return tuple(blocks)
 

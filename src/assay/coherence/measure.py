@@ -61,8 +61,11 @@ class Measurement:
     _failed: dict[str, str] = field(default_factory=dict)
     _passages: list[PassageScore] = field(default_factory=list)
     _passages_skipped: str | None = None
+    _passages_failed: str | None = None
     _timed: list[TimedText] = field(default_factory=list)
     _timed_skipped: str | None = None
+    _timed_failed: str | None = None
+    _errors: list[AssayError] = field(default_factory=list)
     _prefill: float | None = None
 
     @property
@@ -71,9 +74,12 @@ class Measurement:
         return Capability.CHAT in self.engine.capabilities
 
     def run(self) -> None:
-        """Measure everything in the plan."""
+        """Measure everything in the plan. Raises the error of the probes where none of them got an answer."""
         self.run_passages()
         self.run_probes()
+        fatal = next((error for error in self._errors if error.verdict is Verdict.ERROR), None)
+        if fatal is not None and not self._samples:
+            raise fatal
         if self.plan.throughput:
             self.run_throughput()
 
@@ -93,8 +99,10 @@ class Measurement:
             probes=tuple(probes),
             passages=tuple(self._passages),
             passages_skipped=self._passages_skipped,
+            passages_failed=self._passages_failed,
             timed=tuple(self._timed),
             timed_skipped=self._timed_skipped,
+            timed_failed=self._timed_failed,
             concurrency=self.plan.concurrency,
             prefill_tokens_per_s=self._prefill,
         )
@@ -150,12 +158,17 @@ class Measurement:
                 for score in score_passages(self.engine, self.max_model_len):
                     self._passages.append(score)
                     advance()
-            except AssayError as error:
+            except RequestRefused as error:
                 self._passages_skipped = error.message
+            except AssayError as error:
+                self._passages_failed = error.message
 
     def run_throughput(self) -> None:
         """Warm up once, then stream rounds of `concurrency` texts and grade what was timed."""
         reason = self.engine.capabilities.reason(Capability.STREAM)
+        if Capability.STREAM in self.engine.capabilities.unfinished:
+            self._timed_failed = reason
+            return
         if reason is not None:
             self._timed_skipped = reason
             return
@@ -170,9 +183,11 @@ class Measurement:
                         self._timed += timed
                     advance()
                 self._prefill = prefill_speed(self.engine, self._long_prompts(), self.chat)
-            except AssayError as error:
+            except RequestRefused as error:
                 self._timed_skipped = error.message
-        if not self._timed and self._timed_skipped is None:
+            except AssayError as error:
+                self._timed_failed = error.message
+        if not self._timed and self._timed_skipped is None and self._timed_failed is None:
             self._timed_skipped = "the server does not count the tokens of a stream"
 
     def run_timed_texts(self) -> None:
@@ -215,6 +230,7 @@ class Measurement:
                 self._skipped[name] = outcome.error.message
             else:
                 self._failed[name] = outcome.error.message
+                self._errors.append(outcome.error)
         if outcome.replies and outcome.error is None:
             sample = to_sample(outcome, run_code=self.plan.run_code)
             self._samples.setdefault(name, []).append(sample)

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from assay.coherence.from_json import from_fields
+
 HEAD_CHARS = 200
 """Characters of each text that are shown and kept."""
 
@@ -59,9 +61,8 @@ class Sample:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """Read one sample of an earlier result; missing optional fields take their defaults."""
-        known = {name: data[name] for name in cls.__dataclass_fields__ if name in data}
-        known["checks"] = tuple(AnswerCheck(**check) for check in data.get("checks", ()))
-        return cls(**known)
+        checks = tuple(from_fields(AnswerCheck, check) for check in data.get("checks", ()))
+        return from_fields(cls, data, checks=checks)
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class ProbeResult:
             title=data.get("title", data["name"]),
             samples=tuple(Sample.from_json(sample) for sample in data.get("samples", ())),
             skipped=data.get("reason") if data.get("status") == "skipped" else None,
+            failed=data.get("unfinished"),
         )
 
 
@@ -150,8 +152,12 @@ class CheckRecord:
     probes: tuple[ProbeResult, ...] = ()
     passages: tuple[PassageScore, ...] = ()
     passages_skipped: str | None = None
+    passages_failed: str | None = None
+    """Why the fixed texts could not be scored to the end, where the server can score; what it has is kept."""
     timed: tuple[TimedText, ...] = ()
     timed_skipped: str | None = None
+    timed_failed: str | None = None
+    """Why the timing could not be finished, where the server can stream; what it has is kept."""
     concurrency: int = 1
     prefill_tokens_per_s: float | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
@@ -175,12 +181,16 @@ class CheckRecord:
         throughput: Mapping[str, Any] = results.get("throughput") or {}
         scores: Mapping[str, Any] = results.get("bits_per_byte") or {}
         passages: Sequence[Mapping[str, Any]] = scores.get("passages") or ()
+        texts: Sequence[Mapping[str, Any]] = throughput.get("texts") or ()
         return cls(
             probes=tuple(ProbeResult.from_json(probe) for probe in results["probes"]),
-            passages=tuple(PassageScore(p["passage"], p["depth"], p["nats"], p["bytes"]) for p in passages),
-            timed=tuple(
-                TimedText(**{name: text[name] for name in TimedText.__dataclass_fields__ if name in text})
-                for text in throughput.get("texts") or ()
-            ),
+            passages=tuple(from_fields(PassageScore, passage) for passage in passages),
+            passages_skipped=scores.get("skipped"),
+            passages_failed=scores.get("unfinished"),
+            timed=tuple(from_fields(TimedText, text) for text in texts),
+            timed_skipped=throughput.get("skipped"),
+            timed_failed=throughput.get("unfinished"),
             concurrency=throughput.get("concurrency", 1),
+            prefill_tokens_per_s=throughput.get("prefill_tokens_per_s"),
+            counters=dict(results.get("counters") or {}),
         )

@@ -30,22 +30,23 @@ class Reference:
 
 def read_reference(path: Path) -> Reference:
     """Read the result of an earlier run; AssayError where it is none, or where that run failed itself."""
+    name = path.name  # a report may be shown to others, so no folder of this machine
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise _unusable(f"cannot read the reference {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise _unusable(f"the reference {path} is not JSON: {error}") from error
+        raise _unusable(f"cannot read the reference {name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _unusable(f"the reference {name} is not JSON: {error}") from error
     if not isinstance(document, dict) or document.get("command") != "check":
-        raise _unusable(f"the reference {path} is not a result of `assay check --json`")
+        raise _unusable(f"the reference {name} is not a result of `assay check --json`")
     if document.get("verdict") in ("fail", "error"):
-        raise _unusable(f"the reference {path} is a run with the verdict {document['verdict']}")
+        raise _unusable(f"the reference {name} is a run with the verdict {document['verdict']}")
     try:
         record = CheckRecord.from_json(document["results"])
     except (KeyError, TypeError, AttributeError) as error:
-        raise _unusable(f"the reference {path} lacks what a check result holds: {error}") from error
+        raise _unusable(f"the reference {name} lacks what a check result holds: {error}") from error
     if not record.samples:
-        raise _unusable(f"the reference {path} holds no graded text")
+        raise _unusable(f"the reference {name} holds no graded text")
     subject = document.get("subject") or {}
     return Reference(
         record, {"source": "run", "model": subject.get("model"), "verdict": document.get("verdict")}
@@ -59,24 +60,17 @@ def _unusable(message: str) -> AssayError:
 def measure_reference(
     spec: str, plan: Plan, record: CheckRecord, subject: Mapping[str, Any], progress: Progress
 ) -> Reference:
-    """Run the engine `spec` (`hf:PATH`) on the prompts that made `record`.
+    """Run the engine `spec` (`hf:FOLDER`) on the prompts that made `record`.
 
     Only the probes that the server ran are run. The result is cached by model, plan and version of assay, so a
     second check against the same reference costs nothing.
     """
-    scheme, _, path = spec.partition(":")
-    if scheme != "hf" or not path:
-        raise UsageError(
-            f"--reference-engine {spec!r} is not an engine that can be a reference here",
-            remedy="write hf:PATH, with the folder of a trusted checkpoint",
-            finding_id="coherence.usage",
-        )
+    folder = reference_folder(spec)
     names = frozenset(probe.name for probe in record.probes if probe.samples)
     plan = replace(plan, only=names, throughput=False, run_code=False)
     max_model_len = subject.get("max_model_len")
     from assay.engines.hf import HfEngine
 
-    folder = Path(path.partition("?")[0])
     stored = cache_dir("references") / f"{_key(folder, spec, plan, max_model_len)}.json"
     origin = {"source": "engine", "engine": "hf", "model": folder.name, "cached": stored.exists()}
     if stored.exists():
@@ -87,6 +81,29 @@ def measure_reference(
 
     write_atomically(stored, json.dumps(record_json(measured)))
     return Reference(measured, origin)
+
+
+def reference_folder(spec: str) -> Path:
+    """The folder of the checkpoint in `hf:FOLDER?option=value`; AssayError where there is none to read.
+
+    Costs nothing, so it can be asked before a server is measured for minutes.
+    """
+    if not spec.startswith("hf:"):
+        raise UsageError(
+            f"--reference-engine {spec!r} is not an engine that can be a reference here",
+            remedy="write hf:PATH, with the folder of a trusted checkpoint",
+            finding_id="coherence.usage",
+        )
+    from assay.engines.hf.spec import parse_spec
+
+    folder = Path(parse_spec(spec).model)
+    if not folder.is_dir():
+        raise AssayError(
+            f"the reference model {folder.name} is not a folder that can be read",
+            finding_id="coherence.reference",
+            remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
+        )
+    return folder
 
 
 def _measure(engine: Engine, plan: Plan, max_model_len: int | None, progress: Progress) -> CheckRecord:
@@ -108,7 +125,7 @@ def _key(folder: Path, spec: str, plan: Plan, max_model_len: int | None) -> str:
         )
     except OSError as error:
         raise AssayError(
-            f"cannot read the reference model {folder}: {error.strerror}",
+            f"cannot read the reference model {folder.name}: {error.strerror}",
             finding_id="coherence.reference",
             remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
         ) from error

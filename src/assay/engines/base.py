@@ -224,6 +224,8 @@ class CapabilityReport:
     absent: Mapping[Capability, str] = field(default_factory=dict)
     where: str = ""
     """Names the engine in a refusal, such as its URL."""
+    unfinished: frozenset[Capability] = frozenset()
+    """Those of the absent whose probe did not end (a time-out, a cut stream), so that nothing is known of them."""
 
     def __contains__(self, capability: object) -> bool:
         return capability in self.present

@@ -192,16 +192,26 @@ def truncated(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ru
 
 
 def unfinished(record: CheckRecord) -> Sequence[Ruling]:
-    """Probes that could not be finished leave the verdict open."""
-    broken = [probe for probe in record.probes if probe.failed]
-    rulings = []
-    for probe in broken:
-        says = f"{probe.name}: {probe.failed}"
-        finding = Finding(
-            id="coherence.probe_unfinished",
-            severity=Severity.WARNING,
-            title=f"the probe {probe.name} could not be finished: {probe.failed}",
-            evidence={"probe": probe.name, "samples": len(probe.samples)},
-        )
-        rulings.append(Ruling("unfinished", "unclear", says, (finding,)))
-    return rulings
+    """Steps that the server can do and did not finish leave the verdict open."""
+    steps = [
+        ("coherence.probe_unfinished", f"the probe {probe.name}", probe.failed, len(probe.samples))
+        for probe in record.probes
+    ]
+    steps += [
+        ("coherence.scores_unfinished", "scoring fixed texts", record.passages_failed, len(record.passages)),
+        ("throughput.unfinished", "timing", record.timed_failed, len(record.timed)),
+    ]
+    return [
+        Ruling("unfinished", "unclear", f"{step}: {reason}", (_unfinished(id_, step, reason, samples),))
+        for id_, step, reason, samples in steps
+        if reason
+    ]
+
+
+def _unfinished(id_: str, step: str, reason: str, samples: int) -> Finding:
+    return Finding(
+        id=id_,
+        severity=Severity.WARNING,
+        title=f"{step} could not be finished: {reason}",
+        evidence={"step": step, "samples": samples},
+    )

@@ -68,6 +68,7 @@ class _Prober:
     kind: str
     present: set[Capability] = field(default_factory=set)
     absent: dict[Capability, str] = field(default_factory=dict)
+    unfinished: set[Capability] = field(default_factory=set)
     dialects: dict[Route, Dialect] = field(default_factory=dict)
     prompt_tokens: int | None = None
     score: ScoreRoute | None = None
@@ -97,6 +98,7 @@ class _Prober:
             why = reason(exc)
         except ServerInconclusive as exc:
             why = f"its probe did not finish: {exc.message}"
+            self.unfinished.add(capability)
         if why is None:
             self.has(capability)
         else:
@@ -282,7 +284,10 @@ def probe_capabilities(transport: Transport, model: str, kind: str) -> Probed:
     else:
         prober.lacks(Capability.TOOLS, without.format("chat", prober.absent[Capability.CHAT]))
     report = CapabilityReport(
-        present=frozenset(prober.present), absent=prober.absent, where=f"{transport.endpoint.api} ({model})"
+        present=frozenset(prober.present),
+        absent=prober.absent,
+        where=f"{transport.endpoint.api} ({model})",
+        unfinished=frozenset(prober.unfinished),
     )
     return Probed(report, prober.dialects, prober.score, prober.tokenizer, prober.metrics)
 
