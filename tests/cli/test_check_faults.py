@@ -1,0 +1,213 @@
+"""What `assay check` answers where the server misbehaves: the exit codes that others rely on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from check_servers import ROUTES, Sane, check, ids, serving
+
+from stub_server import (
+    Behaviour,
+    Exchange,
+    StubServer,
+    close_at_once,
+    cut_after,
+    hang,
+    huge,
+    not_found,
+    page,
+    rate_limited,
+    redirect,
+    sse,
+    status,
+    text,
+    times,
+)
+
+FRANCE = ("--probe", "france", "--timeout", "1")
+
+
+def well_begun(then: Behaviour) -> Behaviour:
+    """Sane answers while the capabilities are probed, with a few tokens each; `then` to the questions that follow."""
+    return lambda e: (then if e.body["max_tokens"] >= 60 else Sane())(e)
+
+
+@pytest.mark.parametrize(
+    ("url", "finding"),
+    [
+        ("http://127.0.0.1:9", "server.unreachable"),
+        ("http://no-such-host.invalid", "server.unreachable"),
+        ("https://127.0.0.1:9", "server.unreachable"),
+        ("ftp://127.0.0.1", "server.usage"),
+        ("not a url", "server.usage"),
+    ],
+)
+def test_no_server(capsys: pytest.CaptureFixture[str], url: str, finding: str) -> None:
+    code, report = check(capsys, url)
+    assert (code, report["verdict"], ids(report)) == (2, "error", {finding})
+    assert report["findings"][0]["remedies"]
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "finding"),
+    [
+        (status(401), 2, "server.unauthorized"),
+        (status(403), 2, "server.unauthorized"),
+        (not_found(), 2, "server.model_unknown"),
+        (page(), 2, "server.not_json"),
+        (text("hello"), 2, "server.not_json"),
+        (text('{"data": 3}'), 2, "server.not_json"),
+        (status(500), 2, "server.failing"),
+        (redirect("http://example.invalid/v1/models"), 2, "server.redirected"),
+        (rate_limited("0"), 3, "server.rate_limited"),
+        (hang(), 3, "server.timeout"),
+    ],
+)
+def test_the_list_of_models(
+    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str
+) -> None:
+    with StubServer() as stub:
+        stub.on("GET /v1/models", behaviour)
+        got, report = check(capsys, stub.url, *FRANCE)
+    assert (got, ids(report)) == (code, {finding})
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code", "finding"),
+    [
+        (status(401), 2, "server.unauthorized"),
+        (not_found(), 2, "server.not_found"),
+        (status(500), 2, "server.failing"),
+        (page(), 2, "server.not_json"),
+        (huge(), 2, "server.too_large"),
+        (rate_limited("0"), 3, "server.rate_limited"),
+        (hang(), 3, "server.timeout"),
+        (close_at_once(), 3, "server.stream_cut"),
+    ],
+)
+def test_no_answer_at_all(
+    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str
+) -> None:
+    with serving(behaviour) as stub:
+        got, report = check(capsys, stub.url, *FRANCE)
+    assert (got, ids(report)) == (code, {finding})
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "code"),
+    [(status(401), 2), (status(500), 2), (rate_limited("0"), 3), (hang(), 3), (close_at_once(), 3)],
+)
+def test_no_answer_after_a_good_beginning(
+    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int
+) -> None:
+    with serving(well_begun(behaviour)) as stub:
+        got, report = check(capsys, stub.url, *FRANCE)
+    assert got == code
+    assert report["findings"][0]["title"]
+
+
+def test_a_rate_limit_that_passes_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(times(3, rate_limited("0"), Sane())) as stub:
+        code, _ = check(capsys, stub.url, "--samples", "3")
+    assert code == 0
+
+
+def test_streams_that_break_off_leave_the_verdict_open(capsys: pytest.CaptureFixture[str]) -> None:
+    first = sse({"choices": [{"index": 0, "delta": {"content": "Paris"}, "finish_reason": None}]})
+
+    def half_closed(e: Exchange) -> None:
+        (cut_after(first) if e.body.get("stream") else Sane())(e)
+
+    with serving(half_closed) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3")
+    assert (code, ids(report)) == (3, {"throughput.unfinished"})
+    assert report["results"]["throughput"]["valid"] is False
+
+
+def test_streams_that_break_off_later_leave_the_verdict_open(capsys: pytest.CaptureFixture[str]) -> None:
+    first = sse({"choices": [{"index": 0, "delta": {"content": "Paris"}, "finish_reason": None}]})
+
+    def half_closed(e: Exchange) -> None:
+        long = e.body.get("stream") and e.body["max_tokens"] > 100
+        (cut_after(first) if long else Sane())(e)
+
+    with serving(half_closed) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3")
+    assert (code, ids(report)) == (3, {"throughput.unfinished"})
+
+
+def test_a_server_that_cannot_stream_is_not_timed_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    def whole_only(e: Exchange) -> None:
+        (status(400, "streaming is not supported") if e.body.get("stream") else Sane())(e)
+
+    with serving(whole_only) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3")
+    throughput = report["results"]["throughput"]
+    assert (code, throughput["valid"], throughput["samples"]) == (0, False, 0)
+    assert "streaming is not supported" in throughput["skipped"]
+    assert throughput["decode_tokens_per_s"] == {"median": None, "min": None, "max": None}
+
+
+def test_scores_that_fail_after_the_server_could_score_leave_the_verdict_open(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails_on_long(e: Exchange) -> None:
+        long = e.body.get("prompt_logprobs") is not None and len(e.body["prompt"]) > 100
+        (status(500) if long else Sane(scores=True))(e)
+
+    with serving(fails_on_long) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3")
+    assert (code, ids(report)) == (3, {"coherence.scores_unfinished"})
+
+
+def test_a_server_that_turns_the_key_away_in_the_middle_keeps_what_was_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(well_begun(times(15, Sane(), status(401)))) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3", "--parallel", "1")
+    assert code == 2
+    assert "server.unauthorized" in ids(report)
+    assert sum(len(p["samples"]) for p in report["results"]["probes"]) > 3
+
+
+def test_a_server_without_a_chat_template_is_asked_to_continue_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(Sane()) as stub:
+        stub.on("POST /v1/chat/completions", status(400, "this model has no chat template"))
+        code, report = check(capsys, stub.url, "--samples", "4")
+        prompts = [b["prompt"] for b in stub.bodies("POST /v1/completions")]
+    probes = {p["name"]: p for p in report["results"]["probes"]}
+    assert code in (0, 3)
+    assert {name for name, p in probes.items() if p["status"] == "skipped"} == {"second_turn", "tool_call"}
+    assert "no chat template" in probes["second_turn"]["reason"]
+    assert any("The capital of France is" in str(p) for p in prompts)
+
+
+def test_a_model_without_tools_skips_that_probe_and_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    def no_tools(e: Exchange) -> None:
+        (status(400, "tools need --enable-auto-tool-choice") if e.body.get("tools") else Sane())(e)
+
+    with serving(no_tools) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3")
+    probe = next(p for p in report["results"]["probes"] if p["name"] == "tool_call")
+    assert (code, probe["status"], probe["samples"]) == (0, "skipped", [])
+    assert "--enable-auto-tool-choice" in probe["reason"]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_request_names_the_model_and_neutral_penalties(
+    capsys: pytest.CaptureFixture[str], route: str
+) -> None:
+    with serving(Sane()) as stub:
+        if route == ROUTES[1]:
+            stub.off(ROUTES[0])
+        check(capsys, stub.url, "--probe", "france")
+        bodies: list[Any] = [b for b in stub.bodies(route) if b["max_tokens"] == 200]
+    assert len(bodies) == 2
+    assert {b["temperature"] for b in bodies} == {0.7, 0.0}
+    for body in bodies:
+        assert body["model"] == "stub-model"
+        for name, neutral in (("frequency_penalty", 0), ("presence_penalty", 0), ("repetition_penalty", 1)):
+            assert body.get(name, neutral) == neutral

@@ -1,0 +1,121 @@
+"""`assay check --reference FILE` and `--reference-engine`: what is compared, and what is no reference."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from check_servers import Sane, answering, check, ids, save, serving, words
+
+from assay.coherence import reference as reference_module
+from stub_server import StubServer
+
+LONDON = words("The capital of France is London, a large city on the river Thames.")
+LOOP = words("I am sure that " + "the name of " * 60)
+FULL = ("--samples", "3", "--no-throughput")
+
+
+def test_a_server_passes_against_its_own_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with serving(Sane()) as stub:
+        _, first = check(capsys, stub.url, "--samples", "5")
+        code, again = check(
+            capsys, stub.url, "--samples", "5", "--reference", str(save(tmp_path / "run.json", first))
+        )
+    assert (code, again["findings"]) == (0, [])
+    assert again["results"]["reference"]["origin"] == {
+        "source": "run", "model": "stub-model", "verdict": "pass",
+    }  # fmt: skip
+    assert next(r for r in again["results"]["rules"] if r["rule"] == "prompts")["state"] == "good"
+
+
+def test_london_is_a_warning_alone_and_an_error_against_one_who_knew(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with serving(Sane()) as stub:
+        _, knew = check(capsys, stub.url, *FULL)
+    reference = save(tmp_path / "run.json", knew)
+    only = (*FULL, "--probe", "france")
+    with answering(LONDON, scores=False, echo=False) as stub:
+        alone_code, alone = check(capsys, stub.url, *only)
+        code, against = check(capsys, stub.url, *only, "--reference", str(reference))
+    assert alone_code != 1
+    assert "coherence.wrong_answer" in ids(alone, "warning")
+    assert ids(alone, "error") == set()
+    assert code == 1
+    assert ids(against, "error") == {"coherence.wrong_answer"}
+
+
+def test_loops_count_against_a_reference_that_wrote_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with serving(Sane()) as stub:
+        _, sane = check(capsys, stub.url, *FULL)
+    with answering(LOOP, finish_reason="length", scores=False, echo=False) as stub:
+        code, report = check(capsys, stub.url, *FULL, "--reference", str(save(tmp_path / "run.json", sane)))
+    assert code == 1
+    assert "coherence.degenerate" in ids(report, "error")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        b"",
+        b"not json",
+        b"\xff\xfe\x00",
+        b"[" * 100_000,
+        b"[]",
+        b"{}",
+        b'{"command": "grade", "results": {}}',
+        b'{"command": "check", "results": {}}',
+        b'{"command": "check", "results": {"probes": []}}',
+        b'{"command": "check", "results": {"probes": [{"name": "france", "samples": [{"label": "ok"}]}]}}',
+        b'{"command": "check", "results": {"probes": 3}}',
+    ],
+)
+def test_a_reference_that_is_none(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None
+) -> None:
+    reference = tmp_path / "run.json"
+    if content is not None:
+        reference.write_bytes(content)
+    code, report = check(capsys, "http://127.0.0.1:9", "--reference", str(reference))
+    assert (code, ids(report)) == (2, {"coherence.reference"})
+    assert "run.json" in report["findings"][0]["title"]
+    assert str(tmp_path) not in json.dumps(report)
+
+
+@pytest.mark.parametrize("verdict", ["fail", "error"])
+def test_a_run_that_did_not_hold_is_no_reference(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, verdict: str
+) -> None:
+    with serving(Sane()) as stub:
+        _, report = check(capsys, stub.url, "--probe", "france", "--no-throughput")
+    path = save(tmp_path / "run.json", report | {"verdict": verdict})
+    code, report = check(capsys, "http://127.0.0.1:9", "--reference", str(path))
+    assert (code, ids(report)) == (2, {"coherence.reference"})
+    assert verdict in report["findings"][0]["title"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "finding"),
+    [
+        ("gguf:model", "coherence.usage"),
+        ("hf:", "server.usage"),
+        ("hf:no-such-folder", "coherence.reference"),
+        ("hf:.?dtype=int3", "server.usage"),
+    ],
+)
+def test_an_engine_that_can_be_no_reference_is_refused_before_the_server_is_asked(
+    capsys: pytest.CaptureFixture[str], engine: str, finding: str
+) -> None:
+    with StubServer() as stub:
+        code, report = check(capsys, stub.url, "--reference-engine", engine)
+        assert stub.exchanges == []
+    assert (code, ids(report)) == (2, {finding})
+
+
+def test_a_folder_that_holds_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    assert reference_module.reference_folder(f"hf:{tmp_path}/model?dtype=float32") == tmp_path / "model"
