@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.coherence.check_report import record_json
-from assay.coherence.diagnosis import Subject, diagnose, rollback_command
 from assay.coherence.judge import judge
 from assay.coherence.record import CheckRecord, ProbeResult
 from assay.coherence.rules.texts import is_loop
@@ -201,32 +200,3 @@ def test_floods_and_salads_are_not(kind: str | None) -> None:
 def test_useful_speed_counts_the_tokens_before_the_onset() -> None:
     assert timed("degenerate").useful_tokens_per_s == pytest.approx(150 * 0.25 / 5.1)
     assert timed().useful_tokens_per_s == pytest.approx(150 / 5.1)
-
-
-class TestDiagnosis:
-    def causes(self, kind: str, onset: int, **subject: str) -> str:
-        texts = [sample("degenerate", kind, onset_char=onset)] * 41
-        judged = record(texts)
-        findings = diagnose(judge(judged), judged, Subject(model="org/name", **subject))  # type: ignore[arg-type]
-        return next(f.causes[0] for f in findings if f.id == "coherence.degenerate")
-
-    def test_a_flood_of_one_character_points_to_nan(self) -> None:
-        assert "NaN" in self.causes("single_char_flood", 0)
-
-    def test_salad_from_the_start_points_to_the_weights(self) -> None:
-        assert "weights" in self.causes("token_soup", 0)
-
-    def test_a_late_collapse_under_fp8_points_to_the_cache(self) -> None:
-        assert "KV" in self.causes("word_salad", 900, kv_cache_dtype="fp8_e5m2")
-
-    def test_loops_point_to_the_model_itself(self) -> None:
-        assert "the model itself" in self.causes("sentence_loop", 100)
-
-    def test_the_rollback_is_one_exact_command(self) -> None:
-        command = rollback_command(Subject(model="org/name", max_model_len=32768))
-        assert command == (
-            "vllm serve org/name --tensor-parallel-size 1 --pipeline-parallel-size 1 --kv-cache-dtype auto "
-            "--enforce-eager --max-model-len 8000"
-        )
-        assert "2048" in rollback_command(Subject(model="org/name", max_model_len=2048))
-        assert "/home" not in rollback_command(Subject(model="/home/me/model"))

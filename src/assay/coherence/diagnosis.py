@@ -80,7 +80,8 @@ def _nan(signs: Signs) -> tuple[float, str]:
 
 
 def _corrupt(signs: Signs) -> tuple[float, str]:
-    salad = signs.share("salad", "soup", "special", "script", "replacement", "empty", "reserved")
+    # A flood of special tokens is what broken logits pick; a few that leak point to the template instead.
+    salad = signs.share("salad", "soup", "special_token_flood", "script", "replacement", "empty", "reserved")
     early = len(signs.early()) / len(signs.bad) if signs.bad else 0.0
     return (
         0.8 * salad + 0.2 * early,

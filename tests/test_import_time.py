@@ -1,0 +1,55 @@
+"""What starting assay costs, and what it must not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+from stub_server import StubServer
+
+HEAVY = ("torch", "transformers", "vllm", "safetensors", "accelerate", "huggingface_hub")
+SHOWN = ("numpy", "scipy", "httpx", "jinja2", "rich", "prometheus_client")
+
+
+def loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
+    """Those of `names` that a fresh interpreter has loaded after `program`."""
+    tail = (
+        f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program + tail], capture_output=True, text=True, check=True, timeout=60
+    )
+    loaded: list[str] = json.loads(done.stderr.splitlines()[-1])
+    return loaded
+
+
+def test_help_answers_within_a_quarter_of_a_second() -> None:
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "assay", "--help"], check=True, capture_output=True)
+        return time.perf_counter() - began
+
+    # Other programs share the machine: the best of some runs is what the program itself needs.
+    assert min(seconds() for _ in range(5)) < 0.25
+
+
+def test_the_command_line_alone_loads_nothing_heavy() -> None:
+    program = "import assay.cli.main as m\nm.build()"
+    assert loaded_after(program, (*HEAVY, *SHOWN)) == []
+
+
+def test_a_whole_check_of_a_server_loads_no_engine() -> None:
+    with StubServer() as stub:
+        program = (
+            "from assay.cli.main import invoke\n"
+            f"code = invoke(['check', {stub.url!r}, '--json', '--samples', '1', '--repeats', '3', '--run-code'])\n"
+            "assert code in (0, 1, 3), code"
+        )
+        assert loaded_after(program, HEAVY) == []
+
+
+def test_grading_loads_no_engine_and_no_client() -> None:
+    program = "from assay.coherence import grade\nassert grade('ha ' * 400).label == 'degenerate'"
+    assert loaded_after(program, (*HEAVY, "httpx", "rich")) == []
