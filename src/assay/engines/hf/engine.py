@@ -11,6 +11,7 @@ from typing import Any
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.hf.batching import plan_batches
 from assay.engines.hf.spec import HfSpec, parse_spec
+from assay.engines.hf.weights import transform_weights
 from assay.errors import AssayError, UsageError
 
 _PRESENT = (
@@ -57,9 +58,11 @@ class HfEngine:
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                spec.model, dtype=dtype, attn_implementation=register()
+                spec.model, dtype=dtype, attn_implementation=spec.attention or register()
             )
             model = model.to(spec.device).eval()
+            if spec.weights:
+                transform_weights(model, spec.weights)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise AssayError(
@@ -68,6 +71,16 @@ class HfEngine:
                 remedy="give the folder of a checkpoint that transformers can load: hf:PATH",
             ) from error
         return cls(spec, model, tokenizer)
+
+    @property
+    def model(self) -> Any:
+        """The model of transformers."""
+        return self._model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of transformers."""
+        return self._tokenizer
 
     @property
     def capabilities(self) -> CapabilityReport:
@@ -89,6 +102,8 @@ class HfEngine:
             "model": Path(self.spec.model).name,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": self.spec.device,
+            "attention": self._model.config._attn_implementation,
+            "weights": self.spec.weights or "as stored",
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "capabilities": self.capabilities.to_json(),

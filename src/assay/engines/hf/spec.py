@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from urllib.parse import parse_qsl
 
 from assay.errors import UsageError
@@ -18,6 +18,10 @@ class HfSpec:
     model: str
     dtype: str = "auto"
     device: str = "cpu"
+    attention: str = ""
+    """`eager`, `sdpa`, …; empty: assay's own, the same as `sdpa` but for one new token."""
+    weights: str = ""
+    """A transformation of the weights after loading, such as `polar(bits=4)`; empty: as stored."""
 
 
 def parse_spec(spec: str) -> HfSpec:
@@ -26,7 +30,7 @@ def parse_spec(spec: str) -> HfSpec:
     model, mark, query = body.partition("?")
     if not model:
         raise UsageError(f"{spec!r} names no model", remedy="write hf:PATH, such as hf:./model?dtype=float32")
-    options = {"dtype": "auto", "device": "cpu"}
+    options: dict[str, str] = {field.name: str(field.default) for field in fields(HfSpec)[1:]}
     pairs = parse_qsl(query, keep_blank_values=True)
     if mark and not pairs:
         raise UsageError(f"{spec!r} ends in a '?' without options", remedy="write hf:PATH?dtype=float32")
@@ -38,4 +42,4 @@ def parse_spec(spec: str) -> HfSpec:
         raise UsageError(
             f"{spec!r}: unknown dtype {options['dtype']!r}", remedy=f"one of {', '.join(DTYPES)}"
         )
-    return HfSpec(model=model, dtype=options["dtype"], device=options["device"])
+    return HfSpec(model=model, **options)

@@ -1,0 +1,100 @@
+"""transformers as a scoring engine: final states of windows by any path, with hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.head import output_head
+from assay.engines.hf.window_scoring import window_states
+from assay.engines.scoring import (
+    Engagement,
+    EngineHook,
+    Head,
+    ScoreJob,
+    ScoringAbility,
+    ScoringPath,
+    StateRows,
+    TokenizerFacts,
+    Window,
+    WindowRows,
+    check_windows,
+    load_hook,
+    vocabulary_sha256,
+)
+
+
+class HfScorer:
+    """Scores windows with a model of transformers in this process."""
+
+    def __init__(self, engine: HfEngine) -> None:
+        self.engine = engine
+        self._engagement = Engagement()
+
+    @classmethod
+    def load(cls, spec: str) -> HfScorer:
+        """Load `hf:PATH?…`; AssayError where that is not possible."""
+        return cls(HfEngine.load(spec))
+
+    @property
+    def ability(self) -> ScoringAbility:
+        """Every path, whole distributions, states."""
+        return ScoringAbility(frozenset(ScoringPath))
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFacts:
+        """Facts of the tokenizer that lies beside the weights."""
+        tokenizer = self.engine.tokenizer
+        return TokenizerFacts(
+            sha256=vocabulary_sha256(tokenizer.get_vocab()),
+            vocab_size=len(tokenizer),
+            bos_id=tokenizer.bos_token_id,
+            encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            decode=lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
+        )
+
+    @cached_property
+    def head(self) -> Head:
+        """The output head, checked against the model's own logits."""
+        return output_head(self.engine.model)
+
+    def describe(self) -> dict[str, Any]:
+        """Engine, versions, model and number formats."""
+        return self.engine.describe()
+
+    def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
+        """The rows of every window, in order; the hook is in place while the iterator lives."""
+        check_windows(windows, job)
+        hook: EngineHook | None = load_hook(job.hook) if job.hook else None
+        with hook.attach(self.engine.model) if hook else nullcontext():
+            for window, states in window_states(self.engine.model, windows, job, hook):
+                yield StateRows(window, job.scored_from, states, self.head)
+                if hook:
+                    self._engagement = hook.engagement()
+        if not hook:
+            self._engagement = Engagement(bytes_read=_bytes_read(self.engine.model, windows, job))
+
+    def engagement(self) -> Engagement:
+        """What the hook counted; without one, the cache bytes that the path reads."""
+        return self._engagement
+
+    def close(self) -> None:
+        """Drop the model."""
+        self.__dict__.pop("head", None)
+        self.engine.close()
+
+
+def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int:
+    """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0 for prefill."""
+    if job.path is ScoringPath.PREFILL:
+        return 0
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    step = 1 if job.path is ScoringPath.DECODE else job.chunk
+    tokens = sum(range(job.scored_from - 1, len(windows[0].tokens) - 1, step))
+    token_bytes: int = 2 * heads * width * config.num_hidden_layers * model.dtype.itemsize
+    return len(windows) * tokens * token_bytes

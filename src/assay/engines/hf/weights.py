@@ -1,0 +1,57 @@
+"""Weights changed after loading: what a quantisation would make of them, as `?weights=NAME(option=value)`."""
+
+from __future__ import annotations
+
+import ast
+from importlib import import_module
+from typing import Any
+
+from assay.errors import UsageError
+
+# name: `module:function(model, **options)`, which changes the linear layers of a loaded model in place.
+TRANSFORMS = {
+    "polar": "assay.quant.polar:quantise_model",
+    "int": "assay.quant.rounding:quantise_model",
+}
+
+
+def transform_weights(model: Any, spec: str) -> None:
+    """Apply `polar(bits=4)` or `int(bits=4, group=128)` to `model`; UsageError for what is not known."""
+    name, options = parse_transform(spec)
+    module, _, function = TRANSFORMS[name].partition(":")
+    try:
+        getattr(import_module(module), function)(model, **options)
+    except TypeError as error:
+        raise UsageError(
+            f"weights={spec}: {error}",
+            remedy="look at the options in docs/compare.md",
+            finding_id="fidelity.usage",
+        ) from error
+
+
+def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a transformation."""
+    try:
+        call = ast.parse(spec, mode="eval").body
+    except SyntaxError:
+        call = None
+    if isinstance(call, ast.Name):
+        call = ast.Call(call, [], [])
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise UsageError(
+            f"weights={spec!r} is not NAME(option=value, …)",
+            remedy="write weights=polar(bits=4)",
+            finding_id="fidelity.usage",
+        )
+    if call.func.id not in TRANSFORMS:
+        raise UsageError(
+            f"weights={spec!r}: unknown transformation {call.func.id!r}",
+            remedy=f"one of {', '.join(TRANSFORMS)}",
+            finding_id="fidelity.usage",
+        )
+    try:
+        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except ValueError as error:
+        raise UsageError(
+            f"weights={spec!r}: options must be plain numbers or strings", finding_id="fidelity.usage"
+        ) from error

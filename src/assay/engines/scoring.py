@@ -1,0 +1,312 @@
+"""Scoring of token windows: what a comparison asks of an engine, and the form in which it gets the answer.
+
+The common currency is the *final state*: what the output head is applied to, after the final norm, [tokens, d].
+Logits over the whole vocabulary are rebuilt from it by blocks of rows, so that memory never holds windows ×
+vocabulary and a stored reference is small. An engine that gives no states gives logits of one window at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from assay.errors import AssayError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ScoringPath(StrEnum):
+    """How the tokens of a window go through the model."""
+
+    PREFILL = "prefill"
+    """All at once: one forward pass, which reads no cache."""
+    CHUNKED = "chunked"
+    """A prefix, then block after block: each block reads the cache of what came before."""
+    DECODE = "decode"
+    """A prefix, then token by token, teacher-forced: the cache is read as serving reads it."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """One passage of text that is scored: its token ids (start token included) and their hash."""
+
+    index: int
+    tokens: tuple[int, ...]
+
+    @cached_property
+    def sha256(self) -> str:
+        """Hash of the token ids as little-endian 32-bit integers."""
+        return hashlib.sha256(b"".join(t.to_bytes(4, "little") for t in self.tokens)).hexdigest()
+
+
+@dataclass(frozen=True)
+class HookSpec:
+    """Something that takes part in the forward pass, by import path (`package.module:factory`) and plain settings."""
+
+    target: str
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """How windows are scored.
+
+    Tokens `scored_from`… of every window are scored (at least 1: nothing comes before token 0). On the paths that
+    read the cache the first `scored_from − 1` tokens are prefilled in one pass; the rest goes in blocks of `chunk`
+    tokens, or one by one. `batch` windows run together.
+    """
+
+    path: ScoringPath = ScoringPath.PREFILL
+    scored_from: int = 1
+    chunk: int = 128
+    batch: int = 4
+    hook: HookSpec | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("scored_from", "chunk", "batch"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Head:
+    """The output head: final states to logits, as the engine itself computes them.
+
+    `weight` is [V, d], `bias` [V] or None. Logits are (h Wᵀ + b) · `scale`, then `softcap` · tanh(x / softcap) where
+    there is a cap. The product runs in the type of the weight, as in the engine; its rounding is part of what the
+    engine serves. Rows past the real vocabulary (padding) are not part of it.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        softcap: float | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.softcap = softcap
+        self.scale = scale
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of one row of logits."""
+        return int(self.weight.shape[0])
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, V] of states [n, d]."""
+        import torch
+
+        states = states.to(device=self.weight.device, dtype=self.weight.dtype)
+        logits = torch.nn.functional.linear(states, self.weight, self.bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits.float()
+
+    def to(self, device: str) -> Head:
+        """The same head on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        return Head(self.weight.to(device), bias, softcap=self.softcap, scale=self.scale)
+
+
+class WindowRows(Protocol):
+    """The distributions of one window: row i is that of token `first + i`, given all tokens before it."""
+
+    @property
+    def window(self) -> Window:
+        """The window that was scored."""
+        ...
+
+    @property
+    def first(self) -> int:
+        """Index of the first token that is scored."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of a row."""
+        ...
+
+    def logits(self, lo: int, hi: int) -> torch.Tensor:
+        """Float32 logits [hi − lo, V] of the rows lo … hi − 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Rows as final states [count, d] and the head that turns them into logits."""
+
+    window: Window
+    first: int
+    states: torch.Tensor
+    head: Head
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of a row."""
+        return self.head.vocab_size
+
+    def logits(self, lo: int, hi: int) -> torch.Tensor:
+        """Float32 logits of the rows lo … hi − 1."""
+        return self.head.logits(self.states[lo:hi])
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Rows as logits [count, V], where an engine gives no states."""
+
+    window: Window
+    first: int
+    values: torch.Tensor
+
+    @property
+    def vocab_size(self) -> int:
+        """Entries of a row."""
+        return int(self.values.shape[1])
+
+    def logits(self, lo: int, hi: int) -> torch.Tensor:
+        """Float32 logits of the rows lo … hi − 1."""
+        return self.values[lo:hi].float()
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    """What a comparison needs to know of a tokenizer.
+
+    `sha256` is `vocabulary_sha256` of its pieces. `encode` adds no special tokens.
+    """
+
+    sha256: str
+    vocab_size: int
+    bos_id: int | None
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def vocabulary_sha256(pieces: Mapping[str, int]) -> str:
+    """Hash of a vocabulary: all (id, piece) in the order of ids. Equal hashes: an id means the same on both sides."""
+    digest = hashlib.sha256()
+    for piece, token in sorted(pieces.items(), key=lambda item: (item[1], item[0])):
+        digest.update(f"{token}\t{piece}\n".encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class ScoringAbility:
+    """What an engine can give: by which paths, whole distributions or not, states or not."""
+
+    paths: frozenset[ScoringPath]
+    full_vocabulary: bool = True
+    states: bool = True
+    reason: str = ""
+    """Why something is missing."""
+
+
+@dataclass(frozen=True)
+class Engagement:
+    """Proof of what took part in the numbers, counted while scoring.
+
+    `fires` counts calls of the hook (None where there was none), `bytes_read` the cache bytes that attention read on
+    the scored steps (None where it cannot be told), `per_layer` the fires of each layer.
+    """
+
+    fires: int | None = None
+    bytes_read: int | None = None
+    per_layer: Mapping[int, int] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that scores windows."""
+
+    @property
+    def tokenizer(self) -> TokenizerFacts:
+        """The tokenizer's facts."""
+        ...
+
+    @property
+    def ability(self) -> ScoringAbility:
+        """What it can give."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What scored: kind, versions, model, number formats; plain JSON types, no path."""
+        ...
+
+    def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
+        """The rows of every window, in order. All windows have the same length."""
+        ...
+
+    def engagement(self) -> Engagement:
+        """What took part since the last call of `score_windows`."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        ...
+
+
+class EngineHook(Protocol):
+    """What a hook may do while a model of transformers scores. All methods are called in this order.
+
+    A hook that needs to see a batch more than once (to capture, then to replace) sets `passes`; rows come from the
+    last pass.
+    """
+
+    passes: int
+
+    def attach(self, model: Any) -> AbstractContextManager[None]:
+        """Put the hook in place for one run of `score_windows`; leaving the context undoes it."""
+        ...
+
+    def new_cache(self, batch: int, index: int) -> Any | None:
+        """The KV cache of the next batch on pass `index`, None for the engine's own."""
+        ...
+
+    def after_prefix(self, cache: Any) -> None:
+        """The prefix of the batch has been prefilled into `cache`."""
+        ...
+
+    def engagement(self) -> Engagement:
+        """What the hook counted."""
+        ...
+
+
+def load_hook(spec: HookSpec) -> Any:
+    """Import the factory of a hook and call it with its settings; AssayError where it does not exist."""
+    from importlib import import_module
+
+    module, _, attribute = spec.target.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise AssayError(
+            f"the hook {spec.target} cannot be loaded: {error}",
+            finding_id="fidelity.hook_missing",
+            remedy="write package.module:factory of something that is installed",
+        ) from error
+    return factory(**spec.config)
+
+
+def check_windows(windows: Sequence[Window], job: ScoreJob) -> int:
+    """The common length of the windows; UsageError unless all are equally long and longer than `scored_from`."""
+    lengths = {len(w.tokens) for w in windows}
+    if len(lengths) != 1:
+        raise UsageError(f"windows must be equally long, got lengths {sorted(lengths)}")
+    length = lengths.pop()
+    if length <= job.scored_from:
+        raise UsageError(
+            f"windows of {length} tokens leave nothing to score from token {job.scored_from} on",
+            remedy="use longer windows or score from an earlier token",
+        )
+    return length

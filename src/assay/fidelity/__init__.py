@@ -1,0 +1,1 @@
+"""Is the candidate distribution the reference's, within a declared margin?"""
