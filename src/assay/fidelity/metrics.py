@@ -1,0 +1,122 @@
+"""How far one distribution is from another at every scored token: pure functions of two rows of logits.
+
+With p the reference's distribution and q the candidate's, x the token that came:
+
+    NLL = −log p(x),   KL(p‖q) = Σ_v p(v) (log p(v) − log q(v)),   reverse KL = KL(q‖p),
+
+in nats, over the whole vocabulary, without smoothing. Both sides are shifted by their largest logit first, so that the
+differences are small numbers where the distributions are close; then
+
+    KL = Σ_v e^{a(v)} (a(v) − b(v)) / S_a − (log S_a − log S_b),   a = logits_ref − max, S_a = Σ_v e^{a(v)},
+
+needs one exponential a logit and no large terms that cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from assay.engines.scoring import WindowRows
+
+BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
+"""Bytes of logits of one side that are worked on at once: within the cache of a CPU, enough to fill a GPU."""
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """Statistics of n scored tokens, each a tensor [n]; not-a-number where either side's logits are not finite.
+
+    `nll_ref`, `nll_cand`, `kl`, `kl_rev` in nats (float64), `top1` whether both sides have the same likeliest token
+    (the lower id wins a tie), `p_ref` and `p_cand` the probability of the token that came, `conf` the reference's
+    largest probability.
+    """
+
+    nll_ref: torch.Tensor
+    nll_cand: torch.Tensor
+    kl: torch.Tensor
+    kl_rev: torch.Tensor
+    top1: torch.Tensor
+    p_ref: torch.Tensor
+    p_cand: torch.Tensor
+    conf: torch.Tensor
+
+
+def row_statistics(
+    ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: torch.Tensor
+) -> RowStatistics:
+    """Statistics of n tokens from logits [n, V] of both sides and the ids [n] of the tokens that came.
+
+    A token that the reference rules out (logit −inf) contributes nothing to KL; one that only the candidate rules out
+    makes KL infinite, as it is. Rows with a NaN or +inf on either side come back as NaN, `top1` False.
+    """
+    import torch
+
+    ref, cand = ref_logits.float(), cand_logits.to(ref_logits.device).float()
+    ref_max, ref_best = ref.max(-1)
+    cand_max, cand_best = cand.max(-1)
+    a, b = ref - ref_max.unsqueeze(-1), cand - cand_max.unsqueeze(-1)
+    index = gold.to(ref.device).long().unsqueeze(-1)
+    gold_a, gold_b = a.gather(-1, index).squeeze(-1).double(), b.gather(-1, index).squeeze(-1).double()
+    difference = a - b
+    p, q = a.exp_(), b.exp_()  # not yet divided by their sums
+    p_sum, q_sum = p.sum(-1).double(), q.sum(-1).double()
+    log_ratio = p_sum.log() - q_sum.log()
+    kl = _dot(p, difference) / p_sum - log_ratio
+    kl_rev = -_dot(q, difference) / q_sum + log_ratio
+    log_p, log_q = gold_a - p_sum.log(), gold_b - q_sum.log()
+    bad = ~(p_sum.isfinite() & q_sum.isfinite())
+
+    def clean(values: torch.Tensor) -> torch.Tensor:
+        return torch.where(bad, float("nan"), values)
+
+    return RowStatistics(
+        nll_ref=clean(-log_p),
+        nll_cand=clean(-log_q),
+        kl=clean(kl),
+        kl_rev=clean(kl_rev),
+        top1=(ref_best == cand_best) & ~bad,
+        p_ref=clean(log_p.exp()),
+        p_cand=clean(log_q.exp()),
+        conf=clean(1.0 / p_sum),
+    )
+
+
+def _dot(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Σ_v w v of each row [n, V], in float64 [n]; a weight of 0 makes its term 0 even where the value is infinite."""
+    import torch
+
+    total = torch.linalg.vecdot(weights, values).double()
+    for row in total.isnan().nonzero().flatten().tolist():
+        terms = torch.where(weights[row] > 0, weights[row] * values[row], 0.0)
+        total[row] = terms.sum(dtype=torch.float64)
+    return total
+
+
+def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatistics:
+    """Statistics of all scored tokens of one window, by blocks of rows, on the CPU.
+
+    Both sides must have scored the same tokens of the same window. Logits past the smaller vocabulary (padding rows)
+    are left out on both sides.
+    """
+    import torch
+
+    if reference.window.tokens != candidate.window.tokens or reference.first != candidate.first:
+        raise ValueError(f"window {reference.window.index}: the two sides scored different tokens")
+    gold = torch.tensor(reference.window.tokens[reference.first :])
+    vocab = min(reference.vocab_size, candidate.vocab_size)
+    parts: list[RowStatistics] = []
+    lo, count = 0, len(gold)
+    rows = 1
+    while lo < count:
+        hi = min(count, lo + rows)
+        ref, cand = reference.logits(lo, hi)[:, :vocab], candidate.logits(lo, hi)[:, :vocab]
+        parts.append(row_statistics(ref, cand, gold[lo:hi]))
+        lo = hi
+        rows = max(1, BLOCK_BYTES.get(ref.device.type, 32 << 20) // (4 * vocab))
+    return RowStatistics(
+        *(torch.cat([getattr(part, f.name) for part in parts]).cpu() for f in fields(RowStatistics))
+    )

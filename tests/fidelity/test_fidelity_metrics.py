@@ -1,0 +1,98 @@
+"""The row statistics against float64 by brute force, and at their edges."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from assay.engines.scoring import LogitRows, Window  # noqa: E402
+from assay.fidelity.metrics import row_statistics, window_statistics  # noqa: E402
+
+
+def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:
+    """Everything in float64, one formula a line."""
+    ref, cand = ref.astype(np.float64), cand.astype(np.float64)
+    p = np.exp(ref - ref.max(1, keepdims=True))
+    p /= p.sum(1, keepdims=True)
+    q = np.exp(cand - cand.max(1, keepdims=True))
+    q /= q.sum(1, keepdims=True)
+    rows = np.arange(len(gold))
+    return {
+        "nll_ref": -np.log(p[rows, gold]),
+        "nll_cand": -np.log(q[rows, gold]),
+        "kl": (p * (np.log(p) - np.log(q))).sum(1),
+        "kl_rev": (q * (np.log(q) - np.log(p))).sum(1),
+        "top1": p.argmax(1) == q.argmax(1),
+        "p_ref": p[rows, gold],
+        "p_cand": q[rows, gold],
+        "conf": p.max(1),
+    }
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocab=st.integers(2, 400),
+    scale=st.sampled_from([0.1, 3.0, 12.0]),
+    noise=st.sampled_from([0.0, 1e-4, 0.05, 2.0]),
+    offset=st.sampled_from([0.0, -30.0, 100.0]),
+)
+@settings(max_examples=60, deadline=None)
+def test_agrees_with_float64(seed: int, vocab: int, scale: float, noise: float, offset: float) -> None:
+    rng = np.random.default_rng(seed)
+    ref = (rng.standard_normal((7, vocab)) * scale).astype(np.float32)
+    cand = (ref + rng.standard_normal((7, vocab)) * noise + offset).astype(np.float32)
+    gold = rng.integers(0, vocab, 7)
+    found = row_statistics(*map(torch.from_numpy, (ref, cand, gold)))
+    for name, expected in brute_force(ref, cand, gold).items():
+        np.testing.assert_allclose(getattr(found, name).numpy(), expected, atol=2e-5, rtol=1e-5, err_msg=name)
+
+
+def test_equal_logits_differ_by_exactly_nothing() -> None:
+    logits = torch.randn(5, 1000) * 5
+    found = row_statistics(logits, logits.clone(), torch.arange(5))
+    assert (found.kl == 0).all()
+    assert (found.nll_ref == found.nll_cand).all()
+    assert found.top1.all()
+
+
+def test_a_ruled_out_token_counts_by_the_side_that_rules_it_out() -> None:
+    ref = torch.tensor([[0.0, 0.0, -torch.inf], [0.0, 0.0, 0.0]])
+    cand = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, -torch.inf]])
+    found = row_statistics(ref, cand, torch.tensor([0, 0]))
+    assert found.kl[0].item() == pytest.approx(np.log(1.5), abs=1e-6)
+    assert found.kl[1].item() == np.inf
+    assert found.kl_rev[0].item() == np.inf
+
+
+def test_not_finite_rows_are_marked_and_leave_the_others_alone() -> None:
+    ref = torch.randn(3, 10)
+    cand = ref.clone()
+    cand[1, 4] = torch.nan
+    found = row_statistics(ref, cand, torch.tensor([1, 2, 3]))
+    assert found.kl.isnan().tolist() == [False, True, False]
+    assert found.top1.tolist() == [True, False, True]
+
+
+def test_ties_go_to_the_lower_id() -> None:
+    ref, cand = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[1.0, 0.9, 0.0]])
+    assert row_statistics(ref, cand, torch.tensor([0])).top1.item()
+
+
+def test_blocks_do_not_change_the_result_and_padding_is_cut() -> None:
+    window = Window(0, tuple(range(70)))
+    ref = torch.randn(69, 80)
+    cand = torch.cat([ref + 0.1 * torch.randn(69, 80), torch.full((69, 16), 50.0)], dim=1)
+    whole = row_statistics(ref, cand[:, :80], torch.arange(1, 70))
+    blocks = window_statistics(LogitRows(window, 1, ref), LogitRows(window, 1, cand))
+    torch.testing.assert_close(blocks.kl, whole.kl)
+    torch.testing.assert_close(blocks.nll_cand, whole.nll_cand)
+
+
+def test_different_tokens_are_refused() -> None:
+    rows = LogitRows(Window(0, (1, 2, 3)), 1, torch.randn(2, 5))
+    with pytest.raises(ValueError, match="different tokens"):
+        window_statistics(rows, LogitRows(Window(0, (1, 2, 4)), 1, torch.randn(2, 5)))
