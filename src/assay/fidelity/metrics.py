@@ -45,9 +45,7 @@ class RowStatistics:
     conf: torch.Tensor
 
 
-def row_statistics(
-    ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: torch.Tensor
-) -> RowStatistics:
+def row_statistics(ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: torch.Tensor) -> RowStatistics:
     """Statistics of n tokens from logits [n, V] of both sides and the ids [n] of the tokens that came.
 
     A token that the reference rules out (logit −inf) contributes nothing to KL; one that only the candidate rules out

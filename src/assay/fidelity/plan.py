@@ -1,0 +1,131 @@
+"""What a comparison is: everything that can change its numbers, in one object that can be written and hashed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from assay.engines.scoring import ScoreJob, ScoringPath
+from assay.errors import UsageError
+
+PROTOCOLS = ("all", "second-half")
+"""`all`: every token but the first is scored. `second-half`: only the second half of each window (llama.cpp)."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison of candidates with a reference. Margins are fractions: 0.01 is 1 %."""
+
+    reference: str
+    candidates: tuple[str, ...]
+    text: tuple[str, ...] = ()
+    """Sources of text; empty: the English of Python's own documentation."""
+    windows: int = 64
+    length: int = 1024
+    path: str = ScoringPath.PREFILL.value
+    scored: str = "all"
+    chunk: int = 128
+    batch: int = 4
+    margin_ppl: float = 0.01
+    margin_top1: float = 0.95
+    marginal_ppl: float = 0.03
+    marginal_top1: float = 0.85
+    seed: int = 0
+    """Of the bootstrap and of the noise floor."""
+    draws: int = 10_000
+    floors: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.candidates:
+            raise _usage("a comparison needs at least one candidate", "name one after the reference")
+        if self.path not in list(ScoringPath):
+            raise _usage(f"unknown path {self.path!r}", f"one of {', '.join(ScoringPath)}")
+        if self.scored not in PROTOCOLS:
+            raise _usage(f"unknown protocol {self.scored!r}", f"one of {', '.join(PROTOCOLS)}")
+        for name, least in (("windows", 1), ("length", 8), ("chunk", 1), ("batch", 1), ("draws", 100)):
+            if getattr(self, name) < least:
+                raise _usage(f"{name} must be at least {least}, got {getattr(self, name)}", "")
+        if not 0 < self.margin_ppl <= self.marginal_ppl:
+            raise _usage(
+                "the ACCEPT margin of perplexity must be positive and not wider than the MARGINAL one", ""
+            )
+        if not 0 < self.marginal_top1 <= self.margin_top1 <= 1:
+            raise _usage("top-1 margins must satisfy 0 < MARGINAL ≤ ACCEPT ≤ 100 %", "")
+
+    @property
+    def job(self) -> ScoreJob:
+        """How windows are scored."""
+        first = 1 if self.scored == "all" else self.length // 2
+        return ScoreJob(ScoringPath(self.path), scored_from=first, chunk=self.chunk, batch=self.batch)
+
+    def normalised(self) -> dict[str, Any]:
+        """Plain JSON types, every field, so that equal plans are written equally."""
+        data = asdict(self)
+        data["candidates"], data["text"] = list(self.candidates), list(self.text)
+        data.pop("extra")
+        return data | dict(self.extra)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the normalised plan."""
+        return hashlib.sha256(json.dumps(self.normalised(), sort_keys=True).encode()).hexdigest()
+
+
+def read_plan(path: Path, overrides: Mapping[str, Any]) -> Plan:
+    """The plan in a TOML file, with what the command line says on top; UsageError names what is wrong in it."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _usage(f"cannot read the plan {path}: {error.strerror}", "give a TOML file") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise _usage(f"{path} is not TOML: {error}", "see docs/compare.md for an example") from error
+    return plan_from(data, overrides, where=str(path))
+
+
+def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Plan:
+    """A plan from plain data, such as a TOML file or the plan echoed in a result."""
+    defaults = Plan(reference="-", candidates=("-",))
+    known = {f.name: type(getattr(defaults, f.name)) for f in fields(Plan) if f.name != "extra"}
+    values: dict[str, Any] = {}
+    for name, value in {**data, **overrides}.items():
+        key = name.replace("-", "_")
+        if key not in known:
+            raise _usage(f"{where}: unknown entry {name!r}", f"entries are {', '.join(known)}")
+        values[key] = _coerce(key, value, known[key], where)
+    missing = [name for name in ("reference", "candidates") if not values.get(name)]
+    if missing:
+        raise _usage(f"{where}: {' and '.join(missing)} missing", "name the engines that are compared")
+    return replace(defaults, **values)
+
+
+def _coerce(name: str, value: Any, kind: type, where: str) -> Any:
+    if kind is tuple:
+        items = [value] if isinstance(value, str) else value
+        if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
+            return tuple(items)
+    elif kind is float:
+        if isinstance(value, str):
+            return fraction(value, name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return value
+    raise _usage(f"{where}: {name} = {value!r} is not a {kind.__name__}", "see docs/compare.md")
+
+
+def fraction(text: str, name: str) -> float:
+    """`1%` or `0.01` as a fraction; UsageError where it is neither."""
+    try:
+        return float(text.rstrip("% ")) / 100 if text.rstrip().endswith("%") else float(text)
+    except ValueError:
+        raise _usage(f"{name}: {text!r} is neither a percentage nor a fraction", "write 1% or 0.01") from None
+
+
+def _usage(message: str, remedy: str) -> UsageError:
+    return UsageError(message, remedy=remedy, finding_id="fidelity.usage")
