@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -30,3 +31,15 @@ def check_confidence(confidence: float) -> float:
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
     return confidence
+
+
+def percent_change(log_ratio: Interval) -> Interval:
+    """An interval of ln(a/b) as the relative change 100 · (a/b − 1), bound by bound."""
+    return Interval(*(100 * _expm1(x) for x in (log_ratio.value, log_ratio.lo, log_ratio.hi)))
+
+
+def _expm1(x: float) -> float:
+    try:
+        return math.expm1(x)
+    except OverflowError:
+        return math.inf
