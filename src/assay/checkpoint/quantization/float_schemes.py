@@ -33,7 +33,7 @@ def fp8(found: Found) -> Declared:
     def geometry(module: str, params: Params) -> str | None:
         return packing.blocks(params, block) if block and stored_kind(params) is Kind.FP8 else None
 
-    return Declared("fp8", found.source, raw, accepts, geometry, 8)
+    return Declared(found.method, found.source, raw, accepts, geometry, 8)
 
 
 def _pair(value: Any) -> bool:

@@ -27,6 +27,7 @@ _SYNONYMS = {
     "awq": ("auto_awq", frozenset({"awq", "awq_marlin", "auto_awq", "marlin"})),
     "gptq": ("auto_gptq", frozenset({"gptq", "gptq_marlin", "auto_gptq", "marlin"})),
 }
+_DEEPSEEK_V4 = frozenset({"deepseek_v4", "deepseek_v4_text", "deepseek_v41", "deepseek_v41_text"})
 _PLUGINS = {"bitsandbytes": "vllm-bnb-plugin", "gguf": "vllm-gguf-plugin"}
 _LAST_WITH_BNB = Version((0, 27, 1))
 _FIRST_INC = Version((0, 15, 0))
@@ -64,6 +65,8 @@ def resolve(
     version = version or TABLED
     flag = flag.lower() if flag and flag.lower() != "none" else None
     forced = _forced(method, algorithm, model_type, version)
+    if method == "fp8" and flag == "deepseek_v4_fp8":
+        return Outcome("accepted", flag)
     if flag == "humming" and method is not None:
         if forced == "gpt_oss_mxfp4":
             return Outcome("rejected", None, "for gpt-oss the engine wants --moe-backend humming instead")
@@ -93,6 +96,8 @@ def _forced(
         return "inc" if version >= _FIRST_INC else None
     if method in {"modelopt", "modelopt_fp4", "modelopt_mixed"}:
         return method if method != "modelopt" else modelopt_method(algorithm)
+    if method == "fp8" and model_type in _DEEPSEEK_V4:
+        return "deepseek_v4_fp8"
     return "gpt_oss_mxfp4" if method == "mxfp4" and model_type == "gpt_oss" else None
 
 
