@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ def test_files_are_joined_in_order_and_hashed(tmp_path: Path) -> None:
     text = read_text([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")])
     assert text.text == "second\n\nfirst ä\r\n"
     assert text.sources == ("b.txt", "a.txt")
-    assert text.sha256 == "abee35c9bed58dcaf2ff97d3fbbd12b1ffd45c5cf0ffd7ded0d8bcbb1a2ca7ca"
+    assert text.sha256 == hashlib.sha256(b"second\n\nfirst \xc3\xa4\r\n").hexdigest()
     assert read_text([str(tmp_path / "*.txt")]).text == "first ä\r\n\n\nsecond"
 
 
@@ -79,9 +81,9 @@ def test_other_unusable_sources(tmp_path: Path) -> None:
         read_text([str(tmp_path)])
     with pytest.raises(AssayError, match="no file matches"):
         read_text([str(tmp_path / "*.md")])
-    with pytest.raises(UsageError, match="only .jsonl"):
+    with pytest.raises(UsageError, match=r"only \.jsonl"):
         read_text([f"{tmp_path / 'a.txt'}?field=x"])
-    with pytest.raises(UsageError, match="alone"):
+    with pytest.raises(UsageError, match="cannot be mixed"):
         read_text(["self", str(tmp_path / "a.txt")])
 
 
@@ -100,7 +102,7 @@ def test_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", fake)
     assert read_text(["datasets:wikitext?config=raw&split=dev"]).text == "raw dev\n\nmore"
     assert read_text(["datasets:wikitext?config=raw"]).text == "raw test\n\nmore"
-    with pytest.raises(AssayError, match="c4 is not on this machine$"):
+    with pytest.raises(AssayError, match=r"c4 is not on this machine$"):
         read_text(["datasets:c4"])
     with pytest.raises(AssayError, match="cannot be loaded: 'body'"):
         read_text(["datasets:wikitext?field=body"])
@@ -128,10 +130,7 @@ def test_llama_cpp_protocol_swaps_the_start_token_in() -> None:
 
 def test_windows_are_hashed_by_their_ids() -> None:
     window = cut_windows([1, 2, 3, 70_000], Cut(length=4), None)[0]
-    assert (
-        window.sha256 == "7f40ff8f1d1acf38ff42ac1d8b61ac9d88bf2db4b5c1f3f9f5a1b6ac5c4f5fb3"
-        or len(window.sha256) == 64
-    )
+    assert window.sha256 == hashlib.sha256(np.array([1, 2, 3, 70_000], "<u4").tobytes()).hexdigest()
     again = cut_windows([1, 2, 3, 70_000, 5], Cut(length=4), None)[0]
     assert again.sha256 == window.sha256
     assert cut_windows([1, 2, 3, 70_001], Cut(length=4), None)[0].sha256 != window.sha256
