@@ -72,7 +72,7 @@ def _file(
     try:
         growing = _WholeLines(stream)
         if os.fstat(stream.fileno()).st_size:
-            reading.add(Source(str(path), growing.read))
+            reading.add(Source(str(path), growing))
             yield []
         while until is None or clock() < until:
             lines = growing.lines()
@@ -97,13 +97,25 @@ class _WholeLines:
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
         self._rest = b""
+        self._ready = b""
 
     def read(self, size: int, /) -> bytes:
-        """Like a file's `read`, without the unfinished last line."""
-        data = self._rest + self._stream.read(size)
-        cut = data.rfind(b"\n") + 1
-        self._rest = data[cut:]
-        return data[:cut]
+        """New whole lines, about `size` bytes of them; b'' where there are none yet."""
+        while part := self._stream.read(size):
+            data = self._rest + part
+            cut = data.rfind(b"\n") + 1
+            self._rest = data[cut:]
+            if cut:
+                return data[:cut]
+        return b""
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """The same into `buffer`."""
+        if not self._ready:
+            self._ready = self.read(len(buffer))
+        part, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
+        buffer[: len(part)] = part
+        return len(part)
 
     def lines(self) -> list[bytes]:
         """New whole lines."""

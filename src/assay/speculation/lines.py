@@ -15,6 +15,10 @@ _TIME = re.compile(
     r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?)|\b(?:INFO|WARNING|ERROR|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d)|\b(\d{1,2}\.\d\d\.\d{3}\.\d{3}) [A-Z] "
 )
 
+# The usual prefix of vLLM, of which a log may hold tens of thousands.
+_USUAL = re.compile(
+    r"(?:\(([A-Za-z][A-Za-z]*) pid=(\d+)\) )?(?:INFO|WARNING) (\d\d-\d\d \d\d:\d\d:\d\d) \[[\w.]+:\d+\] (?!\()"
+)
 _PREFIX = 160
 """Characters in which a prefix is looked for."""
 
@@ -22,6 +26,9 @@ _PREFIX = 160
 def clean(raw: bytes) -> Line:
     """The line without colours and wrappers, with the process, engine and time that its prefix names."""
     text = raw.decode("utf-8", "replace")
+    usual = _USUAL.match(text)
+    if usual and "\x1b" not in text:
+        return Line(text, f"/{usual[1]}:{usual[2]}" if usual[1] else "", None, usual[3])
     container = ""
     if text.startswith('{"log":'):
         text, container = _docker_json(text)

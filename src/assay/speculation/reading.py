@@ -86,6 +86,11 @@ class Reading:
     def _parsed(self, line: Line) -> Iterator[Observation]:
         text = line.text
         for parser in self.parsers:
+            for marker in parser.own:
+                if marker in text:
+                    yield from parser.line(line)
+                    return
+        for parser in self.parsers:
             if any(marker in text for marker in parser.markers):
                 yield from parser.line(line)
 

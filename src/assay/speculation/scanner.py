@@ -7,90 +7,135 @@ or the speed on a line of their own.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
 
-BLOCK = 1 << 20
+    Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+    Text = np.ndarray[tuple[int], np.dtype[np.uint8]]
+
+BLOCK = 1 << 19
+"""Bytes read at a time."""
 CHUNK = 1 << 17
-"""Bytes searched at a time: what stays in the processor's cache."""
+"""Bytes searched at a time. Both are small enough to stay in the processor's cache."""
 MARGIN = 1 << 16
 """A line is sure to be read whole up to this length; a longer one is cut."""
 LINES_BEFORE = 4
 LINES_AFTER = 1
-
-_NEIGHBOURS = re.compile(rb"ccep|#acc|throughput:|eval time|draft|n_predict|Position ", re.I)
-"""What a line needs, itself a hit or beside one, to say anything."""
+_FEW = 16
+"""Pairs in a chunk that are looked at one by one; more are weighed together."""
 
 
 class ByteReader(Protocol):
-    """A stream of bytes; `read(n)` may return fewer, and b'' only at the end."""
+    """A stream of bytes; `readinto` may fill less than the buffer, and returns 0 only at the end."""
 
-    def read(self, size: int, /) -> bytes:
-        """Up to `size` bytes."""
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Fill the start of `buffer`; returns the number of bytes."""
         ...
 
 
 def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARGIN) -> Iterator[bytes]:
     """Lines that may count drafts, and the neighbours that matter, in order and each once; without line ends."""
-    import numpy as np
-
-    mask = np.empty(CHUNK + 1, dtype=np.bool_)
-    buffer = b""
+    buffer = bytearray(
+        block + 2 * margin
+    )  # one for the whole source: fresh pages would cost more than the search
+    view = memoryview(buffer)
+    search = _Search(buffer)
+    filled = 0
     searched = 0  # hits before this offset are done
     sent = 0  # lines before this offset are sent
     while True:
-        fresh = reader.read(block)
-        buffer = buffer + fresh if buffer else fresh
+        fresh = reader.readinto(view[filled : filled + block]) or 0
+        filled += fresh
         # A hit near the end waits until the lines around it are here.
-        limit = max(searched, len(buffer) - margin) if fresh else len(buffer)
-        for hit in _hits(buffer, searched, limit, mask):
+        limit = max(searched, filled - margin) if fresh else filled
+        for hit in search.hits(searched, limit, filled):
             if hit >= sent:
-                first, sent = _zone(buffer, hit, sent)
-                yield from (row for row in buffer[first:sent].splitlines() if _NEIGHBOURS.search(row))
+                first, sent = _zone(buffer, hit, sent, filled)
+                yield from (row for row in bytes(view[first:sent]).splitlines() if _matters(row))
         if not fresh:
             return
         cut = max(0, limit - margin)
-        buffer = buffer[cut:]
-        searched, sent = limit - cut, max(0, sent - cut)
+        buffer[: filled - cut] = buffer[cut:filled]
+        filled, searched, sent = filled - cut, limit - cut, max(0, sent - cut)
 
 
-def _hits(
-    buffer: bytes, start: int, stop: int, mask: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> Iterator[int]:
-    """Offsets in [start, stop) of the `cc` in 'accep', 'Accep' or '#acc'; `mask` is scratch space for one chunk."""
-    import numpy as np
+class _Search:
+    """Finds the `cc` of 'accep', 'Accep' and '#acc' in a buffer."""
 
-    view: np.ndarray[tuple[int], np.dtype[np.uint8]] = np.frombuffer(buffer, dtype=np.uint8)
-    for low in range(start, stop, CHUNK):
-        high = min(low + CHUNK, stop)
-        part = view[low : high + 1]
-        pair = np.equal(part, ord("c"), out=mask[: len(part)])
-        pair[:-1] &= pair[1:]
-        for hit in (np.flatnonzero(pair[: high - low]) + low).tolist():
-            if buffer[hit + 2 : hit + 4] == b"ep" or buffer[max(0, hit - 2) : hit] == b"#a":
-                yield hit
+    def __init__(self, buffer: bytearray) -> None:
+        import numpy as np
+
+        self._buffer = buffer
+        self._text: Text = np.frombuffer(buffer, dtype=np.uint8)
+        self._found = bytearray(CHUNK + 1)  # bytes for `find`, which is memchr, and a mask for numpy
+        self._mask: Mask = np.frombuffer(self._found, dtype=np.bool_)
+
+    def hits(self, start: int, stop: int, filled: int) -> Iterator[int]:
+        """Their offsets in [start, stop); the text ends at `filled`."""
+        import numpy as np
+
+        found = self._found
+        for low in range(start, stop, CHUNK):
+            high = min(low + CHUNK, stop)
+            size = min(high + 1, filled) - low
+            pair = np.equal(self._text[low : low + size], ord("c"), out=self._mask[:size])
+            pair[:-1] &= pair[1:]
+            end = min(high - low, size - 1)
+            at = -1
+            for _ in range(_FEW):
+                at = found.find(1, at + 1, end)
+                if at < 0:
+                    break
+                if self._fits(low + at):
+                    yield low + at
+            else:
+                yield from self._fitting(np.flatnonzero(pair[at + 1 : end]) + (low + at + 1), filled)
+
+    def _fits(self, at: int) -> bool:
+        return self._buffer.startswith(b"ep", at + 2) or self._buffer.startswith(b"#a", max(0, at - 2))
+
+    def _fitting(self, pairs: np.ndarray[tuple[int], np.dtype[np.intp]], filled: int) -> list[int]:
+        """The same for many offsets at once ('success' on every line of a log must not make it slow)."""
+        text = self._text
+        third, fourth = (text[(pairs + i).clip(max=filled - 1)] for i in (2, 3))
+        before, first = (text[(pairs - i).clip(min=0)] for i in (2, 1))
+        word = (third == ord("e")) & (fourth == ord("p"))
+        return list(map(int, pairs[word | ((before == ord("#")) & (first == ord("a")))]))
 
 
-def _zone(buffer: bytes, hit: int, sent: int) -> tuple[int, int]:
+def _matters(row: bytes) -> bool:
+    """Whether a line near a hit, or the hit itself, says anything."""
+    text = row.lower()
+    return (
+        b"ccep" in text
+        or b"draft" in text
+        or b"throughput:" in text
+        or b"#acc" in text
+        or b"eval time" in text
+        or b"n_predict" in text
+        or b"position " in text
+    )
+
+
+def _zone(buffer: bytearray, hit: int, sent: int, filled: int) -> tuple[int, int]:
     """Offsets of the lines around `hit` that are not sent yet."""
     first = buffer.rfind(b"\n", sent, hit) + 1 or sent
     for _ in range(LINES_BEFORE):
         if first <= sent:
             break
         first = buffer.rfind(b"\n", sent, first - 1) + 1 or sent
-    last = _line_end(buffer, hit)
+    last = _line_end(buffer, hit, filled)
     for _ in range(LINES_AFTER):
-        last = _line_end(buffer, last)
+        last = _line_end(buffer, last, filled)
     # A summary lists its positions on lines of their own.
-    while buffer[last : last + 64].lstrip(b" \t").startswith(b"Position "):
-        last = _line_end(buffer, last)
+    while buffer[last : min(last + 64, filled)].lstrip(b" \t").startswith(b"Position "):
+        last = _line_end(buffer, last, filled)
     return first, last
 
 
-def _line_end(buffer: bytes, offset: int) -> int:
+def _line_end(buffer: bytearray, offset: int, filled: int) -> int:
     """Offset just past the line that holds `offset`."""
-    return buffer.find(b"\n", offset) + 1 or len(buffer)
+    return buffer.find(b"\n", offset, filled) + 1 or filled

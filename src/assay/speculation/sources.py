@@ -7,9 +7,10 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from assay.errors import AssayError
 
@@ -20,13 +21,25 @@ _UNREADABLE = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"\x04\x2
 _ROTATED = re.compile(r"^(.*?)(?:[.-](\d{1,4}))?(\.(?:gz|bz2|xz))?$")
 
 
+class Stream(Protocol):
+    """What a source is read from."""
+
+    def read(self, size: int, /) -> bytes:
+        """Up to `size` bytes; b'' only at the end."""
+        ...
+
+    def readinto(self, buffer: memoryview, /) -> int | None:
+        """Fill the start of `buffer`; returns the number of bytes."""
+        ...
+
+
 class Source:
     """A stream with its first bytes at hand. `read` starts at the beginning and ends with b''."""
 
-    def __init__(self, name: str, reader: Callable[[int], bytes]) -> None:
+    def __init__(self, name: str, stream: Stream) -> None:
         self.name = name
         self.size = 0
-        self._reader = reader
+        self._stream = stream
         parts: list[bytes] = []
         held = 0
         while held < HEAD and (part := self._pull(HEAD - held)):
@@ -47,9 +60,26 @@ class Source:
         self.size += len(part)
         return part
 
+    def readinto(self, buffer: memoryview, /) -> int:
+        """The same into `buffer`, without a copy where the stream can."""
+        if self._offset < len(self.head) or self.complete:
+            part = self.read(len(buffer))
+            buffer[: len(part)] = part
+            return len(part)
+        with self._named():
+            size = self._stream.readinto(buffer) or 0
+        self.size += size
+        return size
+
     def _pull(self, size: int) -> bytes:
+        with self._named():
+            return self._stream.read(size)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn what goes wrong while reading into an error that names the source."""
         try:
-            return self._reader(size)
+            yield
         except EOFError as error:
             raise _truncated(self.name, "the compressed data end early") from error
         except (zlib.error, lzma.LZMAError) as error:
@@ -61,7 +91,7 @@ class Source:
 def open_source(name: str) -> Source:
     """The source called `name` on the command line: a file, or `-` for standard input."""
     if name == "-":
-        return Source("-", _recoded(sys.stdin.buffer))
+        return Source("-", _Recoded(sys.stdin.buffer))
     path = Path(name)
     try:
         if path.is_dir():
@@ -83,7 +113,7 @@ def open_source(name: str) -> Source:
             finding_id="speculation.source_binary",
             remedy=f"decompress it first, or pipe it: {foreign} -dc {path.name} | assay spec -",
         )
-    return Source(name, _recoded(_decompressed(stream, kind)))
+    return Source(name, _Recoded(_decompressed(stream, kind)))
 
 
 def in_time_order(names: Sequence[str]) -> list[str]:
@@ -112,26 +142,35 @@ def _decompressed(stream: IO[bytes], kind: str | None) -> Any:
     return stream
 
 
-def _recoded(stream: Any) -> Callable[[int], bytes]:
-    """`stream.read`, through a decoder if the text is UTF-16 (as PowerShell writes)."""
-    decoder: codecs.IncrementalDecoder | None = None
-    begun = False
+class _Recoded:
+    """A stream of UTF-8, whether the file is UTF-8 or UTF-16 (as PowerShell writes)."""
 
-    def read(size: int) -> bytes:
-        nonlocal decoder, begun
-        while part := bytes(stream.read(size)):
-            if not begun:
-                begun = True
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._begun = False
+
+    def read(self, size: int, /) -> bytes:
+        """Up to about `size` bytes; b'' at the end."""
+        while part := bytes(self._stream.read(size)):
+            if not self._begun:
+                self._begun = True
                 encoding = _utf16(part[:4096])
-                decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
-            if decoder is None:
+                self._decoder = codecs.getincrementaldecoder(encoding)(errors="replace") if encoding else None
+            if self._decoder is None:
                 return part
-            text = decoder.decode(part).lstrip("\ufeff")
+            text = self._decoder.decode(part).lstrip("\ufeff")
             if text:
                 return text.encode("utf-8", "replace")
-        return decoder.decode(b"", final=True).encode("utf-8", "replace") if decoder else b""
+        return self._decoder.decode(b"", final=True).encode("utf-8", "replace") if self._decoder else b""
 
-    return read
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Fill the start of `buffer`: straight from the file, unless it has to be decoded."""
+        if self._begun and self._decoder is None:
+            return self._stream.readinto(buffer) or 0
+        part = self.read(len(buffer) // 2)  # two bytes of UTF-16 become up to three
+        buffer[: len(part)] = part
+        return len(part)
 
 
 def _utf16(start: bytes) -> str | None:

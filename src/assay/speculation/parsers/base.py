@@ -38,6 +38,8 @@ class Parser:
     engine = ""
     markers: tuple[str, ...] = ()
     """`line` is called for lines that hold one of these."""
+    own: tuple[str, ...] = ()
+    """Markers that no other engine writes: such a line is shown to this parser alone."""
 
     def line(self, line: Line) -> Iterable[Observation]:
         """Observations in one log line; the parser may remember the line for later ones."""

@@ -17,6 +17,12 @@ _ENGINE = re.compile(
     r"(?:Engine (\d+)|Engines Aggregated):.*?Avg generation throughput:\s*([\d.]+).*?Running:\s*(\d+)"
 )
 
+# The wording since 0.9, read in one go; every other one is taken apart field by field.
+_USUAL = re.compile(
+    r" Mean acceptance length: ([\d.]+), (?:Current speculative depth: \d+, )?Accepted throughput: [\d.]+ tokens/s, "
+    r"Drafted throughput: [\d.]+ tokens/s, Accepted: (\d+) tokens, Drafted: (\d+) tokens, Per-position acceptance "
+    r"rate: (\d\.\d+(?:, \d\.\d+)*), Avg Draft acceptance rate: [\d.]+%$"
+)
 _PREFIX = re.compile(
     r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$"
 )
@@ -27,6 +33,7 @@ class VllmV1Parser(Parser):
 
     engine = "vllm"
     markers = ("metrics:", "throughput:")
+    own = ("SpecDecoding metrics:",)
 
     def __init__(self) -> None:
         self._engine_line: dict[str, tuple[str | None, float, int]] = {}
@@ -37,7 +44,11 @@ class VllmV1Parser(Parser):
         head = next((h for h in _HEADS if h in text), None)
         if head is not None:
             body = text.partition(head)[2]
-            return () if "efficiency" in body or "emitted" in body else self._window(_fields(body), line)
+            usual = _USUAL.match(body)
+            if usual:
+                rates = tuple(map(float, usual[4].split(", ")))
+                return (self._window(float(usual[1]), int(usual[2]), int(usual[3]), rates, line),)
+            return () if "efficiency" in body or "emitted" in body else self._other(_fields(body), line)
         engine = _ENGINE.search(text) if "Avg generation throughput" in text else None
         if engine:
             self._engine_line[line.process] = (
@@ -47,20 +58,25 @@ class VllmV1Parser(Parser):
             )
         return ()
 
-    def _window(self, fields: Mapping[str, Sequence[str]], line: Line) -> Iterator[Observation]:
+    def _other(self, fields: Mapping[str, Sequence[str]], line: Line) -> Iterator[Observation]:
+        """A window in any wording, or the values that a cut line still prints."""
         accepted = _first_count(fields, "Accepted", "Number of accepted tokens")
         drafted = _first_count(fields, "Drafted", "Number of draft tokens", "Number of draft tokens tokens")
         mean = number(fields.get("Mean acceptance length", ("",))[0])
         rates = _rates(fields.get("Per-position acceptance rate", ()))
-        if accepted is None or drafted is None:
-            # A cut line: what it still prints is a value without counts.
-            fraction = _fraction(fields)
-            if fraction is not None or mean is not None:
-                yield Observation(
-                    engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
-                    mean_acceptance_length=mean, rates_per_position=rates, time=line.time, replica=line.replica,
-                )  # fmt: skip
+        if accepted is not None and drafted is not None:
+            yield self._window(mean, accepted, drafted, rates, line)
             return
+        fraction = _fraction(fields)
+        if fraction is not None or mean is not None:
+            yield Observation(
+                engine=self.engine, kind=Kind.VALUE, definition="vllm_v1_window", acceptance_rate=fraction,
+                mean_acceptance_length=mean, rates_per_position=rates, time=line.time, replica=line.replica,
+            )  # fmt: skip
+
+    def _window(
+        self, mean: float | None, accepted: int, drafted: int, rates: tuple[float, ...] | None, line: Line
+    ) -> Observation:
         drafts = None
         per_position = None
         if drafted == 0:
@@ -69,7 +85,7 @@ class VllmV1Parser(Parser):
             drafts = infer_drafts(drafted, accepted, len(rates) if rates else None, mean, rates)
             per_position = position_counts(drafts, rates, accepted) if drafts and rates else None
         number_of_engine, throughput, running = self._engine_line.get(line.process, (None, None, None))
-        yield Observation(
+        return Observation(
             engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window",
             replica=line.replica if line.replica is not None else number_of_engine,
             drafted=drafted, accepted=accepted, drafts=drafts, accepted_per_position=per_position,
