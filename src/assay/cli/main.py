@@ -26,6 +26,7 @@ VERBS = {
     "grade": "assay.cli.grade",
     "verify": "assay.cli.verify",
     "spec": "assay.cli.spec",
+    "compare": "assay.cli.compare",
     "demo": "assay.cli.demo",
 }
 

@@ -155,3 +155,11 @@ def show(what: str, steps: int) -> Iterator[Callable[[], None]]:
     """The `assay.progress.Progress` of the command line: the function it yields counts one step."""
     with progress(steps, what) as shown:
         yield lambda: shown.advance(1)
+
+
+def say(line: str) -> None:
+    """Print one line on standard error; a bar that is shown stays below it."""
+    from assay.report.text import one_line
+
+    with contextlib.suppress(OSError, ValueError):
+        print(one_line(line), file=sys.stderr, flush=True)

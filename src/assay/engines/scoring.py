@@ -207,6 +207,8 @@ class ScoringAbility:
     paths: frozenset[ScoringPath]
     full_vocabulary: bool = True
     states: bool = True
+    hooks: bool = False
+    """Whether `ScoreJob.hook` may name an `EngineHook`."""
     reason: str = ""
     """Why something is missing."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import UsageError
+from assay.fidelity.windows import Cut
 
 PROTOCOLS = ("all", "second-half")
 """`all`: every token but the first is scored. `second-half`: only the second half of each window (llama.cpp)."""
@@ -61,8 +62,14 @@ class Plan:
     @property
     def job(self) -> ScoreJob:
         """How windows are scored."""
-        first = 1 if self.scored == "all" else self.length // 2
-        return ScoreJob(ScoringPath(self.path), scored_from=first, chunk=self.chunk, batch=self.batch)
+        return ScoreJob(
+            ScoringPath(self.path), scored_from=self.cut.scored_from, chunk=self.chunk, batch=self.batch
+        )
+
+    @property
+    def cut(self) -> Cut:
+        """How the text is cut into windows."""
+        return Cut(self.length, "all" if self.scored == "all" else "second-half")
 
     def normalised(self) -> dict[str, Any]:
         """Plain JSON types, every field, so that equal plans are written equally."""

@@ -11,7 +11,7 @@ from typing import Any
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.hf.batching import plan_batches
 from assay.engines.hf.spec import HfSpec, parse_spec
-from assay.engines.hf.weights import transform_weights
+from assay.engines.hf.weights import transform_weights, weight_bytes
 from assay.errors import AssayError, UsageError
 
 _PRESENT = (
@@ -32,10 +32,11 @@ _ABSENT = {
 class HfEngine:
     """One model in this process. Calls from several threads take turns."""
 
-    def __init__(self, spec: HfSpec, model: Any, tokenizer: Any) -> None:
+    def __init__(self, spec: HfSpec, model: Any, tokenizer: Any, weight_bytes: int | None = None) -> None:
         self.spec = spec
         self._model = model
         self._tokenizer = tokenizer
+        self._weight_bytes = weight_bytes
         self._lock = Lock()
         self._eos = _eos_ids(model, tokenizer)
 
@@ -61,8 +62,7 @@ class HfEngine:
                 spec.model, dtype=dtype, attn_implementation=spec.attention or register()
             )
             model = model.to(spec.device).eval()
-            if spec.weights:
-                transform_weights(model, spec.weights)
+            size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise AssayError(
@@ -70,7 +70,7 @@ class HfEngine:
                 finding_id="fidelity.engine_load",
                 remedy="give the folder of a checkpoint that transformers can load: hf:PATH",
             ) from error
-        return cls(spec, model, tokenizer)
+        return cls(spec, model, tokenizer, size)
 
     @property
     def model(self) -> Any:
@@ -104,6 +104,7 @@ class HfEngine:
             "device": self.spec.device,
             "attention": self._model.config._attn_implementation,
             "weights": self.spec.weights or "as stored",
+            "weight_bytes": self._weight_bytes,
             "transformers": transformers.__version__,
             "torch": torch.__version__,
             "capabilities": self.capabilities.to_json(),

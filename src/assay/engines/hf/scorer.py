@@ -42,7 +42,7 @@ class HfScorer:
     @property
     def ability(self) -> ScoringAbility:
         """Every path, whole distributions, states."""
-        return ScoringAbility(frozenset(ScoringPath))
+        return ScoringAbility(frozenset(ScoringPath), hooks=True)
 
     @cached_property
     def tokenizer(self) -> TokenizerFacts:

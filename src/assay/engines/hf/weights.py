@@ -8,19 +8,28 @@ from typing import Any
 
 from assay.errors import UsageError
 
-# name: `module:function(model, **options)`, which changes the linear layers of a loaded model in place.
+# name: `module:function(model, **options) -> int`, which changes the linear layers of a loaded model in place and
+# returns the bytes that all its parameters would take as stored.
 TRANSFORMS = {
     "polar": "assay.quant.polar:quantise_model",
     "int": "assay.quant.rounding:quantise_model",
 }
 
 
-def transform_weights(model: Any, spec: str) -> None:
-    """Apply `polar(bits=4)` or `int(bits=4, group=128)` to `model`; UsageError for what is not known."""
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters as they are held; tied ones count once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def transform_weights(model: Any, spec: str) -> int:
+    """Apply `polar(bits=4)` or `int(bits=4, group=128)` to `model`; UsageError for what is not known.
+
+    Returns the bytes that the weights would take as stored.
+    """
     name, options = parse_transform(spec)
     module, _, function = TRANSFORMS[name].partition(":")
     try:
-        getattr(import_module(module), function)(model, **options)
+        return int(getattr(import_module(module), function)(model, **options))
     except TypeError as error:
         raise UsageError(
             f"weights={spec}: {error}",

@@ -1,0 +1,80 @@
+"""`assay compare REFERENCE CANDIDATE...`: the same distribution within a declared margin, or not?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from assay.cli.verb import verb
+from assay.verdict import Report
+
+_TOML = ".toml"
+
+
+@verb("compare")
+def command(
+    engines: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="REFERENCE CANDIDATE... | PLAN.toml",
+            help="hf:MODEL, vllm:MODEL, gguf:FILE, run:DIR or a URL, with options after '?'.",
+        ),
+    ],
+    text: Annotated[
+        list[str] | None, typer.Option(help="File, glob, jsonl:FILE or datasets:NAME; may be given again.")
+    ] = None,
+    windows: Annotated[int | None, typer.Option(help="Passages that are scored. [default: 64]")] = None,
+    length: Annotated[int | None, typer.Option(help="Tokens of a passage. [default: 1024]")] = None,
+    path: Annotated[
+        str | None, typer.Option(help="prefill, chunked or decode (reads the KV cache). [default: prefill]")
+    ] = None,
+    scored: Annotated[
+        str | None, typer.Option(help="all tokens but the first, or second-half. [default: all]")
+    ] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens of a block on the chunked path.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Windows that run together.")] = None,
+    margin_ppl: Annotated[str | None, typer.Option(help="ACCEPT within ± this. [default: 1%]")] = None,
+    margin_top1: Annotated[str | None, typer.Option(help="ACCEPT from this up. [default: 95%]")] = None,
+    marginal_ppl: Annotated[str | None, typer.Option(help="MARGINAL within ± this. [default: 3%]")] = None,
+    marginal_top1: Annotated[str | None, typer.Option(help="MARGINAL from this up. [default: 85%]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the bootstrap.")] = None,
+    no_floors: Annotated[bool, typer.Option("--no-floors", help="Do not measure the floors.")] = False,
+    allow_marginal: Annotated[
+        bool, typer.Option("--allow-marginal", help="MARGINAL passes: exit code 0.")
+    ] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the scored windows after the run.")] = False,
+) -> Report:
+    """Score a reference and candidates on the same tokens; judge Δppl and top-1 by their 95 % intervals.
+
+    Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be compared, 3 inconclusive.
+    """
+    from assay.cli.progress import say, show
+    from assay.fidelity.compare import run_compare
+    from assay.fidelity.plan import plan_from, read_plan
+
+    given: dict[str, Any] = {
+        "text": text or None,
+        "windows": windows,
+        "length": length,
+        "path": path,
+        "scored": scored,
+        "chunk": chunk,
+        "batch": batch,
+        "margin_ppl": margin_ppl,
+        "margin_top1": margin_top1,
+        "marginal_ppl": marginal_ppl,
+        "marginal_top1": marginal_top1,
+        "seed": seed,
+        "floors": False if no_floors else None,
+    }
+    overrides = {name: value for name, value in given.items() if value is not None}
+    if len(engines) == 1 and engines[0].endswith(_TOML):
+        plan = read_plan(Path(engines[0]), overrides)
+    else:
+        reference, *candidates = engines
+        plan = plan_from(
+            {"reference": reference, "candidates": candidates}, overrides, where="the command line"
+        )
+    return run_compare(plan, show, say=say, allow_marginal=allow_marginal, keep=keep)

@@ -1,0 +1,166 @@
+"""Everything that is known of one candidate after it was scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from assay.fidelity.breakdown import Bin
+from assay.fidelity.engaged import Engaged
+from assay.fidelity.observations import WindowObservation
+from assay.fidelity.summary import Summary, per_window
+from assay.stats.equivalence import Grade
+from assay.verdict import Finding, Severity, Verdict
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """One candidate against the reference. `label` is how it is named in tables, without folders."""
+
+    label: str
+    summary: Summary
+    engaged: Engaged
+    seen: Sequence[WindowObservation]
+    self_test: bool
+    engine: Mapping[str, Any]
+    breakdowns: Mapping[str, Sequence[Bin]]
+    worst: Sequence[Mapping[str, Any]]
+    self_kld: float | None = None
+    floors: Mapping[str, float | None] | None = None
+
+    @property
+    def floor(self) -> float:
+        """The largest of the known floors, in nats."""
+        known = [v for v in (self.self_kld, *(self.floors or {}).values()) if v is not None]
+        return max(known, default=0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `assay compare` promises for one candidate."""
+        return {
+            **self.summary.to_json(),
+            "candidate": self.label,
+            "engine": dict(self.engine),
+            "self_kld": self.self_kld,
+            "floors": dict(self.floors or {}),
+            "engaged": self.engaged.to_json(),
+            "self_test": self.self_test,
+            "breakdowns": {name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()},
+            "worst_tokens": list(self.worst),
+            "per_window": per_window(self.seen),
+        }
+
+
+def verdict_of(result: CandidateResult, allow_marginal: bool) -> Verdict:
+    """ACCEPT passes, MARGINAL where it is allowed; a reference against itself passes whatever the number of windows."""
+    if result.summary.nonfinite:
+        return Verdict.FAIL
+    grade = result.summary.judgement.grade
+    if grade is Grade.ACCEPT or result.self_test or (grade is Grade.MARGINAL and allow_marginal):
+        return Verdict.PASS
+    return Verdict.INCONCLUSIVE if grade is Grade.INCONCLUSIVE else Verdict.FAIL
+
+
+def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
+    """What there is to say of one candidate, gravest first."""
+    found: list[Finding] = []
+    summary, judged = result.summary, result.summary.judgement
+    evidence = {
+        "candidate": result.label,
+        "dppl_pct": [judged.dppl_pct.value, judged.dppl_pct.lo, judged.dppl_pct.hi],
+        "top1_pct": [judged.top1_pct.value, judged.top1_pct.lo, judged.top1_pct.hi],
+        "windows": summary.windows,
+        "tokens": summary.tokens,
+    }
+    if summary.nonfinite:
+        found.append(
+            Finding(
+                "fidelity.nonfinite",
+                Severity.ERROR,
+                f"{result.label}: {summary.nonfinite:,} tokens have logits that are not finite",
+                "They are counted here and enter no average.",
+                evidence={"tokens": summary.nonfinite, "candidate": result.label},
+                causes=("overflow in a low-precision type", "a corrupt weight or cache block"),
+                remedies=(
+                    "look for NaN in the checkpoint: assay verify --values",
+                    "score in a wider type: ?dtype=float32",
+                ),
+            )
+        )
+    if result.self_test:
+        found.append(
+            Finding(
+                "fidelity.self_test",
+                Severity.INFO,
+                f"{result.label} is the reference itself: this tests the instrument, not a candidate",
+            )
+        )
+        return found
+    what = (
+        f"Δppl {interval_text(judged.dppl_pct, '%')}, top-1 {interval_text(judged.top1_pct, '%', plus=False)}"
+    )
+    if judged.grade is Grade.REJECT:
+        found.append(
+            Finding(
+                "fidelity.reject",
+                Severity.ERROR,
+                f"{result.label}: not the same distribution within the margin ({what})",
+                evidence=evidence,
+                remedies=(
+                    "see which tokens differ most in the breakdown",
+                    "use a finer format and compare again",
+                ),
+            )
+        )
+    elif judged.grade is Grade.MARGINAL:
+        found.append(
+            Finding(
+                "fidelity.marginal",
+                Severity.WARNING if allow_marginal else Severity.ERROR,
+                f"{result.label}: within the wider margin only ({what})",
+                _aim_text(result),
+                evidence=evidence,
+                remedies=("accept it with --allow-marginal, or use a finer format",),
+            )
+        )
+    elif judged.grade is Grade.INCONCLUSIVE:
+        found.append(
+            Finding(
+                "fidelity.inconclusive",
+                Severity.WARNING,
+                f"{result.label}: {summary.windows} windows do not decide ({what})",
+                _aim_text(result),
+                evidence=evidence,
+                remedies=(_more_windows(judged.windows_needed),),
+            )
+        )
+    if result.floor and summary.kl.value < 2 * result.floor:
+        found.append(
+            Finding(
+                "fidelity.below_floor",
+                Severity.INFO,
+                f"{result.label}: its KL of {summary.kl.value:.2g} is within twice the floor of {result.floor:.2g}: not ranked",
+                evidence={"kld": summary.kl.value, "floor": result.floor, "candidate": result.label},
+            )
+        )
+    return found
+
+
+def interval_text(interval: Any, unit: str, *, plus: bool = True) -> str:
+    """`+0.83 % [+0.50, +1.16]`."""
+    sign = "+" if plus else ""
+    value, lo, hi = (f"{x:{sign}.2f}" for x in (interval.value, interval.lo, interval.hi))
+    return f"{value} {unit} [{lo}, {hi}]"
+
+
+def _aim_text(result: CandidateResult) -> str:
+    judged = result.summary.judgement
+    if judged.aim is None:
+        return ""
+    if judged.windows_needed is None:
+        return f"{judged.aim} is not ruled out, but the estimates lie outside its margins: more windows will hardly reach it."
+    return f"About {judged.windows_needed:,} windows would decide {judged.aim}, were the estimates to stay where they are."
+
+
+def _more_windows(needed: int | None) -> str:
+    return f"run again with --windows {needed}" if needed else "run again with more windows"

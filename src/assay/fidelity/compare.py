@@ -1,0 +1,239 @@
+"""`assay compare`: score a reference and its candidates on the same tokens, and judge each."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from assay.cache import cache_dir
+from assay.engines.opening import open_scorer
+from assay.engines.scoring import ScoringPath, TokenizerFacts
+from assay.environment import describe
+from assay.errors import AssayError
+from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
+from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
+from assay.fidelity.compare_blocks import blocks, headline
+from assay.fidelity.engaged import Engaged, engaged
+from assay.fidelity.identity import fingerprint, label_of
+from assay.fidelity.observations import WindowObservation
+from assay.fidelity.observe import observe
+from assay.fidelity.plan import Plan
+from assay.fidelity.reference import Reference, open_reference
+from assay.fidelity.summary import summarise
+from assay.fidelity.token_classes import token_class
+from assay.progress import NO_PROGRESS, Progress
+from assay.stats.bootstrap import Resampling
+from assay.stats.cluster import cluster_mean
+from assay.stats.equivalence import Margins
+from assay.stats.interval import Interval, percent_change
+from assay.stats.power import MIN_PILOT, resolution
+from assay.verdict import Finding, Report, Severity, Verdict, worst
+
+Say = Callable[[str], None]
+"""Told one line of text that a person may want to read while the run goes on."""
+
+
+def run_compare(
+    plan: Plan,
+    progress: Progress = NO_PROGRESS,
+    *,
+    say: Say = lambda line: None,
+    allow_marginal: bool = False,
+    keep: bool = False,
+) -> Report:
+    """Compare every candidate of the plan with its reference.
+
+    Scored windows are kept in the cache until the run ends, so an interrupted one goes on where it stopped; with
+    `keep` they stay. Interrupted, the report holds what was measured.
+    """
+    folder = cache_dir("compare") / plan_key(plan)
+    results: list[CandidateResult] = []
+    interrupted = False
+    reference = open_reference(plan, progress)
+    try:
+        for spec in plan.candidates:
+            result, cut = _candidate(plan, reference, spec, folder, progress, say)
+            if result:
+                results.append(result)
+            if cut:
+                interrupted = True
+                break
+    finally:
+        reference.close()
+    if not (interrupted or keep):
+        shutil.rmtree(folder, ignore_errors=True)
+    return report(plan, reference, results, interrupted=interrupted, allow_marginal=allow_marginal)
+
+
+def plan_key(plan: Plan) -> str:
+    """Name of the folder of a run: the plan, and the state of the files that it names."""
+    import hashlib
+
+    parts = [plan.sha256, *(fingerprint(spec) for spec in (plan.reference, *plan.candidates, *plan.text))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def report(
+    plan: Plan,
+    reference: Reference,
+    results: Sequence[CandidateResult],
+    *,
+    interrupted: bool,
+    allow_marginal: bool,
+) -> Report:
+    """The report of what was measured."""
+    findings = [f for r in results for f in findings_of(r, allow_marginal)]
+    if interrupted:
+        findings.append(
+            Finding(
+                "fidelity.interrupted",
+                Severity.INFO,
+                "interrupted: scored windows are kept, the same command goes on from there",
+            )
+        )
+    verdict = worst([verdict_of(r, allow_marginal) for r in results] or [Verdict.INCONCLUSIVE])
+    bodies = [r.to_json() for r in results]
+    text = {**reference.text_facts, "length": plan.length, "path": plan.path, "scored": plan.scored}
+    if reference.text_facts["windows_available"] < plan.windows:
+        findings.append(_fewer_windows(plan, reference))
+    shared = {"reference": reference.facts, "text": text, "plan_sha256": plan.sha256, "seed": plan.seed}
+    if len(plan.candidates) == 1 and bodies:
+        body: dict[str, Any] = bodies[0]
+    else:
+        body = {"candidates": bodies}
+    return Report(
+        command="compare",
+        verdict=verdict,
+        subject={
+            "reference": plan.reference,
+            "candidates": list(plan.candidates),
+            "text": list(plan.text),
+            "plan": plan.normalised(),
+        },
+        findings=findings,
+        results=body | shared,
+        environment=describe(),
+        headline=headline(results) if results else (),
+        blocks=blocks(results, plan) if results else (),
+        interrupted=interrupted,
+    )
+
+
+def _fewer_windows(plan: Plan, reference: Reference) -> Finding:
+    return Finding(
+        "fidelity.fewer_windows",
+        Severity.WARNING,
+        f"the text has {len(reference.windows)} windows of {plan.length:,} tokens, {plan.windows} were asked for",
+        remedies=("give more text with --text, or a smaller --length",),
+    )
+
+
+def _candidate(
+    plan: Plan, reference: Reference, spec: str, folder: Path, progress: Progress, say: Say
+) -> tuple[CandidateResult | None, bool]:
+    """One candidate, and whether the run was interrupted in the middle of it."""
+    label = label_of(spec, plan.candidates)
+    engine = open_scorer(spec)
+    seen: list[WindowObservation] = []
+    cut = False
+
+    def on_window(found: WindowObservation) -> None:
+        seen.append(found)
+        if len(seen) == MIN_PILOT and len(reference.windows) > MIN_PILOT:
+            say(f"{label}: {_power_line(seen, len(reference.windows))}")
+
+    try:
+        same_tokenizer(reference.tokenizer, engine.tokenizer, label)
+        kept = folder / f"candidate-{plan.candidates.index(spec):02d}"
+        kept.mkdir(parents=True, exist_ok=True)
+        with progress(f"scoring {label}", len(reference.windows)) as advance:
+            try:
+                observe(
+                    reference.rows,
+                    engine,
+                    reference.windows,
+                    plan.job,
+                    keep_in=kept,
+                    on_window=on_window,
+                    advance=advance,
+                )
+            except KeyboardInterrupt:
+                cut = True
+        facts, engagement = engine.describe(), engine.engagement()
+    finally:
+        engine.close()
+    if not seen:
+        return None, cut
+    same = spec == plan.reference
+    took_part = engaged(
+        seen,
+        engagement,
+        path=ScoringPath(plan.path),
+        hooked=plan.job.hook is not None,
+        same=same or cut,
+        label=label,
+    )
+    return assess(plan, reference, seen, label, took_part, facts, self_test=same), cut
+
+
+def assess(
+    plan: Plan,
+    reference: Reference,
+    seen: Sequence[WindowObservation],
+    label: str,
+    took_part: Engaged,
+    facts: dict[str, Any],
+    *,
+    self_test: bool,
+) -> CandidateResult:
+    """Figures, breakdowns and floors of what was seen. AssayError where not one token is finite."""
+    if not any(w.finite.any() for w in seen):
+        raise AssayError(
+            f"{label}: the logits of all {sum(w.kl.size for w in seen):,} tokens are not finite",
+            finding_id="fidelity.nonfinite",
+            remedy="look for NaN in the checkpoint (assay verify --values) or score in a wider type (?dtype=float32)",
+        )
+    margins = Margins(
+        100 * plan.margin_ppl, 100 * plan.marginal_ppl, 100 * plan.margin_top1, 100 * plan.marginal_top1
+    )
+    decode = reference.tokenizer.decode
+    return CandidateResult(
+        label=label,
+        summary=summarise(seen, margins, Resampling(plan.draws, plan.seed)),
+        engaged=took_part,
+        seen=seen,
+        self_test=self_test,
+        engine=facts,
+        breakdowns={
+            "depth": by_depth(seen),
+            "confidence": by_confidence(seen),
+            "class": by_class(seen, lambda token: token_class(decode([token]))),
+        },
+        worst=worst_tokens(seen, decode),
+        self_kld=reference.self_kld,
+        floors=reference.floors,
+    )
+
+
+def same_tokenizer(reference: TokenizerFacts, candidate: TokenizerFacts, label: str) -> None:
+    """AssayError unless an id means the same piece of text on both sides."""
+    if reference.sha256 != candidate.sha256:
+        raise AssayError(
+            f"{label} has another tokenizer than the reference: their vocabularies differ "
+            f"({candidate.vocab_size:,} and {reference.vocab_size:,} entries, hashes {candidate.sha256[:12]} and "
+            f"{reference.sha256[:12]})",
+            finding_id="fidelity.tokenizer_mismatch",
+            remedy="distributions over different tokens cannot be compared; give a candidate of the same model",
+        )
+
+
+def _power_line(seen: Sequence[WindowObservation], windows: int) -> str:
+    """What the run will be able to tell, from the first windows."""
+    pilot = cluster_mean([w.dnll[w.finite] for w in seen if w.finite.any()])
+    if pilot.clusters < MIN_PILOT or windows < 2:
+        return f"{windows} windows"
+    found = resolution(pilot, windows)
+    half, lo, hi = (percent_change(Interval(x, x, x)).value for x in (found.half_width, found.lo, found.hi))
+    return f"{windows} windows resolve Δppl to about ±{half:.2g} % (between {lo:.2g} and {hi:.2g}, from {MIN_PILOT} windows)"

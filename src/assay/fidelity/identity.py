@@ -1,0 +1,40 @@
+"""What an engine or a text on the command line stands for: how it is named, and whether it has changed."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+_PREFIXES = ("hf:", "vllm:", "gguf:", "run:", "jsonl:", "datasets:")
+
+
+def label_of(spec: str, among: Sequence[str] = ()) -> str:
+    """A short name without folders: `hf:model?dtype=float32`. Where two would be equal, their number is added."""
+    label = _short(spec)
+    same = [other for other in among if _short(other) == label]
+    return label if len(same) < 2 else f"{label} #{same.index(spec) + 1}"
+
+
+def _short(spec: str) -> str:
+    if "://" in spec:
+        return spec
+    head, mark, options = spec.partition("?")
+    prefix = next((p for p in _PREFIXES if head.startswith(p)), "")
+    return f"{prefix}{Path(head.removeprefix(prefix)).name}{mark}{options}"
+
+
+def fingerprint(spec: str) -> str:
+    """Hash of a spec and of name, size and time of the files it names; of the spec alone where it names none."""
+    head = spec.partition("?")[0]
+    for prefix in _PREFIXES:
+        head = head.removeprefix(prefix)
+    digest = hashlib.sha256(spec.encode())
+    paths = [Path(head)] if Path(head).exists() else [Path(p) for p in sorted(glob.glob(head))]  # noqa: PTH207 - takes absolute patterns
+    for path in paths:
+        files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            facts = file.stat()
+            digest.update(f"{file.name}\t{facts.st_size}\t{facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,76 @@
+"""Round-to-nearest integer weights, the plainest quantisation: a control, and a candidate to compare with.
+
+Each group of `group` weights along the input of a linear layer has one scale (and, asymmetric, one zero point):
+ŵ = s · clamp(round(w / s) + z, 0, 2ᵇ − 1) − s · z, with s and z from the smallest and largest weight of the group.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def quantise_dequantise(
+    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool = False
+) -> torch.Tensor:
+    """`weight` [out, in] on the integer grid, in its own type. The last group of a row may be shorter."""
+    import torch
+
+    rows, width = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -width % group))
+    grouped = padded.reshape(rows, -1, group)
+    # Padding must not widen the range of the last group.
+    real = torch.nn.functional.pad(
+        torch.ones(width, dtype=torch.bool, device=weight.device), (0, -width % group)
+    )
+    real = real.reshape(1, -1, group).expand(grouped.shape)
+    levels = 2**bits - 1
+    if symmetric:
+        top = 2 ** (bits - 1) - 1
+        scale = grouped.abs().amax(-1, keepdim=True) / max(top, 1)
+        codes = torch.round(grouped / scale.clamp_min(1e-30)).clamp(-top - 1, top)
+        result = codes * scale
+    else:
+        lo = torch.where(real, grouped, torch.inf).amin(-1, keepdim=True).clamp_max(0.0)
+        hi = torch.where(real, grouped, -torch.inf).amax(-1, keepdim=True).clamp_min(0.0)
+        scale = ((hi - lo) / levels).clamp_min(1e-30)
+        zero = torch.round(-lo / scale)
+        codes = (torch.round(grouped / scale) + zero).clamp(0, levels)
+        result = (codes - zero) * scale
+    return result.reshape(rows, -1)[:, :width].to(weight.dtype)
+
+
+def stored_bytes(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool = False) -> int:
+    """Bytes of the codes, packed, with an fp16 scale and (asymmetric) a zero point of `bits` a group."""
+    rows, width = weight.shape
+    groups = -(-width // group)
+    extra = 16 if symmetric else 16 + bits
+    return rows * (-(-width * bits // 8) + -(-groups * extra // 8))
+
+
+def quantise_model(model: Any, bits: int = 4, group: int = 128, symmetric: bool = False) -> int:
+    """Round every linear layer but the output head of `model` in place; returns the bytes of all its parameters.
+
+    UsageError for a width that is not 1 … 8 bits or a group below 1.
+    """
+    import torch
+
+    if not 1 <= bits <= 8 or group < 1:
+        raise UsageError(
+            f"int(bits={bits}, group={group}): bits must be 1 to 8 and group at least 1",
+            finding_id="fidelity.usage",
+        )
+    head = model.get_output_embeddings()
+    total, counted = 0, set()
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module is not head:
+                module.weight.copy_(quantise_dequantise(module.weight, bits, group, symmetric=symmetric))
+                total += stored_bytes(module.weight, bits, group, symmetric=symmetric)
+                counted.add(id(module.weight))
+    rest = {id(p): p for p in model.parameters() if id(p) not in counted}
+    return total + sum(p.numel() * p.element_size() for p in rest.values())
