@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
-from check_servers import ROUTES, Sane, check, ids, serving
+from check_servers import ROUTES, Sane, answering, check, ids, serving, words
 
 from stub_server import (
     Behaviour,
@@ -13,6 +16,8 @@ from stub_server import (
     StubServer,
     close_at_once,
     cut_after,
+    drip,
+    events,
     hang,
     huge,
     not_found,
@@ -26,11 +31,17 @@ from stub_server import (
 )
 
 FRANCE = ("--probe", "france", "--timeout", "1")
+PARIS = sse({"choices": [{"index": 0, "delta": {"content": "Paris"}, "finish_reason": None}]})
 
 
 def well_begun(then: Behaviour) -> Behaviour:
     """Sane answers while the capabilities are probed, with a few tokens each; `then` to the questions that follow."""
     return lambda e: (then if e.body["max_tokens"] >= 60 else Sane())(e)
+
+
+def streams_are(behaviour: Behaviour) -> Behaviour:
+    """Sane whole answers; `behaviour` where a stream is asked for."""
+    return lambda e: (behaviour if e.body.get("stream") else Sane())(e)
 
 
 @pytest.mark.parametrize(
@@ -73,68 +84,119 @@ def test_the_list_of_models(
     assert (got, ids(report)) == (code, {finding})
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "code", "finding"),
-    [
-        (status(401), 2, "server.unauthorized"),
-        (not_found(), 2, "server.not_found"),
-        (status(500), 2, "server.failing"),
-        (page(), 2, "server.not_json"),
-        (huge(), 2, "server.too_large"),
-        (rate_limited("0"), 3, "server.rate_limited"),
-        (hang(), 3, "server.timeout"),
-        (close_at_once(), 3, "server.stream_cut"),
-    ],
-)
+NO_ANSWER = [
+    (status(401), 2, "server.unauthorized", "answered 401"),
+    (not_found(), 2, "server.not_found", "answered 404"),
+    (status(404, "The model `gpt-9` does not exist."), 2, "server.model_unknown", "gpt-9"),
+    (status(500, "CUDA error"), 2, "server.failing", "answered 500: CUDA error"),
+    (page(), 2, "server.not_json", "a web page titled 'Sign in & go'"),
+    (text('{"choices": ['), 2, "server.not_json", "not JSON"),
+    (huge(), 2, "server.too_large", "1,073,741,824 bytes"),
+    (huge(announce=False), 2, "server.too_large", "more than 33,554,432 bytes"),
+    (redirect("http://example.invalid/v1?key=abc"), 2, "server.redirected", "example.invalid"),
+    (rate_limited("0"), 3, "server.rate_limited", "answered 429"),
+    (rate_limited("3600"), 3, "server.rate_limited", "asks to wait 3,600 s"),
+    (hang(), 3, "server.timeout", "sent nothing more after 1"),
+    (drip(b" ", 0.1), 3, "server.timeout", "had not finished its answer after 1 s"),
+    (close_at_once(), 3, "server.stream_cut", "closed the connection"),
+]
+
+
+@pytest.mark.parametrize(("behaviour", "code", "finding", "says"), NO_ANSWER)
 def test_no_answer_at_all(
-    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str
+    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str, says: str
 ) -> None:
     with serving(behaviour) as stub:
+        began = time.monotonic()
         got, report = check(capsys, stub.url, *FRANCE)
     assert (got, ids(report)) == (code, {finding})
+    assert says in report["findings"][0]["title"]
+    assert report["findings"][0]["remedies"]
+    assert "abc" not in report["findings"][0]["title"]
+    assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "code"),
-    [(status(401), 2), (status(500), 2), (rate_limited("0"), 3), (hang(), 3), (close_at_once(), 3)],
-)
+@pytest.mark.parametrize(("behaviour", "code", "finding", "says"), NO_ANSWER)
 def test_no_answer_after_a_good_beginning(
-    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int
+    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str, says: str
 ) -> None:
     with serving(well_begun(behaviour)) as stub:
         got, report = check(capsys, stub.url, *FRANCE)
     assert got == code
-    assert report["findings"][0]["title"]
+    assert says in report["findings"][0]["title"]
+    assert ids(report) == (
+        {finding} if code == 2 else {"coherence.probe_unfinished", "throughput.unfinished"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("stream", "later", "says"),
+    [
+        (events(b"data: {not json}\n\n"), False, "an event that is not a JSON object: {not json}"),
+        (events(b"data: {not json}\n\n"), True, "an event that is not a JSON object: {not json}"),
+        (events(b"no events at all"), False, "no server-sent events"),
+        (events(PARIS, sse({"error": {"message": "CUDA error"}})), False, "CUDA error"),
+        (cut_after(PARIS), False, "closed the connection in the middle"),
+        (cut_after(PARIS), True, "closed the connection in the middle"),
+        (drip(PARIS, 0.1), False, "had not finished its answer after 1 s"),
+        (page(), False, "a web page"),
+        (status(500, "no streams today"), False, "no streams today"),
+        (huge(), False, "1,073,741,824 bytes"),
+    ],
+)
+def test_streams_that_are_broken_leave_the_verdict_open(
+    capsys: pytest.CaptureFixture[str], stream: Behaviour, later: bool, says: str
+) -> None:
+    broken = streams_are(stream)
+    with serving(well_begun(broken) if later else broken) as stub:
+        code, report = check(capsys, stub.url, "--samples", "5", "--probe", "story", "--timeout", "1")
+    finding = next(f for f in report["findings"] if f["id"] == "throughput.unfinished")
+    assert code == 3
+    assert says in finding["title"]
+    assert report["results"]["throughput"]["valid"] is False
+
+
+def test_a_key_that_is_not_set_is_named_before_anything_is_sent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    with StubServer() as stub:
+        code, report = check(capsys, stub.url, "--api-key-env", "NO_SUCH_KEY")
+        assert stub.exchanges == []
+    assert code == 2
+    assert "NO_SUCH_KEY" in report["findings"][0]["title"]
+
+
+def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    said = "<script>alert(1)</script> The capital of France is <b>Paris</b>, a large city on the Seine. <img src=x>"
+    html, junit, markdown = (tmp_path / name for name in ("r.html", "r.xml", "r.md"))
+    outputs = ("--html", str(html), "--junit", str(junit), "--markdown", str(markdown))
+    with answering(words(said), scores=False, echo=False) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3", *outputs)
+    page_text = html.read_text(encoding="utf-8")
+    france = next(p for p in report["results"]["probes"] if p["name"] == "france")
+    assert code == 0
+    assert france["samples"][0]["text_head"] == said
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page_text
+    assert "<script>alert" not in page_text and "<img src=x>" not in page_text
+    ElementTree.parse(junit)
+
+
+def test_one_answer_to_every_question_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    gateway = (
+        "<!DOCTYPE html><html><head><title>502 Bad Gateway</title></head><body>502 Bad Gateway</body></html>"
+    )
+    with answering(words(gateway), scores=False, echo=False) as stub:
+        _, report = check(capsys, stub.url, "--samples", "3")
+    finding = next(f for f in report["findings"] if f["id"] == "coherence.same_answer")
+    assert finding["severity"] == "warning"
+    assert "502 Bad Gateway" in finding["detail"]
 
 
 def test_a_rate_limit_that_passes_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(times(3, rate_limited("0"), Sane())) as stub:
         code, _ = check(capsys, stub.url, "--samples", "3")
     assert code == 0
-
-
-def test_streams_that_break_off_leave_the_verdict_open(capsys: pytest.CaptureFixture[str]) -> None:
-    first = sse({"choices": [{"index": 0, "delta": {"content": "Paris"}, "finish_reason": None}]})
-
-    def half_closed(e: Exchange) -> None:
-        (cut_after(first) if e.body.get("stream") else Sane())(e)
-
-    with serving(half_closed) as stub:
-        code, report = check(capsys, stub.url, "--samples", "3")
-    assert (code, ids(report)) == (3, {"throughput.unfinished"})
-    assert report["results"]["throughput"]["valid"] is False
-
-
-def test_streams_that_break_off_later_leave_the_verdict_open(capsys: pytest.CaptureFixture[str]) -> None:
-    first = sse({"choices": [{"index": 0, "delta": {"content": "Paris"}, "finish_reason": None}]})
-
-    def half_closed(e: Exchange) -> None:
-        long = e.body.get("stream") and e.body["max_tokens"] > 100
-        (cut_after(first) if long else Sane())(e)
-
-    with serving(half_closed) as stub:
-        code, report = check(capsys, stub.url, "--samples", "3")
-    assert (code, ids(report)) == (3, {"throughput.unfinished"})
 
 
 def test_a_server_that_cannot_stream_is_not_timed_and_passes(capsys: pytest.CaptureFixture[str]) -> None:

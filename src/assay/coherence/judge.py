@@ -15,6 +15,7 @@ from assay.coherence.rules.bits import bits, depth
 from assay.coherence.rules.counters import counters
 from assay.coherence.rules.prompts import prompts
 from assay.coherence.rules.ruling import Ruling
+from assay.coherence.rules.sameness import same_answers
 from assay.coherence.rules.speed import throughput, timed_too_bad
 from assay.coherence.rules.texts import degenerate_rate, hard_texts, hidden_tokens, truncated, unfinished
 from assay.verdict import Finding, Verdict
@@ -43,6 +44,7 @@ def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgemen
         *truncated(record, reference),
         *unfinished(record),
     ]
+    rulings += same_answers(record, reference)
     rulings += answers(record, reference)
     rulings += throughput(record, reference)
     states = {ruling.state for ruling in rulings}

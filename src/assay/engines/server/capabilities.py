@@ -19,6 +19,7 @@ from assay.engines.server.errors import (
     InvalidStream,
     NotFound,
     NotJson,
+    NotStreamed,
     Redirected,
     RequestRefused,
     ServerInconclusive,
@@ -36,6 +37,8 @@ from assay.errors import AssayError
 
 _UNABLE = (RequestRefused, NotFound, NotJson, Failing, InvalidStream, TooLarge, Redirected, BadScores)
 """Errors that mean this server does not do that; all others end the probing."""
+_DECLINES_TO_STREAM = (RequestRefused, NotFound, NotStreamed)
+"""Every OpenAI-compatible server should stream, so only a plain no means that it cannot: garbage is a fault."""
 
 _TEXT = "The capital of France is"
 _ASK = (Message("user", "Name the capital of France."),)
@@ -90,13 +93,21 @@ class _Prober:
         url = f"{self.transport.endpoint.api}/{route}"
         return whole_reply(self.transport.post_json(url, body), url)
 
-    def attempt(self, capability: Capability, probe: Callable[[], str | None]) -> None:
-        """Run a probe of something optional: it returns why the server cannot, or None if it can."""
+    def attempt(
+        self,
+        capability: Capability,
+        probe: Callable[[], str | None],
+        unable: tuple[type[AssayError], ...] = _UNABLE,
+    ) -> None:
+        """Run a probe of something optional: it returns why the server cannot, or None if it can.
+
+        Of all errors, those in `unable` say so too; the others leave open whether it can.
+        """
         try:
             why = probe()
-        except _UNABLE as exc:
+        except unable as exc:
             why = reason(exc)
-        except ServerInconclusive as exc:
+        except (*_UNABLE, ServerInconclusive) as exc:
             why = f"its probe did not finish: {exc.message}"
             self.unfinished.add(capability)
         if why is None:
@@ -128,7 +139,7 @@ class _Prober:
     def streaming(self) -> None:
         for route in tuple(self.dialects):
             if route == self.main:
-                self.attempt(Capability.STREAM, partial(self.stream, route))
+                self.attempt(Capability.STREAM, partial(self.stream, route), _DECLINES_TO_STREAM)
             else:
                 # Its own dialect for streams; whether it streams is asked of the main route only.
                 with suppress(*_UNABLE, ServerInconclusive):

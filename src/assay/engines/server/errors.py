@@ -95,6 +95,10 @@ class InvalidStream(ServerError):
     default_remedy = "check for a proxy that rewrites the stream, and look into the server's log"
 
 
+class NotStreamed(InvalidStream):
+    """The answer is whole and came in one piece, though a stream was asked for."""
+
+
 class RequestRefused(ServerError):
     """The server understood the request and refuses it (400, 413, 422, ...)."""
 

@@ -41,7 +41,7 @@ def error_for_status(status: int, url: str, said: str) -> AssayError:
         return NotFound(message, evidence=evidence)
     if status == 429:
         return RateLimited(message, evidence=evidence)
-    if status >= 500:
+    if status >= 500 and status != 501:  # 501 is a plain no, not a failure
         return Failing(message, evidence=evidence)
     return RequestRefused(message, status=status, evidence=evidence)
 

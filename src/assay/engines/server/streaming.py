@@ -9,7 +9,7 @@ from typing import Any
 
 from assay.engines.base import OnText, Reply
 from assay.engines.server.endpoint import without_credentials
-from assay.engines.server.errors import InvalidStream, NotJson, ServerInconclusive
+from assay.engines.server.errors import InvalidStream, NotJson, NotStreamed, ServerInconclusive
 from assay.engines.server.excerpt import looks_like_html, one_line
 from assay.engines.server.reply import StreamAssembler
 from assay.engines.server.sse import SseParser
@@ -68,5 +68,5 @@ def _no_events(transport: Transport, head: bytes, where: str) -> InvalidStream |
     if looks_like_html(head.decode("utf-8", "replace")):
         return NotJson(f"{where} answered a web page instead of a stream: {said}")
     if head.lstrip().startswith(b"{"):
-        return InvalidStream(f"{where} answered in one piece, though a stream was asked for: {said}")
+        return NotStreamed(f"{where} answered in one piece, though a stream was asked for: {said}")
     return InvalidStream(f"{where} answered no server-sent events: {said}")

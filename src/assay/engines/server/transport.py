@@ -234,13 +234,15 @@ class Transport:
     def _refused(self, url: str, response: httpx.Response, said: str, attempt: int, last: bool) -> float:
         """Seconds to wait before the next attempt; raises where there is none."""
         status = response.status_code
-        error = error_for_status(status, url, said)
-        if last or status not in RETRIED:
-            raise error
         asked = retry_after(response.headers.get("retry-after"))
         if asked is not None and asked > self.limits.longest_wait_s:
+            error = error_for_status(
+                status, url, f"{said}; it asks to wait {asked:,.0f} s, which is too long"
+            )
             error.evidence["retry_after_s"] = asked
             raise error
+        if last or status not in RETRIED:
+            raise error_for_status(status, url, said)
         return self._backoff(attempt) if asked is None else asked
 
     def _error_body(self, response: httpx.Response, deadline: float) -> bytes:
