@@ -1,0 +1,177 @@
+"""The manifest of a stored reference: plain data, written whole, with a hash of itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from assay.cache import write_atomically
+from assay.errors import AssayError
+
+NAME = "manifest.json"
+FORMAT = "assay-reference"
+VERSION = 1
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class StoreHeader:
+    """What was scored, how, and by what. Two runs may share a store only if all of it but `environment` agrees.
+
+    `engine` is what the engine says of itself, `tokenizer` holds at least its `sha256`, `text` the sources and hash of
+    the text, `path` is the scoring path, `scored_from` the first scored token of every window, `length` their common
+    length in tokens, `dtype` the number format of the states.
+    """
+
+    engine: Mapping[str, Any]
+    tokenizer: Mapping[str, Any]
+    text: Mapping[str, Any]
+    path: str
+    scored_from: int
+    length: int
+    dtype: str = "bfloat16"
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"states are stored as one of {', '.join(DTYPES)}, not {self.dtype}")
+        if not 1 <= self.scored_from < self.length:
+            raise ValueError(f"nothing to score from token {self.scored_from} of {self.length} on")
+
+    def differences(self, other: StoreHeader) -> list[str]:
+        """Names of the entries that differ, environment aside."""
+        mine, theirs = asdict(self), asdict(other)
+        return [name for name in mine if name != "environment" and _plain(mine[name]) != _plain(theirs[name])]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the store: its path inside it, its SHA-256, its size."""
+
+    file: str
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """The output head: its file and what is not in the matrix."""
+
+    stored: StoredFile
+    vocab_size: int
+    width: int
+    dtype: str
+    softcap: float | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class StoredWindow:
+    """One window: its number, the hash of its token ids, its file."""
+
+    index: int
+    sha256: str
+    stored: StoredFile
+
+
+@dataclass(frozen=True)
+class StoreSize:
+    """How large a store is. The head is counted apart: it is there once, whatever the number of tokens."""
+
+    tokens: int
+    states_bytes: int
+    head_bytes: int
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Bytes of the files of all windows for each scored token."""
+        return self.states_bytes / self.tokens if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything in `manifest.json`."""
+
+    header: StoreHeader
+    head: HeadFacts
+    windows: tuple[StoredWindow, ...] = ()
+    tokens: StoredFile | None = None
+    """The ids of all windows; None as long as the store is not finished."""
+
+    @property
+    def size(self) -> StoreSize:
+        """Sizes of what is stored."""
+        count = self.header.length - self.header.scored_from
+        states = sum(w.stored.bytes for w in self.windows)
+        return StoreSize(count * len(self.windows), states, self.head.stored.bytes)
+
+    def with_window(self, window: StoredWindow) -> Manifest:
+        """The manifest with one window more, in the order of their numbers; not finished."""
+        windows = tuple(sorted((*self.windows, window), key=lambda w: w.index))
+        return replace(self, windows=windows, tokens=None)
+
+    def write(self, folder: Path) -> None:
+        """Replace the manifest in `folder`."""
+        write_atomically(folder / NAME, _dump(asdict(self)))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`; AssayError where it is missing, damaged or of another version."""
+    path = folder / NAME
+    try:
+        raw = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise _unusable(
+            f"{folder} is no stored reference: it has no {NAME}", "make one with `assay reference`"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise damaged(path, f"it cannot be read ({error})") from error
+    try:
+        data = json.loads(raw)
+        found = (data.pop("format"), data.pop("version"))
+        data.pop("sha256")
+        if found == (FORMAT, VERSION) and _dump(data) != raw:
+            raise damaged(path, "its own hash does not match")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise damaged(path, "it is not what assay wrote") from error
+    if found != (FORMAT, VERSION):
+        raise _unusable(
+            f"{path} is of the format {found[0]} {found[1]}, this assay reads {FORMAT} {VERSION}",
+            "make the reference again",
+        )
+    return Manifest(
+        header=StoreHeader(**data["header"]),
+        head=HeadFacts(**data["head"] | {"stored": StoredFile(**data["head"]["stored"])}),
+        windows=tuple(StoredWindow(**w | {"stored": StoredFile(**w["stored"])}) for w in data["windows"]),
+        tokens=StoredFile(**data["tokens"]) if data["tokens"] else None,
+    )
+
+
+def damaged(path: Path, reason: str) -> AssayError:
+    """The error of a file that is not what was stored."""
+    return AssayError(
+        f"{path} is damaged: {reason}",
+        finding_id="fidelity.store_damaged",
+        remedy="make the reference again with `assay reference`: windows that are whole are kept",
+        evidence={"file": path.name},
+    )
+
+
+def _unusable(message: str, remedy: str) -> AssayError:
+    return AssayError(message, finding_id="fidelity.store_unusable", remedy=remedy)
+
+
+def _plain(value: Any) -> Any:
+    """A value as it comes back from JSON, so that tuples equal lists."""
+    return json.loads(json.dumps(value, default=dict))
+
+
+def _dump(content: Mapping[str, Any]) -> str:
+    """The one way in which a manifest is written; any other spelling of it counts as damage."""
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=dict).encode()).hexdigest()
+    whole = {"format": FORMAT, "version": VERSION, "sha256": digest, **content}
+    return json.dumps(whole, indent=1, ensure_ascii=False, sort_keys=True, default=dict) + "\n"
