@@ -70,8 +70,8 @@ def _nonfinite(statistics: Sequence[Statistics]) -> Iterator[Finding]:
 
 def _constant(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     flat = [s for s in statistics if s.constant and s.elements > 16 and not _may_be_constant(s)]
-    zero = [s.name for s in flat if s.zeros == s.elements]
-    other = [s.name for s in flat if s.zeros != s.elements and not s.nan]
+    zero = [s.name for s in flat if s.all_zero]
+    other = [s.name for s in flat if not s.all_zero and not s.nan]
     if zero:
         title = f"{plural(len(zero), 'tensor')} all zero: {some(zero)}"
         causes = [
@@ -90,7 +90,7 @@ def _may_be_constant(s: Statistics) -> bool:
     if s.name.endswith(_ZERO_POINTS) or _STATE.search(s.name) or is_scale(s.name):
         return True
     if is_norm(s.name):
-        return s.zeros != s.elements or s.name.endswith(".bias")
+        return not s.all_zero or s.name.endswith(".bias")
     return len(s.shape) < 2
 
 
@@ -133,7 +133,7 @@ def _denormal(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     def flooded(s: Statistics) -> bool:
         # float16 reaches only 6e-5 before it goes denormal, where small honest weights may lie.
         limit = {"F16": 0.5, "BF16": 0.01, "F32": 0.01, "F64": 0.01}.get(s.dtype)
-        return limit is not None and s.elements > 64 and s.denormals > limit * s.elements
+        return limit is not None and s.elements > 64 and s.denormal_share > limit
 
     names = [s.name for s in statistics if flooded(s)]
     if names:
@@ -177,7 +177,7 @@ def _scales(statistics: Sequence[Statistics], signed: bool) -> Iterator[Finding]
     for s in statistics:
         if not is_scale(s.name) or s.dtype not in {*FLOATS, "F8_E4M3"} or not s.elements:
             continue
-        if s.zeros == s.elements:
+        if s.all_zero:
             wrong[s.name] = "all zero"
         elif s.negative_share and not signed:
             wrong[s.name] = f"{s.negative_share:.1%} negative"

@@ -59,7 +59,7 @@ def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[
 def _zero_centred(s: Statistics) -> bool:
     """Trained norms of the plain kind are positive nearly everywhere."""
     if s.constant:
-        return s.zeros == s.elements
+        return s.all_zero
     return abs(s.mean) < 0.5 and s.negative_share > 0.2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 from assay.checkpoint.values.statistics import Statistics
 
-CHUNK = 1 << 20
+_local = threading.local()
+CHUNK = 1 << 19
 """Bytes read at once: stays in the core's own cache while they are looked at several times."""
 
 
@@ -34,19 +36,26 @@ def scan(
     return [d for d in done if isinstance(d, Statistics)], [d for d in done if not isinstance(d, Statistics)]
 
 
+def _buffer() -> memoryview:
+    """One chunk of memory for each thread."""
+    if not hasattr(_local, "chunk"):
+        _local.chunk = memoryview(bytearray(CHUNK))
+    chunk: memoryview = _local.chunk
+    return chunk
+
+
 def scan_tensor(
     tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None
 ) -> Statistics:
     """Statistics of one tensor. Raises OSError if the file ends before the tensor does."""
     statistics = Statistics(tensor.name, tensor.dtype, tensor.shape)
     width = max(DTYPE_BITS.get(tensor.dtype, 8) // 8, 1)
-    buffer = bytearray(min(CHUNK, max(tensor.nbytes, width)))
-    view = memoryview(buffer)
+    view = _buffer()
     with path.open("rb", buffering=0) as stream:
         stream.seek(tensor.start)
         left = tensor.nbytes
         while left:
-            count = stream.readinto(view[: min(left, len(buffer))])
+            count = stream.readinto(view[: min(left, CHUNK)])
             if not count:
                 raise OSError(0, f"the file ends {left} bytes before the tensor does")
             whole = count // width * width

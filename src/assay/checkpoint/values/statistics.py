@@ -6,20 +6,23 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from assay.checkpoint.values.formats import FLOAT_FORMATS, INTEGER_WORDS, to_float
+from assay.checkpoint.values.extremes import extremes
+from assay.checkpoint.values.formats import FLOAT_FORMATS, INTEGER_WORDS, FloatFormat, to_float
+from assay.checkpoint.values.holes import Holes
 
 if TYPE_CHECKING:
     import numpy as np
 
 SAMPLES = 16_384
 """Values of a tensor that enter mean and rms, spread evenly."""
-HOLE_BYTES = 4096
-"""A run of zeros of at least a memory page is looked at more closely."""
 
 
 @dataclass
 class Statistics:
-    """What was seen of one tensor. `nan`, `inf`, `zeros`, `denormals` are exact counts; mean and rms are sampled."""
+    """What was seen of one tensor.
+
+    `nan`, `inf`, `absmax`, `constant`, `all_zero` and `hole` are exact; mean, rms and the shares come from the sample.
+    """
 
     name: str
     dtype: str
@@ -27,16 +30,15 @@ class Statistics:
     elements: int = 0
     nan: int = 0
     inf: int = 0
-    zeros: int = 0
-    denormals: int = 0
     absmax: float = 0.0
     constant: bool = True
+    all_zero: bool = True
+    denormal_share: float = 0.0
     first_bad: int | None = None
-    hole: tuple[int, int] | None = None
-    """(first element, length) of the longest run of zeros, if it spans a page."""
     sample: Any = field(default=None, repr=False)
     fingerprint: str = ""
     _first: Any = field(default=None, repr=False)
+    _holes: Holes = field(default_factory=Holes, repr=False)
     _samples: list[Any] = field(default_factory=list, repr=False)
     _hash: Any = field(default=None, repr=False)
 
@@ -51,49 +53,33 @@ class Statistics:
             return
         if self._first is None:
             self._first = words[0].copy()
+        ends = extremes(words)
         if self.constant:
-            self.constant = bool(words.min() == self._first and words.max() == self._first)
-        nonzero = int(np.count_nonzero(words)) if form is None else self._floats(words, form)
-        zeros = words.size - nonzero
-        if zeros * words.itemsize >= HOLE_BYTES:
-            self._find_hole(words, form.magnitude if form else None)
-        self.zeros += zeros
+            self.constant = bool(ends.lowest == self._first == ends.highest)
+        smallest, largest = ends.magnitudes(form) if form else (ends.lowest, ends.highest)
+        self.all_zero = self.all_zero and smallest == 0 == largest
+        if form is not None:
+            if largest > form.finite:
+                largest = self._no_numbers(words, form)
+            value = float(to_float(np.array([largest], words.dtype), self.dtype)[0])
+            self.absmax = max(self.absmax, value)
+        self._holes.add(words, self.elements, smallest <= 0 <= largest)
         self._keep(words)
         self.elements += words.size
 
-    def _floats(self, words: np.ndarray[Any, Any], form: Any) -> int:
+    def _no_numbers(self, words: np.ndarray[Any, Any], form: FloatFormat) -> int:
+        """Count Inf and NaN; returns the largest pattern of the others."""
         import numpy as np
 
         magnitude = words & words.dtype.type(form.magnitude)
-        highest = int(magnitude.max())
-        nonzero = int(np.count_nonzero(magnitude))
-        if form.normal:
-            small = int(np.count_nonzero(magnitude < form.normal))
-            self.denormals += small - (words.size - nonzero)
-        if highest > form.finite:
-            bad = magnitude > form.finite
-            infinite = int(np.count_nonzero(magnitude == form.infinity)) if form.infinity else 0
-            self.inf += infinite
-            self.nan += int(np.count_nonzero(bad)) - infinite
-            if self.first_bad is None:
-                self.first_bad = self.elements + int(bad.argmax())
-            finite = magnitude[~bad]
-            highest = int(finite.max()) if finite.size else 0
-        value = float(to_float(np.array([highest], words.dtype), self.dtype)[0])
-        self.absmax = max(self.absmax, value)
-        return nonzero
-
-    def _find_hole(self, words: np.ndarray[Any, Any], mask: int | None) -> None:
-        import numpy as np
-
-        values = words if mask is None else words & words.dtype.type(mask)
-        edges = np.flatnonzero(values)
-        bounds = np.concatenate(([-1], edges, [words.size]))
-        gaps = np.diff(bounds) - 1
-        longest = int(gaps.argmax())
-        length = int(gaps[longest])
-        if length * words.itemsize >= HOLE_BYTES and (self.hole is None or length > self.hole[1]):
-            self.hole = (self.elements + int(bounds[longest]) + 1, length)
+        bad = magnitude > form.finite
+        infinite = int(np.count_nonzero(magnitude == form.infinity)) if form.infinity else 0
+        self.inf += infinite
+        self.nan += int(np.count_nonzero(bad)) - infinite
+        if self.first_bad is None:
+            self.first_bad = self.elements + int(bad.argmax())
+        finite = magnitude[~bad]
+        return int(finite.max()) if finite.size else 0
 
     def _keep(self, words: np.ndarray[Any, Any]) -> None:
         total = 1
@@ -110,13 +96,22 @@ class Statistics:
         import numpy as np
 
         words = np.concatenate(self._samples) if self._samples else np.zeros(0, "u1")
-        if self.dtype in FLOAT_FORMATS:
+        form = FLOAT_FORMATS.get(self.dtype)
+        if form is not None:
             self.sample = to_float(words, self.dtype)
+            magnitude = words & words.dtype.type(form.magnitude)
+            small = (magnitude > 0) & (magnitude < form.normal)
+            self.denormal_share = float(small.mean()) if words.size else 0.0
         else:
             self.sample = words.astype(np.float64)
         self.sample = self.sample[np.isfinite(self.sample)]
         self.fingerprint = self._hash.hexdigest() if self._hash else ""
         self._samples = []
+
+    @property
+    def hole(self) -> tuple[int, int] | None:
+        """(first element, length) of the longest run of zeros, if it spans a page."""
+        return self._holes.longest
 
     @property
     def mean(self) -> float:

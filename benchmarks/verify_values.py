@@ -1,0 +1,125 @@
+"""How fast does `verify --values` look at every stored value, against only reading the bytes?
+
+    python benchmarks/verify_values.py [FOLDER]
+
+Files are in the page cache; best of five; all cores. Three readings of the same bytes:
+`read` copies the file chunk by chunk into one small buffer (what any scan of a file must do), `touch` also passes a SIMD
+maximum over each chunk (one plain look at every word), `scan` is assay's scan. On synthetic tensors the types are told
+apart, 1 GiB each; on a model the whole stage of `assay verify --values` is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from assay.checkpoint.tensors import Tensor
+from assay.checkpoint.values.scan import CHUNK, scan
+
+RESULTS = Path(__file__).parent / "results"
+PARTS, PART_BYTES = 16, 64 << 20
+Job = tuple[Tensor, Path]
+
+
+def words(dtype: str) -> np.ndarray[Any, Any]:
+    """64 MiB of a type's words as a model would hold them."""
+    rng = np.random.default_rng(1)
+    if dtype in {"BF16", "F32", "F16"}:
+        values = rng.standard_normal(PART_BYTES // (4 if dtype == "F32" else 2), np.float32) * 0.02
+        if dtype == "F16":
+            return values.astype(np.float16).view(np.uint16)
+        return values.view(np.uint32) if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+    if dtype == "F8_E4M3":
+        return rng.integers(0, 0x77, PART_BYTES, np.uint8) | (rng.integers(0, 2, PART_BYTES, np.uint8) << 7)
+    return rng.integers(0, 1 << 32, PART_BYTES // 4, np.uint32)
+
+
+def synthetic(dtype: str, folder: Path) -> list[Job]:
+    path = folder / f"{dtype}.bin"
+    array = words(dtype)
+    with path.open("wb") as stream:
+        for _ in range(PARTS):
+            stream.write(array.tobytes())
+    shape = (array.size // 1024, 1024)
+    return [
+        (Tensor(f"layers.{i}.weight", dtype, shape, path.name, i * PART_BYTES, (i + 1) * PART_BYTES), path)
+        for i in range(PARTS)
+    ]
+
+
+def plain(job: Job, touch: bool) -> None:
+    tensor, path = job
+    buffer = memoryview(bytearray(CHUNK))
+    array = np.frombuffer(buffer, np.uint64)
+    with path.open("rb", buffering=0) as stream:
+        stream.seek(tensor.start)
+        left = tensor.nbytes
+        while left > 0:
+            left -= stream.readinto(buffer[: min(left, CHUNK)]) or left
+            if touch:
+                array.max()
+
+
+def threaded(jobs: list[Job], touch: bool) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda job: plain(job, touch), sorted(jobs, key=lambda j: -j[0].nbytes)))
+
+
+def best(run: Callable[[], object], times: int = 5) -> float:
+    seconds = []
+    for _ in range(times):
+        start = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def row(name: str, jobs: list[Job]) -> dict[str, object]:
+    size = sum(tensor.nbytes for tensor, _ in jobs)
+    threaded(jobs, touch=False)  # into the page cache
+    speeds = {
+        "read": size / best(lambda: threaded(jobs, touch=False)) / 1e9,
+        "touch": size / best(lambda: threaded(jobs, touch=True)) / 1e9,
+        "scan": size / best(lambda: scan(jobs)) / 1e9,
+    }
+    return {"subject": name, "bytes": size, **{k: round(v, 2) for k, v in speeds.items()},
+            "scan_to_read": round(speeds["scan"] / speeds["read"], 3)}  # fmt: skip
+
+
+def model(folder: Path) -> list[Job]:
+    from assay.checkpoint.opening import open_checkpoint
+
+    opened = open_checkpoint(str(folder))
+    layout = opened.layout
+    if layout is None:
+        raise SystemExit("a local folder is needed")
+    return [(tensor, layout.files[tensor.file].real) for tensor in opened.checkpoint.tensors.values()]
+
+
+def main() -> None:
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for dtype in ("BF16", "F16", "F32", "F8_E4M3", "I32"):
+            jobs = synthetic(dtype, Path(temporary))
+            rows.append(row(dtype, jobs))
+            jobs[0][1].unlink()
+            print(rows[-1], flush=True)
+    for folder in map(Path, sys.argv[1:]):
+        rows.append(row(folder.name, model(folder)))
+        print(rows[-1], flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    result = {"cores": os.cpu_count(), "unit": "GB/s", "rows": rows}
+    (RESULTS / "verify_values.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
