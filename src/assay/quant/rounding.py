@@ -49,7 +49,8 @@ def stored_bytes(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool
     rows, width = weight.shape
     groups = -(-width // group)
     extra = 16 if symmetric else 16 + bits
-    return rows * (-(-width * bits // 8) + -(-groups * extra // 8))
+    size: int = rows * (-(-width * bits // 8) + -(-groups * extra // 8))
+    return size
 
 
 def quantise_model(model: Any, bits: int = 4, group: int = 128, symmetric: bool = False) -> int:
@@ -65,7 +66,8 @@ def quantise_model(model: Any, bits: int = 4, group: int = 128, symmetric: bool 
             finding_id="fidelity.usage",
         )
     head = model.get_output_embeddings()
-    total, counted = 0, set()
+    total: int = 0
+    counted = set[int]()
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear) and module is not head:
@@ -73,4 +75,5 @@ def quantise_model(model: Any, bits: int = 4, group: int = 128, symmetric: bool 
                 total += stored_bytes(module.weight, bits, group, symmetric=symmetric)
                 counted.add(id(module.weight))
     rest = {id(p): p for p in model.parameters() if id(p) not in counted}
-    return total + sum(p.numel() * p.element_size() for p in rest.values())
+    total += sum(p.numel() * p.element_size() for p in rest.values())
+    return total

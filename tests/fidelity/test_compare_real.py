@@ -1,0 +1,193 @@
+"""`assay compare` from the command line on real weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from assay.cli.main import invoke
+from assay.engines.hf import window_scoring
+from assay.engines.scoring import ScoreJob, ScoringPath
+
+pytestmark = pytest.mark.engine
+
+Compare = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def compare(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: object) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = invoke(["compare", *map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+SMALL = ("--windows", 8, "--length", 64, "--batch", 8, "--no-floors")
+
+
+def test_a_model_against_itself_differs_by_exactly_nothing(compare: Compare, smollm2: Path) -> None:
+    code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}", *SMALL[:-1])
+    assert code == 0
+    results = body["results"]
+    assert results["self_test"] is True
+    assert results["dppl_pct"] == {"value": 0, "lo": 0, "hi": 0}
+    assert results["kld"]["max"] == 0
+    assert results["engaged"]["zero_share"] == 1
+    assert results["self_kld"] < 0.02
+    assert str(smollm2) not in json.dumps(results)
+
+
+def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm2: Path) -> None:
+    """Against float64 by brute force, from logits that transformers itself computes."""
+    import torch
+    import transformers
+
+    code, body = compare(
+        f"hf:{smollm2}?dtype=float32", f"hf:{smollm2}?weights=int(bits=4,group=128)&dtype=float32", *SMALL
+    )
+    results = body["results"]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    from pydoc_data.topics import topics
+
+    ids = tokenizer("\n\n".join(topics.values()), add_special_tokens=False)["input_ids"]
+    windows = [[tokenizer.bos_token_id, *ids[i * 63 : (i + 1) * 63]] for i in range(8)]
+    from assay.quant.rounding import quantise_model
+
+    logits = []
+    for quantised in (False, True):
+        model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+        if quantised:
+            quantise_model(model, bits=4, group=128)
+        with torch.inference_mode():
+            logits.append(model(torch.tensor(windows)).logits[:, :-1].double().numpy())
+    logs = [
+        x - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True)) - x.max(-1, keepdims=True)
+        for x in logits
+    ]
+    kl = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(-1)
+    gold = np.array(windows)[:, 1:, None]
+    nll = [-np.take_along_axis(x, gold, -1)[..., 0] for x in logs]
+    assert results["kld"]["mean"] == pytest.approx(kl.mean(), abs=1e-5)
+    assert results["kld"]["max"] == pytest.approx(kl.max(), rel=1e-4)
+    assert results["dppl_pct"]["value"] == pytest.approx(100 * np.expm1((nll[1] - nll[0]).mean()), abs=1e-3)
+    assert results["ppl_reference"] == pytest.approx(np.exp(nll[0].mean()), rel=1e-5)
+    top1 = 100 * (logits[0].argmax(-1) == logits[1].argmax(-1)).mean()
+    assert results["top1_pct"]["value"] == pytest.approx(top1, abs=1e-9)
+    assert [w["kld"] for w in results["per_window"]] == pytest.approx(kl.mean(1).tolist(), abs=1e-5)
+    assert code in (1, 3)
+
+
+def test_coarse_weights_are_rejected(compare: Compare, smollm2: Path) -> None:
+    code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=2,group=128)", *SMALL)
+    assert code == 1
+    assert body["results"]["grade"] == "REJECT"
+    assert [f["id"] for f in body["findings"]] == ["fidelity.reject"]
+
+
+def test_decode_reads_the_cache_and_says_so(compare: Compare, smollm2: Path) -> None:
+    code, body = compare(
+        f"hf:{smollm2}?dtype=float32",
+        f"hf:{smollm2}?dtype=bfloat16",
+        "--path",
+        "decode",
+        "--windows",
+        8,
+        "--length",
+        24,
+    )
+    assert code in (0, 1, 3)
+    assert body["results"]["engaged"]["bytes_read"] > 0
+    assert body["results"]["kld"]["mean"] > 0
+
+
+def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path) -> None:
+    specs = [f"hf:{smollm2}?weights=int(bits={b},group=64)" for b in (8, 3)]
+    code, body = compare(f"hf:{smollm2}", *specs, *SMALL)
+    first, second = body["results"]["candidates"]
+    assert code == 1
+    assert first["kld"]["mean"] < second["kld"]["mean"]
+    assert first["engine"]["weight_bytes"] > second["engine"]["weight_bytes"]
+
+
+def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, smollm2: Path) -> None:
+    code, body = compare(f"hf:{smollm2}?dtype=auto", f"hf:{smollm2}", *SMALL)
+    assert code == 2
+    assert body["findings"][0]["id"] == "fidelity.not_engaged"
+
+
+def test_other_tokenizers_are_refused(compare: Compare, smollm2: Path, gemma3: Path) -> None:
+    code, body = compare(f"hf:{smollm2}", f"hf:{gemma3}", *SMALL)
+    assert code == 2
+    assert body["findings"][0]["id"] == "fidelity.tokenizer_mismatch"
+
+
+def test_a_short_text_is_refused(compare: Compare, smollm2: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("Only a few words.")
+    code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}", "--text", tmp_path / "short.txt")
+    assert code == 2
+    assert "tokens" in body["findings"][0]["title"]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    compare: Compare, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import assay.fidelity.observe as observe_module
+
+    real, calls = observe_module.window_statistics, []
+
+    def cut_after_four(reference: Any, candidate: Any) -> Any:
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        calls.append(reference.window.index)
+        return real(reference, candidate)
+
+    arguments = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=4,group=64)", *SMALL)
+    monkeypatch.setattr(observe_module, "window_statistics", cut_after_four)
+    code, body = compare(*arguments)
+    assert code == 130
+    assert body["results"]["windows"] == 4
+    calls.clear()
+    monkeypatch.setattr(
+        observe_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b)
+    )
+    code, body = compare(*arguments)
+    assert calls == [4, 5, 6, 7]
+    assert body["results"]["windows"] == 8
+    assert code in (0, 1, 3)
+
+
+def test_a_batch_that_does_not_fit_is_halved(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from assay.engines.hf.scorer import HfScorer
+    from assay.engines.scoring import Window
+
+    scorer = HfScorer.load(f"hf:{smollm2}?dtype=float32")
+    windows = [Window(i, tuple(range(i, i + 12))) for i in range(5)]
+    whole = [r.states.clone() for r in scorer.score_windows(windows, ScoreJob(batch=5))]  # type: ignore[attr-defined]
+    real, sizes = window_scoring._forward, []
+
+    def small_memory(model: Any, ids: Any, cache: Any) -> Any:
+        if ids.shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        sizes.append(ids.shape[0])
+        return real(model, ids, cache)
+
+    monkeypatch.setattr(window_scoring, "_forward", small_memory)
+    halved = [r.states for r in scorer.score_windows(windows, ScoreJob(batch=5))]  # type: ignore[attr-defined]
+    assert sizes == [2, 2, 1]
+    for a, b in zip(whole, halved, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    for path in (ScoringPath.CHUNKED, ScoringPath.DECODE):
+        job = ScoreJob(path, scored_from=4, chunk=3, batch=2)
+        for a, r in zip(whole, scorer.score_windows(windows, job), strict=True):
+            torch.testing.assert_close(a[3:], r.states, atol=0.03, rtol=0.03)  # type: ignore[attr-defined]
