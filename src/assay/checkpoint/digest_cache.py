@@ -15,6 +15,8 @@ from pathlib import Path
 
 GRANULARITY_NS = 50_000_000
 """Generous bound on how coarse a file system's clock is; Linux' own tick is 1 to 10 ms."""
+WORTH_BYTES = 1 << 20
+"""A smaller file is hashed faster than its digest is stored."""
 
 _SCHEMA = """CREATE TABLE IF NOT EXISTS digest (
     path TEXT PRIMARY KEY, size INTEGER, mtime INTEGER, inode INTEGER, ctime INTEGER, sha256 TEXT, git TEXT)"""
@@ -34,6 +36,12 @@ class DigestCache:
             self._table.execute(_SCHEMA)
         except (OSError, sqlite3.Error):
             self._table = None  # a cache that cannot be kept costs time, not correctness
+
+    def __enter__(self) -> DigestCache:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
 
     @staticmethod
     def default_file() -> Path:
@@ -63,9 +71,18 @@ class DigestCache:
             return None
         return (row[0], row[1]) if row else None
 
+    def look(self, path: Path) -> tuple[str, str] | None:
+        """Like `get`, for a file whose state is not known yet."""
+        try:
+            return self.get(path, path.stat())
+        except OSError:
+            return None
+
     def put(self, path: Path, status: os.stat_result, started: int, sha256: str, git: str) -> None:
         """Remember digests of a file whose hashing began at `started`."""
-        if self._table is None or max(status.st_mtime_ns, status.st_ctime_ns) > started - GRANULARITY_NS:
+        if self._table is None or status.st_size < WORTH_BYTES:
+            return
+        if max(status.st_mtime_ns, status.st_ctime_ns) > started - GRANULARITY_NS:
             return
         try:
             with self._lock:

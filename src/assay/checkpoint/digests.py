@@ -67,38 +67,47 @@ def hash_bytes(data: bytes) -> Digest:
 def hash_files(
     files: Sequence[tuple[str, Path, int]],
     cache: DigestCache,
+    digests: dict[str, Digest],
     progress: Progress = lambda count: None,
     workers: int | None = None,
-) -> dict[str, Digest]:
-    """Digests of (name, path, size) triples by name. An unreadable file gets a problem instead of an exception.
+) -> None:
+    """Put the digest of each (name, path, size) into `digests`; an unreadable file gets a problem, not an exception.
 
-    On an interrupt the digests finished so far are already in `cache`, so the next run resumes there.
+    On an interrupt the digests finished so far are in `digests` and in `cache`, so the next run goes on there.
     """
     stop = threading.Event()
 
-    def one(item: tuple[str, Path, int]) -> tuple[str, Digest]:
+    def one(item: tuple[str, Path, int]) -> None:
         name, path, size = item
         try:
-            before = path.stat()
-            known = cache.get(path, before)
-            if known is not None:
-                progress(size)
-                return name, Digest(*known, cached=True)
-            started = cache.now()
-            sha256, git = hash_stream(path, before.st_size, progress, stop)
-            after = path.stat()
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                return name, Digest(problem="it changed while it was being read")
-            cache.put(path, before, started, sha256, git)
-            return name, Digest(sha256, git)
+            digests[name] = _hash_or_remember(path, size, cache, progress, stop)
+        except InterruptedError:
+            return
         except OSError as error:
-            return name, Digest(problem=error.strerror or str(error) or "interrupted")
+            digests[name] = Digest(problem=error.strerror or str(error))
 
     ordered = sorted(files, key=lambda item: -item[2])
     with ThreadPoolExecutor(workers or os.cpu_count() or 1) as pool:
         try:
-            return dict(pool.map(one, ordered))
+            list(pool.map(one, ordered))
         except BaseException:
             stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             raise
+
+
+def _hash_or_remember(
+    path: Path, size: int, cache: DigestCache, progress: Progress, stop: threading.Event
+) -> Digest:
+    before = path.stat()
+    known = cache.get(path, before)
+    if known is not None:
+        progress(size)
+        return Digest(*known, cached=True)
+    started = cache.now()
+    sha256, git = hash_stream(path, before.st_size, progress, stop)
+    after = path.stat()
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        return Digest(problem="it changed while it was being read")
+    cache.put(path, before, started, sha256, git)
+    return Digest(sha256, git)

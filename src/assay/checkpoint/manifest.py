@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from assay.checkpoint.integrity import Expected, Source
 from assay.errors import AssayError
 
 SCHEMA = "assay-manifest/1"
@@ -34,6 +35,24 @@ class Manifest:
     files: dict[str, Entry]
     repo: str | None = None
     revision: str | None = None
+
+    def source(self) -> Source:
+        """The digests as something that files are held against."""
+        name = "the manifest"
+        files = {p: Expected(name, sha256=e.sha256, size=e.size) for p, e in self.files.items()}
+        return Source(name, files, complete=True)
+
+
+def write(path: Path, manifest: Manifest) -> None:
+    """Write the manifest, whole or not at all. Raises AssayError if it cannot be written."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(dump(manifest), encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        message = f"cannot write the manifest {path.name}: {error.strerror}"
+        raise AssayError(message, finding_id="checkpoint.not_examined") from error
 
 
 def dump(manifest: Manifest) -> str:
@@ -67,7 +86,10 @@ def load(path: Path) -> Manifest:
     files = dict(_entry(path, row) for row in document["files"])
     if not files:
         raise _bad(path, "it names no files")
-    return Manifest(files, document.get("repo"), document.get("revision"))
+    repo, revision = document.get("repo"), document.get("revision")
+    return Manifest(
+        files, repo if isinstance(repo, str) else None, revision if isinstance(revision, str) else None
+    )
 
 
 def _entry(path: Path, row: Any) -> tuple[str, Entry]:

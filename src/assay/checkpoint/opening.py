@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from assay.checkpoint import hub as hubs
 from assay.checkpoint.headers import Header, read_header
-from assay.checkpoint.hub import HubRevision
+from assay.checkpoint.hub import reading
+from assay.checkpoint.hub.listing import HubRevision, list_revision
 from assay.checkpoint.index import weight_map
 from assay.checkpoint.layout import Layout, locate
 from assay.checkpoint.subject import Checkpoint
@@ -53,17 +53,17 @@ def open_layout(layout: Layout) -> Opened:
 
 
 def _open_remote(repo: str, revision: str | None) -> Opened:
-    remote = hubs.list_revision(repo, revision)
+    remote = list_revision(repo, revision)
     sizes = {name: file.size for name, file in remote.files.items()}
     contents: dict[str, bytes] = {}
 
     def read(name: str) -> bytes:
         if name not in contents:
-            contents[name] = hubs.read_file(remote, name)
+            contents[name] = reading.read_file(remote, name)
         return contents[name]
 
     bare = Checkpoint("hub", sizes, read)
-    headers = hubs.read_headers(remote, _weight_files(bare))
+    headers = reading.read_headers(remote, _weight_files(bare))
     return Opened(Checkpoint("hub", sizes, read, headers, _stray(bare, headers)), None, remote)
 
 

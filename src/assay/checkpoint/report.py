@@ -7,8 +7,9 @@ from typing import Any
 
 from assay.checkpoint.findings import plural
 from assay.checkpoint.integrity import FileResult
+from assay.checkpoint.outcome import Outcome
 from assay.checkpoint.serving.versions import TABLED
-from assay.checkpoint.verify import Outcome
+from assay.report.text import size_text
 from assay.verdict import Metric, Report, Severity, Table
 
 _ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
@@ -26,6 +27,7 @@ def build(outcome: Outcome) -> Report:
         results=_results(outcome),
         headline=_headline(outcome),
         blocks=(_files_table(outcome.files), _model_table(outcome)),
+        interrupted=outcome.interrupted,
     )
 
 
@@ -61,6 +63,7 @@ def _results(outcome: Outcome) -> dict[str, Any]:
             "total": sum(f.size or 0 for f in outcome.files if f.status != "missing"), "hashed": outcome.hashed_bytes,
             "from_cache": outcome.cached_bytes, "scanned": outcome.scanned_bytes,
         },
+        "seconds": outcome.seconds,
     }  # fmt: skip
 
 
@@ -99,7 +102,13 @@ def _files_table(files: list[FileResult]) -> Table:
     worst_first = {"mismatch": 0, "missing": 1, "extra": 2, "unverified": 3, "verified": 4}
     ordered = sorted(files, key=lambda f: (worst_first[f.status], f.path))
     rows = [
-        (f.path, "" if f.size is None else human(f.size), f.status, (f.sha256 or "")[:16], f.against or "")
+        (
+            f.path,
+            "" if f.size is None else size_text(f.size),
+            f.status,
+            (f.sha256 or "")[:16],
+            f.against or "",
+        )
         for f in ordered[:SHOWN_FILES]
     ]
     rest = len(ordered) - len(rows)
@@ -117,13 +126,3 @@ def _model_table(outcome: Outcome) -> Table:
         text = f"{plural(mtp.announced, 'layer')} announced, {mtp.present}{owed} tensors, {mtp.quantized or 'plain'}"
         rows.append((f"draft head ({mtp.family})", text))
     return Table(f"Serving (vLLM {outcome.options.version or TABLED})", ("what", "how"), rows)
-
-
-def human(count: int) -> str:
-    """Bytes with a binary unit."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.2f} TiB"

@@ -29,17 +29,27 @@ class Progress(Protocol):
 
 @contextlib.contextmanager
 def progress(
-    total: float | None, description: str, *, quiet: bool = False, file: TextIO | None = None
+    total: float | None,
+    description: str,
+    *,
+    quiet: bool = False,
+    sizes: bool = False,
+    file: TextIO | None = None,
 ) -> Iterator[Progress]:
-    """Show how far work of `total` steps (None: unknown) has come, until the block ends, however it ends."""
+    """Show how far work of `total` steps (None: unknown) has come, until the block ends, however it ends.
+
+    With `sizes` the steps are bytes, shown with a unit and a speed.
+    """
     stream = file or sys.stderr
     if quiet:
         yield _Silent()
     elif _is_terminal(stream):
-        with _bar(total, description, stream) as bar:
+        with _bar(total, description, stream, sizes) as bar:
             yield bar
     else:
-        plain = _Plain(total, description, stream)
+        from assay.report.text import size_text
+
+        plain = _Plain(total, description, stream, size_text if sizes else "{:g}".format)
         try:
             yield plain
         finally:
@@ -65,7 +75,14 @@ class _Silent:
 class _Plain:
     """Lines for logs: the start, at most one every `PLAIN_SECONDS` and tenth of the work, and the end."""
 
-    def __init__(self, total: float | None, description: str, stream: TextIO) -> None:
+    def __init__(
+        self,
+        total: float | None,
+        description: str,
+        stream: TextIO,
+        written: Callable[[float], str] = "{:g}".format,
+    ) -> None:
+        self._written = written
         self._total, self._description, self._stream = total, description, stream
         self._done = 0.0
         self._begun = self._said_at = time.monotonic()
@@ -101,7 +118,8 @@ class _Plain:
             self._say(f"{self._description}: {self._count()} in {time.monotonic() - self._begun:.0f} s")
 
     def _count(self) -> str:
-        return f"{self._done:g} of {self._total:g}" if self._total else f"{self._done:g}"
+        done = self._written(self._done)
+        return f"{done} of {self._written(self._total)}" if self._total else done
 
     def _say(self, line: str) -> None:
         from assay.report.text import one_line
@@ -114,9 +132,18 @@ class _Plain:
 
 
 @contextlib.contextmanager
-def _bar(total: float | None, description: str, stream: TextIO) -> Iterator[Progress]:
+def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = False) -> Iterator[Progress]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        ProgressColumn,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TransferSpeedColumn,
+    )
     from rich.progress import Progress as RichProgress
     from rich.text import Text
 
@@ -125,9 +152,10 @@ def _bar(total: float | None, description: str, stream: TextIO) -> Iterator[Prog
     console = Console(
         file=stream, markup=False, emoji=False, highlight=False, no_color=bool(os.environ.get("NO_COLOR"))
     )
-    columns = (
-        SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
+    if sizes:
+        counts = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), *counts)
 
     class Bar:
         def advance(self, steps: float = 1, /) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,14 @@ import typer
 
 from assay.cli.verb import verb
 from assay.verdict import Report
+
+
+class Hash(StrEnum):
+    """Choices of --hash."""
+
+    AUTO = "auto"
+    ALL = "all"
+    NONE = "none"
 
 
 @verb("verify")
@@ -28,6 +37,14 @@ def command(
     write_manifest: Annotated[
         Path | None, typer.Option(help="Write the list of digests to this file.")
     ] = None,
+    hashing: Annotated[
+        Hash,
+        typer.Option(
+            "--hash",
+            help="Which files to hash: auto (all, but above 64 GiB only those with a digest to hold against), all, "
+            "or none (headers only).",
+        ),
+    ] = Hash.AUTO,
     values: Annotated[bool, typer.Option("--values", help="Look at every stored value as well.")] = False,
     serve_args: Annotated[
         str | None,
@@ -54,8 +71,9 @@ def command(
 ) -> Report:
     """Verify a checkpoint: digests, tensors, quantisation, draft head, tokenizer, and the flags to serve it with.
 
-    Reads headers only, unless digests are to be held against something or --values is given. Opens no pickle.
-    Exit code 0 pass, 1 fail, 2 could not be examined, 3 files with no digest to hold against.
+    Hashes the files and reads their headers; --values reads every number as well. Opens no pickle. Digests are kept,
+    so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could not be examined, 3 files with no
+    digest to hold against.
     """
     from assay.checkpoint import report, verify
     from assay.checkpoint.digest_cache import DigestCache
@@ -66,6 +84,7 @@ def command(
         revision=revision,
         manifest=manifest,
         write_manifest=write_manifest,
+        hashing=hashing.value,
         values=values,
         serve_args=serve_args,
         version=parse_version(engine_version),
@@ -83,14 +102,8 @@ def _show(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar in bytes; nothing for work that is done in a moment."""
     from assay.cli.progress import progress
 
-    with progress(total, f"{what} {_size(total)}", quiet=total < _WORTH_SHOWING) as shown:
+    with progress(total, what, quiet=total < _WORTH_SHOWING, sizes=True) as shown:
         yield shown.advance
 
 
 _WORTH_SHOWING = 1 << 30
-
-
-def _size(total: int) -> str:
-    from assay.checkpoint.report import human
-
-    return human(total)

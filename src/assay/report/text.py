@@ -146,6 +146,15 @@ def scalar_text(value: Any) -> str:
     return visible(json.dumps(value, ensure_ascii=False))
 
 
+def size_text(count: float) -> str:
+    """Bytes with a binary unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
 def subject_items(subject: Mapping[str, Any], limit: int = 200) -> list[tuple[str, str]]:
     """What a person would call the subject by: its values that are set, without the settings nested in it."""
     return evidence_items(

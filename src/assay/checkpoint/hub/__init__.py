@@ -1,0 +1,1 @@
+"""The Hub, through huggingface_hub: what a revision holds, the digests of its files, headers by range requests."""
