@@ -5,6 +5,8 @@ import spec_lines as lines
 from hypothesis import given
 from hypothesis import strategies as st
 
+from assay.speculation.rounding import exact_counts, infer_drafts, position_counts
+
 
 @pytest.mark.parametrize("wording", ["0.8.5", "0.11", "0.28"])
 def test_every_wording_with_positions(wording: str) -> None:
@@ -160,3 +162,21 @@ def test_a_page_with_missing_series_is_partial() -> None:
     record = lines.read_metrics(cut).record
     assert record.partial
     assert (record.drafts, record.drafted, record.per_position) == (100, None, None)
+
+
+@given(st.integers(1, 8), st.integers(1, 3000), st.data())
+def test_the_short_way_to_counts_says_what_the_long_one_does(
+    k: int, drafts: int, data: st.DataObject
+) -> None:
+    hits, left = [], drafts
+    for _ in range(k):
+        left = data.draw(st.integers(0, left))
+        hits.append(left)
+    drafted = drafts * k - data.draw(st.sampled_from([0, 0, 0, 1]))
+    rates = tuple(round(h / drafts, 3) for h in hits)
+    mean = round(1 + sum(hits) / drafts, 2)
+    short = exact_counts(drafted, sum(hits), mean, rates)
+    if short is not None:
+        inferred = infer_drafts(drafted, sum(hits), k, mean, rates)
+        assert inferred == short[0]
+        assert position_counts(short[0], rates, sum(hits)) == short[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from assay.errors import AssayError
-from assay.speculation import clues, exposition, lines, scanner
+from assay.speculation import clues, exposition, halves, lines
 from assay.speculation.clues import Clue
 from assay.speculation.parsers import new_parsers
 from assay.speculation.parsers.base import Line, Parser
@@ -50,7 +50,7 @@ class Reading:
             found = clues.read(text)
             self.clues += found.clues
             self.speeds += found.speeds
-            for raw in scanner.interesting_lines(source):
+            for raw in halves.interesting_lines(source):
                 self.line(raw)
         self.size += source.size
 

@@ -94,6 +94,16 @@ class Observation:
     idle: bool = False
     note: str = ""
 
+    @classmethod
+    def of(cls, **known: Any) -> Observation:
+        """The same as the constructor, at a tenth of its cost: what is not known stays the default of the class.
+
+        For the lines of which a log may hold millions; the constructor of a frozen class sets every field one by one.
+        """
+        own = object.__new__(cls)
+        own.__dict__.update(known)
+        return own
+
     @property
     def has_counts(self) -> bool:
         """Whether anything here can be added up."""

@@ -44,6 +44,26 @@ def infer_drafts(
     return min(fitting or candidates, key=lambda d: abs(d - middle))
 
 
+def exact_counts(
+    drafted: int, accepted: int, mean_length: float, rates: Sequence[float]
+) -> tuple[int, tuple[int, ...]] | None:
+    """Drafts and accepted drafts per position where full-length drafts explain every printed figure; None otherwise.
+
+    What `infer_drafts` and `position_counts` would say, for the usual line at a third of the cost.
+    """
+    drafts = -(-drafted // len(rates))
+    if not drafts or abs(1 + accepted / drafts - mean_length) > 0.005 + 1e-9:
+        return None
+    counts = tuple([round(rate * drafts) for rate in rates])
+    if sum(counts) != accepted:
+        return None
+    half = (0.0005 + 1e-9) * drafts
+    for count, rate in zip(counts, rates, strict=True):
+        if abs(count - rate * drafts) > half:
+            return None
+    return drafts, counts
+
+
 def position_counts(
     drafts: int, rates: Sequence[float], accepted: int | None, complete: bool = True
 ) -> tuple[int, ...]:

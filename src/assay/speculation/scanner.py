@@ -53,8 +53,10 @@ def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARG
         limit = max(searched, filled - margin) if fresh else filled
         for hit in search.hits(searched, limit, filled):
             if hit >= sent:
-                first, sent = _zone(buffer, hit, sent, filled)
-                yield from (row for row in bytes(view[first:sent]).splitlines() if _matters(row))
+                first, line, sent = _zone(buffer, hit, sent, filled)
+                if first < line and _speaks(buffer[first:line]):
+                    yield from (row for row in bytes(view[first:line]).splitlines() if _speaks(row))
+                yield from (row for row in bytes(view[line:sent]).splitlines() if _speaks(row))
         if not fresh:
             return
         cut = max(0, limit - margin)
@@ -106,23 +108,23 @@ class _Search:
         return list(map(int, pairs[word | ((before == ord("#")) & (first == ord("a")))]))
 
 
-def _matters(row: bytes) -> bool:
-    """Whether a line near a hit, or the hit itself, says anything."""
-    text = row.lower()
+def _speaks(text: bytes | bytearray) -> bool:
+    """Whether a hit, or text near one, says anything."""
+    low = text.lower()
     return (
-        b"ccep" in text
-        or b"draft" in text
-        or b"throughput:" in text
-        or b"#acc" in text
-        or b"eval time" in text
-        or b"n_predict" in text
-        or b"position " in text
+        b"ccep" in low
+        or b"draft" in low
+        or b"throughput:" in low
+        or b"#acc" in low
+        or b"eval time" in low
+        or b"n_predict" in low
+        or b"position " in low
     )
 
 
-def _zone(buffer: bytearray, hit: int, sent: int, filled: int) -> tuple[int, int]:
-    """Offsets of the lines around `hit` that are not sent yet."""
-    first = buffer.rfind(b"\n", sent, hit) + 1 or sent
+def _zone(buffer: bytearray, hit: int, sent: int, filled: int) -> tuple[int, int, int]:
+    """Where the lines around `hit` that are not sent yet begin, where its own line does, and where they end."""
+    line = first = buffer.rfind(b"\n", sent, hit) + 1 or sent
     for _ in range(LINES_BEFORE):
         if first <= sent:
             break
@@ -133,7 +135,7 @@ def _zone(buffer: bytearray, hit: int, sent: int, filled: int) -> tuple[int, int
     # A summary lists its positions on lines of their own.
     while buffer[last : min(last + 64, filled)].lstrip(b" \t").startswith(b"Position "):
         last = _line_end(buffer, last, filled)
-    return first, last
+    return first, line, last
 
 
 def _line_end(buffer: bytearray, offset: int, filled: int) -> int:

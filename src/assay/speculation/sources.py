@@ -71,6 +71,10 @@ class Source:
         self.size += size
         return size
 
+    def plain_file(self) -> int | None:
+        """The descriptor of the file if its bytes are the text itself; None for anything else."""
+        return self._stream.plain_file() if isinstance(self._stream, _Recoded) else None
+
     def _pull(self, size: int) -> bytes:
         with self._named():
             return self._stream.read(size)
@@ -113,7 +117,7 @@ def open_source(name: str) -> Source:
             finding_id="speculation.source_binary",
             remedy=f"decompress it first, or pipe it: {foreign} -dc {path.name} | assay spec -",
         )
-    return Source(name, _Recoded(_decompressed(stream, kind)))
+    return Source(name, _Recoded(_decompressed(stream, kind), plain=kind is None))
 
 
 def in_time_order(names: Sequence[str]) -> list[str]:
@@ -145,8 +149,9 @@ def _decompressed(stream: IO[bytes], kind: str | None) -> Any:
 class _Recoded:
     """A stream of UTF-8, whether the file is UTF-8 or UTF-16 (as PowerShell writes)."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, plain: bool = False) -> None:
         self._stream = stream
+        self._plain = plain
         self._decoder: codecs.IncrementalDecoder | None = None
         self._begun = False
 
@@ -171,6 +176,10 @@ class _Recoded:
         part = self.read(len(buffer) // 2)  # two bytes of UTF-16 become up to three
         buffer[: len(part)] = part
         return len(part)
+
+    def plain_file(self) -> int | None:
+        """See `Source.plain_file`."""
+        return self._stream.fileno() if self._plain and self._begun and self._decoder is None else None
 
 
 def _utf16(start: bytes) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
 from assay.speculation.record import Kind, Observation
-from assay.speculation.rounding import infer_drafts, position_counts
+from assay.speculation.rounding import exact_counts, infer_drafts, position_counts
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
@@ -79,13 +79,16 @@ class VllmV1Parser(Parser):
     ) -> Observation:
         drafts = None
         per_position = None
+        exact = exact_counts(drafted, accepted, mean, rates) if drafted and mean and rates else None
         if drafted == 0:
             drafts = 0
+        elif exact is not None:
+            drafts, per_position = exact
         elif mean is not None or rates:
             drafts = infer_drafts(drafted, accepted, len(rates) if rates else None, mean, rates)
             per_position = position_counts(drafts, rates, accepted) if drafts and rates else None
         number_of_engine, throughput, running = self._engine_line.get(line.process, (None, None, None))
-        return Observation(
+        return Observation.of(
             engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window",
             replica=line.replica if line.replica is not None else number_of_engine,
             drafted=drafted, accepted=accepted, drafts=drafts, accepted_per_position=per_position,
