@@ -2,25 +2,19 @@
 
     python benchmarks/server_faults_table.py
 
-A row that was measured on another machine says so; where both exist the later one (`server_faults_cpu.json`) counts.
+Every row says on which kind of machine it was measured.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from server_faults_results import RESULTS, load
+
+PAGE = RESULTS.with_suffix(".md")
 
 
-def load(name: str) -> dict[str, Any]:
-    path = RESULTS / name
-    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"healthy": {}, "damages": {}}
-    return found
-
-
-def row(name: str, result: dict[str, Any], where: str) -> str:
+def row(name: str, result: dict[str, Any]) -> str:
     bits = result["bits_per_byte"]
     theirs = result["reference_bits_per_byte"]
     cells = (
@@ -33,25 +27,26 @@ def row(name: str, result: dict[str, Any], where: str) -> str:
         ", ".join(dict.fromkeys(result["signals_with_reference"])),
         result["without_reference"],
         ", ".join(dict.fromkeys(result["signals_without_reference"])),
-        where,
+        "GPU" if "accelerator" in result["machine"] else "CPU",
     )
     return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
-    gpu, cpu = load("server_faults.json"), load("server_faults_cpu.json")
+    results = load(RESULTS)
     lines = [
         "| served | degenerate texts | of the reference | bits per byte | of the reference | with a reference | by | alone | by | on |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for results, where in ((gpu, "GPU"), (cpu, "CPU")):
-        lines += [row(f"whole, seed {seed}", r, where) for seed, r in results["healthy"].items()]
-    merged = {name: (r, "GPU") for name, r in gpu["damages"].items()}
-    merged |= {name: (r, "CPU") for name, r in cpu["damages"].items()}
-    lines += [row(f"{r['description']}", r, where) for r, where in merged.values()]
+    lines += [row(f"whole, seed {seed}", r) for seed, r in sorted(results["healthy"].items(), key=_number)]
+    lines += [row(r["description"], r) for r in results["damages"].values()]
     text = "\n".join(lines) + "\n"
-    (RESULTS / "server_faults.md").write_text(text, encoding="utf-8")
+    PAGE.write_text(text, encoding="utf-8")
     print(text)
+
+
+def _number(item: tuple[str, Any]) -> int:
+    return int(item[0])
 
 
 if __name__ == "__main__":
