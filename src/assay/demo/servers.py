@@ -82,12 +82,12 @@ def transformers_server(model: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def llama_server(
-    gguf: Path, binary: Path, *, max_model_len: int = 2048, streams: int = 8
+    gguf: Path, binary: Path, *, max_model_len: int = 2048, streams: int = 8, extra_args: Sequence[str] = ()
 ) -> Iterator[Server]:
     """Serve a GGUF file with llama.cpp's own server, built from its sources (see benchmarks/build_llama_cpp.sh)."""
     command = [
         str(binary), "-m", str(gguf), "--host", "127.0.0.1", "--jinja", "--metrics",
-        "-c", str(max_model_len * streams), "-np", str(streams), "--alias", gguf.stem,
+        "-c", str(max_model_len * streams), "-np", str(streams), "--alias", gguf.stem, *extra_args,
     ]  # fmt: skip
     with _serve(command, {}, name=f"llama-{gguf.stem}", model=gguf.stem, ready="/health") as server:
         yield server
