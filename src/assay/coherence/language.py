@@ -20,6 +20,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
+from assay.coherence.codepoints import mapped
 from assay.coherence.detectors.units import FUNCTION_WORDS
 
 if TYPE_CHECKING:
@@ -96,18 +97,12 @@ def tables() -> Tables:
 
 def character_classes(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
     """The class of every code point."""
-    import numpy as np
-
-    known, inverse = np.unique(codes, return_inverse=True)
-    return np.array([_character_class(chr(c)) for c in known.tolist()], dtype=np.int64)[inverse]
+    return mapped(codes, _character_class)
 
 
 def letter_codes(codes: NDArray[np.uint32]) -> NDArray[np.int64]:
     """Every code point as one of the `LETTERS`: accents off, case off, what is no letter is an edge."""
-    import numpy as np
-
-    known, inverse = np.unique(codes, return_inverse=True)
-    return np.array([_letter(chr(c)) for c in known.tolist()], dtype=np.int64)[inverse]
+    return mapped(codes, _letter)
 
 
 def is_known_word(word: str, bloom: NDArray[np.uint8]) -> bool:

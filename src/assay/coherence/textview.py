@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # A token is a run of letters, a run of digits, one character of a script written without spaces, or one
 # mark. The scripts: kana, Chinese characters, Thai, Lao, Khmer, Myanmar.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-_TOKEN = re.compile(rf"[{_UNSPACED}]|[^\W\d_{_UNSPACED}]+|\d+|[^\w\s]|_")
+_SINGLE = re.compile(rf"[{_UNSPACED}]|[^\w\s]|_")
 _DIGITS = re.compile(r"\d+")
 
 # A segment ends at a line break or after a sentence's end mark.
@@ -76,7 +76,16 @@ class TextView:
     @cached_property
     def words(self) -> Sequence[str]:
         """The tokens as they stand in the text."""
-        return [m.group() for m in self._matches]
+        starts, ends = self._bounds
+        return [self.text[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    @cached_property
+    def is_word(self) -> NDArray[np.bool_]:
+        """For every token whether it is made of letters or digits, and no mark."""
+        from assay.coherence.codepoints import mapped
+
+        alnum: NDArray[np.bool_] = mapped(self.codes, str.isalnum).astype(bool)[self._bounds[0]]
+        return alnum
 
     @cached_property
     def tokens(self) -> Units:
@@ -147,19 +156,33 @@ class TextView:
     def _breaks(self) -> list[int]:
         return [m.start() for m in re.finditer("\n", self.text)]
 
-    @cached_property
-    def _matches(self) -> Sequence[re.Match[str]]:
-        return list(_TOKEN.finditer(self.text))
-
     def _units(self, ids: NDArray[np.int64]) -> Units:
         return Units(ids, *self._bounds)
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Starts and ends of all tokens: where the kind of character changes, and around every single."""
         import numpy as np
 
-        spans = np.array([m.span() for m in self._matches], dtype=np.int64).reshape(-1, 2)
-        return spans[:, 0].copy(), spans[:, 1].copy()
+        from assay.coherence.codepoints import mapped
+
+        kinds = mapped(self.codes, _kind)
+        changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == _KIND_SINGLE)) + 1
+        edges = np.concatenate(([0], changes, [len(kinds)])) if len(kinds) else np.zeros(1, dtype=np.int64)
+        starts, ends = edges[:-1], edges[1:]
+        solid = kinds[starts] != _KIND_BLANK
+        return starts[solid], ends[solid]
+
+
+_KIND_BLANK, _KIND_LETTER, _KIND_DIGIT, _KIND_SINGLE = range(4)
+
+
+def _kind(char: str) -> int:
+    if char.isspace():
+        return _KIND_BLANK
+    if _SINGLE.fullmatch(char):
+        return _KIND_SINGLE
+    return _KIND_DIGIT if char.isdecimal() else _KIND_LETTER
 
 
 def _number(keys: Sequence[str]) -> NDArray[np.int64]:

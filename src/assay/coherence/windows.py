@@ -41,7 +41,7 @@ class Windows:
 
 def running_sums(view: TextView) -> Mapping[str, NDArray[np.float64]] | None:
     """Running sums of all measures over the tokens, or None if there are too few to say anything."""
-    if sum(w[0].isalnum() for w in view.words) < MIN_WORDS:
+    if int(view.is_word.sum()) < MIN_WORDS:
         return None
     return {name: _sums(values) for name, values in _token_measures(view).items()}
 
@@ -108,7 +108,7 @@ def _token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
     before = classes[np.maximum(starts - 1, 0)]
     glued = (starts > 0) & (starts == owned)
     latin_word = ((letter_count == ends - starts) & (letter_count > 0)).astype(float) * weight
-    is_word = np.array([w[0].isalnum() for w in distinct], dtype=float)[which] * weight
+    is_word = view.is_word * weight
     syntax_class = lang.word_classes(distinct, listed.tolist())[which]
     pair = np.concatenate(([0.0], tables.syntax[syntax_class[:-1], syntax_class[1:]]))
     breaks = _sums((view.codes == ord("\n")).astype(float))[starts]

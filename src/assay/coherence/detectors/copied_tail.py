@@ -32,7 +32,7 @@ def detect(view: TextView) -> Detection | None:
         if copied < max(MIN_COPIED, MIN_PERIODS * period):
             continue
         start = first + len(ids) - copied
-        marks = sum(not w[0].isalnum() for w in view.words[start:])
+        marks = int((~view.is_word[start:]).sum())
         if marks > MAX_MARKS * copied and copied < 2 * MIN_COPIED:
             continue
         unit = view.text[int(view.tokens.starts[start]) :]

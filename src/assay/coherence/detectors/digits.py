@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 
 from assay.coherence.detectors.base import Detection
 from assay.coherence.textview import TextView
@@ -11,19 +12,29 @@ from assay.coherence.textview import TextView
 _GLUED = re.compile(
     r"\b(?:the|and|but|so|this|that|of|with|was|are|have|we|you|they|it|is|think|which)\d+", re.IGNORECASE
 )
+_LETTER_DIGIT = re.compile(r"(?<=[A-Za-z])\d")
 _GAP = re.compile(r"\n[ \t]*\n[ \t]*\n\s*")
 MIN_GLUED = 3
 
 
 def detect(view: TextView) -> Detection | None:
     """The first of several numbers where no number belongs."""
-    glued = list(_GLUED.finditer(view.text))
+    glued = list(_glued(view.text))
     # In code such names exist (`is1`, `this2`); there they repeat, and words do not stand around them.
     if len({m.group().lower() for m in glued}) >= MIN_GLUED and len(glued) * 300 > len(view.text):
         return Detection(
             "digit_salad", glued[0].start(), glued[-1].end(), {"glued": [m.group() for m in glued[:5]]}
         )
     return _strewn(view)
+
+
+def _glued(text: str) -> Iterator[re.Match[str]]:
+    """Numbers glued to a common word. Digits that follow a letter are rare, so they are looked for first."""
+    for digit in _LETTER_DIGIT.finditer(text):
+        for length in range(2, 6):
+            if match := _GLUED.match(text, max(0, digit.start() - length)):
+                yield match
+                break
 
 
 def _strewn(view: TextView) -> Detection | None:

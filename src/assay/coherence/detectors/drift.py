@@ -17,7 +17,9 @@ MIN_WORDS = 40
 MAX_FUNCTION = 0.05
 MIN_KNOWN = 0.85
 MIN_DISTINCT = 0.6
-_ROW = re.compile(rf"[a-zA-Z ]{{{3 * MIN_WORDS},}}")
+_ROW = re.compile("[a-zA-Z ]+")
+MIN_ROW = 3 * MIN_WORDS
+"""Code points of a row that is looked at; asked after the match, since the pattern would scan short rows again and again."""
 
 _WORD = re.compile("[a-zA-Z]+")
 
@@ -25,6 +27,8 @@ _WORD = re.compile("[a-zA-Z]+")
 def detect(view: TextView) -> Detection | None:
     """The first row of words without grammar."""
     for row in _ROW.finditer(view.text):
+        if row.end() - row.start() < MIN_ROW:
+            continue
         spans = [m.span() for m in _WORD.finditer(row.group())]
         words = [row.group()[a:b].lower() for a, b in spans]
         start = _drift_start(words)

@@ -7,11 +7,13 @@ base64 of zeros is full of `A`; nobody writes sixty `!`.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from assay.coherence.detectors.base import Detection
+from assay.coherence.detectors.periodic import has_stretch, true_stretches
 from assay.coherence.textview import TextView
 
-_RUN = re.compile(r"(\S)\1{7,}")
+MIN_RUN = 8
 _NEWLINES = re.compile(r"\n\s{7,}")
 _BLANKS = re.compile(r"[^\S\n]{64,}")
 _BLOCK_LINE = re.compile(r"[A-Za-z0-9+/_=*.,:-]{32,}")
@@ -46,10 +48,10 @@ def run_limit(char: str) -> int:
 def _character_flood(view: TextView) -> Detection | None:
     text = view.text
     short = len(text.strip())
-    for match in _RUN.finditer(text):
-        char, start, end = match.group(1), match.start(), match.end()
-        if char == "\ufffd":
-            continue  # replacement.py knows it
+    for start, end in _runs(view):
+        char = text[start]
+        if char == "\ufffd" or char.isspace():
+            continue  # replacement.py knows the one, blanks have limits of their own
         length = end - start
         limit = run_limit(char)
         whole = length >= 0.9 * short and length >= (24 if char in _RULES else 8) and not char.isalnum()
@@ -59,6 +61,15 @@ def _character_flood(view: TextView) -> Detection | None:
                 kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length}
             )
     return None
+
+
+def _runs(view: TextView) -> Iterator[tuple[int, int]]:
+    """Spans of `MIN_RUN` and more equal characters."""
+    same = view.codes[1:] == view.codes[:-1]
+    if has_stretch(same, MIN_RUN - 1):
+        for start, end in zip(*true_stretches(same), strict=True):
+            if end + 1 - start >= MIN_RUN:
+                yield int(start), int(end) + 1
 
 
 def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:

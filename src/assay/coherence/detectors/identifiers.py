@@ -10,13 +10,16 @@ from assay.coherence.textview import TextView
 MIN_PARTS = 20
 MIN_GLUED = 160
 """Lower-case letters in a row; the longest words of any language stay far below."""
-_NAME = re.compile(r"[A-Za-z]\w{100,}")
+MIN_NAME = 100
+_NAME = re.compile(rf"[A-Za-z]\w{{{MIN_NAME},}}")
 _HUMP = re.compile(r"[A-Z][a-z]{2,}")
 _GLUED = re.compile(rf"[a-z]{{{MIN_GLUED},}}")
 
 
 def detect(view: TextView) -> Detection | None:
     """The first endless name."""
+    if all(len(piece) <= MIN_NAME for piece in view.text.split()):
+        return None  # the cheap look: names hold no blanks
     for match in _NAME.finditer(view.text):
         name = match.group()
         digits = sum(c.isdigit() for c in name)

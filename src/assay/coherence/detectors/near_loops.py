@@ -7,13 +7,17 @@ of their own. Copies on lines count only where the server says that the text was
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from assay.coherence.codepoints import mapped
 from assay.coherence.detectors.base import Detection, quote
-from assay.coherence.detectors.periodic import true_stretches
+from assay.coherence.detectors.periodic import running_count, true_stretches
 from assay.coherence.textview import Ending, TextView
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 MAX_PERIOD = 64
@@ -30,25 +34,29 @@ def detect(view: TextView) -> Detection | None:
     ids = view.masked_tokens.ids
     if len(ids) < MIN_TOKENS:
         return None
-    found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, ids, p))]
+    counts = Counts(view)
+    found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, counts, ids, p))]
     return min(found, key=lambda d: d.onset, default=None)
 
 
-def _with_period(view: TextView, ids: NDArray[Any], period: int) -> Detection | None:
+def _with_period(view: TextView, counts: Counts, ids: NDArray[Any], period: int) -> Detection | None:
     import numpy as np
 
     width = max((MIN_REPEATS - 1) * period, MIN_TOKENS)
     if len(ids) < width + period:
         return None
-    same = np.concatenate(([0], np.cumsum(ids[period:] == ids[:-period], dtype=np.int64)))
-    starts, ends = true_stretches(same[width:] - same[:-width] >= MIN_SAME * width)
+    same = running_count(ids[period:] == ids[:-period])
+    alike = same[width:] - same[:-width] >= MIN_SAME * width
+    if not alike.any():
+        return None
+    starts, ends = true_stretches(alike)
     for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
         start = first + int(
             np.argmax(np.diff(same[first : first + width + 1]))
         )  # the first token that comes again
         last = min(end + width + period - 2, len(ids) - 1)
         a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
-        if _is_prose_loop(view, a, b, start, last, period):
+        if _is_prose_loop(view, counts, a, b, start, last, period):
             unit = view.text[a : int(view.tokens.starts[start + period])]
             exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
             kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
@@ -61,14 +69,37 @@ def _with_period(view: TextView, ids: NDArray[Any], period: int) -> Detection | 
     return None
 
 
-def _is_prose_loop(view: TextView, a: int, b: int, first: int, last: int, period: int) -> bool:
-    passage = view.text[a:b]
+def _is_prose_loop(
+    view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int
+) -> bool:
     tokens = last + 1 - first
-    marks = sum(not w[0].isalnum() for w in view.words[first : last + 1])
-    letters = sum(c.isalpha() for c in passage)
-    if b - a < MIN_CHARS or marks > MAX_MARKS * tokens or letters < MIN_LETTERS * len(passage):
+    marks = tokens - int(counts.words[last + 1] - counts.words[first])
+    letters = int(counts.letters[b] - counts.letters[a])
+    if b - a < MIN_CHARS or marks > MAX_MARKS * tokens or letters < MIN_LETTERS * (b - a):
         return False
-    if passage.count("\n") * 4 * period < tokens:
+    if int(counts.breaks[b] - counts.breaks[a]) * 4 * period < tokens:
         return True
     at_end = len(view.words) - 1 - last <= period
     return view.ending is Ending.CUT and at_end and tokens >= 12 * period
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Running counts with a leading 0, so that a passage of any length is counted in one step."""
+
+    view: TextView
+
+    @cached_property
+    def words(self) -> NDArray[np.int64]:
+        """Tokens that are no marks, before each token."""
+        return running_count(self.view.is_word)
+
+    @cached_property
+    def letters(self) -> NDArray[np.int64]:
+        """Letters before each code point."""
+        return running_count(mapped(self.view.codes, str.isalpha))
+
+    @cached_property
+    def breaks(self) -> NDArray[np.int64]:
+        """Line breaks before each code point."""
+        return running_count(self.view.codes == ord("\n"))

@@ -59,9 +59,9 @@ def periodic_runs(
 
 
 def has_stretch(flags: NDArray[np.bool_], length: int) -> bool:
-    """Whether at least a power of two ≤ `length` (16 at most) flags in a row are true: a cheap test by doubling."""
+    """Whether the largest power of two ≤ `length` flags in a row are true: a cheap test by doubling."""
     width = 1
-    while 2 * width <= min(length, 16) and len(flags) > width:
+    while 2 * width <= length and len(flags) > width and flags.any():
         flags = flags[:-width] & flags[width:]
         width *= 2
     return bool(flags.any())
@@ -73,3 +73,12 @@ def true_stretches(flags: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray
 
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
     return edges[::2].astype(np.int64), edges[1::2].astype(np.int64)
+
+
+def running_count(flags: NDArray[Any]) -> NDArray[np.int64]:
+    """How many flags are true before each position, shape (len(flags) + 1,)."""
+    import numpy as np
+
+    counts = np.zeros(len(flags) + 1, dtype=np.int64)
+    np.cumsum(flags, out=counts[1:])
+    return counts

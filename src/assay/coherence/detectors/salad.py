@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MODEL = "salad_trees.npz"
 SCALES = ((64, 16), (24, 8))
 """Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
+ROWS = 128
+"""Windows that go through the trees together."""
 LIMITS = {64: (2.9, 2, 3.5), 24: (3.5, 3, 5.5)}
 """For each scale: the log-odds from which a window counts, how many such windows in a row make a salad, and the
 log-odds that one window needs in a text that holds no more of them."""
@@ -63,13 +65,18 @@ def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
     """Log-odds of salad for every window: the sum of the leaves that its measures (windows, features) lead to."""
     import numpy as np
 
-    node = np.broadcast_to(model.roots, (len(values), len(model.roots))).copy()
-    row = np.arange(len(values))[:, None]
-    for _ in range(model.depth):
-        goes_left = values[row, model.feature[node]] <= model.threshold[node]
-        node = np.where(goes_left, model.left[node], model.right[node])
-    total: NDArray[np.float64] = model.baseline + model.value[node].sum(axis=1)
-    return total
+    # Flat arrays and few rows at a time: everything stays in the cache, which makes this several times faster.
+    children = np.stack([model.left, model.right], axis=1).ravel()
+    parts = []
+    for first in range(0, len(values), ROWS):
+        rows = np.ascontiguousarray(values[first : first + ROWS])
+        flat, row = rows.ravel(), (np.arange(len(rows), dtype=np.int32) * rows.shape[1])[:, None]
+        node = np.broadcast_to(model.roots, (len(rows), len(model.roots)))
+        for _ in range(model.depth):
+            goes_right = flat.take(row + model.feature.take(node)) > model.threshold.take(node)
+            node = children.take(2 * node + goes_right)
+        parts.append(model.baseline + model.value.take(node).sum(axis=1))
+    return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def detect(view: TextView) -> Detection | None:

@@ -39,8 +39,11 @@ def detect(view: TextView) -> Detection | None:
 def _leak(view: TextView) -> Detection | None:
     if "<" not in view.text and "[" not in view.text and "\u2047" not in view.text:
         return None
+    marks = list(_SPECIAL.finditer(view.text))
+    if not marks:
+        return None
     hidden = _Spans([*view.fences, *(m.span() for m in _CODE_SPAN.finditer(view.text))])
-    marks = [m for m in _SPECIAL.finditer(view.text) if m.start() not in hidden]
+    marks = [m for m in marks if m.start() not in hidden]
     flood = _longest_row(view, marks)
     if flood:
         return flood

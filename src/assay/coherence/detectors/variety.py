@@ -7,6 +7,7 @@ penalty makes of a loop.
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from assay.coherence.detectors.base import Detection
 from assay.coherence.textview import TextView
@@ -14,13 +15,16 @@ from assay.coherence.textview import TextView
 WINDOW = 60
 MAX_DISTINCT = 12
 MAX_MARKS = 0.15
-_LINE = re.compile(r"[^\n]{200,}")
+_LINE = re.compile(r"[^\n]+")
+MIN_LINE = 200
 _WORD = re.compile(r"[^\W\d_]+")
 
 
 def detect(view: TextView) -> Detection | None:
     """The first passage of `WINDOW` words with at most `MAX_DISTINCT` different ones."""
     for line in _LINE.finditer(view.text):
+        if line.end() - line.start() < MIN_LINE:
+            continue
         matches = list(_WORD.finditer(line.group()))
         if len(matches) < WINDOW:
             continue
@@ -33,9 +37,10 @@ def detect(view: TextView) -> Detection | None:
         marks = sum(not c.isalnum() and not c.isspace() for c in passage)
         if marks > MAX_MARKS * len(passage) or sum(c.isalpha() for c in passage) < 0.55 * len(passage):
             continue  # code, a table, a list of numbers
-        used = sorted(set(words[index : index + WINDOW]), key=words[index:].count, reverse=True)
+        window = Counter(words[index : index + WINDOW])
+        used = [word for word, _ in window.most_common(6)]
         return Detection(
-            "few_words", line.start() + start, line.start() + end, {"words": used[:6], "distinct": len(used)}
+            "few_words", line.start() + start, line.start() + end, {"words": used, "distinct": len(window)}
         )
     return None
 
