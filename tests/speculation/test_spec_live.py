@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -130,3 +131,35 @@ def test_sglang_gauges_are_not_differenced() -> None:
         report = examine([serving(stub, page).url], FAST)
     assert report.results["record"]["mean_acceptance_length"] == 2.6
     assert report.results["health"] == "healthy"
+
+
+def iterations(*accepted: int) -> str:
+    stats = [
+        {"iter": i, "specDecodingStats": {
+            "numDraftTokens": 30, "numAcceptedTokens": a, "numRequestsWithDraftTokens": 10,
+        }}
+        for i, a in enumerate(accepted)
+    ]  # fmt: skip
+    return json.dumps(stats)
+
+
+def test_tensorrt_iterations_of_the_second_look_are_the_window() -> None:
+    with StubServer() as stub:
+        stub.on("GET /prometheus/metrics", lambda e: e.send(b"", status=404))
+        report = examine([serving(stub, iterations(0, 0), iterations(21, 24, 22, 20, 25, 23)).url], FAST)
+    assert (report.results["record"]["drafted"], report.results["record"]["accepted"]) == (180, 135)
+    assert report.results["health"] == "healthy"
+
+
+def test_tensorrt_counters_are_preferred_to_iterations() -> None:
+    def page(drafted: int, accepted: int) -> str:
+        return (
+            f"trtllm_spec_decode_num_draft_tokens_total {drafted}\n"
+            f"trtllm_spec_decode_num_accepted_tokens_total {accepted}\n"
+        )
+
+    left = [page(500, 400), page(900, 420)]
+    with StubServer() as stub:
+        stub.on("GET /prometheus/metrics", lambda e: e.send(left.pop(0).encode()))
+        report = examine([serving(stub, iterations(0), iterations(0)).url], FAST)
+    assert (report.results["record"]["drafted"], report.results["record"]["accepted"]) == (400, 20)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import spec_lines as lines
 
@@ -168,6 +170,46 @@ class TestOthers:
             8,
             3,
         )
+
+    @pytest.mark.parametrize("wrap", ["choice", "perf_metrics"])
+    def test_tensorrt_requests(self, wrap: str) -> None:
+        """The block as responses carry it (with a histogram) and as `/perf_metrics` does (without)."""
+        own = {"acceptance_rate": 0.55, "total_accepted_draft_tokens": 33, "total_draft_tokens": 60}
+        if wrap == "choice":
+            own |= {"num_spec_steps": 20, "acceptance_histogram": [5, 2, 8, 5], "num_spec_tokens": 3}
+            body = {"choices": [{"avg_decoded_tokens_per_iter": 2.65, "speculative_decoding": own}]}
+        else:
+            body = {"phases": {"server": {"first_iter": 4, "speculative_decoding": own}}}
+        record = lines.read_document([body, body]).record
+        assert (record.engine, record.accepted, record.drafted) == ("tensorrt-llm", 66, 120)
+        if wrap == "choice":
+            assert record.positions == ((30, 40), (26, 40), (10, 40))
+            assert record.mean_acceptance_length == pytest.approx(2.65)
+        else:
+            assert (record.drafts, record.mean_acceptance_length) == (None, None)
+
+    def test_tensorrt_average_of_a_choice(self) -> None:
+        def choice(length: float) -> dict[str, Any]:
+            return {"choices": [{"index": 0, "avg_decoded_tokens_per_iter": length}]}
+
+        assert assess(lines.read_document(choice(2.5))).health is Health.HEALTHY
+        # 1.0 is what a server without speculation prints.
+        assert assess(lines.read_document(choice(1.0))).health is Health.OFF
+
+    def test_tensorrt_counters(self) -> None:
+        def page(drafted: int, accepted: int) -> str:
+            own = 'engine_type="trtllm",model_name="m"'
+            return (
+                f"trtllm_spec_decode_num_draft_tokens_total{{{own}}} {drafted}.0\n"
+                f"trtllm_spec_decode_num_draft_tokens_created{{{own}}} 1.7e9\n"
+                f"trtllm_spec_decode_num_accepted_tokens_total{{{own}}} {accepted}.0\n"
+                f"trtllm_spec_decode_acceptance_length{{{own}}} 2.1\n"
+            )
+
+        evidence = lines.read_metrics(page(900, 30), page(1800, 660))
+        assert (evidence.record.drafted, evidence.record.accepted) == (1800, 660)
+        assert evidence.record.drafts is None
+        assert [(w.drafted, w.accepted) for w in evidence.windows] == [(900, 30), (900, 630)]
 
     def test_tensorrt_lengths_without_weights_are_not_averaged(self) -> None:
         evidence = lines.read("average acceptance length: 2.80 / 4", "average acceptance length: 2.40 / 4")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.base import Capability
-from assay.errors import UsageError
+from assay.errors import AssayError, UsageError
 from assay.speculation.combine import Evidence, combine, fell, subtract
+from assay.speculation.exposition import looks_like_metrics
 from assay.speculation.reading import Reading
 from assay.speculation.record import Kind, Observation
 from assay.speculation.requests import Sent, send
 from assay.verdict import Finding, Severity
 
 if TYPE_CHECKING:
+    from assay.engines.server.transport import Transport
     from assay.speculation.examine import Options
 
 ENOUGH_DRAFTS = 50
@@ -79,7 +82,7 @@ def watch(url: str, options: Options, sleep: Callable[[float], None] = time.slee
             engine.capabilities.require(Capability.COMPLETIONS, "--requests")
 
         def page() -> str:
-            return transport.get(f"{endpoint.root}/metrics").body.decode("utf-8", "replace")
+            return _page(transport)
 
         before = page()
         began = time.monotonic()
@@ -90,11 +93,33 @@ def watch(url: str, options: Options, sleep: Callable[[float], None] = time.slee
     return between(before, after, time.monotonic() - began, sent)
 
 
+def _page(transport: Transport) -> str:
+    """The metrics of a server as text: Prometheus, or TensorRT-LLM's array of iterations where it has nothing else."""
+    root = transport.endpoint.root
+    text = transport.get(f"{root}/metrics").body.decode("utf-8", "replace")
+    if not text.lstrip().startswith("["):
+        return text
+    try:
+        other = transport.get(f"{root}/prometheus/metrics").body.decode("utf-8", "replace")
+    except AssayError:
+        return text
+    return other if looks_like_metrics(other) else text
+
+
+def _reading(page: str) -> Reading:
+    reading = Reading(kinds=["metrics"])
+    if page.lstrip().startswith("["):
+        # The iterations since the last look: those of the second page are the window.
+        with suppress(ValueError):
+            reading.document(json.loads(page))
+    else:
+        reading.metrics(page)
+    return reading
+
+
 def between(before: str, after: str, seconds: float, sent: Sent | None = None) -> Live:
     """What two pages of one server say about the time between them."""
-    first, second = Reading(kinds=["metrics"]), Reading(kinds=["metrics"])
-    first.metrics(before)
-    second.metrics(after)
+    first, second = (_reading(page) for page in (before, after))
     old = {(o.replica, o.stream, o.definition): o for o in first.settled()}
     window: list[Observation] = []
     reset = False

@@ -44,6 +44,7 @@ DEFINITIONS: Mapping[str, str] = {
     "llamacpp_total": "llama.cpp statistics of one drafting method since start",
     "llamacpp_counters": "llama.cpp counters since start",
     "trtllm_iteration": "TensorRT-LLM counts of one iteration; one draft a request",
+    "trtllm_counters": "TensorRT-LLM counters since start; verify steps are not counted",
     "trtllm_request": "TensorRT-LLM counts of one request",
     "trtllm_average": "TensorRT-LLM average acceptance length, printed without a weight",
     "mlx_request": "mlx-vlm counts of one request; a round is one verify step",

@@ -1,15 +1,20 @@
-"""TensorRT-LLM: iteration statistics, per-request statistics, and the printed average acceptance length."""
+"""TensorRT-LLM: iteration statistics, totals, per-request statistics, and the printed average acceptance length.
+
+`/metrics` of its server is a JSON array of the iterations since the last look; the Prometheus page is
+`/prometheus/metrics`. Names as in tensorrt_llm/metrics/collector.py and tensorrt_llm/serve (2026).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from assay.speculation.parsers.base import Line, Parser, count, number
+from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
 from assay.speculation.record import Kind, Observation
 
 _AVERAGE = re.compile(r"(?:average|avg|mean) accept(?:ance|ed) length[:=]?\s*([\d.]+)(?:\s*/\s*(\d+))?", re.I)
+_TOTAL = re.compile(r"^trtllm[:_]spec_decode_num_(draft|accepted)_tokens(?:_total)?$")
 
 
 class TensorRTParser(Parser):
@@ -41,10 +46,44 @@ class TensorRTParser(Parser):
                 engine=self.engine, kind=Kind.WINDOW, definition="trtllm_iteration", drafted=drafted,
                 accepted=accepted, drafts=drafts,
             )  # fmt: skip
-        speculative = value.get("speculative_decoding")
-        if isinstance(speculative, Mapping) and "total_draft_tokens" in speculative:
+        yield from _request(value)
+        # A choice without the block above; a server that does not speculate prints 1.0 here.
+        length = number(value.get("avg_decoded_tokens_per_iter"))
+        if length is not None and length > 1 and not isinstance(value.get("speculative_decoding"), Mapping):
             yield Observation(
-                engine=self.engine, kind=Kind.REQUEST, definition="trtllm_request",
-                drafted=count(speculative.get("total_draft_tokens")),
-                accepted=count(speculative.get("total_accepted_draft_tokens")),
+                engine=self.engine, kind=Kind.VALUE, definition="trtllm_average", weight=None,
+                mean_acceptance_length=length,
             )  # fmt: skip
+
+    def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
+        """Totals since start, one for each server on the page. The page does not count drafts (verify steps)."""
+        found: dict[str, dict[str, int]] = {}
+        for sample in samples:
+            match, value = _TOTAL.match(sample.name), count(sample.value)
+            if match and value is not None:
+                where = "/".join(sample.labels.get(n, "") for n in ("instance", "engine_type", "model_name"))
+                found.setdefault(where, {})[match[1]] = value
+        for where, own in found.items():
+            yield Observation(
+                engine=self.engine, kind=Kind.TOTAL, definition="trtllm_counters", drafted=own.get("draft"),
+                accepted=own.get("accepted"), partial=len(own) < 2, stream=where,
+                replica=where if len(found) > 1 else None,
+            )  # fmt: skip
+
+
+def _request(value: Mapping[str, Any]) -> Iterable[Observation]:
+    """The block `speculative_decoding` of a response or of `/perf_metrics`; newer servers add a histogram to it."""
+    drafted = count(value.get("total_draft_tokens"))
+    accepted = count(value.get("total_accepted_draft_tokens"))
+    if drafted is None or accepted is None:
+        return
+    drafts, depth = count(value.get("num_spec_steps")), count(value.get("num_spec_tokens"))
+    steps = counts(value.get("acceptance_histogram"))
+    per_position = None
+    if steps and drafts == sum(steps):
+        per_position = from_histogram(steps)[2]
+        per_position += (0,) * ((depth or 0) - len(per_position))
+    yield Observation(
+        engine=TensorRTParser.engine, kind=Kind.REQUEST, definition="trtllm_request", drafted=drafted,
+        accepted=accepted, drafts=drafts, accepted_per_position=per_position, num_speculative_tokens=depth,
+    )  # fmt: skip
