@@ -14,11 +14,23 @@ SIDECARS = ("quantize_config.json", "quant_config.json", "quantization_config.js
 
 Accepts = Callable[[str], "frozenset[Kind] | None"]
 Geometry = Callable[[str, Params], "str | None"]
+BitsOf = Callable[[str], "int | None"]
+Names = Callable[[str], tuple[str, ...]]
 
 
 def no_geometry(module: str, params: Params) -> str | None:
     """For schemes whose packed shapes carry nothing to check."""
     return None
+
+
+def unknown_bits(module: str) -> int | None:
+    """For schemes that do not pack integers."""
+    return None
+
+
+def no_names(module: str) -> tuple[str, ...]:
+    """For schemes that ask for nothing more than their kind does."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,8 @@ class Declared:
 
     `accepts(module)` gives the storage kinds that agree with the declaration, `{PLAIN}` for a module that it leaves
     out, or None where it does not say. `geometry(module, params)` is a complaint about packed shapes, or None.
+    `bits_of(module)` is the width of its packed integers, `needs(module)` and `unwanted(module)` name parameters that a
+    quantised module must, or must not, have beside its weight.
     """
 
     method: str
@@ -37,6 +51,9 @@ class Declared:
     bits: int | None = None
     group_size: int | None = None
     algorithm: str | None = None
+    bits_of: BitsOf = unknown_bits
+    needs: Names = no_names
+    unwanted: Names = no_names
 
 
 @dataclass(frozen=True)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from assay.checkpoint.quantization import packing
-from assay.checkpoint.quantization.declared import Accepts, Declared, Found, Geometry, integer, strings
+from assay.checkpoint.quantization.declared import Declared, Found, Geometry, integer, strings
+from assay.checkpoint.quantization.fused import listed
 from assay.checkpoint.quantization.stored import Kind, stored_kind
 from assay.checkpoint.tensors import Params
 
 _PLAIN = frozenset({Kind.PLAIN})
 
 
-def _word_geometry(bits: int | None, group_size: int | None) -> Geometry:
-    """Checks packed shapes if the declaration gives bits and group size."""
+Settings = Callable[[str], tuple[int | None, int | None]]
+"""Module to (bits, group size)."""
+
+
+def _word_geometry(settings: Settings) -> Geometry:
+    """Checks packed shapes where the declaration gives bits and group size."""
 
     def check(module: str, params: Params) -> str | None:
+        bits, group_size = settings(module)
         kind = stored_kind(params)
         if bits not in {2, 3, 4, 8} or group_size is None or kind not in {Kind.GPTQ, Kind.AWQ}:
             return None
@@ -30,20 +36,45 @@ def _word_geometry(bits: int | None, group_size: int | None) -> Geometry:
     return check
 
 
+def _overridden(
+    bits: int | None, group: int | None, entry: Callable[[str], Mapping[str, Any] | None]
+) -> Settings:
+    """Settings of the whole, with what a module's own entry changes."""
+
+    def settings(module: str) -> tuple[int | None, int | None]:
+        own = entry(module) or {}
+        changed_bits, changed_group = integer(own, "bits"), integer(own, "group_size")
+        return (
+            bits if changed_bits is None else changed_bits,
+            group if changed_group is None else changed_group,
+        )
+
+    return settings
+
+
 def gptq(found: Found) -> Declared:
-    """GPTQ (AutoGPTQ, GPTQModel): every Linear of the layers, but for `dynamic` "-:" keys and exclusion lists."""
+    """GPTQ (AutoGPTQ, GPTQModel): every Linear of the layers, but for exclusion lists and `dynamic`.
+
+    A `dynamic` key is a pattern: `-:` leaves the modules out, `+:` or nothing changes their bits or group size.
+    """
     raw = found.raw
     bits, group = integer(raw, "bits"), integer(raw, "group_size")
     excluded = strings(raw.get("modules_to_not_convert"))
     blocks = raw.get("modules_in_block_to_quantize")
     inside = tuple(n for g in blocks for n in strings(g)) if isinstance(blocks, list) else ()
     dynamic = raw.get("dynamic")
-    rules = dynamic if isinstance(dynamic, Mapping) else {}
-    skip = [p for key in rules if isinstance(key, str) and key.startswith("-:") and (p := _pattern(key[2:]))]
-    mixed = any(isinstance(v, Mapping) and v for v in rules.values())
+    rules = [(k, v) for k, v in dynamic.items() if isinstance(k, str)] if isinstance(dynamic, Mapping) else []
+    skip = [p for key, _ in rules if key.startswith("-:") and (p := _pattern(key[2:]))]
+    change = [
+        (p, v) for key, v in rules
+        if not key.startswith("-:") and isinstance(v, Mapping) and (p := _pattern(key.removeprefix("+:")))
+    ]  # fmt: skip
+
+    def hits(module: str) -> bool:
+        return any(part in module for part in excluded) or any(p.match(module) for p in skip)
 
     def accepts(module: str) -> frozenset[Kind] | None:
-        if any(part in module for part in excluded) or any(p.match(module) for p in skip):
+        if listed(module, hits):
             return _PLAIN
         if module.endswith("lm_head"):
             return frozenset({Kind.GPTQ}) if raw.get("lm_head") is True else _PLAIN
@@ -51,8 +82,11 @@ def gptq(found: Found) -> Declared:
             return _PLAIN
         return frozenset({Kind.GPTQ})
 
-    geometry = _word_geometry(None if mixed else bits, group)
-    return Declared("gptq", found.source, raw, accepts, geometry, bits, group)
+    settings = _overridden(bits, group, lambda module: next((v for p, v in change if p.match(module)), None))
+    return Declared(
+        "gptq", found.source, raw, accepts, _word_geometry(settings), bits, group,
+        bits_of=lambda module: settings(module)[0],
+    )  # fmt: skip
 
 
 def awq(found: Found) -> Declared:
@@ -61,12 +95,16 @@ def awq(found: Found) -> Declared:
     bits, group = integer(raw, "bits", "w_bit"), integer(raw, "group_size", "q_group_size")
     excluded = strings(raw.get("modules_to_not_convert"))
 
+    def hits(module: str) -> bool:
+        return any(part in module for part in excluded)
+
     def accepts(module: str) -> frozenset[Kind] | None:
-        if module.endswith("lm_head") or any(part in module for part in excluded):
+        if module.endswith("lm_head") or listed(module, hits):
             return _PLAIN
         return frozenset({Kind.AWQ})
 
-    return Declared("awq", found.source, raw, accepts, _word_geometry(bits, group), bits, group)
+    geometry = _word_geometry(lambda module: (bits, group))
+    return Declared("awq", found.source, raw, accepts, geometry, bits, group, bits_of=lambda module: bits)
 
 
 _LAYOUTS = {
@@ -93,33 +131,37 @@ def auto_round(found: Found) -> Declared:
     blocks = (
         tuple(b.strip().rstrip(".") for b in names.split(",") if b.strip()) if isinstance(names, str) else ()
     )
-    extra = raw.get("extra_config") if isinstance(raw.get("extra_config"), Mapping) else {}
-    accepts = _round_accepts(kinds, blocks, extra or {})
-    mixed = any(
-        isinstance(v, Mapping) and 0 < (integer(v, "bits") or 16) < 16 for v in (extra or {}).values()
-    )
-    geometry = _word_geometry(None if mixed else bits, group)
-    return Declared("auto-round", found.source, raw, accepts, geometry, bits, group, layout)
-
-
-def _round_accepts(
-    kinds: frozenset[Kind] | None, blocks: tuple[str, ...], extra: Mapping[str, Any]
-) -> Accepts:
-    patterns = {key: p for key in extra if any(c in key for c in "*+?[(^$|") and (p := _pattern(key))}
+    extra = raw.get("extra_config")
+    entry = _entries(extra if isinstance(extra, Mapping) else {})
+    settings = _overridden(bits, group, entry)
 
     def accepts(module: str) -> frozenset[Kind] | None:
-        entry = extra.get(module)
-        if entry is None:
-            entry = next((extra[k] for k, p in patterns.items() if p.search(module)), None)
-        if isinstance(entry, Mapping):
-            return _PLAIN if (integer(entry, "bits") or 16) >= 16 else kinds
+        own = entry(module)
+        if own is not None and integer(own, "bits") is not None:
+            return _PLAIN if (integer(own, "bits") or 16) >= 16 else kinds
         if blocks:
             return kinds if any(_in_block(module, b) for b in blocks) else _PLAIN
-        if module.endswith("lm_head") or module.startswith("mtp"):
-            return _PLAIN
-        return kinds
+        return _PLAIN if module.endswith("lm_head") or module.startswith("mtp") else kinds
 
-    return accepts
+    return Declared(
+        "auto-round", found.source, raw, accepts, _word_geometry(settings), bits, group, layout,
+        bits_of=lambda module: settings(module)[0],
+    )  # fmt: skip
+
+
+def _entries(extra: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
+    """Look up `extra_config`: by exact name, else by the first pattern that is found in the name."""
+    patterns = [
+        (p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := _pattern(key))
+    ]
+
+    def entry(module: str) -> Mapping[str, Any] | None:
+        own = extra.get(module)
+        if own is None:
+            own = next((v for p, v in patterns if p.search(module)), None)
+        return own if isinstance(own, Mapping) else None
+
+    return entry
 
 
 def _in_block(module: str, block: str) -> bool:
