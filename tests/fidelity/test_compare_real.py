@@ -191,3 +191,66 @@ def test_a_batch_that_does_not_fit_is_halved(smollm2: Path, monkeypatch: pytest.
         job = ScoreJob(path, scored_from=4, chunk=3, batch=2)
         for a, r in zip(whole, scorer.score_windows(windows, job), strict=True):
             torch.testing.assert_close(a[3:], r.states, atol=0.03, rtol=0.03)  # type: ignore[attr-defined]
+
+
+class TestStored:
+    """`assay reference`, then `run:`: as good as the reference itself, and never trusted unseen."""
+
+    @pytest.fixture
+    def store(self, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+        out = tmp_path / "store"
+        assert (
+            invoke(
+                [
+                    "reference",
+                    f"hf:{smollm2}",
+                    "--out",
+                    str(out),
+                    "--windows",
+                    "8",
+                    "--length",
+                    "64",
+                    "--batch",
+                    "8",
+                ]
+            )
+            == 0
+        )
+        return out
+
+    def test_a_store_stands_for_its_reference(self, compare: Compare, smollm2: Path, store: Path) -> None:
+        candidate = f"hf:{smollm2}?weights=int(bits=4,group=64)"
+        _, live = compare(f"hf:{smollm2}", candidate, *SMALL)
+        _, stored = compare(f"run:{store}", candidate, *SMALL)
+        assert stored["results"]["kld"] == live["results"]["kld"]
+        assert stored["results"]["per_window"] == live["results"]["per_window"]
+        result = store.parent / "result.json"
+        result.write_text(json.dumps(stored))
+        assert invoke(["rerun", str(result)]) == stored["exit_code"]
+
+    def test_one_flipped_bit_is_noticed(self, compare: Compare, smollm2: Path, store: Path) -> None:
+        shard = next((store / "states").iterdir())
+        raw = bytearray(shard.read_bytes())
+        raw[-3] ^= 1
+        shard.write_bytes(raw)
+        code, body = compare(f"run:{store}", f"hf:{smollm2}?dtype=float32", *SMALL)
+        assert code == 2
+        assert shard.name in body["findings"][0]["title"]
+
+    def test_other_settings_than_the_stored_are_refused(
+        self, compare: Compare, smollm2: Path, store: Path
+    ) -> None:
+        code, body = compare(f"run:{store}", f"hf:{smollm2}", "--length", 32)
+        assert code == 2
+        assert "--length 64" in body["findings"][0]["title"]
+
+    def test_the_file_of_llama_cpp_is_read_too(self, compare: Compare, smollm2: Path, tmp_path: Path) -> None:
+        base = tmp_path / "base.kld"
+        shape = ["--windows", "8", "--length", "64", "--scored", "second-half"]
+        arguments = ["reference", f"hf:{smollm2}", "--out", str(base), "--format", "llama.cpp", *shape]
+        assert invoke(arguments) == 0
+        code, body = compare(f"run:{base}", f"hf:{smollm2}?dtype=float32", *shape)
+        assert code in (0, 1, 3)
+        assert body["results"]["kld"]["mean"] < 0.01
+        assert body["results"]["tokens"] == 8 * 31

@@ -27,6 +27,8 @@ VERBS = {
     "verify": "assay.cli.verify",
     "spec": "assay.cli.spec",
     "compare": "assay.cli.compare",
+    "reference": "assay.cli.reference",
+    "rerun": "assay.cli.rerun",
     "demo": "assay.cli.demo",
 }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -94,6 +94,7 @@ class Head:
         self.bias = bias
         self.softcap = softcap
         self.scale = scale
+        self._elsewhere: dict[str, Head] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -112,10 +113,15 @@ class Head:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits.float()
 
-    def to(self, device: str) -> Head:
-        """The same head on another device."""
-        bias = None if self.bias is None else self.bias.to(device)
-        return Head(self.weight.to(device), bias, softcap=self.softcap, scale=self.scale)
+    def to(self, device: torch.device) -> Head:
+        """The same head on another device; it is copied there once."""
+        if device == self.weight.device:
+            return self
+        if str(device) not in self._elsewhere:
+            bias = None if self.bias is None else self.bias.to(device)
+            moved = Head(self.weight.to(device), bias, softcap=self.softcap, scale=self.scale)
+            self._elsewhere[str(device)] = moved
+        return self._elsewhere[str(device)]
 
 
 class WindowRows(Protocol):
@@ -134,6 +140,15 @@ class WindowRows(Protocol):
     @property
     def vocab_size(self) -> int:
         """Entries of a row."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where its logits come from."""
+        ...
+
+    def to(self, device: torch.device) -> WindowRows:
+        """The same rows on another device."""
         ...
 
     def logits(self, lo: int, hi: int) -> torch.Tensor:
@@ -155,6 +170,15 @@ class StateRows:
         """Entries of a row."""
         return self.head.vocab_size
 
+    @property
+    def device(self) -> torch.device:
+        """Where its logits come from: where the head is."""
+        return self.head.weight.device
+
+    def to(self, device: torch.device) -> StateRows:
+        """The same rows on another device."""
+        return replace(self, states=self.states.to(device), head=self.head.to(device))
+
     def logits(self, lo: int, hi: int) -> torch.Tensor:
         """Float32 logits of the rows lo … hi − 1."""
         return self.head.logits(self.states[lo:hi])
@@ -172,6 +196,15 @@ class LogitRows:
     def vocab_size(self) -> int:
         """Entries of a row."""
         return int(self.values.shape[1])
+
+    @property
+    def device(self) -> torch.device:
+        """Where its logits are."""
+        return self.values.device
+
+    def to(self, device: torch.device) -> LogitRows:
+        """The same rows on another device."""
+        return replace(self, values=self.values.to(device))
 
     def logits(self, lo: int, hi: int) -> torch.Tensor:
         """Float32 logits of the rows lo … hi − 1."""

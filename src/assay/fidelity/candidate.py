@@ -8,6 +8,7 @@ from typing import Any
 
 from assay.fidelity.breakdown import Bin
 from assay.fidelity.engaged import Engaged
+from assay.fidelity.floors import Floors
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.summary import Summary, per_window
 from assay.stats.equivalence import Grade
@@ -26,14 +27,12 @@ class CandidateResult:
     engine: Mapping[str, Any]
     breakdowns: Mapping[str, Sequence[Bin]]
     worst: Sequence[Mapping[str, Any]]
-    self_kld: float | None = None
-    floors: Mapping[str, float | None] | None = None
+    floors: Floors
 
     @property
     def floor(self) -> float:
         """The largest of the known floors, in nats."""
-        known = [v for v in (self.self_kld, *(self.floors or {}).values()) if v is not None]
-        return max(known, default=0.0)
+        return self.floors.largest
 
     def to_json(self) -> dict[str, Any]:
         """The object that `assay compare` promises for one candidate."""
@@ -41,8 +40,8 @@ class CandidateResult:
             **self.summary.to_json(),
             "candidate": self.label,
             "engine": dict(self.engine),
-            "self_kld": self.self_kld,
-            "floors": dict(self.floors or {}),
+            "self_kld": self.floors.self_kld,
+            "floors": self.floors.to_json(),
             "engaged": self.engaged.to_json(),
             "self_test": self.self_test,
             "breakdowns": {name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()},

@@ -9,13 +9,14 @@ from typing import Any
 
 from assay.cache import cache_dir
 from assay.engines.opening import open_scorer
-from assay.engines.scoring import ScoringPath, TokenizerFacts
+from assay.engines.scoring import ScoringPath
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
 from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
 from assay.fidelity.compare_blocks import blocks, headline
 from assay.fidelity.engaged import Engaged, engaged
+from assay.fidelity.floors import Floors
 from assay.fidelity.identity import fingerprint, label_of
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.observe import observe
@@ -51,7 +52,7 @@ def run_compare(
     folder = cache_dir("compare") / plan_key(plan)
     results: list[CandidateResult] = []
     interrupted = False
-    reference = open_reference(plan, progress)
+    reference = open_reference(plan, folder, progress)
     try:
         for spec in plan.candidates:
             result, cut = _candidate(plan, reference, spec, folder, progress, say)
@@ -145,7 +146,8 @@ def _candidate(
             say(f"{label}: {_power_line(seen, len(reference.windows))}")
 
     try:
-        same_tokenizer(reference.tokenizer, engine.tokenizer, label)
+        tokenizer = engine.tokenizer
+        reference.check(tokenizer, label)
         kept = folder / f"candidate-{plan.candidates.index(spec):02d}"
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
@@ -175,12 +177,15 @@ def _candidate(
         same=same or cut,
         label=label,
     )
-    return assess(plan, reference, seen, label, took_part, facts, self_test=same), cut
+    return assess(
+        plan, reference.floors, tokenizer.decode, seen, label, took_part, facts, self_test=same
+    ), cut
 
 
 def assess(
     plan: Plan,
-    reference: Reference,
+    floors: Floors,
+    decode: Callable[[Sequence[int]], str],
     seen: Sequence[WindowObservation],
     label: str,
     took_part: Engaged,
@@ -198,7 +203,6 @@ def assess(
     margins = Margins(
         100 * plan.margin_ppl, 100 * plan.marginal_ppl, 100 * plan.margin_top1, 100 * plan.marginal_top1
     )
-    decode = reference.tokenizer.decode
     return CandidateResult(
         label=label,
         summary=summarise(seen, margins, Resampling(plan.draws, plan.seed)),
@@ -212,21 +216,8 @@ def assess(
             "class": by_class(seen, lambda token: token_class(decode([token]))),
         },
         worst=worst_tokens(seen, decode),
-        self_kld=reference.self_kld,
-        floors=reference.floors,
+        floors=floors,
     )
-
-
-def same_tokenizer(reference: TokenizerFacts, candidate: TokenizerFacts, label: str) -> None:
-    """AssayError unless an id means the same piece of text on both sides."""
-    if reference.sha256 != candidate.sha256:
-        raise AssayError(
-            f"{label} has another tokenizer than the reference: their vocabularies differ "
-            f"({candidate.vocab_size:,} and {reference.vocab_size:,} entries, hashes {candidate.sha256[:12]} and "
-            f"{reference.sha256[:12]})",
-            finding_id="fidelity.tokenizer_mismatch",
-            remedy="distributions over different tokens cannot be compared; give a candidate of the same model",
-        )
 
 
 def _power_line(seen: Sequence[WindowObservation], windows: int) -> str:

@@ -5,59 +5,84 @@ No candidate can be told from the reference below these; a KL within twice the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, StateRows, Window, WindowRows
 from assay.fidelity.metrics import window_statistics
+from assay.fidelity.observe import ReferenceRows
+from assay.progress import Progress
 
 FLOOR_WINDOWS = 4
 """Windows that each floor is measured on."""
 
 
-def self_floor(
-    engine: ScoringEngine, rows: Mapping[int, WindowRows], windows: Sequence[Window], job: ScoreJob
-) -> float:
-    """Mean KL of the reference scored again at another batch size: what its own kernels make of it."""
-    other = replace(job, batch=1 if job.batch > 1 else 2)
-    return _mean_kl((rows[again.window.index], again) for again in engine.score_windows(windows, other))
+@dataclass(frozen=True)
+class Floors:
+    """Mean KL in nats; None where it was not or cannot be measured.
+
+    `self_kld`: scored again at another batch size. `storage_bf16`: against its own states in 16 bits.
+    `rounding_bf16`: under noise of one bf16 rounding unit after every layer.
+    """
+
+    self_kld: float | None = None
+    storage_bf16: float | None = None
+    rounding_bf16: float | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest that is known, 0 where none is."""
+        return max((v for v in asdict(self).values() if v is not None), default=0.0)
+
+    def to_json(self) -> dict[str, float | None]:
+        """Plain JSON types."""
+        return asdict(self)
 
 
-def rounding_floor(
+def measure_floors(
     engine: ScoringEngine,
-    rows: Mapping[int, WindowRows],
+    reference: ReferenceRows,
     windows: Sequence[Window],
     job: ScoreJob,
     seed: int,
-) -> float:
-    """Mean KL under multiplicative noise of one bf16 rounding unit (2⁻⁹) after every layer.
+    progress: Progress,
+) -> Floors:
+    """All floors that the engine can give, on the first windows."""
+    some = windows[:FLOOR_WINDOWS]
+    with progress("measuring floors", 3) as advance:
+        again = replace(job, batch=1 if job.batch > 1 else 2)
+        own = _mean_kl(zip(reference.rows(some), engine.score_windows(some, again), strict=True))
+        advance()
+        storage = _mean_kl(
+            (rows, _in_bf16(rows)) for rows in reference.rows(some) if isinstance(rows, StateRows)
+        )
+        advance()
+        rounding = None
+        if engine.ability.hooks:
+            # The noise is what an equivalent kernel with another order of bf16 operations may show (the idea is that
+            # of exllamav3's qbench).
+            noise = HookSpec("assay.fidelity.floors:RoundingNoise", {"sigma": 2.0**-9, "seed": seed})
+            noisy = engine.score_windows(some, replace(job, hook=noise))
+            rounding = _mean_kl(zip(reference.rows(some), noisy, strict=True))
+        advance()
+    return Floors(own, storage, rounding)
 
-    It is what an equivalent kernel with another order of bf16 operations may show (the idea is that of exllamav3's
-    qbench). Only for engines that take hooks of transformers.
-    """
-    hook = HookSpec("assay.fidelity.floors:RoundingNoise", {"sigma": 2.0**-9, "seed": seed})
-    noisy = engine.score_windows(windows, replace(job, hook=hook))
-    return _mean_kl((rows[again.window.index], again) for again in noisy)
 
-
-def storage_floor(rows: Sequence[StateRows]) -> float:
-    """Mean KL of the reference against its own states in bf16: what a 16-bit store adds."""
+def _in_bf16(rows: StateRows) -> StateRows:
     import torch
 
-    pairs = (
-        (r, StateRows(r.window, r.first, r.states.to(torch.bfloat16).to(r.states.dtype), r.head))
-        for r in rows
-    )
-    return _mean_kl(pairs)
+    return replace(rows, states=rows.states.to(torch.bfloat16).to(rows.states.dtype))
 
 
-def _mean_kl(pairs: Any) -> float:
+def _mean_kl(pairs: Iterable[tuple[WindowRows, WindowRows]]) -> float | None:
     import torch
 
-    values = torch.cat([window_statistics(a, b).kl for a, b in pairs])
-    return float(values[~values.isnan()].mean())
+    parts = [window_statistics(a, b).kl for a, b in pairs]
+    finite = torch.cat(parts) if parts else torch.empty(0)
+    finite = finite[finite.isfinite()]
+    return float(finite.mean()) if finite.numel() else None
 
 
 class RoundingNoise:

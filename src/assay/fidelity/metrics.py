@@ -104,7 +104,8 @@ def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatis
 
     if reference.window.tokens != candidate.window.tokens or reference.first != candidate.first:
         raise ValueError(f"window {reference.window.index}: the two sides scored different tokens")
-    gold = torch.tensor(reference.window.tokens[reference.first :])
+    reference = reference.to(candidate.device)
+    gold = torch.tensor(reference.window.tokens[reference.first :], device=candidate.device)
     vocab = min(reference.vocab_size, candidate.vocab_size)
     parts: list[RowStatistics] = []
     lo, count = 0, len(gold)

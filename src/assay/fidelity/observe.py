@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,22 +20,6 @@ class ReferenceRows(Protocol):
     def rows(self, windows: Sequence[Window]) -> Iterator[WindowRows]:
         """The rows of the given windows, in order."""
         ...
-
-
-@dataclass(frozen=True)
-class HeldRows:
-    """Rows that were scored before and kept in memory, by the index of their window."""
-
-    by_index: dict[int, WindowRows]
-
-    @classmethod
-    def of(cls, rows: Iterable[WindowRows]) -> HeldRows:
-        """Keep all `rows`."""
-        return cls({r.window.index: r for r in rows})
-
-    def rows(self, windows: Sequence[Window]) -> Iterator[WindowRows]:
-        """The rows of the given windows, in order."""
-        return (self.by_index[w.index] for w in windows)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from assay.cache import write_atomically
 from assay.engines.opening import open_scorer
-from assay.engines.scoring import ScoringEngine, StateRows, TokenizerFacts, Window, WindowRows
-from assay.fidelity.floors import FLOOR_WINDOWS, rounding_floor, self_floor, storage_floor
+from assay.engines.scoring import ScoringEngine, TokenizerFacts, Window
+from assay.environment import describe
+from assay.errors import AssayError
+from assay.fidelity.floors import Floors, measure_floors
 from assay.fidelity.identity import label_of
-from assay.fidelity.observe import HeldRows, LiveRows, ReferenceRows, require_path
+from assay.fidelity.observe import LiveRows, ReferenceRows, require_path
 from assay.fidelity.plan import Plan
+from assay.fidelity.store import Store, StoreHeader, StoreWriter
 from assay.fidelity.text import read_text
 from assay.fidelity.windows import available_windows, cut_windows
 from assay.progress import Progress
@@ -19,15 +25,17 @@ from assay.progress import Progress
 
 @dataclass
 class Reference:
-    """A reference that has been scored, or that scores along (`engine` is then still open)."""
+    """A reference that has been scored, or that scores along (`engine` is then still open).
+
+    `check(tokenizer, label)` raises AssayError unless a candidate's token ids mean the same.
+    """
 
     windows: Sequence[Window]
     rows: ReferenceRows
-    tokenizer: TokenizerFacts
+    check: Callable[[TokenizerFacts, str], None]
     facts: Mapping[str, Any]
     text_facts: Mapping[str, Any]
-    self_kld: float | None = None
-    floors: Mapping[str, float | None] = field(default_factory=dict)
+    floors: Floors = field(default_factory=Floors)
     engine: ScoringEngine | None = None
 
     def close(self) -> None:
@@ -37,67 +45,121 @@ class Reference:
             self.engine = None
 
 
-def open_reference(plan: Plan, progress: Progress) -> Reference:
-    """Score the reference of the plan, or get it ready to score along where it gives no states to keep."""
+def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
+    """Score the reference of the plan into `folder`, read a stored one, or get one ready that scores along."""
+    if plan.reference.startswith("run:"):
+        from assay.fidelity.stored_reference import stored_reference
+
+        return stored_reference(plan)
     engine = open_scorer(plan.reference)
+    keep_open = not engine.ability.states
     try:
         require_path(engine, plan.job)
         windows, text_facts = plan_windows(plan, engine.tokenizer)
+        check = tokenizer_check(engine.tokenizer.sha256, engine.tokenizer.vocab_size)
         facts = {"label": label_of(plan.reference), **engine.describe()}
-        if not engine.ability.states:
-            live = LiveRows(engine, plan.job)
-            return Reference(windows, live, engine.tokenizer, facts, text_facts, engine=engine)
-        held: dict[int, WindowRows] = {}
-        with progress(f"scoring {facts['label']}", len(windows)) as advance:
-            for rows in engine.score_windows(windows, plan.job):
-                held[rows.window.index] = rows
-                advance()
-        self_kld, floors = _floors(plan, engine, held, windows, progress) if plan.floors else (None, {})
-        return Reference(
-            windows, HeldRows(held), engine.tokenizer, facts, text_facts, self_kld=self_kld, floors=floors
+        if keep_open:
+            return Reference(windows, LiveRows(engine, plan.job), check, facts, text_facts, engine=engine)
+        store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
+        floors = (
+            _floors(plan, engine, store, windows, folder / "floors.json", progress)
+            if plan.floors
+            else Floors()
         )
+        return Reference(windows, store, check, facts, text_facts, floors)
+    except BaseException:
+        keep_open = False
+        raise
     finally:
-        if engine.ability.states:
+        if not keep_open:
             engine.close()
 
 
 def plan_windows(plan: Plan, tokenizer: TokenizerFacts) -> tuple[list[Window], dict[str, Any]]:
     """The windows of the plan's text, and what a result says of them. AssayError where there is no whole one."""
     text = read_text(plan.text)
-    cut = plan.cut
     ids = tokenizer.encode(text.text)
-    windows = cut_windows(ids, cut, tokenizer.bos_id, plan.windows)
+    windows = cut_windows(ids, plan.cut, tokenizer.bos_id, plan.windows)
     return windows, {
         **text.describe(),
         "tokens": len(ids),
-        "windows_available": available_windows(len(ids), cut, tokenizer.bos_id),
-        "windows_sha256": _hash(windows),
+        "windows_available": available_windows(len(ids), plan.cut, tokenizer.bos_id),
+        "windows_sha256": hash_of(windows),
         "bos_id": tokenizer.bos_id,
         "tokenizer_sha256": tokenizer.sha256,
     }
 
 
-def _hash(windows: Sequence[Window]) -> str:
+def hash_of(windows: Sequence[Window]) -> str:
+    """One hash of all windows."""
     import hashlib
 
     return hashlib.sha256("".join(w.sha256 for w in windows).encode()).hexdigest()
 
 
+def store_states(
+    plan: Plan,
+    engine: ScoringEngine,
+    windows: Sequence[Window],
+    text_facts: Mapping[str, Any],
+    folder: Path,
+    progress: Progress,
+    dtype: str | None = None,
+) -> Store:
+    """Score the windows that `folder` does not hold yet, and store them (in the engine's own type by default)."""
+    writer: StoreWriter | None = None
+    with progress(f"scoring {label_of(plan.reference)}", len(windows)) as advance:
+        # The first window is scored in any case: it tells the head and the type of the states.
+        for rows in engine.score_windows(windows[:1], plan.job):
+            states, head = rows.states, rows.head  # type: ignore[attr-defined]
+            header = StoreHeader(
+                engine=engine.describe(),
+                tokenizer={"sha256": engine.tokenizer.sha256, "vocab_size": engine.tokenizer.vocab_size},
+                text=dict(text_facts),
+                path=plan.path,
+                scored_from=plan.job.scored_from,
+                length=len(windows[0].tokens),
+                dtype=dtype or str(states.dtype).removeprefix("torch."),
+                environment=describe(),
+            )
+            writer = StoreWriter(folder, header, head)
+        if writer is None:
+            raise AssayError(f"{label_of(plan.reference)} scored nothing", finding_id="fidelity.engine_load")
+        todo = [w for w in windows if not writer.has(w)]
+        for _ in range(len(windows) - len(todo)):
+            advance()
+        for rows in engine.score_windows(todo, plan.job) if todo else ():
+            writer.add(rows.window, rows.states)  # type: ignore[attr-defined]
+            advance()
+    return writer.finish()
+
+
+def tokenizer_check(sha256: str, vocab_size: int) -> Callable[[TokenizerFacts, str], None]:
+    """The check that a candidate's vocabulary has this hash."""
+
+    def check(candidate: TokenizerFacts, label: str) -> None:
+        if candidate.sha256 != sha256:
+            raise AssayError(
+                f"{label} has another tokenizer than the reference: their vocabularies differ "
+                f"({candidate.vocab_size:,} and {vocab_size:,} entries, hashes {candidate.sha256[:12]} and {sha256[:12]})",
+                finding_id="fidelity.tokenizer_mismatch",
+                remedy="distributions over different tokens cannot be compared; give a candidate of the same model",
+            )
+
+    return check
+
+
 def _floors(
     plan: Plan,
     engine: ScoringEngine,
-    held: Mapping[int, WindowRows],
+    store: Store,
     windows: Sequence[Window],
+    kept: Path,
     progress: Progress,
-) -> tuple[float, dict[str, float | None]]:
-    some = windows[:FLOOR_WINDOWS]
-    with progress("measuring floors", 3) as advance:
-        own = self_floor(engine, held, some, plan.job)
-        advance()
-        states = [r for w in some if isinstance(r := held[w.index], StateRows)]
-        floors: dict[str, float | None] = {"storage_bf16": storage_floor(states) if states else None}
-        advance()
-        hooks = engine.ability.hooks
-        floors["rounding_bf16"] = rounding_floor(engine, held, some, plan.job, plan.seed) if hooks else None
-        advance()
-    return own, floors
+) -> Floors:
+    """Measure the floors, or read them where an interrupted run has measured them."""
+    if kept.exists():
+        return Floors(**json.loads(kept.read_text(encoding="utf-8")))
+    floors = measure_floors(engine, store, windows, plan.job, plan.seed, progress)
+    write_atomically(kept, json.dumps(floors.to_json()))
+    return floors
