@@ -79,7 +79,8 @@ def fp8_module(out: int, width: int, block: int | None = None) -> Arrays:
 
 def nvfp4_module(out: int, width: int, modelopt: bool = True) -> Arrays:
     weight, second = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
-    return {
+    rest = {"input_scale": ("F32", np.array(0.002))} if modelopt else {}
+    return rest | {
         weight: ("U8", RNG.integers(1, 255, (out, width // 2))),
         "weight_scale": ("F8_E4M3", RNG.integers(0x20, 0x60, (out, width // 16))),
         second: ("F32", np.array([0.01])),

@@ -10,9 +10,12 @@ from typing import Any
 
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.quantization import declared as declarations
-from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.quantization.declared import Declared, unknown_bits
+from assay.checkpoint.quantization.fused import FUSED
+from assay.checkpoint.quantization.logical import disagreement
 from assay.checkpoint.quantization.schemes import KNOWN_BY_NAME, SCHEMES
 from assay.checkpoint.quantization.stored import PACKED_KINDS, Kind, fused_kind, stored_kind
+from assay.checkpoint.structure import expectation
 from assay.checkpoint.subject import Checkpoint
 from assay.checkpoint.tensors import Params, layer_index
 from assay.verdict import Finding
@@ -23,7 +26,6 @@ _OTHER_TOWERS = re.compile(
     r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\."
 )
 _FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w13", "w2")
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
 def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
@@ -70,7 +72,9 @@ def check_quantization(
     kinds = Counter(kind for _, kind, _ in stored)
     packed = {k: n for k, n in kinds.items() if k in PACKED_KINDS}
     yield from _missing_parts(stored, declared)
-    yield from _split_groups(stored)
+    yield from _unwanted_parts(stored, declared)
+    yield from _split_groups(stored, declared)
+    yield from _routers(checkpoint)
     yield from _unmapped_names(checkpoint)
     if declared is None:
         if packed:
@@ -86,13 +90,17 @@ def check_quantization(
         yield noted("not_examined", title, method=declared.method, source=declared.source)
         return
     if stored:
-        yield from _disagreements(declared, stored, packed)
+        promised = expectation(checkpoint)
+        yield from _disagreements(declared, stored, packed, promised.shapes if promised else {})
 
 
 def _disagreements(
-    declared: Declared, stored: list[tuple[str, Kind, Params]], packed: Mapping[Kind, int]
+    declared: Declared,
+    stored: list[tuple[str, Kind, Params]],
+    packed: Mapping[Kind, int],
+    promised: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Finding]:
-    result = _sort(declared, stored)
+    result = _sort(declared, stored, promised)
     if result.plain and not packed:
         title = f"{declared.source} declares {declared.method}, but no tensor is quantised"
         causes = ["the config of a quantised repository was copied to plain weights"]
@@ -140,7 +148,9 @@ def _disagreements(
         )  # fmt: skip
 
 
-def _sort(declared: Declared, stored: list[tuple[str, Kind, Params]]) -> _Sorted:
+def _sort(
+    declared: Declared, stored: list[tuple[str, Kind, Params]], promised: Mapping[str, tuple[int, ...]]
+) -> _Sorted:
     result = _Sorted()
     for module, kind, params in stored:
         accepted = declared.accepts(module)
@@ -150,6 +160,9 @@ def _sort(declared: Declared, stored: list[tuple[str, Kind, Params]]) -> _Sorted
         if kind in accepted or (kind is Kind.FP8_UNSCALED and Kind.FP8 in accepted):
             result.agreeing += 1
             problem = declared.geometry(module, params) if params else None
+            shape = promised.get(f"{module}.weight")
+            if problem is None and shape is not None and params:
+                problem = disagreement(kind, params, declared.bits_of(module), shape)
             if problem:
                 result.shapes[module] = problem
         elif kind is Kind.PLAIN:
@@ -181,8 +194,13 @@ def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | 
         for alternatives in _PARTS.get(kind, ()) if params else ():
             if not any(a in params for a in alternatives):
                 lacking[module] = alternatives[0]
-        if kind is Kind.PACKED and _asymmetric(declared) and "weight_zero_point" not in params:
-            lacking[module] = "weight_zero_point"
+        if (
+            declared is not None
+            and params
+            and kind in (declared.accepts(module) or ())
+            and kind is not Kind.PLAIN
+        ):
+            lacking.update((module, part) for part in declared.needs(module) if part not in params)
     if lacking:
         module, part = next(iter(lacking.items()))
         title = f"{plural(len(lacking), 'quantised weight')} without its {part}, first {module}"
@@ -194,27 +212,57 @@ def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | 
         )
 
 
-def _asymmetric(declared: Declared | None) -> bool:
-    groups = declared.raw.get("config_groups") if declared is not None else None
-    if declared is None or declared.method != "compressed-tensors" or not isinstance(groups, Mapping):
-        return False
-    settings = [g.get("weights") for g in groups.values() if isinstance(g, Mapping)]
-    return bool(settings) and all(isinstance(w, Mapping) and w.get("symmetric") is False for w in settings)
+def _unwanted_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
+    if declared is None:
+        return
+    extra = [
+        f"{m}.{p}"
+        for m, kind, params in stored
+        if kind is not Kind.PLAIN
+        for p in declared.unwanted(m)
+        if p in params
+    ]
+    if extra:
+        title = f"{plural(len(extra), 'zero-point')} of weights that are declared symmetric: {some(extra)}"
+        causes = ["the scheme in the declaration is not the one that was used"]
+        detail = "An engine drops them, and reads every weight as if its zero-point were 0."
+        yield found(
+            "orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra)
+        )
 
 
-def _split_groups(stored: list[tuple[str, Kind, Params]]) -> Iterator[Finding]:
+def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
     """Engines fuse q, k, v and gate, up into one matrix: they must be stored alike."""
-    kinds = {module: kind for module, kind, _ in stored}
+    bits = declared.bits_of if declared is not None else unknown_bits
+    kinds = {module: (kind, None if kind is Kind.PLAIN else bits(module)) for module, kind, _ in stored}
     split = []
     for module, kind in kinds.items():
         parent, _, last = module.rpartition(".")
-        for group in _TOGETHER:
+        for group in FUSED.values():
             if last == group[0] and {kinds.get(f"{parent}.{p}", kind) for p in group[1:]} - {kind}:
                 split.append(f"{parent}.({'|'.join(group)})")
     if split:
         title = f"{plural(len(split), 'fused group')} stored in more than one way: {some(split)}"
         detail = "Engines load these projections as one matrix with one quantisation."
         yield found("quantization_conflict", title, detail=detail, modules=split[:SHOWN], count=len(split))
+
+
+def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
+    names = [
+        module for module, params in checkpoint.modules.items()
+        if module.rpartition(".")[2] in _ROUTERS and stored_kind(params) in PACKED_KINDS
+    ]  # fmt: skip
+    if names:
+        title = f"{plural(len(names), 'router')} stored quantised: {some(names)}"
+        detail = (
+            "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
+        )
+        remedies = ["leave routers (gate, shared_expert_gate) out when quantising"]
+        references = ["https://github.com/vllm-project/llm-compressor/issues/69"]
+        yield warned(
+            "quantization_conflict", title, detail=detail, remedies=remedies, references=references,
+            modules=names[:SHOWN], count=len(names),
+        )  # fmt: skip
 
 
 def _unmapped_names(checkpoint: Checkpoint) -> Iterator[Finding]:

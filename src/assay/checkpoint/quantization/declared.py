@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -121,3 +122,11 @@ def strings(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list | tuple) else ()
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Whether a regular expression from a config matches a module from its beginning; a bad one matches nothing."""
+    try:
+        return re.match(pattern, module) is not None
+    except re.error:
+        return False

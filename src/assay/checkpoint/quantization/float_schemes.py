@@ -1,14 +1,14 @@
-"""FP8, ModelOpt, MX formats and compressed-tensors: scaled floats (and CT's packed integers) with ignore lists."""
+"""FP8, ModelOpt and MX formats: scaled floats with ignore lists."""
 
 from __future__ import annotations
 
 import fnmatch
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from assay.checkpoint.quantization import packing
-from assay.checkpoint.quantization.declared import Declared, Found, integer, no_geometry, strings
+from assay.checkpoint.quantization.declared import Declared, Found, integer, matches, strings
+from assay.checkpoint.quantization.fused import listed
 from assay.checkpoint.quantization.stored import Kind, stored_kind
 from assay.checkpoint.tensors import Params
 
@@ -23,17 +23,22 @@ def fp8(found: Found) -> Declared:
     tile = raw.get("weight_block_size")
     block = (tile[0], tile[1]) if isinstance(tile, list) and _pair(tile) else None
 
+    static = raw.get("activation_scheme") == "static"
+
+    def hits(module: str) -> bool:
+        return any(module == e or module.startswith(e + ".") or module.endswith("." + e) for e in excluded)
+
     def accepts(module: str) -> frozenset[Kind] | None:
         if module.endswith("lm_head"):
             return None
-        if any(module == e or module.startswith(e + ".") or module.endswith("." + e) for e in excluded):
-            return _PLAIN
-        return _FP8
+        return _PLAIN if listed(module, hits) else _FP8
 
     def geometry(module: str, params: Params) -> str | None:
         return packing.blocks(params, block) if block and stored_kind(params) is Kind.FP8 else None
 
-    return Declared(found.method, found.source, raw, accepts, geometry, 8)
+    return Declared(
+        found.method, found.source, raw, accepts, geometry, 8, needs=lambda module: ("input_scale",) if static else (),
+    )  # fmt: skip
 
 
 def _pair(value: Any) -> bool:
@@ -53,23 +58,49 @@ def modelopt(found: Found) -> Declared:
     settings: Mapping[str, Any] = inner if isinstance(inner, Mapping) else raw
     algorithm = str(settings.get("quant_algo") or "").upper()
     globs = strings(settings.get("exclude_modules")) + strings(settings.get("ignore"))
-    kinds = _MODELOPT.get(algorithm)
+    layers = settings.get("quantized_layers")
+    layers = layers if isinstance(layers, Mapping) else {}
+
+    def hits(module: str) -> bool:
+        return any(_excluded(module, pattern) for pattern in globs)
+
+    def algorithm_of(module: str) -> str:
+        own = layers.get(module)
+        return str(own.get("quant_algo") or "").upper() if isinstance(own, Mapping) else algorithm
 
     def accepts(module: str) -> frozenset[Kind] | None:
-        if any(_excluded(module, pattern) for pattern in globs):
+        if listed(module, hits):
             return _PLAIN
-        return None if module.endswith("lm_head") else kinds
+        if layers and module not in layers:
+            return None if module.endswith("lm_head") else _PLAIN
+        if layers:
+            return _MODELOPT.get(algorithm_of(module))
+        return None if module.endswith("lm_head") else _MODELOPT.get(algorithm)
 
     def geometry(module: str, params: Params) -> str | None:
-        group = integer(settings, "group_size") or 16
-        return packing.halves(params, group) if stored_kind(params) is Kind.NVFP4 else None
+        own = layers.get(module)
+        group = (integer(own, "group_size") if isinstance(own, Mapping) else None) or integer(
+            settings, "group_size"
+        )
+        return packing.halves(params, group or 16) if stored_kind(params) is Kind.NVFP4 else None
 
-    return Declared("modelopt", found.source, settings, accepts, geometry, algorithm=algorithm or None)
+    groups = settings.get("config_groups")
+    groups = groups.values() if isinstance(groups, Mapping) else ()
+    weight_only = any(isinstance(g, Mapping) and not g.get("input_activations") for g in groups)
+
+    def needs(module: str) -> tuple[str, ...]:
+        if weight_only:
+            return ()
+        return ("input_scale",) if algorithm_of(module) in {"FP8", "NVFP4", "NVFP4_AWQ"} else ()
+
+    return Declared(
+        "modelopt", found.source, settings, accepts, geometry, algorithm=algorithm or None, needs=needs
+    )
 
 
 def _excluded(module: str, pattern: str) -> bool:
     if pattern.startswith("re:"):
-        return _matches(pattern[3:], module)
+        return matches(pattern[3:], module)
     return fnmatch.fnmatchcase(module, pattern) or module.startswith(pattern.rstrip("*") + ".")
 
 
@@ -85,67 +116,16 @@ def mxfp4(found: Found) -> Declared:
     return Declared("mxfp4", found.source, found.raw, accepts, bits=4, group_size=32)
 
 
-_FORMATS: Mapping[str, frozenset[Kind]] = {
-    "pack-quantized": frozenset({Kind.PACKED}), "marlin-24": frozenset({Kind.PACKED, Kind.OTHER}),
-    "float-quantized": _FP8, "naive-quantized": frozenset({Kind.FP8, Kind.INT8}),
-    "int-quantized": frozenset({Kind.INT8}), "nvfp4-pack-quantized": frozenset({Kind.NVFP4_PACKED}),
-    "mxfp4-pack-quantized": frozenset({Kind.MXFP4}), "mxfp8-quantized": frozenset({Kind.MXFP8}),
-    "dense": _PLAIN,
-}  # fmt: skip
-
-Targets = Callable[[str], bool]
-
-
-def compressed_tensors(found: Found) -> Declared:
-    """compressed-tensors: groups of targets, each with its own format; `ignore` by exact name or `re:` pattern."""
-    raw = found.raw
-    ignored = strings(raw.get("ignore"))
-    overall = str(raw.get("format") or "")
-    groups: list[tuple[Targets, frozenset[Kind] | None, Mapping[str, Any]]] = []
-    listed = raw.get("config_groups")
-    for group in listed.values() if isinstance(listed, Mapping) else ():
-        if isinstance(group, Mapping):
-            weights = group.get("weights")
-            weights = weights if isinstance(weights, Mapping) else {}
-            kinds = _FORMATS.get(str(group.get("format") or overall)) if weights else _PLAIN
-            groups.append((_targets(strings(group.get("targets"))), kinds, weights))
-
-    def group_of(module: str) -> tuple[frozenset[Kind] | None, Mapping[str, Any]]:
-        return next(((kinds, weights) for hits, kinds, weights in groups if hits(module)), (_PLAIN, {}))
-
-    def accepts(module: str) -> frozenset[Kind] | None:
-        if any(i == module or (i.startswith("re:") and _matches(i[3:], module)) for i in ignored):
-            return _PLAIN
-        return group_of(module)[0]
-
-    def geometry(module: str, params: Params) -> str | None:
-        weights = group_of(module)[1]
-        bits, size = integer(weights, "num_bits"), integer(weights, "group_size")
-        kind = stored_kind(params)
-        if "weight_scale" not in params:
-            return None
-        if kind is Kind.PACKED and bits in {2, 4, 8}:
-            return packing.compressed(params, bits, size)
-        return packing.halves(params, size, "weight_packed") if kind is Kind.NVFP4_PACKED and size else None
-
-    return Declared("compressed-tensors", found.source, raw, accepts, geometry if groups else no_geometry)
-
-
-def _targets(names: tuple[str, ...]) -> Targets:
-    """Whether a group's targets hit a Linear: by class name, by module name, or by `re:` pattern."""
+def mxfp8(found: Found) -> Declared:
+    """MXFP8 as MiniMax ships it: FP8 weights with one power of two for 32 inputs."""
+    excluded = strings(found.raw.get("modules_to_not_convert")) + strings(found.raw.get("ignored_layers"))
 
     def hits(module: str) -> bool:
-        return any(
-            n in {"Linear", "FusedMoE"} or module == n or module.endswith("." + n)
-            or (n.startswith("re:") and _matches(n[3:], module))
-            for n in names
-        )  # fmt: skip
+        return any(module == e or module.startswith(e + ".") or module.endswith("." + e) for e in excluded)
 
-    return hits
+    def accepts(module: str) -> frozenset[Kind] | None:
+        if module.endswith("lm_head"):
+            return None
+        return _PLAIN if listed(module, hits) else frozenset({Kind.MXFP8})
 
-
-def _matches(pattern: str, module: str) -> bool:
-    try:
-        return re.match(pattern, module) is not None
-    except re.error:
-        return False
+    return Declared("mxfp8", found.source, found.raw, accepts, bits=8, group_size=32)

@@ -81,6 +81,22 @@ def blocks(params: Params, block: tuple[int, int]) -> str | None:
     return f"scales are {list(scale.shape)}; a weight of {list(shape)} in tiles of {list(block)} needs {list(wanted)}"
 
 
+def grouped(rows: int, width: int, scale: tuple[int, ...], group_size: int | None) -> str | None:
+    """Scales of an unpacked weight [rows, width]: one a row, or one a group along the inputs."""
+    groups = 1 if group_size is None else _groups(width, group_size)
+    if len(scale) != 2 or scale == (rows, groups):
+        return None
+    per = f"groups of {group_size}" if group_size else "one scale a row"
+    return f"scales are {list(scale)}; {rows} × {width} values with {per} need {[rows, groups]}"
+
+
+def four_bit_blocks(params: Params) -> str | None:
+    """bitsandbytes: two values a byte, one absmax a block of 32 to 4096 values, all blocks of one size."""
+    packed, absmax = params["weight"].elements, params["weight.absmax"].elements
+    sizes = [size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if -(-2 * packed // size) == absmax]
+    return None if sizes else f"{absmax} block scales for {2 * packed} values fit no block size"
+
+
 def _groups(width: int, group_size: int) -> int:
     """Number of groups along the inputs; -1 means one for all."""
     return 1 if group_size <= 0 else -(-width // group_size)

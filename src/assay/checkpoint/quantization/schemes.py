@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from assay.checkpoint.quantization import declared, float_schemes, integer_schemes, other_schemes
+from assay.checkpoint.quantization import (
+    compressed_tensors,
+    declared,
+    float_schemes,
+    integer_schemes,
+    other_schemes,
+)
 from assay.checkpoint.quantization.declared import Declared, Found
 from assay.checkpoint.subject import Checkpoint
 
@@ -18,15 +24,16 @@ SCHEMES: Mapping[str, Callable[[Found], Declared]] = {
     "modelopt": float_schemes.modelopt,
     "modelopt_fp4": float_schemes.modelopt,
     "modelopt_mixed": float_schemes.modelopt,
+    "mxfp8": float_schemes.mxfp8,
     "mxfp4": float_schemes.mxfp4,
-    "compressed-tensors": float_schemes.compressed_tensors,
+    "compressed-tensors": compressed_tensors.compressed_tensors,
     "bitsandbytes": other_schemes.bitsandbytes,
     "torchao": other_schemes.torchao,
     "hqq": other_schemes.hqq,
 }
 
 KNOWN_BY_NAME = frozenset({
-    "quark", "mxfp8", "aqlm", "eetq", "bitnet", "exl2", "exl3", "polar", "fp_quant", "spqr", "vptq", "higgs", "quanto",
+    "quark", "aqlm", "eetq", "bitnet", "exl2", "exl3", "polar", "fp_quant", "spqr", "vptq", "higgs", "quanto",
     "gguf", "mlx", "sinq", "paroquant",
 })  # fmt: skip
 
