@@ -82,8 +82,9 @@ def test_compose_services_are_engines(tmp_path: Path) -> None:
     }
 
 
-def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(LOG.encode())))
+@pytest.mark.parametrize("data", [LOG.encode(), gzip.compress(LOG.encode()), LOG.encode("utf-16")])
+def test_standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(data))))
     assert record_of("-").accepted == 130
 
 
@@ -172,3 +173,16 @@ def test_configured_but_silent(tmp_path: Path) -> None:
     text = "speculative_config=SpeculativeConfig(method='mtp', num_spec_tokens=2)\nApplication startup complete.\n"
     report = examine([write(tmp_path / "log", text.encode())])
     assert "configured" in report.findings[0].title
+
+
+def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Broken(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: object, /) -> int:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BufferedReader(Broken())))
+    with pytest.raises(AssayError, match="cannot read standard input: Input/output error"):
+        open_source("-")

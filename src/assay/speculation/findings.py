@@ -286,8 +286,7 @@ def _against_baseline(judged: Judged) -> Iterator[Finding]:
         Severity.WARNING,
         f"acceptance is {-100 * c.fall.value:.1f} points below the baseline "
         f"[{-100 * c.fall.hi:.1f}, {-100 * c.fall.lo:.1f}]",
-        detail=c.reading,
-        evidence=c.to_json(),
+        evidence={"difference": c.fall.to_json(), "baseline_health": c.baseline.value},
         causes=(c.reading,),
         references=("https://arxiv.org/abs/2211.17192",),
     )

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from assay.errors import AssayError
 
@@ -94,30 +94,35 @@ class Source:
 
 def open_source(name: str) -> Source:
     """The source called `name` on the command line: a file, or `-` for standard input."""
+    stream: Any  # a buffered reader: `peek` is not in typing.IO
     if name == "-":
-        return Source("-", _Recoded(sys.stdin.buffer))
-    path = Path(name)
-    try:
+        shown, stream = "standard input", sys.stdin.buffer
+    else:
+        shown = name
+        path = Path(name)
         if path.is_dir():
             raise AssayError(
                 f"{name} is a directory",
                 finding_id="speculation.source_unreadable",
                 remedy="name the log files in it",
             )
-        stream: IO[bytes] = path.open("rb")
+        try:
+            stream = path.open("rb")
+        except OSError as error:
+            raise _unreadable(name, error) from error
+    try:
+        start = stream.peek(8)
     except OSError as error:
-        raise _unreadable(name, error) from error
-    start = stream.read(8)
-    stream.seek(0)
+        raise _unreadable(shown, error) from error
     kind = next((kind for magic, kind in _MAGIC if start.startswith(magic)), None)
     foreign = next((kind for magic, kind in _UNREADABLE if start.startswith(magic)), None)
     if foreign:
         raise AssayError(
-            f"{name} is {foreign}-compressed, which assay does not read",
+            f"{shown} is {foreign}-compressed, which assay does not read",
             finding_id="speculation.source_binary",
-            remedy=f"decompress it first, or pipe it: {foreign} -dc {path.name} | assay spec -",
+            remedy=f"decompress it first, or pipe it: {foreign} -dc FILE | assay spec -",
         )
-    return Source(name, _Recoded(_decompressed(stream, kind), plain=kind is None))
+    return Source(shown, _Recoded(_decompressed(stream, kind), plain=kind is None and name != "-"))
 
 
 def in_time_order(names: Sequence[str]) -> list[str]:
@@ -132,7 +137,7 @@ def in_time_order(names: Sequence[str]) -> list[str]:
     return [name for parts in bases.values() for _, name in sorted(parts, key=lambda p: -p[0])]
 
 
-def _decompressed(stream: IO[bytes], kind: str | None) -> Any:
+def _decompressed(stream: Any, kind: str | None) -> Any:
     if kind == "gzip":
         import gzip
 
