@@ -6,16 +6,25 @@ import os
 import tempfile
 from pathlib import Path
 
+from assay.errors import AssayError
+
 
 def cache_dir(name: str) -> Path:
-    """The folder `name` inside the cache, made if it is missing."""
+    """The folder `name` inside the cache, made if it is missing; AssayError where that cannot be."""
     root = os.environ.get("ASSAY_CACHE")
     if root is None:
         from platformdirs import user_cache_dir
 
         root = user_cache_dir("assay")
     folder = Path(root) / name
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise AssayError(
+            f"cannot make the cache folder {folder}: {error.strerror}",
+            finding_id="server.cache",
+            remedy="name a folder that can be written to by ASSAY_CACHE",
+        ) from error
     return folder
 
 

@@ -9,6 +9,7 @@ import pytest
 from check_servers import Sane, answering, check, ids, save, serving, words
 
 from assay.coherence import reference as reference_module
+from assay.errors import AssayError
 from stub_server import StubServer
 
 LONDON = words("The capital of France is London, a large city on the river Thames.")
@@ -118,4 +119,7 @@ def test_an_engine_that_can_be_no_reference_is_refused_before_the_server_is_aske
 
 def test_a_folder_that_holds_no_model_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
+    with pytest.raises(AssayError, match=r"model is no checkpoint: the folder holds no config\.json"):
+        reference_module.reference_folder(f"hf:{tmp_path}/model")
+    (tmp_path / "model" / "config.json").touch()
     assert reference_module.reference_folder(f"hf:{tmp_path}/model?dtype=float32") == tmp_path / "model"

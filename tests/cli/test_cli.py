@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,12 @@ LONDON = words("The capital of France is London, a large city on the river Thame
         ["grade"],
         ["no-such-verb"],
         ["check", "u", "--nonsense"],
+        ["check", "u", "--timeout", "inf"],
+        ["check", "u", "--timeout", "nan"],
+        ["check", "u", "--seed", "99999999999999999999"],
+        ["check", "u", "--longest-needle", "99999999999999999999"],
+        ["check", "http://127.0.0.1:9", "--html", "no/such/folder/report.html"],
+        ["check", "http://127.0.0.1:9", "--junit", "."],
     ],
 )
 def test_a_wrong_command_line_is_one_json_object_and_exit_2(
@@ -135,6 +142,26 @@ def test_a_bug_is_one_line_and_exit_70(
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert "RuntimeError: two lines" in captured.err
+
+
+def test_a_cache_that_cannot_be_made_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "file"))
+    code, report = run(capsys, "demo")
+    assert code == 2
+    assert "cannot make the cache folder" in report["findings"][0]["title"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_stream_that_is_closed_is_no_bug(tmp_path: Path, closed: str) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(PROSE)
+    for more in ("", " --json"):
+        command = f"{shlex.quote(sys.executable)} -m assay grade {shlex.quote(str(text))}{more} {closed}"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_json_is_alone_on_stdout_of_a_real_process() -> None:

@@ -52,7 +52,15 @@ class TestWithoutReference:
         assert "coherence.empty" in ids(record(samples(empty=41)))
 
     def test_no_texts_is_no_pass(self) -> None:
-        assert judge(CheckRecord()).verdict is Verdict.INCONCLUSIVE
+        judgement = judge(CheckRecord())
+        assert judgement.verdict is Verdict.INCONCLUSIVE
+        assert "no text was graded" in judgement.findings[0].title
+
+    @pytest.mark.parametrize("texts", range(1, 12))
+    def test_an_open_verdict_says_why(self, texts: int) -> None:
+        judgement = judge(record(samples(ok=texts)))
+        assert judgement.verdict is (Verdict.INCONCLUSIVE if texts < 12 else Verdict.PASS)
+        assert [f.id for f in judgement.findings] == ["coherence.unclear"]
 
     def test_bits_that_no_language_model_needs_fail(self) -> None:
         assert ids(record(samples(ok=41), passages(base=3.0))) == {"coherence.bits_per_byte"}

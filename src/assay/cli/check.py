@@ -20,7 +20,7 @@ def command(
     samples: Annotated[
         int, typer.Option(min=1, max=1000, help="Sampled texts a probe, beside a greedy one.")
     ] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="First seed; recorded in the result.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**62, help="First seed; recorded in the result.")] = 0,
     concurrency: Annotated[
         int, typer.Option(min=1, max=512, help="Streams whose speed is measured at once.")
     ] = 1,
@@ -34,7 +34,10 @@ def command(
     ] = None,
     probe: Annotated[list[str] | None, typer.Option(help="Run this probe only; may be given again.")] = None,
     longest_needle: Annotated[
-        int, typer.Option(min=256, help="Longest context that is searched for a needle, in tokens.")
+        int,
+        typer.Option(
+            min=256, max=10_000_000, help="Longest context that is searched for a needle, in tokens."
+        ),
     ] = 8192,
     token_budget: Annotated[
         float,
@@ -52,7 +55,9 @@ def command(
     api_key_env: Annotated[
         str | None, typer.Option(help="Environment variable that holds the API key.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one answer may take.")] = 300.0,
+    timeout: Annotated[
+        float, typer.Option(min=1, max=86_400, help="Seconds that one answer may take.")
+    ] = 300.0,
 ) -> Report:
     """Probe a running server: is its text sane, and how fast is it, counted only if it is?
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import typer
 
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     # So is Ctrl-C where the shell had it ignored, as shells do for programs in the background.
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, signal.default_int_handler)
+    _open_missing_streams()
     code = invoke(sys.argv[1:] if arguments is None else arguments)
     if code == EXIT_INTERRUPTED:
         # Threads may still wait for answers that nobody will read; a normal exit would wait with them.
@@ -79,6 +81,13 @@ def main(arguments: list[str] | None = None) -> None:
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _open_missing_streams() -> None:
+    """Python has None for a standard stream that is closed (`>&-`); nothing is read from it, nothing kept."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def invoke(arguments: list[str]) -> int:

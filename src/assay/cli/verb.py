@@ -19,7 +19,7 @@ from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 
-from assay.errors import AssayError
+from assay.errors import AssayError, UsageError
 from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
@@ -109,6 +109,11 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
     """Run a verb, write its report everywhere it should go, and return the exit code."""
     with _stdout_kept_clean(output.json) as stdout:
         try:
+            _check_writable(name, output)
+        except UsageError as error:
+            write(with_environment(error_report(name, error)), Output(json=output.json), stdout)
+            return error.verdict.exit_code
+        try:
             report = body()
         except AssayError as error:
             report = error_report(name, error)
@@ -129,9 +134,27 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
             # The reader went away (`assay … | head`). Nobody is left to tell.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         except OSError as error:
-            print(f"assay: cannot write the report: {error.strerror}: {error.filename}", file=sys.stderr)
+            where = f": {error.filename}" if error.filename else ""
+            print(f"assay: cannot write the report: {error.strerror}{where}", file=sys.stderr)
             return Verdict.ERROR.exit_code
         return report.exit_code
+
+
+def _check_writable(name: str, output: Output) -> None:
+    """A report that cannot be written should not cost the minutes of a run first."""
+    usage = f"{AREAS.get(name, 'server')}.usage"
+    for option in ("html", "junit", "markdown", "prometheus"):
+        path: Path | None = getattr(output, option)
+        if path is None:
+            continue
+        if path.is_dir():
+            raise UsageError(
+                f"--{option} {path} is a directory", remedy="name a file in it", finding_id=usage
+            )
+        if not path.parent.is_dir():
+            raise UsageError(
+                f"--{option} {path}: its folder does not exist", remedy="make it first", finding_id=usage
+            )
 
 
 def write(report: Report, output: Output, stdout: TextIO) -> None:

@@ -7,6 +7,7 @@ otherwise one unclear rule makes it inconclusive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from assay.coherence.record import CheckRecord
@@ -18,7 +19,7 @@ from assay.coherence.rules.ruling import Ruling
 from assay.coherence.rules.sameness import same_answers
 from assay.coherence.rules.speed import throughput, timed_too_bad
 from assay.coherence.rules.texts import degenerate_rate, hard_texts, hidden_tokens, truncated, unfinished
-from assay.verdict import Finding, Verdict
+from assay.verdict import Finding, Severity, Verdict
 
 
 @dataclass(frozen=True)
@@ -55,5 +56,18 @@ def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgemen
     else:
         verdict = Verdict.PASS
     findings = tuple(finding for ruling in rulings for finding in ruling.findings)
+    if verdict is Verdict.INCONCLUSIVE and not any(r.state == "unclear" and r.findings for r in rulings):
+        findings = (*findings, _too_little(rulings))
     valid = verdict is not Verdict.FAIL and bool(record.timed) and not timed_too_bad(record, reference)
     return Judgement(verdict, tuple(rulings), valid, findings)
+
+
+def _too_little(rulings: Sequence[Ruling]) -> Finding:
+    """Why the verdict is open, where the rules that leave it open have nothing to report."""
+    unclear = [ruling.says for ruling in rulings if ruling.state == "unclear"]
+    return Finding(
+        id="coherence.unclear",
+        severity=Severity.WARNING,
+        title=f"too little was measured for a verdict: {'; '.join(unclear) or 'no text was graded'}",
+        remedies=("run all probes, or more --samples",),
+    )

@@ -103,6 +103,12 @@ def reference_folder(spec: str) -> Path:
             finding_id="coherence.reference",
             remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
         )
+    if not (folder / "config.json").is_file():
+        raise AssayError(
+            f"the reference model {folder.name} is no checkpoint: the folder holds no config.json",
+            finding_id="coherence.reference",
+            remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
+        )
     return folder
 
 

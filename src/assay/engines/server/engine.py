@@ -259,7 +259,8 @@ def read_key(name: str | None) -> str | None:
     value = os.environ.get(name, "").strip()
     if not value:
         raise UsageError(
-            f"the environment variable {name} is not set or empty", remedy=f"export {name} with the API key"
+            f"the environment variable {name!r} is not set or empty",
+            remedy="export it with the API key, and name it with --api-key-env",
         )
     if not value.isascii() or not value.isprintable():
         raise UsageError(
