@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flag_configs import KINDS, model_type
 
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.serving.quant_flags import DEPRECATED, METHODS, MIN_CAPABILITY, Outcome, resolve
 from assay.checkpoint.serving.versions import Version
 from assay.checkpoint.subject import Checkpoint
+from checkpoint.flag_configs import KINDS, model_type
 
 RECORDED = Path(__file__).parents[3] / "shared" / "facts" / "quantization_flags.json"
 FLAGS = (

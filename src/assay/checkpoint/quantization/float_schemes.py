@@ -34,7 +34,16 @@ def fp8(found: Found) -> Declared:
         return _PLAIN if listed(module, hits) else _FP8
 
     def geometry(module: str, params: Params) -> str | None:
-        return packing.blocks(params, block) if block and stored_kind(params) is Kind.FP8 else None
+        if stored_kind(params) is not Kind.FP8:
+            return None
+        if block:
+            return packing.blocks(params, block)
+        if "weight_scale_inv" in params:
+            return "it has scales for tiles (weight_scale_inv), and no weight_block_size is declared"
+        scale = params.get("weight_scale")
+        if found.method == "fp8" and scale is not None and scale.elements > 1:
+            return f"weight_scale has {scale.elements} values; this method has one for the whole tensor"
+        return None
 
     return Declared(
         found.method, found.source, raw, accepts, geometry, 8, needs=lambda module: ("input_scale",) if static else (),

@@ -1,0 +1,98 @@
+"""Real quantised checkpoints of SmolLM2, as names, types and shapes: silent when whole, found out when damaged.
+
+The fixtures were written by `benchmarks/quantised_checkpoints.py --fixtures` from files that the real libraries made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.checkpoint.headers import Header
+from assay.checkpoint.quantization.check import check_quantization
+from assay.checkpoint.quantization.kv import kv_cache
+from assay.checkpoint.quantization.orphans import check_orphans
+from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.serving import arguments, lint
+from assay.checkpoint.structure import check_structure, expectation
+from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.tensors import DTYPE_BITS, Tensor
+from assay.verdict import Finding
+from checkpoint.export_faults import EXPORT_FAULTS, Config, ExportFault
+
+EXPORTS = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent / "exports").glob("*.json"))
+}
+
+
+def tensors(export: dict[str, Any]) -> Iterator[Tensor]:
+    at = 0
+    for entry in export["tensors"]:
+        bits = DTYPE_BITS[entry["dtype"]]
+        for dimension in entry["shape"]:
+            bits *= dimension
+        layers = [i for low, high in entry.get("layers", []) for i in range(low, high + 1)]
+        for name in [entry["name"].replace("*", str(i)) for i in layers] or [entry["name"]]:
+            yield Tensor(name, entry["dtype"], tuple(entry["shape"]), "model.safetensors", at, at + bits // 8)
+            at += bits // 8
+
+
+def checkpoint(config: Config, listed: list[Tensor]) -> Checkpoint:
+    text = json.dumps(config).encode()
+    header = Header("model.safetensors", listed[-1].end, 0, tuple(listed))
+    files = {"config.json": len(text), "model.safetensors": header.size}
+    return Checkpoint("folder", files, lambda name: text, {"model.safetensors": header})
+
+
+def findings(subject: Checkpoint, serve_args: str | None = None) -> list[Finding]:
+    declared = parse(subject)
+    found = [
+        *check_structure(subject, expectation(subject)),
+        *check_quantization(subject, declared),
+        *check_orphans(subject),
+    ]
+    if serve_args is not None:
+        from assay.checkpoint.mtp.examine import examine_checkpoint
+
+        target = lint.Target(
+            subject, declared, kv_cache(subject, declared), examine_checkpoint(subject, declared),
+            arguments.parse(serve_args), None,
+        )  # fmt: skip
+        found.extend(lint.lint(target))
+    return found
+
+
+@pytest.mark.parametrize("kind", EXPORTS)
+def test_a_real_export_raises_nothing(kind: str) -> None:
+    export = EXPORTS[kind]
+    subject = checkpoint(export["config"], list(tensors(export)))
+    assert parse(subject) is not None
+    assert [f.title for f in findings(subject)] == []
+
+
+@pytest.mark.parametrize("fault", EXPORT_FAULTS, ids=lambda fault: fault.name)
+def test_a_fault_is_found_in_every_export_that_can_have_it(fault: ExportFault) -> None:
+    tried = 0
+    for kind, export in EXPORTS.items():
+        listed = list(tensors(export))
+        edit = fault.edit(export["config"], {t.name for t in listed})
+        if edit is None:
+            continue
+        tried += 1
+        renamed = [
+            Tensor(edit.renamed.get(t.name, t.name), t.dtype, t.shape, t.file, t.start, t.end) for t in listed
+        ]
+        raised = findings(checkpoint(edit.config, renamed), fault.serve_args)
+        wanted = (f"checkpoint.{fault.finding}", fault.severity)
+        assert wanted in {(f.id, f.severity.value) for f in raised}, (kind, [f.title for f in raised])
+    assert tried >= 2
+
+
+def test_the_libraries_are_all_there() -> None:
+    methods = {e["config"]["quantization_config"]["quant_method"] for e in EXPORTS.values()}
+    assert {"auto-round", "gptq", "awq", "torchao", "bitsandbytes", "compressed-tensors"} <= methods
