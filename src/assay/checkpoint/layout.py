@@ -13,6 +13,7 @@ WEIGHTS = (".safetensors", ".gguf")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", ".npz")
 _SKIPPED_FOLDERS = {".git", "__pycache__"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,26 @@ def locate(path: Path, revision: str | None = None) -> Layout:
         is_file, is_dir = path.is_file(), path.is_dir()
         path.stat()
     except FileNotFoundError as error:
-        raise unreadable(f"no such path: {path}", "give a folder, a .gguf file or hub:ORG/NAME") from error
-    except OSError as error:
-        raise unreadable(f"cannot open {path}: {error.strerror or error}") from error
+        remedy = "give a folder, a .gguf file or hub:ORG/NAME"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+            remedy = f"write hub:{path} if it is a repository on the Hub"
+        raise unreadable(f"no such path: {path}", remedy) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
     if is_file:
         return _single_file(path)
     if not is_dir:
         raise unreadable(f"{path} is neither a folder nor a file")
-    if (path / "snapshots").is_dir() and (path / "blobs").is_dir():
-        return _snapshot(_cached_snapshot(path, revision))
-    if path.parent.name == "snapshots" and (path.parent.parent / "blobs").is_dir():
-        return _snapshot(path)
-    files, problems, dangling = _walk(path)
+    root = path.resolve()
+    if (root / "snapshots").is_dir() and (root / "blobs").is_dir():
+        return _snapshot(_cached_snapshot(root, revision))
+    if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
+        return _snapshot(root)
+    files, problems, dangling = _walk(root)
     if not files and not problems and not dangling:
         raise unreadable(f"{path} is empty", "download the checkpoint first")
-    recorded, commit = _download_records(path)
-    return Layout("folder", path, files, None, commit, tuple(problems), tuple(dangling), recorded)
+    recorded, commit = _download_records(root)
+    return Layout("folder", root, files, None, commit, tuple(problems), tuple(dangling), recorded)
 
 
 def _single_file(path: Path) -> Layout:
@@ -74,8 +79,17 @@ def _single_file(path: Path) -> Layout:
             f"{path.name} is not a weight file that assay reads",
             "give a folder, a .gguf or a .safetensors file",
         )
+    real = path.resolve()
+    file = LocalFile(path.name, real, real.stat().st_size)
+    around = path.parent.resolve()  # where the link lies, not where the bytes are
+    recorded, repo, commit = _blob_digest(file), None, None
+    if recorded and around.parent.name == "snapshots":
+        repo, commit = _identity(around)
+    elif not recorded:
+        noted, commit = _download_records(around)
+        recorded = {path.name: noted[path.name]} if path.name in noted else {}
     kind = path.suffix.removeprefix(".")
-    return Layout(kind, path.parent, {path.name: LocalFile(path.name, path, path.stat().st_size)})
+    return Layout(kind, path.parent, {path.name: file}, repo, commit, recorded=recorded)
 
 
 def _cached_snapshot(repo: Path, revision: str | None) -> Path:
@@ -92,25 +106,34 @@ def _cached_snapshot(repo: Path, revision: str | None) -> Path:
     if revision is None and len(snapshots) == 1:
         return snapshots[0]
     names = ", ".join(p.name[:12] for p in snapshots) or "none"
-    raise unreadable(
-        f"revision {wanted} is not in {repo.name} (snapshots: {names})", "give --revision COMMIT"
-    )
+    message = f"revision {wanted} is not in {repo.name} (snapshots: {names})"
+    raise unreadable(message, "give --revision COMMIT")
 
 
 def _snapshot(root: Path) -> Layout:
     """A snapshot of the Hub cache: each file links to a blob whose name is the digest the Hub gave."""
     files, problems, dangling = _walk(root)
     if not files and not dangling:
-        raise unreadable(f"the snapshot {root} is empty", "download the checkpoint first")
-    recorded = {}
-    for name, file in files.items():
-        blob = file.real.name
-        if file.real.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}|[0-9a-f]{40}", blob):
-            recorded[name] = blob
-    folder = root.parent.parent.name
-    repo = folder.removeprefix("models--").replace("--", "/", 1) if folder.startswith("models--") else None
-    commit = root.name if _COMMIT.fullmatch(root.name) else None
+        raise unreadable(f"the snapshot {root.name} is empty", "download the checkpoint first")
+    recorded: dict[str, str] = {}
+    for file in files.values():
+        recorded |= _blob_digest(file)
+    repo, commit = _identity(root)
     return Layout("hf_cache", root, files, repo, commit, tuple(problems), tuple(dangling), recorded)
+
+
+def _blob_digest(file: LocalFile) -> dict[str, str]:
+    """The digest that the Hub cache names a file's bytes by."""
+    blob = file.real.name
+    known = file.real.parent.name == "blobs" and _DIGEST.fullmatch(blob)
+    return {file.path: blob} if known else {}
+
+
+def _identity(snapshot: Path) -> tuple[str | None, str | None]:
+    """(repository, commit) of a snapshot of the Hub cache, as its folders say."""
+    folder = snapshot.parent.parent.name
+    repo = folder.removeprefix("models--").replace("--", "/", 1) if folder.startswith("models--") else None
+    return repo, snapshot.name if _COMMIT.fullmatch(snapshot.name) else None
 
 
 def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list[str]]:
@@ -131,6 +154,9 @@ def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list
         for name in names:
             entry = here / name
             relative = entry.relative_to(root).as_posix()
+            if not _is_text(relative):
+                problems.append((ascii(relative)[1:-1], "its name is not UTF-8"))
+                continue
             try:
                 real = entry.resolve(strict=True)
                 status = real.stat()
@@ -147,6 +173,15 @@ def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list
     return dict(sorted(files.items())), problems, sorted(dangling)
 
 
+def _is_text(name: str) -> bool:
+    """Whether a file name can be written into a report or a manifest."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _skipped(folder: Path, root: Path) -> bool:
     return folder.name in _SKIPPED_FOLDERS or folder == root / ".cache" / "huggingface"
 
@@ -158,11 +193,7 @@ def _download_records(root: Path) -> tuple[dict[str, str], str | None]:
     commits: set[str] = set()
     for note in sorted(folder.rglob("*.metadata")) if folder.is_dir() else ():
         lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
-        if (
-            len(lines) >= 2
-            and _COMMIT.fullmatch(lines[0])
-            and re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", lines[1])
-        ):
+        if len(lines) >= 2 and _COMMIT.fullmatch(lines[0]) and _DIGEST.fullmatch(lines[1]):
             recorded[note.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1]
             commits.add(lines[0])
     return recorded, commits.pop() if len(commits) == 1 else None

@@ -20,10 +20,16 @@ def check_gguf(gguf: Gguf) -> Iterator[Finding]:
         yield found(fault.id, fault.message, **fault.evidence)
     if not gguf.tensors or any(f.id == "header_invalid" for f in gguf.faults):
         return
-    if gguf.metadata.get("split.count", 1) in {0, 1}:
+    if gguf.metadata.get("split.count", 1) in {0, 1} and is_model(gguf):
         yield from _blocks(gguf)
         yield from _vocabulary(gguf)
     yield from _template(gguf)
+
+
+def is_model(gguf: Gguf) -> bool:
+    """Whether the file is a language model: a vision projector, an adapter or an importance matrix is not."""
+    kind = gguf.metadata.get("general.type", "model")
+    return kind == "model" and architecture(gguf) not in {"clip", "imatrix"}
 
 
 def architecture(gguf: Gguf) -> str:

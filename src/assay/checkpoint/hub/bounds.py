@@ -10,13 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from assay.checkpoint.hub.errors import REQUEST_S, late, unreadable
-
-BUDGET_S = 60.0
-"""Seconds that all requests of one question may take together."""
-PATIENCE_S = 10.0
-"""A server that asks to wait longer than this is taken at its word: not now."""
-TRIES = 3
+from assay.checkpoint.hub import limits
+from assay.checkpoint.hub.errors import late, unreadable
 
 _RESET = re.compile(r"\bt=(\d+)")
 
@@ -29,7 +24,7 @@ def bounded(repo: str) -> Iterator[None]:
     session = get_session()
     logger = logging.getLogger("huggingface_hub")
     level, kept = logger.level, {name: list(hooks) for name, hooks in session.event_hooks.items()}
-    before, after = _hooks(repo, time.monotonic() + BUDGET_S)
+    before, after = _hooks(repo, time.monotonic() + limits.BUDGET_S)
     session.event_hooks = {
         "request": [*kept.get("request", []), before], "response": [*kept.get("response", []), after]
     }  # fmt: skip
@@ -49,11 +44,11 @@ def _hooks(repo: str, deadline: float) -> tuple[Callable[[Any], None], Callable[
         where = f"{request.method} {request.url} {request.headers.get('range', '')}"
         tries[where] += 1
         left = deadline - time.monotonic()
-        if left <= 0 or tries[where] > TRIES:
+        if left <= 0 or tries[where] > limits.TRIES:
             raise late(repo, "the Hub answers too slowly")
-        limits = request.extensions.get("timeout") or {}
+        given = request.extensions.get("timeout") or {}
         request.extensions["timeout"] = {
-            key: min(limits.get(key) or REQUEST_S, left) for key in ("connect", "read", "write", "pool")
+            key: min(given.get(key) or limits.REQUEST_S, left) for key in ("connect", "read", "write", "pool")
         }
 
     def after(response: Any) -> None:
@@ -63,7 +58,7 @@ def _hooks(repo: str, deadline: float) -> tuple[Callable[[Any], None], Callable[
         where = str(response.url)
         failures[where] += 1
         wait = asked_wait(response.headers)
-        if failures[where] < TRIES and wait <= min(PATIENCE_S, deadline - time.monotonic()):
+        if failures[where] < limits.TRIES and wait <= min(limits.PATIENCE_S, deadline - time.monotonic()):
             return
         if status == 429:
             raise late(repo, "the Hub limits the rate of requests (429)")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
+from assay.checkpoint.hub import limits
 from assay.errors import AssayError, InconclusiveError
-
-REQUEST_S = 10.0
-"""Seconds that one request may wait for the next bytes."""
 
 
 def http_errors() -> tuple[type[Exception], ...]:
@@ -29,7 +27,7 @@ def translated(error: BaseException, repo: str, revision: str) -> AssayError:
     if isinstance(error, AssayError):
         return error
     if "Timeout" in name:
-        return late(repo, f"the Hub did not answer within {REQUEST_S:g} s")
+        return late(repo, f"the Hub did not answer within {limits.REQUEST_S:g} s")
     if status == 429:
         return late(repo, "the Hub limits the rate of requests (429)")
     if name == "RevisionNotFoundError":

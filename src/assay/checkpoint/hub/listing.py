@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from assay.checkpoint.hub import limits
 from assay.checkpoint.hub.bounds import bounded
-from assay.checkpoint.hub.errors import REQUEST_S, http_errors, status_of, translated, unreadable
+from assay.checkpoint.hub.errors import http_errors, status_of, translated, unreadable
+from assay.checkpoint.hub.retry import retried
 from assay.checkpoint.integrity import Expected, Source
 from assay.errors import AssayError
 
@@ -62,7 +64,9 @@ def list_revision(repo: str, revision: str | None) -> HubRevision:
     with bounded(repo):
         try:
             commit = _commit(api, repo, asked)
-            entries: list[Any] = list(api.list_repo_tree(repo, recursive=True, revision=commit or asked))
+            entries: list[Any] = retried(
+                lambda: list(api.list_repo_tree(repo, recursive=True, revision=commit or asked))
+            )
         except http_errors() as error:
             raise translated(error, repo, asked) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -75,11 +79,12 @@ def list_revision(repo: str, revision: str | None) -> HubRevision:
 
 def _commit(api: Any, repo: str, asked: str) -> str | None:
     try:
-        sha: str | None = api.model_info(repo, revision=asked, timeout=REQUEST_S).sha
+        info = retried(lambda: api.model_info(repo, revision=asked, timeout=limits.REQUEST_S))
     except http_errors() as error:
         if status_of(error) not in _NO_INFO:
             raise
         return None
+    sha: str | None = info.sha
     return sha
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from assay.checkpoint.headers import Header, parse_header
-from assay.checkpoint.hub.bounds import TRIES, bounded
-from assay.checkpoint.hub.errors import REQUEST_S, http_errors, status_of, translated
+from assay.checkpoint.hub import limits
+from assay.checkpoint.hub.bounds import bounded
+from assay.checkpoint.hub.errors import http_errors, translated
 from assay.checkpoint.hub.listing import HubRevision, endpoint
+from assay.checkpoint.hub.retry import retried
 
 HEAD_BYTES = 1 << 17
 """First range of a remote header; most headers fit into it."""
 AT_ONCE = 8
-_TRANSIENT = {None, 429, 500, 502, 503, 504}
 
 
 def read_file(hub: HubRevision, path: str) -> bytes:
@@ -24,9 +24,6 @@ def read_file(hub: HubRevision, path: str) -> bytes:
             content = _get(hub, path, None)
         except http_errors() as error:
             raise OSError(0, str(translated(error, hub.repo, hub.revision))) from error
-    size = hub.files[path].size
-    if len(content) != size:
-        raise OSError(0, f"the Hub sent {len(content)} bytes of {size}")
     return content
 
 
@@ -55,7 +52,7 @@ def read_headers(hub: HubRevision, names: Sequence[str]) -> dict[str, Header]:
 def _get(hub: HubRevision, path: str, first_bytes: int | None) -> bytes:
     """A file, or its first bytes: never more of a body than was asked for, whatever the server sends.
 
-    Raises one of `http_errors`. A range that was cut short is asked for again.
+    Raises one of `http_errors`. A body that was cut short is asked for again.
     """
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
@@ -66,23 +63,19 @@ def _get(hub: HubRevision, path: str, first_bytes: int | None) -> bytes:
     wanted = hub.files[path].size if first_bytes is None else first_bytes
     if first_bytes is not None:
         headers["range"] = f"bytes=0-{first_bytes - 1}"
-    for attempt in range(1, TRIES + 1):
-        try:
-            with get_session().stream("GET", url, headers=headers, timeout=REQUEST_S) as response:
-                if response.status_code >= 400:
-                    response.read()
-                hf_raise_for_status(response)
-                body = bytearray()
-                for chunk in response.iter_bytes():
-                    body += chunk
-                    if len(body) >= wanted:
-                        break
-            if len(body) >= wanted:
-                return bytes(body[:wanted])
-            problem: Exception = OSError(0, f"{path} ended after {len(body)} of {wanted} bytes")
-        except http_errors() as error:
-            problem = error
-        if attempt == TRIES or status_of(problem) not in _TRANSIENT:
-            break
-        time.sleep(0.5 * 2 ** (attempt - 1))
-    raise problem
+
+    def body() -> bytes:
+        received = bytearray()
+        with get_session().stream("GET", url, headers=headers, timeout=limits.REQUEST_S) as response:
+            if response.status_code >= 400:
+                response.read()
+            hf_raise_for_status(response)
+            for chunk in response.iter_bytes():
+                received += chunk
+                if len(received) >= wanted:
+                    return bytes(received[:wanted])
+        if len(received) < wanted:
+            raise OSError(0, f"{path} ended after {len(received)} of {wanted} bytes")
+        return bytes(received)
+
+    return retried(body)

@@ -4,19 +4,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from assay.checkpoint.findings import found
+from assay.checkpoint.findings import SHOWN, found, plural, some, warned
 from assay.checkpoint.gguf.reader import read_gguf
 from assay.checkpoint.gguf.rules import check_gguf, examine_gguf
+from assay.checkpoint.gguf.splits import check_splits
 from assay.checkpoint.mtp.rule import check_mtp
 from assay.checkpoint.outcome import Outcome
 
 
 def examine(outcome: Outcome) -> None:
-    """Read every GGUF file that lies here. Remote ones are listed, not read."""
-    layout = outcome.opened.layout
-    for name, file in layout.files.items() if layout is not None else ():
-        if name.endswith(".gguf"):
-            _one(outcome, name, file.real)
+    """Read every GGUF file that lies here; those on the Hub are listed, not read."""
+    checkpoint, layout = outcome.opened.checkpoint, outcome.opened.layout
+    names = [n for n in checkpoint.files if n.endswith(".gguf")]
+    if layout is None:
+        if names:
+            title = f"{plural(len(names), 'GGUF file')} not examined: {some(names)}"
+            detail = "On the Hub only the headers of safetensors files are read."
+            outcome.findings.append(warned("not_examined", title, detail=detail, paths=names[:SHOWN]))
+        return
+    for name in names:
+        _one(outcome, name, layout.files[name].real)
+    beside = checkpoint.files if layout.kind == "folder" else _siblings(layout.root)
+    outcome.add(check_splits(outcome.ggufs, beside))
+
+
+def _siblings(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
 
 
 def _one(outcome: Outcome, name: str, path: Path) -> None:
