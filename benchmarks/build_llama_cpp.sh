@@ -19,8 +19,9 @@ if [[ ! -x $cache/bin/llama-server ]]; then
     --dest "$work" "llama-cpp-python==$VERSION"
   tar -xzf "$work"/llama_cpp_python-*.tar.gz -C "$work"
   source=$(echo "$work"/llama_cpp_python-*/vendor/llama.cpp)
+  # Not -march=native: a virtual machine may announce AMX and then stop a program that uses it.
   PATH="$work/tools/bin:$PATH" cmake -S "$source" -B "$work/build" -G Ninja -DCMAKE_BUILD_TYPE=Release \
-    -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=OFF
+    -DLLAMA_CURL=OFF -DLLAMA_BUILD_TESTS=OFF -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=OFF
   PATH="$work/tools/bin:$PATH" cmake --build "$work/build" --target "${TARGETS[@]}"
   mkdir -p "$cache/bin.part"
   for target in "${TARGETS[@]}"; do cp "$work/build/bin/$target" "$cache/bin.part/"; done
