@@ -1,0 +1,148 @@
+"""llama.cpp as a scoring engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.engines.gguf.context import Context
+from assay.engines.gguf.library import describe_model, load_library, load_model
+from assay.engines.gguf.spec import GgufSpec, parse_spec
+from assay.engines.gguf.vocabulary import tokenizer_facts
+from assay.engines.scoring import (
+    Engagement,
+    LogitRows,
+    ScoreJob,
+    ScoringAbility,
+    ScoringPath,
+    TokenizerFacts,
+    Window,
+    check_windows,
+)
+from assay.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+_LOGIT_BYTES = 1 << 30
+"""Bound on the logits of one batch: windows × scored tokens × vocabulary × 4. One window may exceed it alone."""
+
+
+class GgufScorer:
+    """Scores windows with llama.cpp. Attention reads K and V from the cache on every path, prefill included."""
+
+    def __init__(self, spec: GgufSpec, library: Any, model: Any) -> None:
+        self.spec = spec
+        self._library = library
+        self._model = model
+        self._engagement = Engagement()
+
+    @classmethod
+    def load(cls, spec: str) -> GgufScorer:
+        """Load `gguf:FILE?…`; AssayError where llama-cpp-python is missing or cannot read the file."""
+        parsed = parse_spec(spec)
+        return cls(parsed, load_library(), load_model(parsed))
+
+    @property
+    def ability(self) -> ScoringAbility:
+        """Every path, whole distributions, no states."""
+        return ScoringAbility(
+            frozenset(ScoringPath),
+            states=False,
+            reason="llama.cpp gives logits; its output head is quantised and applied inside",
+        )
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFacts:
+        """Facts of the tokenizer in the file."""
+        return tokenizer_facts(self._library, self._model)
+
+    def describe(self) -> dict[str, Any]:
+        """Engine, versions, model and number formats."""
+        return {
+            "engine": "gguf",
+            "model": Path(self.spec.model).name,
+            "llama_cpp_python": self._library.__version__,
+            "kv_cache": {"k": self.spec.k, "v": self.spec.v},
+            "ubatch": self.spec.ubatch,
+            "gpu_layers": self.spec.gpu_layers,
+            **describe_model(self._library, self._model),
+        }
+
+    def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[LogitRows]:
+        """The rows of every window, in order; memory holds the logits of one batch."""
+        length = check_windows(windows, job)
+        if job.hook:
+            raise UsageError(
+                "llama.cpp takes no hooks",
+                remedy="use hf: or vllm: for what changes the forward pass",
+                finding_id="fidelity.usage",
+            )
+        scored = length - job.scored_from
+        vocab_size = self.tokenizer.vocab_size
+        batch = max(1, min(job.batch, len(windows), _LOGIT_BYTES // (4 * scored * vocab_size)))
+        blocks = plan_blocks(length, job, max(1, self.spec.ubatch // batch))
+        self._engagement = Engagement()
+        read = 0.0
+        with Context(
+            self._library,
+            self._model,
+            self.spec,
+            sequences=batch,
+            length=length,
+            block=max(hi - lo for lo, hi in blocks),
+        ) as context:
+            for done in range(0, len(windows), batch):
+                part = windows[done : done + batch]
+                rows = _score(context, part, job, blocks)
+                read += len(part) * context.bytes_per_token(length - 1) * sum(hi for _, hi in blocks)
+                self._engagement = Engagement(bytes_read=int(read))
+                for window, values in zip(part, rows, strict=True):
+                    yield LogitRows(window, job.scored_from, values)
+
+    def engagement(self) -> Engagement:
+        """Bytes of the cache that attention has read."""
+        return self._engagement
+
+    def close(self) -> None:
+        """Free the model."""
+        if self._model:
+            self._library.llama_model_free(self._model)
+            self._model = None
+
+
+def plan_blocks(length: int, job: ScoreJob, prefill: int) -> list[tuple[int, int]]:
+    """The tokens lo … hi − 1 that each call reads, in order; the last token of a window predicts nothing.
+
+    Prefill is cut into blocks of `prefill` tokens, which bounds the logits of one call. On the other paths so is the
+    prefix; then come blocks of `job.chunk` tokens, or single ones.
+    """
+    last = length - 1
+    prefix = last if job.path is ScoringPath.PREFILL else job.scored_from - 1
+    step = 1 if job.path is ScoringPath.DECODE else job.chunk
+    # A block is scored whole or not at all.
+    edges = sorted(
+        {*range(0, prefix, prefill), *range(prefix, last, step), min(job.scored_from - 1, last), last}
+    )
+    return list(pairwise(edges))
+
+
+def _score(
+    context: Context, windows: Sequence[Window], job: ScoreJob, blocks: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """Float32 logits [B, length − scored_from, V]."""
+    import numpy as np
+    import torch
+
+    ids = np.array([w.tokens for w in windows], dtype=np.int32)
+    first = job.scored_from - 1
+    values = torch.empty(len(windows), ids.shape[1] - job.scored_from, context.vocab_size)
+    context.clear()
+    for lo, hi in blocks:
+        rows = context.read(ids[:, lo:hi], lo, logits=lo >= first)
+        if rows is not None:
+            values[:, lo - first : hi - first] = torch.from_numpy(rows)
+    return values
