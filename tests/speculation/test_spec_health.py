@@ -110,3 +110,23 @@ def test_off_and_idle() -> None:
 def test_without_positions(accepted: int, drafted: int, generated: int, expected: Health) -> None:
     body = {"predicted_n": generated, "draft_n": drafted, "draft_n_accepted": accepted}
     assert assess(lines.read_document(body)).health is expected
+
+
+def test_counters_that_do_not_fit_together_are_not_judged() -> None:
+    page = (
+        "vllm:spec_decode_num_drafts_total 100\nvllm:spec_decode_num_draft_tokens_total 300\n"
+        "vllm:spec_decode_num_accepted_tokens_total {}\n"
+    )
+    judged = assess(lines.read_metrics(page.format(900)))
+    assert judged.health is Health.INSUFFICIENT and "more tokens were accepted than drafted" in judged.reason
+    # A page is not read at one instant: a few hits too many are no contradiction.
+    assert assess(lines.read_metrics(page.format(303))).health is Health.HEALTHY
+
+
+def test_a_length_over_enough_steps_is_judged_without_the_number_of_drafts() -> None:
+    reply = {"meta_info": {"completion_tokens": 120, "spec_verify_ct": 50}}
+    assert assess(lines.read_document(reply)).health is Health.HEALTHY
+    dead = {"meta_info": {"completion_tokens": 51, "spec_verify_ct": 50}}
+    assert assess(lines.read_document(dead)).health is Health.BROKEN
+    few = {"meta_info": {"completion_tokens": 12, "spec_verify_ct": 5}}
+    assert assess(lines.read_document(few)).health is Health.INSUFFICIENT

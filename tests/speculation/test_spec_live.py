@@ -163,3 +163,22 @@ def test_tensorrt_counters_are_preferred_to_iterations() -> None:
         stub.on("GET /prometheus/metrics", lambda e: e.send(left.pop(0).encode()))
         report = examine([serving(stub, iterations(0), iterations(0)).url], FAST)
     assert (report.results["record"]["drafted"], report.results["record"]["accepted"]) == (400, 20)
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/metrics", "/metrics/", "/prometheus/metrics"])
+def test_the_address_of_a_page_is_the_server_s(ending: str) -> None:
+    with StubServer() as stub:
+        report = examine([serving(stub, lines.vllm_page({"0": (500, [400, 300])})).url + ending], FAST)
+    assert report.results["health"] == "healthy"
+
+
+@pytest.mark.parametrize("page", ["", "<html><body>Welcome</body></html>", "[1, 2"])
+def test_what_is_no_metrics_page_is_not_called_off(page: str) -> None:
+    with StubServer() as stub, pytest.raises(AssayError, match="is not a metrics page"):
+        examine([serving(stub, page).url], FAST)
+
+
+def test_a_missing_page_comes_with_the_switch_that_shows_it() -> None:
+    with StubServer() as stub, pytest.raises(AssayError) as caught:
+        examine([stub.on("GET /metrics", lambda e: e.send(b"", status=404)).url], FAST)
+    assert "--enable-metrics" in caught.value.remedy

@@ -72,26 +72,58 @@ def test_start_up_lines_are_quoted() -> None:
 
 
 @pytest.mark.engine
-def test_a_live_server_agrees_with_its_log(tmp_path: Path) -> None:
-    """One vLLM with itself as its draft: scrapes, log and command say the same."""
+def test_a_live_server_its_log_and_its_responses_agree() -> None:
+    """One vLLM with itself as its draft: page, log, responses and command count the same tokens."""
     pytest.importorskip("torch")
+    import httpx
+
     from assay.demo.models import build_smollm2
     from assay.demo.servers import vllm_server
     from assay.speculation.examine import Options
+    from assay.speculation.requests import PROMPTS
 
     model = build_smollm2()
     speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
-    arguments = ["--speculative-config", json.dumps(speculative), "--max-num-seqs", "4"]
+    arguments = [
+        "--speculative-config", json.dumps(speculative), "--max-num-seqs", "4",
+        "--per-request-spec-decode-metrics", "summary",
+    ]  # fmt: skip
+
+    def counts(own: Record) -> tuple[object, ...]:
+        return own.drafts, own.drafted, own.accepted, own.positions
+
     with vllm_server(
-        model, max_model_len=1024, extra_args=arguments, env={"VLLM_LOG_STATS_INTERVAL": "1"}
+        model,
+        name="speculating",
+        max_model_len=1024,
+        extra_args=arguments,
+        env={"VLLM_LOG_STATS_INTERVAL": "1"},
     ) as server:
-        report = examine([server.url], Options(interval=3.0, requests=4))
-        assert report.results["health"] == "healthy"
-        live = report.results["live"]
-        assert (live["judged"], live["other_tokens"]) == ("window", 0)
-        own = report.results["record"]
-        assert own["accepted"] >= 0.9 * own["drafted"]
-        time.sleep(2.5)
-        log = examine([str(server.log)]).results["record"]
-        # The log also holds what the client's probes made the server draft.
-        assert live["lifetime"]["drafted"] == log["drafted"]
+        with httpx.Client(base_url=server.url, timeout=300) as client:
+
+            def page() -> str:
+                return client.get("/metrics").raise_for_status().text
+
+            before = page()
+            responses = Reading()
+            for prompt in PROMPTS[:3]:
+                body = {"model": "speculating", "prompt": prompt, "max_tokens": 48, "temperature": 0}
+                responses.document(client.post("/v1/completions", json=body).raise_for_status().json())
+            window = between(before, page(), 1.0).window.record
+            assert counts(window) == counts(combine(responses.settled()).record)
+            assert window.drafts and window.drafts > 30
+
+            report = examine([server.url], Options(interval=2.0, requests=2))
+            assert report.results["health"] == "healthy" and report.exit_code == 0
+            live = report.results["live"]
+            assert (live["own_requests"], live["other_tokens"]) == (2, 0)
+            own = report.results["record"]
+            assert own["accepted"] >= 0.9 * own["drafted"]
+
+            time.sleep(2.5)  # the last window is logged after the last token
+            whole = Reading()
+            whole.metrics(page())
+        log = Reading()
+        log.add(open_source(str(server.log)))
+        # Both also hold what the client's probes made the server draft.
+        assert counts(combine(log.settled()).record) == counts(combine(whole.settled()).record)

@@ -186,3 +186,42 @@ def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BufferedReader(Broken())))
     with pytest.raises(AssayError, match="cannot read standard input: Input/output error"):
         open_source("-")
+
+
+@pytest.mark.parametrize("shape", ["lines", "nested", "store", "large"])
+def test_structured_logs(tmp_path: Path, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [lines.vllm_v1([65, 40], 100)] * 4
+    match shape:
+        case "lines" | "large":
+            text = "\n".join(json.dumps({"ts": 1, "message": row}) for row in rows)
+        case "nested":
+            text = "\n".join(json.dumps({"log": {"line": row}}) for row in rows)
+        case _:
+            text = json.dumps({"data": {"result": [{"values": [["17", row] for row in rows]}]}})
+    if shape == "large":
+        monkeypatch.setattr("assay.speculation.sources.HEAD", 256)
+    assert record_of(str(write(tmp_path / "log", text.encode()))).accepted == 420
+
+
+def test_what_a_model_wrote_about_drafts_is_not_evidence(tmp_path: Path) -> None:
+    text = lines.vllm_v1([65, 40], 100)
+    body = {"choices": [{"message": {"role": "assistant", "content": text}, "text": text}]}
+    assert record_of(str(write(tmp_path / "r.json", json.dumps(body).encode()))).nothing_drafted
+
+
+def test_a_log_that_begins_with_json_is_a_log(tmp_path: Path) -> None:
+    text = '{"args": {"port": 8000}}\n' + LOG
+    assert record_of(str(write(tmp_path / "log", text.encode()))).accepted == 130
+
+
+def test_scrapes_collected_in_one_file_are_totals_not_summands(tmp_path: Path) -> None:
+    pages = lines.vllm_page({"0": (500, [400, 300])}) + lines.vllm_page({"0": (900, [700, 500])})
+    record = record_of(str(write(tmp_path / "metrics.prom", pages.encode())))
+    assert (record.drafts, record.accepted, record.windows) == (900, 1200, 2)
+
+
+def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
+    log = write(tmp_path / "log", LOG.encode())
+    alias = tmp_path / "again"
+    alias.symlink_to(log)
+    assert read_files([str(log), str(alias), str(log)]).observations == read_files([str(log)]).observations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -119,7 +120,8 @@ def judge_run(run: Examined, names: Sequence[str], options: Options, base: Exami
 def read_files(names: Sequence[str], reading: Reading | None = None) -> Reading:
     """Read files, or standard input, as one run."""
     result = reading or Reading()
-    for name in in_time_order(names):
+    unique = {name if name == "-" else os.path.realpath(name): name for name in names}
+    for name in in_time_order(list(unique.values())):
         result.add(open_source(name))
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from assay.speculation.parsers.base import Sample
 
@@ -19,6 +20,20 @@ _SIGN = re.compile(
 def looks_like_metrics(text: str) -> bool:
     """Whether `text` is a metrics page rather than a log."""
     return _SIGN.search(text) is not None
+
+
+def pages(samples: list[Sample]) -> Iterator[list[Sample]]:
+    """The pages in a text: where a series comes again, another page (a later scrape of the same server) has begun."""
+    page: list[Sample] = []
+    seen: set[tuple[str, frozenset[tuple[str, str]]]] = set()
+    for sample in samples:
+        series = (sample.name, frozenset(sample.labels.items()))
+        if series in seen:
+            yield page
+            page, seen = [], set()
+        seen.add(series)
+        page.append(sample)
+    yield page
 
 
 def parse_samples(text: str) -> list[Sample]:

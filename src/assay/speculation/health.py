@@ -118,12 +118,19 @@ def judge(record: Record, windows: Sequence[Observation] = ()) -> Assessment:
     first = positions[0] if positions else pooled if record.num_speculative_tokens == 1 else None
     basis = "position 0" if first else "everything drafted"
     length = record.tokens_per_step
-    if pooled is not None and pooled.n < MIN_DRAFT_TOKENS:
+    if record.impossible:
+        health, reason = (
+            Health.INSUFFICIENT,
+            "more tokens were accepted than drafted: these counters do not fit together",
+        )
+    elif pooled is not None and pooled.n < MIN_DRAFT_TOKENS:
         health, reason = Health.INSUFFICIENT, f"only {pooled.n} tokens were drafted"
     elif first is not None:
         health, reason = _by_first_position(first, length)
     elif pooled is not None:
         health, reason = _by_everything(record, pooled, length)
+    elif length is not None and not record.partial and (record.drafts or 0) >= MIN_DRAFT_TOKENS:
+        return _judge_values(record)
     else:
         health, reason, basis = Health.INSUFFICIENT, "the source does not hold what a rate needs", "nothing"
     return Assessment(health, reason, basis, first or pooled, length, positions, pooled, effect)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.base import Capability
 from assay.errors import AssayError, UsageError
 from assay.speculation.combine import Evidence, combine, fell, subtract
-from assay.speculation.exposition import looks_like_metrics
+from assay.speculation.exposition import looks_like_metrics, parse_samples
 from assay.speculation.reading import Reading
 from assay.speculation.record import Kind, Observation
 from assay.speculation.requests import Sent, send
@@ -22,8 +23,15 @@ if TYPE_CHECKING:
     from assay.engines.server.transport import Transport
     from assay.speculation.examine import Options
 
+_PAGE = re.compile(r"(?:/prometheus)?/metrics/?$")
 ENOUGH_DRAFTS = 50
 """A window with fewer drafts is judged together with everything since the server started."""
+
+
+_SWITCHES = (
+    "switch the page on (llama.cpp: --metrics; SGLang: --enable-metrics; TensorRT-LLM: enable_iter_perf_stats), or give "
+    "the log"
+)
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def watch(url: str, options: Options, sleep: Callable[[float], None] = time.slee
 
     if options.interval < 0 or options.requests < 0:
         raise UsageError("--interval and --requests cannot be negative", finding_id="speculation.usage")
-    endpoint = parse_url(url)
+    endpoint = parse_url(_PAGE.sub("", url))
     with ExitStack() as held:
         transport = Transport(
             endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
@@ -96,8 +104,20 @@ def watch(url: str, options: Options, sleep: Callable[[float], None] = time.slee
 def _page(transport: Transport) -> str:
     """The metrics of a server as text: Prometheus, or TensorRT-LLM's array of iterations where it has nothing else."""
     root = transport.endpoint.root
-    text = transport.get(f"{root}/metrics").body.decode("utf-8", "replace")
-    if not text.lstrip().startswith("["):
+    try:
+        text = transport.get(f"{root}/metrics").body.decode("utf-8", "replace")
+    except AssayError as error:
+        if error.finding_id == "server.not_found":
+            error.remedy = _SWITCHES
+        raise
+    iterations = _json_array(text)
+    if iterations is None and not parse_samples(text):
+        raise AssayError(
+            f"{root}/metrics is not a metrics page",
+            finding_id="speculation.source_not_metrics",
+            remedy="name the inference server itself, not a proxy or a web page",
+        )
+    if iterations is None:
         return text
     try:
         other = transport.get(f"{root}/prometheus/metrics").body.decode("utf-8", "replace")
@@ -108,13 +128,23 @@ def _page(transport: Transport) -> str:
 
 def _reading(page: str) -> Reading:
     reading = Reading(kinds=["metrics"])
-    if page.lstrip().startswith("["):
-        # The iterations since the last look: those of the second page are the window.
-        with suppress(ValueError):
-            reading.document(json.loads(page))
-    else:
+    iterations = _json_array(page)
+    if iterations is None:
         reading.metrics(page)
+    else:  # those since the last look, so the second page holds the window
+        reading.document(iterations)
     return reading
+
+
+def _json_array(text: str) -> list[Any] | None:
+    """The JSON array that `text` is; None if it is anything else."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, list) else None
 
 
 def between(before: str, after: str, seconds: float, sent: Sent | None = None) -> Live:

@@ -18,6 +18,8 @@ from assay.speculation.sources import Source
 MAX_DOCUMENT = 256 << 20
 """Largest JSON document or metrics page that is read whole, in bytes."""
 _DEPTH = 12
+_MESSAGE = frozenset({"message", "msg", "log", "line", "event", "body", "MESSAGE", "textPayload", "_raw"})
+"""Keys under which structured logs hold the line itself. The text of a response is under none of them."""
 
 
 @dataclass
@@ -42,6 +44,9 @@ class Reading:
         elif (value := _document(source, text)) is not None:
             self.kinds.append("json")
             self.document(value)
+            found = clues.read(text)  # structured logs hold start-up messages too
+            self.clues += found.clues
+            self.speeds += found.speeds
         elif exposition.looks_like_metrics(text[:65536]):
             self.kinds.append("metrics")
             self.metrics(_whole(source).decode("utf-8", "replace"))
@@ -68,9 +73,9 @@ class Reading:
 
     def metrics(self, text: str) -> None:
         """Read a Prometheus page."""
-        samples = exposition.parse_samples(text)
-        for parser in self.parsers:
-            self.observations += parser.samples(samples)
+        for page in exposition.pages(exposition.parse_samples(text)):
+            for parser in self.parsers:
+                self.observations += parser.samples(page)
 
     def settled(self) -> list[Observation]:
         """All observations, after each parser has had its say on the whole."""
@@ -102,8 +107,15 @@ class Reading:
         if isinstance(value, Mapping):
             found += self._object(value)
             children: Sequence[Any] = list(value.values())
+            messages = [text for key, text in value.items() if key in _MESSAGE and isinstance(text, str)]
         else:
             children = value if isinstance(value, list) else []
+            # A log store exports [time, line].
+            messages = (
+                children[1:] if len(children) == 2 and all(isinstance(c, str) for c in children) else []
+            )
+        for text in messages:
+            found += self._parsed(lines.clean(text.encode("utf-8", "replace")))
         for child in children:
             if isinstance(child, Mapping | list):
                 found += self._objects(child, depth + 1)
@@ -133,9 +145,12 @@ def _document(source: Source, text: str) -> Any:
     try:
         return json.loads(body)
     except ValueError as error:
-        values = [v for line in body.splitlines() if (v := _json_or_none(line)) is not None]
+        rows = [row for row in body.splitlines() if row.strip()]
+        values = [v for row in rows if (v := _json_or_none(row)) is not None]
+        # Server-sent events have lines without JSON; a log that begins with JSON has lines of every kind.
+        others = sum(not row.startswith(("data:", "event:", "id:", ":")) for row in rows) - len(values)
         if values:
-            return values
+            return values if others <= 0 else None
         if start.startswith("{") and not start.startswith(('{"', "{\n", "{\r", "{ ", "{}")):
             return None
         raise AssayError(

@@ -161,6 +161,15 @@ class Record:
         return self.acceptance_rate is None and self.tokens_per_step is None and self.windows == 0
 
     @property
+    def impossible(self) -> bool:
+        """Whether more was accepted than drafted, beyond what counters of one page run ahead of each other."""
+        return (
+            self.drafted is not None
+            and self.accepted is not None
+            and self.accepted > self.drafted + max(8, self.drafted // 50)
+        )
+
+    @property
     def leading(self) -> int | None:
         """Accepted drafts that entered the text."""
         return self.accepted if self.leading_accepted is None else self.leading_accepted

@@ -18,6 +18,7 @@ HEAD = 4 << 20
 """Bytes kept from the start of a source; start-up messages are looked for in them."""
 _MAGIC: tuple[tuple[bytes, str], ...] = ((b"\x1f\x8b", "gzip"), (b"BZh", "bz2"), (b"\xfd7zXZ\x00", "xz"))
 _UNREADABLE = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"\x04\x22\x4d\x18", "lz4"))
+_HOST_PORT = re.compile(r"^[\w.-]+:\d{2,5}(?:/|$)")
 _ROTATED = re.compile(r"^(.*?)(?:[.-](\d{1,4}))?(\.(?:gz|bz2|xz))?$")
 
 
@@ -232,5 +233,7 @@ def _unreadable(name: str, error: OSError) -> AssayError:
     return AssayError(
         f"cannot read {name}: {reason}",
         finding_id="speculation.source_unreadable",
-        remedy="check the path and the permissions",
+        remedy=f"a server is written http://{name}"
+        if _HOST_PORT.match(name)
+        else "check the path and the permissions",
     )
