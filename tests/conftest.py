@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from assay.demo import servers
 from assay.demo.damage import damage_checkpoint
 from assay.demo.models import build_gemma3, build_smollm2
+
+# Where a server shares the cores, an example may take longer than hypothesis allows by itself.
+settings.register_profile("shared cores", deadline=None)
+settings.load_profile("shared cores")
 
 # Every fixture is of the session: a server takes most of a minute to start.
 

@@ -106,7 +106,6 @@ def test_any_page(samples: list[tuple[str, str]], prefix: str) -> None:
 
 
 @settings(max_examples=150)
-@settings(deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path: Path = tmp_path_factory.getbasetemp() / "any.bin"
