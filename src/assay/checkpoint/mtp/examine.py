@@ -41,6 +41,8 @@ class MtpReport:
     missing: tuple[str, ...] = ()
     wrong_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     conflicts: dict[str, str] = field(default_factory=dict)
+    cast: tuple[str, ...] = ()
+    """Those of `conflicts` whose tensors an engine finds under the name it looks for, and converts without a scale."""
     stray_file: str | None = None
     """A weight file with head tensors that the index does not name, so that no engine loads it."""
     checked_since: str | None = None
@@ -96,12 +98,12 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
         and t.shape != shape
         and t.dtype in {"F32", "F16", "BF16", "F8_E4M3", "I8"}
     }
-    kinds, conflicts = _storage(checkpoint, prefixes, declared)
+    kinds, conflicts, cast = _storage(checkpoint, prefixes, declared)
     quantized = ", ".join(sorted(k for k in kinds if k is not Kind.PLAIN)) or None
     return MtpReport(
         _status(announced, bool(missing or wrong), bool(conflicts), quantized),
         family.name, announced, len(present), not missing if owed else None, quantized, key, by_default,
-        len(owed) or None, missing, wrong, conflicts, stray, family.checked_since,
+        len(owed) or None, missing, wrong, conflicts, cast, stray, family.checked_since,
     )  # fmt: skip
 
 
@@ -174,9 +176,10 @@ def _fuse(
 
 def _storage(
     checkpoint: Checkpoint, prefixes: tuple[str, ...], declared: Declared | None
-) -> tuple[Counter[Kind], dict[str, str]]:
-    """How the head's weights are stored, and where that contradicts the declaration."""
+) -> tuple[Counter[Kind], dict[str, str], tuple[str, ...]]:
+    """How the head's weights are stored, where that contradicts the declaration, and where it is cast in silence."""
     kinds: Counter[Kind] = Counter()
+    cast: list[str] = []
     conflicts: dict[str, str] = {}
     for module, kind, _ in weights(checkpoint):
         if not (module + ".").startswith(prefixes):
@@ -185,9 +188,16 @@ def _storage(
         accepted = declared.accepts(module) if declared is not None else frozenset({Kind.PLAIN})
         if kind is Kind.FP8_UNSCALED:
             conflicts[module] = "fp8 values without a scale"
+            cast.append(module)
         elif accepted is not None and kind not in accepted and not _engine_forgives(declared, module, kind):
             conflicts[module] = f"{kind} stored, {' or '.join(sorted(accepted))} declared"
-    return kinds, conflicts
+            if kind in _SAME_NAME and accepted & _SAME_NAME:
+                cast.append(module)
+    return kinds, conflicts, tuple(cast)
+
+
+# Stored as `weight` with the matrix's own shape, whatever the type: a loader finds such a tensor and converts it.
+_SAME_NAME = frozenset({Kind.PLAIN, Kind.FP8, Kind.FP8_UNSCALED, Kind.INT8, Kind.MXFP8})
 
 
 def _engine_forgives(declared: Declared | None, module: str, kind: Kind) -> bool:

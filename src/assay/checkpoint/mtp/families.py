@@ -142,13 +142,31 @@ _MIMO_V2 = Family("mimo-v2", _NEXTN, _under("model.mtp."), forced=1, draft_class
 _NEMOTRON = Family(
     "nemotron-h", _NEXTN, _under("mtp.", "language_model.mtp."), draft_class="NemotronHMTPModel"
 )
-_EXAONE = Family("exaone", _NEXTN, _under("mtp."), draft_class="ExaoneMoeMTP")
+_EXAONE = Family("exaone", _NEXTN, _under("mtp."), default=1, draft_class="ExaoneMoeMTP")
+
+_QWEN4 = Family("qwen4-exp", ("mtp_num_hidden_layers", *_NEXTN), _under("mtp."), draft_class="Qwen4ExpMTP")
+_DEEPSEEK_V4 = Family(
+    "deepseek-v4", _NEXTN, _under("mtp."), checked_since="0.32.0", draft_class="DeepSeekV4MTPModel"
+)
+_GLM5_NEXT = Family(
+    "glm5-next", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="Glm5NextMTPModel"
+)
+_MINIMAX = Family(
+    "minimax-m3", ("num_mtp_modules",), _under("mtp.", "model.mtp."), checked_since="0.32.0",
+    draft_class="MiniMaxM3MTP",
+)  # fmt: skip
+_INKLING = Family(
+    "inkling", ("num_mtp_layers", "mtp_config.num_nextn_predict_layers"), _under("mtp.", "model.mtp."),
+    checked_since="0.32.0", draft_class="InklingMTPModel",
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "qwen3_5": _QWEN35, "qwen3_5_text": _QWEN35, "qwen3_5_moe": _QWEN35_MOE, "qwen3_5_moe_text": _QWEN35_MOE,
-    "intern_s2_preview": _QWEN35,
+    "intern_s2_preview": _QWEN35, "interns2_mobius": Family(
+        "intern-s2-mobius", ("mtp_num_hidden_layers",), _under("mtp."), draft_class="InternS2MobiusMTP"
+    ),
     "qwen3_next": Family("qwen3-next", _NEXTN, _under("mtp."), qwen_moe, default=1, draft_class="Qwen3NextMTP"),
-    "qwen4_exp": Family("qwen4-exp", ("mtp_num_hidden_layers", *_NEXTN), _under("mtp."), draft_class="Qwen4ExpMTP"),
+    "qwen4_exp": _QWEN4, "qwen4_exp_text": _QWEN4,
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": Family(
         "deepseek-v3.2", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="DeepseekV32MTPModel"
@@ -156,9 +174,7 @@ FAMILIES: dict[str, Family] = {
     "glm_moe_dsa": Family(
         "glm-moe-dsa", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="DeepseekV32MTPModel"
     ),
-    "deepseek_v4": Family(
-        "deepseek-v4", _NEXTN, _under("mtp."), checked_since="0.32.0", draft_class="DeepSeekV4MTPModel"
-    ),
+    "deepseek_v4": _DEEPSEEK_V4, "deepseek_v41": _DEEPSEEK_V4,
     "glm4_moe": Family("glm-4.5", _NEXTN, _after_layers, glm, draft_class="Glm4MoeMTPModel"),
     "glm4_moe_lite": Family("glm-4-lite", _NEXTN, _after_layers, draft_class="Glm4MoeLiteMTPModel"),
     "glm_ocr": Family("glm-ocr", _NEXTN, _after_layers, draft_class="GlmOcrMTPModel"),
@@ -171,20 +187,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "nemotron_h": _NEMOTRON, "nemotron_h_puzzle": _NEMOTRON,
     "exaone_moe": _EXAONE, "exaone4_5": _EXAONE,
-    "longcat_flash": Family("longcat-flash", _NEXTN, _under("model.mtp."), draft_class="LongCatFlashMTPModel"),
+    "longcat_flash": Family(
+        "longcat-flash", _NEXTN, _under("model.mtp."), default=1, draft_class="LongCatFlashMTPModel"
+    ),
     "step3p5": _STEP, "step3p7": _STEP,
     "bailing_hybrid": _BAILING, "bailing_moe_v2_5": _BAILING, "bailing_hybrid_v3": _BAILING,
     "hy_v3": Family("hy-v3", _NEXTN, _after_layers, draft_class="HYV3MTPModel"),
     "pangu_ultra_moe": Family("openpangu", _NEXTN, _after_layers, draft_class="OpenPanguMTPModel"),
     "kimi_k3": Family("kimi-k3", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="KimiK3MTPModel"),
-    "minimax_m3": Family(
-        "minimax-m3", ("num_mtp_modules",), _under("mtp.", "model.mtp."), checked_since="0.32.0",
-        draft_class="MiniMaxM3MTP",
-    ),
-    "inkling": Family(
-        "inkling", ("num_mtp_layers", "mtp_config.num_nextn_predict_layers"), _under("mtp.", "model.mtp."),
-        checked_since="0.32.0", draft_class="InklingMTPModel",
-    ),
+    "hy_v4": Family("hy-v4", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="HYV4MTPModel"),
+    "dots3_note": Family("dots3", _NEXTN, _after_layers, default=1, draft_class="Dots3NoteMTPModel"),
+    "glm5_next": _GLM5_NEXT, "glm5_next_text": _GLM5_NEXT,
+    "minimax_m3": _MINIMAX, "minimax_m3_vl": _MINIMAX, "minimax_m3_mtp": _MINIMAX,
+    "inkling": _INKLING, "inkling_mm_model": _INKLING, "inkling_model": _INKLING,
 }  # fmt: skip
 """Families by `model_type`."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.mtp.examine import MtpReport
-from assay.checkpoint.serving.versions import Version
+from assay.checkpoint.serving.versions import TABLED, Version
 from assay.verdict import Finding, Severity
 
 TRACK = "--model-loader-extra-config '{\"enable_weights_track\": true}'"
@@ -15,6 +15,8 @@ TRACK = "--model-loader-extra-config '{\"enable_weights_track\": true}'"
 
 def loudness(report: MtpReport, quantized_model: bool, version: Version | None) -> str:
     """Whether a vLLM of this version stops on the fault or serves an uninitialised head."""
+    if report.status == "dtype_conflict":
+        return _conflict_loudness(report, version)
     engine = f"vLLM {version}" if version else "vLLM"
     if report.status not in {"absent", "partial"}:
         return ""
@@ -31,6 +33,21 @@ def loudness(report: MtpReport, quantized_model: bool, version: Version | None) 
             "with a message that does not name the head."
         )
     return f"{engine} stays silent: on a quantised checkpoint the head is served uninitialised, at about 0 % acceptance."
+
+
+def _conflict_loudness(report: MtpReport, version: Version | None) -> str:
+    engine = f"vLLM {version}" if version else "vLLM"
+    if len(report.cast) == len(report.conflicts):
+        return (
+            f"{engine} loads them with one warning: the values are converted without their scale, and the head drafts "
+            "nothing that is accepted."
+        )
+    if version is None or version >= TABLED:
+        return f"{engine} stops at load: it finds no parameter of that name in the head."
+    return (
+        f"Whether {engine} stops is not established: {TABLED} does, older versions skipped such tensors, in part "
+        "without a message, and served an uninitialised head."
+    )
 
 
 def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None) -> Iterator[Finding]:
@@ -61,7 +78,7 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
     if report.status == "partial":
         yield from _partial(report, said)
     if report.conflicts:
-        yield _conflict(report)
+        yield _conflict(report, version)
     elif report.status == "declared_quantized":
         title = f"the multi-token-prediction head is quantised ({report.quantized}), as declared"
         detail = (
@@ -96,7 +113,7 @@ def _partial(report: MtpReport, said: str) -> Iterator[Finding]:
         yield found("mtp_partial", title, causes=causes, tensors=report.wrong_shape)
 
 
-def _conflict(report: MtpReport) -> Finding:
+def _conflict(report: MtpReport, version: Version | None) -> Finding:
     module, problem = next(iter(report.conflicts.items()))
     title = (
         f"{plural(len(report.conflicts), 'module')} of the multi-token-prediction head stored otherwise than declared, "
@@ -113,8 +130,7 @@ def _conflict(report: MtpReport) -> Finding:
     references = [
         "https://github.com/vllm-project/vllm/issues/37667", "https://github.com/sgl-project/sglang/issues/35797",
     ]  # fmt: skip
-    detail = "Depending on version the engine stops, skips the tensors, or casts them without their scale."
     return found(
-        "mtp_dtype", title, detail=detail, causes=causes, remedies=remedies, references=references,
+        "mtp_dtype", title, detail=_conflict_loudness(report, version), causes=causes, remedies=remedies, references=references,
         modules=dict(list(report.conflicts.items())[:SHOWN]), count=len(report.conflicts),
     )  # fmt: skip

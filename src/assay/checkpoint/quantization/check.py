@@ -43,7 +43,13 @@ def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
 
 def _is_linear(module: str, params: Params) -> bool:
     last = module.rpartition(".")[2]
-    if last in _ROUTERS or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
+    if (
+        last in _ROUTERS
+        or last == "head"
+        or "norm" in last
+        or "embed" in last
+        or _OTHER_TOWERS.search(module)
+    ):
         return False
     inside = layer_index(module + ".") is not None or "mtp" in module
     return inside and len(params["weight"].shape) == 2
