@@ -63,7 +63,22 @@ def check_draft(draft: Checkpoint, target: Checkpoint | None) -> Iterator[Findin
             title = f"fc.weight is {list(entry.shape)}; {parts} need {[hidden, wanted]}"
             causes = ["the draft was trained for another target or for other auxiliary layers"]
             yield found("draft_mismatch", title, causes=causes, tensor=entry.name, shape=entry.shape)
+    yield from _attention(draft, hidden)
     yield from _vocabulary(draft, vocab)
+
+
+def _attention(draft: Checkpoint, hidden: int | None) -> Iterator[Finding]:
+    """EAGLE-3's first layer attends over embedding and hidden state side by side; EAGLE's over their projection."""
+    for layer in ("midlayer", "layers.0"):
+        query = _named(draft, f"{layer}.self_attn.q_proj.weight")
+        if query is None or len(query.shape) != 2 or not hidden:
+            continue
+        wanted = 2 * hidden if is_eagle3(draft) else hidden
+        if query.shape[1] != wanted:
+            kind = "EAGLE-3" if is_eagle3(draft) else "EAGLE"
+            title = f"{query.name} reads {query.shape[1]} values, the first layer of {kind} reads {wanted}"
+            causes = ["the draft is of another kind than its config says", "its hidden size is another"]
+            yield found("draft_mismatch", title, causes=causes, tensor=query.name, shape=query.shape)
 
 
 def _vocabulary(draft: Checkpoint, vocab: int | None) -> Iterator[Finding]:
