@@ -17,7 +17,9 @@ from typing import Any
 from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 
 MAX_HEADER_BYTES = 100_000_000
-MAX_OBJECTS = 2_000_000
+MAX_OBJECTS = 500_000
+"""Tensors of one file; the largest models have about 100,000 in all their shards."""
+MAX_FAULTS = 20
 MAX_DIMENSIONS = 16
 MAX_OFFSET = 1 << 62
 
@@ -138,6 +140,8 @@ def _check(document: _Duplicates, name: str, size: int, length: int) -> Header:
         metadata = {}
     tensors: list[Tensor] = []
     for key, entry in document.items():
+        if len(faults) == MAX_FAULTS:
+            break
         problem = _entry_problem(entry)
         if problem is None:
             begin, end = entry["data_offsets"]
@@ -150,7 +154,7 @@ def _check(document: _Duplicates, name: str, size: int, length: int) -> Header:
     if not any(f.id == "header_invalid" for f in faults):
         faults.extend(_coverage(tensors, name, size, 8 + length))
     texts = {k: v for k, v in metadata.items() if isinstance(v, str)}
-    return Header(name, size, length, tuple(tensors), texts, tuple(faults[:20]))
+    return Header(name, size, length, tuple(tensors), texts, tuple(faults))
 
 
 def _natural(value: Any) -> bool:

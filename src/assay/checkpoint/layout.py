@@ -48,19 +48,22 @@ def unreadable(message: str, remedy: str = "") -> AssayError:
 def locate(path: Path, revision: str | None = None) -> Layout:
     """The layout of a local path. Raises AssayError with one line if there is nothing to examine."""
     try:
-        is_file, is_dir = path.is_file(), path.is_dir()
         path.stat()
+        if path.is_file():
+            return _single_file(path)
+        if not path.is_dir():
+            raise unreadable(f"{path} is neither a folder nor a file")
+        return _folder(path, revision)
     except FileNotFoundError as error:
         remedy = "give a folder, a .gguf file or hub:ORG/NAME"
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
             remedy = f"write hub:{path} if it is a repository on the Hub"
         raise unreadable(f"no such path: {path}", remedy) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
         raise unreadable(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
-    if is_file:
-        return _single_file(path)
-    if not is_dir:
-        raise unreadable(f"{path} is neither a folder nor a file")
+
+
+def _folder(path: Path, revision: str | None) -> Layout:
     root = path.resolve()
     if (root / "snapshots").is_dir() and (root / "blobs").is_dir():
         return _snapshot(_cached_snapshot(root, revision))

@@ -49,7 +49,7 @@ def _sources(
     """Everybody who vouches for files: the manifest, the Hub, what was noted at the download."""
     options = outcome.options
     sources: list[Source] = []
-    outcome.repo, outcome.revision = options.repo or layout.repo, options.revision or layout.revision
+    outcome.repo, outcome.revision = options.repo or layout.repo, layout.revision or options.revision
     if stated is not None:
         sources.append(stated.source())
         outcome.repo = outcome.repo or stated.repo
