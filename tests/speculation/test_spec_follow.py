@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def test_an_interrupt_still_reports(tmp_path: Path) -> None:
 def test_standard_input_ends_the_following(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (lines.vllm_v1([80, 60], 100) + "\n" + lines.vllm_v1([70, 60], 100)).encode()
     batches = [text[:300].splitlines()[:1], text.splitlines()[1:]]
-    monkeypatch.setattr(module, "_standard_input", lambda: iter(batches))
+    monkeypatch.setattr(module, "_standard_input", lambda *_: iter(batches))
     report = follow("-", Options(), say=lambda _: None)
     assert report.results["record"]["drafts"] == 200
 
@@ -102,3 +103,24 @@ def test_what_cannot_be_followed(tmp_path: Path) -> None:
     for name in ("http://127.0.0.1:9", str(tmp_path / "none.log")):
         with pytest.raises(AssayError):
             follow(name, Options(), seconds=0.1)
+
+
+def test_the_same_health_is_not_told_at_every_line(tmp_path: Path) -> None:
+    log = tmp_path / "s.log"
+    log.touch()
+    good, dead = lines.vllm_v1([80, 60], 100) + "\n", lines.vllm_v1([0, 0], 100) + "\n"
+    _, said = followed(log, *[append(log, good)] * 8, *[append(log, dead)] * 9)
+    # The good windows within ten seconds are told once; the change is told at once.
+    assert [s.split()[2].rstrip(":") for s in said][:2] == ["healthy", "degraded"]
+    assert len(said) <= 4
+
+
+def test_following_standard_input_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_end, write_end = os.pipe()
+    os.write(write_end, (lines.vllm_v1([80, 60], 100) + "\n").encode())
+    with os.fdopen(read_end) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        # Nothing more comes, and the other end stays open.
+        report = follow("-", Options(), seconds=0.2, say=lambda _: None)
+    os.close(write_end)
+    assert report.results["record"]["drafts"] == 100

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,14 +13,16 @@ from pathlib import Path
 from typing import BinaryIO
 
 from assay.errors import AssayError, UsageError
-from assay.speculation.combine import combine
+from assay.speculation.combine import Evidence, combine
 from assay.speculation.examine import Examined, Options, is_url, judge_run
-from assay.speculation.health import assess
+from assay.speculation.health import Assessment, assess
 from assay.speculation.reading import Reading
 from assay.speculation.sources import Source
 from assay.verdict import Report
 
 POLL_SECONDS = 0.5
+SAY_SECONDS = 10.0
+"""A line is printed whenever the health changes, and otherwise at most this often."""
 
 
 def follow(
@@ -38,12 +42,19 @@ def follow(
     reading = Reading()
     interrupted = False
     until = None if seconds is None else clock() + seconds
+    health, told = None, -math.inf
     try:
-        batches = _standard_input() if name == "-" else _file(Path(name), reading, until, sleep, clock)
+        batches = (
+            _standard_input(until, clock) if name == "-" else _file(Path(name), reading, until, sleep, clock)
+        )
         for batch in batches:
             fresh = [o for raw in batch for o in reading.line(raw)]
-            if fresh:
-                tell(_status(reading, fresh[-1].time))
+            if not fresh:
+                continue
+            assessment = assess(evidence := combine(reading.settled()))
+            if assessment.health is not health or clock() - told >= SAY_SECONDS:
+                health, told = assessment.health, clock()
+                tell(_status(evidence, assessment, fresh[-1].time))
     except KeyboardInterrupt:
         interrupted = True
     run = Examined(reading, combine(reading.settled()))
@@ -51,10 +62,8 @@ def follow(
     return replace(report, interrupted=interrupted)
 
 
-def _status(reading: Reading, when: str | None) -> str:
+def _status(evidence: Evidence, assessment: Assessment, when: str | None) -> str:
     """One line on the run so far."""
-    evidence = combine(reading.settled())
-    assessment = assess(evidence)
     length = evidence.record.tokens_per_step
     tokens = "" if length is None else f", {length:.2f} tokens per step"
     return f"{when or time.strftime('%H:%M:%S')}  {assessment.health.value}: {assessment.reason}{tokens}"
@@ -122,6 +131,11 @@ class _WholeLines:
         return self.read(-1).splitlines()
 
 
+def _arrives(seconds: float) -> bool:
+    """Whether something can be read from standard input within `seconds`."""
+    return seconds > 0 and bool(select.select([sys.stdin.fileno()], [], [], seconds)[0])
+
+
 def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
@@ -143,10 +157,15 @@ def _replaced(path: Path, stream: BinaryIO) -> bool:
     return (now.st_dev, now.st_ino) != (own.st_dev, own.st_ino) or now.st_size < stream.tell()
 
 
-def _standard_input() -> Iterator[list[bytes]]:
+def _standard_input(until: float | None, clock: Callable[[], float]) -> Iterator[list[bytes]]:
     """Lines of standard input in the batches in which they arrive."""
     rest = b""
-    while part := os.read(sys.stdin.fileno(), 1 << 16):
+    while True:
+        if until is not None and not _arrives(until - clock()):
+            return
+        part = os.read(sys.stdin.fileno(), 1 << 16)
+        if not part:
+            break
         data = rest + part
         cut = data.rfind(b"\n") + 1
         rest = data[cut:]
