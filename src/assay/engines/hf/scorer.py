@@ -9,6 +9,7 @@ from typing import Any
 
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.head import output_head
+from assay.engines.hf.tokenizer import tokenizer_facts
 from assay.engines.hf.window_scoring import window_states
 from assay.engines.scoring import (
     Engagement,
@@ -23,7 +24,6 @@ from assay.engines.scoring import (
     WindowRows,
     check_windows,
     load_hook,
-    vocabulary_sha256,
 )
 
 
@@ -47,14 +47,7 @@ class HfScorer:
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
         """Facts of the tokenizer that lies beside the weights."""
-        tokenizer = self.engine.tokenizer
-        return TokenizerFacts(
-            sha256=vocabulary_sha256(tokenizer.get_vocab()),
-            vocab_size=len(tokenizer),
-            bos_id=tokenizer.bos_token_id,
-            encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
-            decode=lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
-        )
+        return tokenizer_facts(self.engine.tokenizer)
 
     @cached_property
     def head(self) -> Head:
@@ -85,6 +78,12 @@ class HfScorer:
         """Drop the model."""
         self.__dict__.pop("head", None)
         self.engine.close()
+
+
+def _start_token(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before a text; None where it puts none, although it may name one."""
+    bos = tokenizer.bos_token_id
+    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
 
 
 def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int:

@@ -1,0 +1,371 @@
+"""vLLM in this process: runs windows through the engine and keeps the final states of the wanted rows.
+
+The engine's scheduler is stepped from here, so nothing else runs in it; prefix caching and asynchronous scheduling
+are off, and model runner V1 is asked for, as its batch is what the ledger reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.engines.hf.tokenizer import tokenizer_facts
+from assay.engines.scoring import (
+    Engagement,
+    Head,
+    ScoreJob,
+    StateRows,
+    TokenizerFacts,
+    Window,
+)
+from assay.engines.vllm.blocks import WindowPlan, batch_size, cache_reads, plan_window
+from assay.engines.vllm.extension import WINDOW
+from assay.engines.vllm.head import check_head, output_head
+from assay.engines.vllm.kv_hook import KvHooks
+from assay.engines.vllm.ledger import Fed, RowLedger
+from assay.engines.vllm.spec import VllmSpec
+from assay.errors import AssayError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+# Read when vLLM is imported: one process, V1 runner, nothing sent home, stdout left to the caller.
+_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+_DEFAULTS = {
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+_CHECKED_ROWS = 16
+_FORCING = "assay.engines.vllm.forcing:TeacherForcing"
+_EXTENSION = "assay.engines.vllm.extension.ScoringExtension"
+
+
+class VllmCore:
+    """One engine. Not safe to use from two threads."""
+
+    def __init__(self, spec: VllmSpec) -> None:
+        """Start the engine; AssayError with vLLM's own reason where that fails."""
+        self.spec = spec
+        self._llm = _start(spec)
+        self._job: ScoreJob | None = None
+        self._hooks: KvHooks | None = None
+        self._head_checked = False
+        self._bytes_read = 0.0
+        self.cache = self._call("assay_cache_facts")
+        self._run = 0
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self._llm.collective_rpc(method, args=args)[0]
+
+    @cached_property
+    def tokenizer(self) -> TokenizerFacts:
+        """Facts of the tokenizer that lies beside the weights."""
+        return tokenizer_facts(self._llm.get_tokenizer())
+
+    @cached_property
+    def head(self) -> Head:
+        """The output head; checked against the engine's own logits when the first states come."""
+        return output_head(self._call("assay_model"))
+
+    def facts(self) -> dict[str, Any]:
+        """Versions, model, number formats and cache as the engine has them."""
+        import torch
+        import vllm
+
+        config = self._llm.llm_engine.vllm_config
+        model = config.model_config
+        return {
+            "engine": "vllm",
+            "model": Path(self.spec.model).name,
+            "vllm": vllm.__version__,
+            "torch": torch.__version__,
+            "device": str(self.head.weight.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": model.quantization,
+            "kv_cache_dtype": str(config.cache_config.cache_dtype),
+            "kv_bytes_per_token": self.cache["bytes_per_token"],
+            "kv_cache_tokens": self.cache["cache_tokens"],
+            "attention_backend": self.cache["attention_backend"],
+            "enforce_eager": bool(model.enforce_eager),
+            "max_model_len": int(model.max_model_len),
+            "seed": self.spec.seed,
+            "args": dict(self.spec.args),
+        }
+
+    def begin(self, job: ScoreJob, length: int) -> None:
+        """Get ready for windows of `length` tokens; puts the hook of the job in place."""
+        longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+        if length > longest:
+            raise UsageError(
+                f"windows of {length} tokens do not fit into max_model_len={longest}",
+                remedy=f"write vllm:{Path(self.spec.model).name}?max_model_len={length}, or use shorter windows",
+                finding_id="fidelity.usage",
+            )
+        self.end()
+        self._job, self._bytes_read = job, 0.0
+        if job.hook:
+            self._hooks = KvHooks(job.hook, self._call("assay_model"), eager=self.spec.enforce_eager)
+
+    def end(self) -> Engagement:
+        """Take the hook off; what took part since `begin`."""
+        engagement = self.engagement()
+        if self._hooks:
+            self._hooks.remove()
+        self._hooks, self._job = None, None
+        return engagement
+
+    def engagement(self) -> Engagement:
+        """Cache bytes that attention has read since `begin`, and what the hook counted."""
+        notes = {"kv_bytes_per_token": self.cache["bytes_per_token"]}
+        if self._hooks:
+            counted = self._hooks.engagement()
+            return Engagement(
+                counted.fires, int(self._bytes_read), counted.per_layer, {**counted.notes, **notes}
+            )
+        return Engagement(bytes_read=int(self._bytes_read), notes=notes)
+
+    def score(self, windows: Sequence[Window]) -> list[torch.Tensor]:
+        """States [length − scored_from, d] of each window, on the engine's device.
+
+        A batch that does not fit into memory is halved and tried again.
+        """
+        if self._job is None:
+            raise RuntimeError("score() before begin()")
+        job, length = self._job, len(windows[0].tokens)
+        plan = plan_window(length, job)
+        batch = batch_size(
+            len(windows),
+            plan,
+            length,
+            step_tokens=self.spec.batched_tokens,
+            sequences=self.spec.max_num_seqs,
+            cache_tokens=self.cache["cache_tokens"],
+            block=self.cache["block_size"],
+        )
+        if not batch:
+            raise self._too_long(plan, length)
+        states: list[torch.Tensor] = []
+        while len(states) < len(windows):
+            part = windows[len(states) : len(states) + batch]
+            try:
+                found = self._score_batch(part, job, plan)
+            except RuntimeError as error:
+                if not _out_of_memory(error) or len(part) == 1:
+                    raise _failed(error) from error
+                batch = max(1, len(part) // 2)
+                self._recover()
+                continue
+            states += found
+        return states
+
+    def _score_batch(self, windows: Sequence[Window], job: ScoreJob, plan: WindowPlan) -> list[torch.Tensor]:
+        import numpy as np
+        import torch
+
+        self._run += 1
+        keys = {self._run * 1_000_000 + i: np.asarray(w.tokens, np.int32) for i, w in enumerate(windows)}
+        ledger = RowLedger(keys, job.scored_from - 1, plan.blocks)
+        buffer: torch.Tensor | None = None
+
+        def on_step(step: list[Fed], states: torch.Tensor) -> None:
+            nonlocal buffer
+            moves = ledger.book(step)
+            if buffer is None:
+                buffer = states.new_empty(len(windows) * ledger.rows, states.shape[-1])
+            if len(moves.source):
+                source, target = (torch.from_numpy(m).to(states.device) for m in (moves.source, moves.target))
+                buffer.index_copy_(0, target, states.index_select(0, source))
+
+        for index in range(self._hooks.passes if self._hooks else 1):
+            if self._hooks:
+                self._hooks.start_pass(index)
+            final = not self._hooks or index == self._hooks.passes - 1
+            self._pass(keys, plan, on_step if final else (lambda step, states: None))
+        ledger.check()
+        if buffer is None:
+            raise _failed(RuntimeError("no step gave states"))
+        if not self._head_checked:
+            check_head(self._call("assay_model"), self.head, buffer[:_CHECKED_ROWS])
+            self._head_checked = True
+        self._bytes_read += len(windows) * cache_reads(plan.blocks) * self.cache["bytes_per_token"]
+        return list(buffer.view(len(windows), ledger.rows, -1))
+
+    def _pass(self, keys: Mapping[int, Any], plan: WindowPlan, on_step: Any) -> None:
+        """Run all windows once through the engine."""
+        engine = self._llm.llm_engine
+        for key, tokens in keys.items():
+            engine.add_request(
+                str(key), {"prompt_token_ids": tokens[: plan.prompt].tolist()}, _params(key, tokens, plan)
+            )
+        self._call("assay_watch", on_step)
+        try:
+            steps = 0
+            while engine.has_unfinished_requests():
+                self._cut_prompts_at(plan, steps)
+                engine.step()
+                steps += 1
+        finally:
+            self._call("assay_unwatch")
+
+    def _cut_prompts_at(self, plan: WindowPlan, step: int) -> None:
+        """Let the scheduler take just the next block of every prompt in this step."""
+        config = self._llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config
+        lo, hi = plan.blocks[min(step, len(plan.blocks) - 1)]
+        config.long_prefill_token_threshold = hi - lo
+
+    def _recover(self) -> None:
+        """Drop what is left of a batch that failed half-way."""
+        import torch
+
+        engine = self._llm.llm_engine
+        engine.abort_request(list(engine.output_processor.request_states))
+        core = engine.engine_core.engine_core
+        core.scheduler.reset_prefix_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def reduce(
+        self, windows: Sequence[Window], references: Sequence[StateRows], target: str
+    ) -> list[dict[str, torch.Tensor]]:
+        """Statistics of each window against the states of a reference, computed where the engine is.
+
+        `target` names a function by import path (`package.module:name`) that takes (reference rows, candidate rows)
+        and gives a dataclass of tensors; they come back by field name, on the CPU.
+        """
+        if self._job is None:
+            raise RuntimeError("reduce() before begin()")
+        module, _, name = target.partition(":")
+        function = getattr(import_module(module), name)
+        found = []
+        for window, reference, states in zip(windows, references, self.score(windows), strict=True):
+            rows = StateRows(window, self._job.scored_from, states, self.head)
+            result = vars(function(reference.to(states.device), rows))
+            found.append({field: values.cpu() for field, values in result.items()})
+        return found
+
+    def close(self) -> None:
+        """Shut the engine down and give its memory back."""
+        llm, self._llm = self._llm, None
+        if llm is None:
+            return
+        self.__dict__.pop("head", None)
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+    def _too_long(self, plan: WindowPlan, length: int) -> AssayError:
+        return AssayError(
+            f"not one window of {length} tokens fits: a step holds {self.spec.batched_tokens:,} tokens (this path needs "
+            f"{plan.largest:,}), the KV cache {self.cache['cache_tokens']:,}",
+            finding_id="fidelity.engine_failed",
+            remedy="set max_num_batched_tokens and kv_cache_gib, or use shorter windows",
+        )
+
+
+def _params(key: int, tokens: Any, plan: WindowPlan) -> Any:
+    """Sampling parameters of one window: greedy, exactly the tokens that the plan generates."""
+    from vllm import SamplingParams
+
+    from assay.engines.vllm.forcing import FORCED
+
+    forced = tokens[plan.prompt :].tolist()
+    extra: dict[str, Any] = {WINDOW: key}
+    if len(plan.blocks) > 1 and plan.prompt < len(tokens) - 1:
+        extra[FORCED] = forced
+    else:
+        forced = forced[:1]
+    return SamplingParams(
+        temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra
+    )
+
+
+def _start(spec: VllmSpec) -> Any:
+    os.environ.update(_SETTINGS)
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        cache = spec.kv_cache_gib or (1.0 if current_platform.is_cpu() else 0.0)
+        arguments: dict[str, Any] = {
+            "model": spec.model,
+            "dtype": spec.dtype,
+            "kv_cache_dtype": spec.kv_cache_dtype,
+            "max_model_len": min(spec.max_model_len, _longest(spec.model)),
+            "max_num_batched_tokens": spec.batched_tokens,
+            "max_num_seqs": spec.max_num_seqs,
+            "gpu_memory_utilization": spec.gpu_memory_utilization,
+            "enforce_eager": spec.enforce_eager,
+            "seed": spec.seed,
+            "enable_prefix_caching": False,
+            "enable_chunked_prefill": True,
+            "async_scheduling": False,
+            "disable_log_stats": True,
+            "logits_processors": [_FORCING],
+            "worker_extension_cls": _EXTENSION,
+            "logprobs_mode": "raw_logprobs",
+            "max_logprobs": -1,
+        }
+        if spec.quantization:
+            arguments["quantization"] = spec.quantization
+        if spec.attention_backend:
+            arguments["attention_backend"] = spec.attention_backend
+        if cache:
+            arguments["kv_cache_memory_bytes"] = int(cache * 2**30)
+        return LLM(**arguments | dict(spec.args))
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+        TypeError,
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
+        raise AssayError(
+            f"vLLM cannot load {Path(spec.model).name}: {reason_of(error)}",
+            finding_id="fidelity.engine_load",
+            remedy="give a checkpoint and options that this vLLM can serve: vllm:PATH?dtype=…&kv_cache_dtype=…",
+        ) from error
+
+
+def _longest(model: str) -> int:
+    """The context of the model by its own config; a large number where it does not say."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model).get_text_config()
+    return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of an error that says something; pydantic puts it after a heading."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and "validation error" in lines[0]:
+        lines = (
+            lines[1:] if not lines[1].startswith("Value error") else [lines[1].removeprefix("Value error, ")]
+        )
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 400 else text[:400] + "…"
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _failed(error: BaseException) -> AssayError:
+    return AssayError(
+        f"vLLM failed while it scored: {reason_of(error)}",
+        finding_id="fidelity.engine_failed",
+        remedy="use a smaller batch or shorter windows; without enforce_eager=false there are no CUDA graphs to fail",
+    )

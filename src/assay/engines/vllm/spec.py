@@ -1,0 +1,123 @@
+"""How a model of vLLM is written: `vllm:MODEL?kv_cache_dtype=fp8&max_model_len=2048`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+from urllib.parse import parse_qsl
+
+from assay.errors import UsageError
+
+
+@dataclass(frozen=True)
+class VllmSpec:
+    """One model for vLLM: a folder (or a name on the hub) and the arguments of the engine that may change numbers."""
+
+    model: str
+    dtype: str = "auto"
+    quantization: str = ""
+    kv_cache_dtype: str = "auto"
+    attention_backend: str = ""
+    max_model_len: int = 4096
+    """Longest window in tokens; no more than the model has is used."""
+    max_num_batched_tokens: int = 0
+    """Tokens of one step; 0: the larger of 8,192 and `max_model_len`."""
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.7
+    """Share of the GPU's memory for weights and cache; states and logits of the scored rows need the rest."""
+    kv_cache_gib: float = 0.0
+    """Size of the KV cache in GiB; 0: what is left of the share on a GPU, 1 GiB on a CPU."""
+    enforce_eager: bool = True
+    """False compiles the model and uses CUDA graphs, as a server does by default."""
+    seed: int = 0
+    tensor_parallel: int = 1
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """More arguments of `vllm.LLM`, written as a JSON object."""
+    python: str = ""
+    """A Python that has vLLM; empty: see `assay.engines.vllm.placement`."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types, read back by `VllmSpec(**…)`."""
+        return asdict(self)
+
+    @property
+    def batched_tokens(self) -> int:
+        """Tokens that one step may hold."""
+        return self.max_num_batched_tokens or max(8192, self.max_model_len)
+
+
+def parse_spec(spec: str) -> VllmSpec:
+    """Read `vllm:MODEL?option=value&…`; UsageError on an unknown option or a value that makes no sense."""
+    model, mark, query = spec.removeprefix("vllm:").partition("?")
+    if not model:
+        raise _usage(f"{spec!r} names no model", "write vllm:PATH, such as vllm:./model?kv_cache_dtype=fp8")
+    pairs = parse_qsl(query, keep_blank_values=True)
+    if mark and not pairs:
+        raise _usage(f"{spec!r} ends in a '?' without options", "write vllm:PATH?kv_cache_dtype=fp8")
+    known = {f.name: f for f in fields(VllmSpec)[1:]}
+    options: dict[str, Any] = {}
+    for name, text in pairs:
+        if name not in known:
+            raise _usage(f"{spec!r}: unknown option {name!r}", f"options are {', '.join(known)}")
+        try:
+            options[name] = _READ[str(known[name].type)](text)
+        except ValueError as error:
+            raise _usage(
+                f"{spec!r}: {name}={text} {error}", "look at the options in docs/engines.md"
+            ) from error
+    parsed = VllmSpec(model, **options)
+    if parsed.tensor_parallel != 1:
+        raise _usage(
+            f"{spec!r}: with tensor_parallel={parsed.tensor_parallel} every GPU holds a part of the output head, "
+            "so that no process could rebuild the logits",
+            "score on one GPU (tensor_parallel=1), with a quantised checkpoint if it does not fit",
+        )
+    if parsed.max_model_len < 2 or parsed.max_num_seqs < 1 or not 0 < parsed.gpu_memory_utilization <= 1:
+        raise _usage(
+            f"{spec!r}: max_model_len must be at least 2, max_num_seqs at least 1, and "
+            "gpu_memory_utilization above 0 and at most 1",
+            "correct the option",
+        )
+    return parsed
+
+
+def _truth(text: str) -> bool:
+    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if text.lower() not in words:
+        raise ValueError("is neither true nor false")
+    return words[text.lower()]
+
+
+def _object(text: str) -> Mapping[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("is not a JSON object")
+    return value
+
+
+def _number(kind: Callable[[str], Any], words: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ValueError(f"is not {words}") from None
+
+    return read
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "str": str,
+    "int": _number(int, "a whole number"),
+    "float": _number(float, "a number"),
+    "bool": _truth,
+    "Mapping[str, Any]": _object,
+}
+
+
+def _usage(message: str, remedy: str) -> UsageError:
+    return UsageError(message, remedy=remedy, finding_id="fidelity.usage")
