@@ -1,0 +1,1 @@
+"""KV-cache codecs: real streams, real bytes, and scores that read the cache."""

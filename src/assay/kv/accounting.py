@@ -1,0 +1,67 @@
+"""Bytes of a compressed cache, and the ratio they give.
+
+Stored bytes are those of the real streams at the end of a window, over all layers, exact tokens, headers and
+uncompressed layers included; calibration tables are counted in full against one cache of `table_tokens` tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TABLE_TOKENS = 32_768
+
+
+@dataclass(frozen=True)
+class CacheBytes:
+    """Mean bytes of one window's cache: `stored` (tables' share included), the same in `bf16`, whole `tables`."""
+
+    stored: float
+    bf16: float
+    tables: int
+    tokens: int
+    windows: int
+    by_layer: Mapping[int, float]
+
+    @property
+    def ratio(self) -> float:
+        """bf16 bytes over stored bytes."""
+        return self.bf16 / self.stored if self.stored else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.bytes`."""
+        return {
+            "stored": self.stored,
+            "bf16": self.bf16,
+            "ratio": self.ratio,
+            "bits_per_value": 16 / self.ratio,
+            "tables": self.tables,
+            "tokens": self.tokens,
+            "windows": self.windows,
+            "ratio_by_layer": {str(k): v for k, v in self.by_layer.items()},
+        }
+
+
+def cache_bytes(
+    sizes: Mapping[tuple[int, str], Sequence[int]],
+    exact_sizes: Mapping[tuple[int, str], Sequence[int]],
+    tables: int,
+    tokens: int,
+    table_tokens: int = TABLE_TOKENS,
+) -> CacheBytes:
+    """Mean over the measured windows. ValueError where none was measured."""
+    counts = {len(v) for v in sizes.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError("every stream must have been measured on the same windows")
+    windows = counts.pop()
+    stored = sum(sum(v) for v in sizes.values()) / windows
+    exact = sum(sum(v) for v in exact_sizes.values()) / windows
+    layers = sorted({layer for layer, _ in sizes})
+    by_layer = {
+        layer: sum(sum(v) for (i, _), v in exact_sizes.items() if i == layer)
+        / sum(sum(v) for (i, _), v in sizes.items() if i == layer)
+        for layer in layers
+    }
+    share = tables * tokens / table_tokens
+    return CacheBytes(stored + share, exact, tables, tokens, windows, by_layer)

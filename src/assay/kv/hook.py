@@ -1,0 +1,163 @@
+"""Codecs in the forward pass of a model of transformers: the three modes of `assay kv eval`.
+
+decode      The prefix is prefilled exactly; then its cache is replaced by what the codec makes of it, and every token
+            that is fed later is coded as serving would code it: when a block of the codec is full, and never while it
+            is one of the recent tokens that the codec keeps exact.
+inforward   Every token, prefill included, attends to reconstructed keys and values.
+snapshot    A clean pass captures keys and values; in a second one every token attends to their reconstructions.
+            Optimistic: errors do not build up from layer to layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from assay.engines.scoring import Engagement
+from assay.kv.layers import kept_from, observed_cache
+from assay.kv.rope import Rotary
+from assay.kv.track import Coders, Key, Track
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Mode(StrEnum):
+    """How codec and forward pass meet."""
+
+    DECODE = "decode"
+    INFORWARD = "inforward"
+    SNAPSHOT = "snapshot"
+
+
+class CodecHook:
+    """Puts coders into the KV cache of one run, and counts what they did.
+
+    The first `measure_windows` windows are also encoded for real, whole, when their batch is done: `sizes` holds the
+    bytes of their streams by (layer, stream), `exact_sizes` those of the same tokens in bf16.
+    """
+
+    def __init__(self, coders: Coders, mode: Mode, length: int, *, measure_windows: int = 8) -> None:
+        self.coders = coders
+        self.mode = Mode(mode)
+        self.length = length
+        self.passes = 2 if self.mode is Mode.SNAPSHOT else 1
+        self.sizes: dict[Key, list[int]] = {}
+        self.exact_sizes: dict[Key, list[int]] = {}
+        self._to_measure = measure_windows
+        self._fires: dict[int, int] = {}
+        self._bytes_read = 0
+        self._model: Any = None
+        self._rotary: Rotary | None = None
+        self._tracks: dict[Key, Track] = {}
+        self._armed = False
+        self._cache: Any = None
+
+    @contextmanager
+    def attach(self, model: Any) -> Iterator[None]:
+        """Remember the model while the hook is in place; the cache of each batch carries the rest."""
+        self._model = model
+        if any(coder.before_rope for coder in self.coders.values()):
+            self._rotary = Rotary(model, self.length)
+        try:
+            yield
+            self._measure()
+        finally:
+            self._model = self._rotary = self._cache = None
+            self._tracks.clear()
+
+    def new_cache(self, batch: int, index: int) -> Any:
+        """The cache of the next batch on pass `index`."""
+        if index == 0:
+            self._measure()
+            self._tracks.clear()
+        self._armed = self.mode is Mode.INFORWARD or (self.mode is Mode.SNAPSHOT and index == 1)
+        self._cache = observed_cache(self._model, self._on_update)
+        return self._cache
+
+    def after_prefix(self, cache: Any) -> None:
+        """Replace what the prefix left in the cache; from here on new tokens are coded."""
+        self._armed = True
+        for index, layer in enumerate(cache.layers):
+            if layer.is_initialized:
+                self._code_ready(index, layer, layer.assay_position)
+
+    def engagement(self) -> Engagement:
+        """Calls of coders by layer, and bytes of replaced cache that later tokens read."""
+        return Engagement(sum(self._fires.values()), self._bytes_read, dict(self._fires))
+
+    def _on_update(
+        self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer keeps of new tokens [B, h, n, d] that begin at `position`."""
+        new = {"k": keys, "v": values}
+        second_pass = self.mode is Mode.SNAPSHOT and self._armed
+        for stream in new:
+            track = self._track(layer, stream)
+            if not second_pass:
+                track.append(new[stream])
+            if self._armed and track.coder:
+                new[stream] = self._replaced(track, new[stream], position)
+        if self._armed and self.mode is Mode.DECODE:
+            self._code_ready(layer, self._cache.layers[layer], position)
+        if self._armed:
+            self._bytes_read += position * 2 * keys[..., :1, :].numel() * keys.element_size()
+        return new["k"], new["v"]
+
+    def _replaced(self, track: Track, new: torch.Tensor, position: int) -> torch.Tensor:
+        """New tokens as the cache takes them: coded at once where the mode or the coder allows it."""
+        if self.mode is Mode.DECODE:
+            if not track.codes_at_once(position):
+                return new
+            self._fire(track)
+            return track.code(position, position + new.shape[-2])
+        end = position + new.shape[-2]
+        lo, hi = track.whole_blocks(end)
+        if hi <= lo:
+            return new
+        self._fire(track)
+        changed = track.exact[..., position:end, :].clone()
+        changed[..., lo - position :, :][..., : hi - lo, :] = track.code(lo, hi)
+        return changed
+
+    def _code_ready(self, index: int, layer: Any, end: int) -> None:
+        """Code, in place, the blocks before position `end` that are full and no longer recent."""
+        for stream in ("k", "v"):
+            track = self._track(index, stream)
+            if not track.coder or not layer.is_initialized:
+                continue
+            lo, hi = track.next_blocks(end)
+            if hi <= lo:
+                continue
+            self._fire(track)
+            result = track.code(lo, hi)
+            held, start = (layer.keys if stream == "k" else layer.values), kept_from(layer)
+            # A sliding layer may have let go of the start of a block.
+            visible = max(lo, start)
+            if visible < hi:
+                held[..., visible - start : hi - start, :] = result[..., visible - lo :, :]
+
+    def _track(self, layer: int, stream: str) -> Track:
+        key = (layer, stream)
+        if key not in self._tracks:
+            self._tracks[key] = Track(key, self.coders.get(key), self._rotary)
+        return self._tracks[key]
+
+    def _fire(self, track: Track) -> None:
+        layer = track.key[0]
+        self._fires[layer] = self._fires.get(layer, 0) + 1
+
+    def _measure(self) -> None:
+        """Encode the first windows of the batch that is done, whole, as they stand in the cache at its end."""
+        if not self._tracks or self._cache is None:
+            return
+        windows = min(self._to_measure, next(iter(self._tracks.values())).exact.shape[0])
+        self._to_measure -= windows
+        for key, track in self._tracks.items():
+            layer = self._cache.layers[key[0]]
+            for window in range(windows):
+                size, exact = track.stored_bytes(window, kept_from(layer))
+                self.sizes.setdefault(key, []).append(size)
+                self.exact_sizes.setdefault(key, []).append(exact)

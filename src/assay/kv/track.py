@@ -1,0 +1,105 @@
+"""One stream (K or V) of one layer while a batch of windows goes through the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from assay.kv.coder import StreamCoder
+
+if TYPE_CHECKING:
+    import torch
+
+    from assay.kv.rope import Rotary
+
+Key = tuple[int, str]
+"""(layer, stream), stream `k` or `v`."""
+
+Coders = Mapping[Key, StreamCoder]
+"""Coders by layer and stream. One that is not there stays exact."""
+
+BF16_BYTES = 2
+
+
+class Track:
+    """The exact states of a stream so far, and how far they have been coded.
+
+    `exact` is [B, KV heads, tokens, head_dim] in the model's type, as the cache would hold it.
+    """
+
+    def __init__(self, key: Key, coder: StreamCoder | None, rotary: Rotary | None) -> None:
+        self.key = key
+        self.coder = coder
+        self._rotary = rotary
+        self._room: torch.Tensor | None = None
+        self._length = 0
+        self._done = 0
+
+    @property
+    def exact(self) -> torch.Tensor:
+        """The exact states so far; ValueError before the first."""
+        if self._room is None:
+            raise ValueError("nothing has gone through this stream yet")
+        return self._room[..., : self._length, :]
+
+    def append(self, new: torch.Tensor) -> None:
+        """New tokens [B, h, n, d]. Room grows by doubling, so that a token at a time does not copy all each time."""
+        need = self._length + new.shape[-2]
+        if self._room is None or need > self._room.shape[-2]:
+            room = new.new_empty((*new.shape[:2], max(need, 2 * self._length), new.shape[-1]))
+            if self._room is not None:
+                room[..., : self._length, :] = self.exact
+            self._room = room
+        self._room[..., self._length : need, :] = new
+        self._length = need
+
+    def codes_at_once(self, position: int) -> bool:
+        """Whether a token at `position` is coded as it comes."""
+        coder = self.coder
+        return bool(
+            coder and coder.granularity == 1 and coder.exact_last == 0 and position >= coder.exact_first
+        )
+
+    def whole_blocks(self, end: int) -> tuple[int, int]:
+        """Positions of all blocks among the first `end` tokens that are full and not recent."""
+        if self.coder is None:
+            return 0, 0
+        lo = self.coder.exact_first
+        ready = end - self.coder.exact_last
+        return lo, ready - max(0, ready - lo) % self.coder.granularity
+
+    def next_blocks(self, end: int) -> tuple[int, int]:
+        """As `whole_blocks`, but only those that were not given out before."""
+        lo, hi = self.whole_blocks(end)
+        lo = max(lo, self._done)
+        self._done = max(self._done, hi)
+        return lo, hi
+
+    def code(self, lo: int, hi: int) -> torch.Tensor:
+        """Positions lo … hi − 1 of all windows as the codec gives them back, [B, h, hi − lo, d]."""
+        x = self.exact[..., lo:hi, :]
+        if self.coder is None or self.coder.lossless:
+            return x
+        batch, heads, tokens, width = x.shape
+        values = x.float()
+        rotation = None
+        if self.key[1] == "k" and self.coder.before_rope and self._rotary:
+            rotation = self._rotary.at(self.key[0], lo, hi)
+            values = rotation.remove(values)
+        # Blocks are coded each on its own, so windows can stand one after the other.
+        folded = values.transpose(0, 1).reshape(heads, batch * tokens, width)
+        result = self.coder.reconstruct(folded).reshape(heads, batch, tokens, width).transpose(0, 1)
+        if rotation is not None:
+            result = rotation.apply(result)
+        self._done = max(self._done, hi)
+        return result.to(x.dtype)
+
+    def stored_bytes(self, window: int, start: int) -> tuple[int, int]:
+        """Bytes of the real stream of one window's tokens from `start` on, and of the same tokens in bf16."""
+        x = self.exact[window, :, start:, :].float()
+        exact = x.numel() * BF16_BYTES
+        if self.coder is None:
+            return exact, exact
+        if self.key[1] == "k" and self.coder.before_rope and self._rotary:
+            x = self._rotary.at(self.key[0], start, start + x.shape[-2]).remove(x)
+        return len(self.coder.encode(x)), exact

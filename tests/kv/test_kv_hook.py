@@ -1,0 +1,205 @@
+"""The three modes of a codec in a real forward pass, with a coder simple enough to know what must come out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from assay.engines.hf.window_scoring import window_states  # noqa: E402
+from assay.engines.scoring import ScoreJob, ScoringPath, Window  # noqa: E402
+from assay.kv.hook import CodecHook, Mode  # noqa: E402
+
+LAYERS, LENGTH = 4, 40
+
+
+@dataclass
+class Rounding:
+    """Rounds to a grid; its "stream" is one byte a value and two for every exact one."""
+
+    step: float = 0.5
+    granularity: int = 1
+    exact_first: int = 0
+    exact_last: int = 0
+    before_rope: bool = False
+    lossless: bool = False
+    table_bytes: int = 0
+
+    def reconstruct(self, x: Any) -> Any:
+        # A codec of blocks sees whole blocks only.
+        assert x.shape[1] % self.granularity == 0
+        return torch.round(x / self.step) * self.step
+
+    def encode(self, x: Any) -> bytes:
+        tokens = x.shape[1]
+        exact = min(tokens, self.exact_first + self.exact_last)
+        return bytes(x[:, : tokens - exact].numel() + 2 * x[:, :exact].numel())
+
+    def decode(self, stream: bytes) -> Any:
+        raise NotImplementedError
+
+
+def model(kind: str = "llama") -> Any:
+    torch.manual_seed(0)
+    small = {
+        "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 100,
+    }  # fmt: skip
+    if kind == "gemma3":
+        config = transformers.Gemma3TextConfig(
+            **small, head_dim=32, sliding_window=8, sliding_window_pattern=2
+        )
+        return transformers.Gemma3ForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).eval()
+
+
+def windows(count: int = 3) -> list[Window]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        Window(i, tuple(torch.randint(1, 100, (LENGTH,), generator=generator).tolist())) for i in range(count)
+    ]
+
+
+def everywhere(coder: Rounding) -> dict[tuple[int, str], Rounding]:
+    return {(layer, stream): coder for layer in range(LAYERS) for stream in "kv"}
+
+
+def states(net: Any, mode: Mode | None, coders: dict[Any, Any], **job: Any) -> tuple[Any, CodecHook | None]:
+    path = ScoringPath.DECODE if mode in (None, Mode.DECODE) else ScoringPath.PREFILL
+    if job.pop("prefill", False):
+        path = ScoringPath.PREFILL
+    settings = ScoreJob(path, scored_from=job.pop("scored_from", 21), batch=job.pop("batch", 2))
+    hook = CodecHook(coders, mode, LENGTH) if mode else None
+    if hook:
+        with hook.attach(net):
+            found = [s for _, s in window_states(net, windows(), settings, hook)]
+    else:
+        found = [s for _, s in window_states(net, windows(), settings, None)]
+    return torch.stack(found), hook
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_lossless_coder_changes_nothing_and_fires(kind: str, mode: Mode) -> None:
+    net = model(kind)
+    plain, _ = states(net, None, {}, prefill=mode is not Mode.DECODE)
+    coded, hook = states(net, mode, everywhere(Rounding(lossless=True)))
+    assert torch.equal(plain, coded)
+    assert hook is not None
+    found = hook.engagement()
+    assert set(found.per_layer) == set(range(LAYERS))
+    assert found.bytes_read or mode is not Mode.DECODE
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    "coder",
+    [
+        Rounding(),
+        Rounding(granularity=4),
+        Rounding(exact_first=3, exact_last=5),
+        Rounding(granularity=8, exact_first=2),
+    ],
+)
+def test_decode_is_a_cache_that_is_rewritten_by_hand(kind: str, coder: Rounding) -> None:
+    """Against a plain loop: after each token, every position that is due is rounded in an ordinary cache."""
+    net = model(kind)
+    prefix = 20
+    expected = []
+    for window in windows():
+        cache = transformers.DynamicCache(config=net.config)
+        ids = torch.tensor([window.tokens])
+        with torch.inference_mode():
+            net.base_model(input_ids=ids[:, :prefix], past_key_values=cache)
+            rows = []
+            done = coder.exact_first
+
+            def rewrite(end: int, cache: Any = cache) -> None:
+                nonlocal done
+                ready = end - coder.exact_last
+                ready -= max(0, ready - coder.exact_first) % coder.granularity
+                for layer in cache.layers:
+                    start = end - layer.keys.shape[-2]
+                    for held in (layer.keys, layer.values):
+                        for position in range(max(done, start), ready):
+                            held[..., position - start, :] = coder.reconstruct(
+                                held[0][:, [position - start] * coder.granularity]
+                            )[:, :1].transpose(0, 1)[0]
+                done = max(done, ready)
+
+            rewrite(prefix)
+            for position in range(prefix, LENGTH - 1):
+                if coder.granularity == 1 and coder.exact_last == 0:
+                    # The token is coded as it comes, so its own step reads it coded: by an observed layer.
+                    hooks = [_rounded(layer, coder) for layer in cache.layers]
+                    out = net.base_model(input_ids=ids[:, position : position + 1], past_key_values=cache)
+                    for undo in hooks:
+                        undo()
+                    done = position + 1
+                else:
+                    out = net.base_model(input_ids=ids[:, position : position + 1], past_key_values=cache)
+                    rewrite(position + 1)
+                rows.append(out.last_hidden_state[0, 0])
+        expected.append(torch.stack(rows))
+    found, hook = states(net, Mode.DECODE, everywhere(coder))
+    torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-4)
+    assert hook is not None
+    assert hook.engagement().fires
+
+
+def _rounded(layer: Any, coder: Rounding) -> Any:
+    real = layer.update
+
+    def update(k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
+        return real(coder.reconstruct(k), coder.reconstruct(v), *args, **kwargs)
+
+    layer.update = update
+
+    def undo() -> None:
+        del layer.update
+
+    return undo
+
+
+def test_inforward_and_snapshot_differ_from_each_other_and_from_the_truth() -> None:
+    net = model()
+    plain, _ = states(net, None, {}, prefill=True)
+    coders = everywhere(Rounding(step=0.3))
+    inforward, _ = states(net, Mode.INFORWARD, coders)
+    snapshot, _ = states(net, Mode.SNAPSHOT, coders)
+    assert not torch.allclose(plain, inforward, atol=1e-4)
+    assert not torch.allclose(inforward, snapshot, atol=1e-5)
+
+
+def test_with_one_layer_inforward_and_snapshot_are_the_same() -> None:
+    """Nothing can build up where only the first layer is coded."""
+    net = model()
+    coders = {(0, s): Rounding(step=0.3) for s in "kv"}
+    inforward, _ = states(net, Mode.INFORWARD, coders)
+    snapshot, _ = states(net, Mode.SNAPSHOT, coders)
+    torch.testing.assert_close(inforward, snapshot)
+
+
+def test_keys_before_rope_are_coded_before_rope() -> None:
+    net = model()
+    after, _ = states(net, Mode.INFORWARD, everywhere(Rounding(step=0.3)))
+    before, _ = states(net, Mode.INFORWARD, everywhere(Rounding(step=0.3, before_rope=True)))
+    exact, _ = states(net, Mode.INFORWARD, everywhere(Rounding(step=1e-6, before_rope=True)))
+    plain, _ = states(net, None, {}, prefill=True)
+    assert not torch.allclose(after, before, atol=1e-4)
+    torch.testing.assert_close(exact, plain, atol=1e-3, rtol=1e-3)
+
+
+def test_bytes_count_every_stream_and_the_exact_ones() -> None:
+    net = model()
+    coders = {(0, "k"): Rounding(exact_first=2)}
+    _, hook = states(net, Mode.DECODE, coders)
+    assert hook is not None
+    tokens, values = LENGTH - 1, 2 * 16
+    assert hook.sizes[0, "k"] == [(tokens - 2) * values + 2 * 2 * values] * 3
+    assert hook.sizes[0, "v"] == [2 * tokens * values] * 3
+    assert hook.exact_sizes[3, "k"] == [2 * tokens * values] * 3
