@@ -2,8 +2,10 @@
 
     python benchmarks/spec_parser_speed.py [GIGABYTES]
 
-Writes a log with 0.1 % speculative lines to the temporary folder, reads it with both (page cache warm, median of 3),
-deletes it, and writes results/spec_parser_speed.json.
+Writes a log with 0.1 % speculative lines to the temporary folder, reads it with both in turn (page cache warm, median
+of 5; grep in the C locale and in UTF-8), deletes it, and writes results/spec_parser_speed.json. The time of `assay spec`
+is that of the whole command, start of Python included; `read_s` is the reading alone, in a process that is up. Memory is
+the sum over its processes of their proportional share.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
+import re
 import statistics
 import subprocess
 import sys
@@ -64,11 +66,47 @@ def write(path: Path, size: int) -> int:
     return blocks * LINES // EVERY
 
 
-def timed(command: list[str]) -> tuple[float, bytes]:
+def timed(command: list[str], locale: str = "C.UTF-8") -> tuple[float, bytes]:
     """Seconds and output of a command."""
     began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, check=False)
+    done = subprocess.run(command, capture_output=True, check=False, env={**os.environ, "LC_ALL": locale})
     return time.perf_counter() - began, done.stdout
+
+
+def peak_memory(command: list[str]) -> float:
+    """Peak memory of a command and its children, in MB, looked at every 10 ms."""
+    peak = 0.0
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            peak = max(peak, sum(map(share, [process.pid, *children(process.pid)])))
+            time.sleep(0.01)
+    return peak
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def share(pid: int) -> float:
+    """Proportional set size in MB; 0 once the process has ended."""
+    try:
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except OSError:
+        return 0.0
+    return int(re.search(r"^Pss:\s+(\d+)", text, re.M)[1]) / 1024
+
+
+def read_alone(path: Path) -> float:
+    """Seconds that the reading takes in a process that is up."""
+    code = (
+        "import sys, time, numpy\nfrom assay.speculation.examine import read_files\nfrom assay.speculation.combine import "
+        "combine\nbegan = time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\n"
+        "print(time.perf_counter() - began)"
+    )
+    return float(timed([sys.executable, "-c", code, str(path)])[1])
 
 
 def main() -> None:
@@ -81,12 +119,15 @@ def main() -> None:
         grep_command = ["grep", "-c", "SpecDecoding", name]
         assay_command = [sys.executable, "-m", "assay", "spec", name, "--json"]
         timed(grep_command)
-        greps, assays = [], []
-        for _ in range(3):
+        load = os.getloadavg()[0]
+        greps, greps_c, assays, reads = [], [], [], []
+        for _ in range(5):
             seconds, counted = timed(grep_command)
             greps.append(seconds)
+            greps_c.append(timed(grep_command, "C")[0])
             seconds, out = timed(assay_command)
             assays.append(seconds)
+            reads.append(read_alone(path))
         record = json.loads(out)["results"]["record"]
         result = {
             "bytes": path.stat().st_size,
@@ -94,12 +135,18 @@ def main() -> None:
             "counted_by_grep": int(counted),
             "counted_by_assay": record["windows"],
             "grep_s": statistics.median(greps),
+            "grep_c_locale_s": statistics.median(greps_c),
             "assay_s": statistics.median(assays),
+            "read_s": statistics.median(reads),
             "assay_all_s": assays,
             "grep_all_s": greps,
+            "read_all_s": reads,
             "speed_relative_to_grep": statistics.median(greps) / statistics.median(assays),
+            "read_speed_relative_to_grep": statistics.median(greps) / statistics.median(reads),
             "assay_gb_per_s": path.stat().st_size / 1e9 / statistics.median(assays),
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024,
+            "peak_memory_mb": peak_memory(assay_command),
+            "load_average_before": load,
+            "cpus": len(os.sched_getaffinity(0)),
         }
     finally:
         path.unlink()

@@ -18,6 +18,7 @@ from assay.speculation.benefit import (
 from assay.speculation.combine import Evidence
 from assay.speculation.health import assess
 from assay.speculation.intervals import Rate, design_effect, difference, proportion
+from assay.speculation.throughput import Measured
 
 
 def worth(per_position: list[int], drafts: int, cost: float = 0.1) -> Benefit:
@@ -65,13 +66,14 @@ def test_extrapolation_never_rises(rates: list[float]) -> None:
 @given(st.floats(1.0, 6.0), st.integers(1, 8), st.floats(0.0, 1.0))
 def test_measured_cost_inverts_the_model(length: float, depth: int, cost: float) -> None:
     speed = length / (1 + cost * depth)
-    found = measured_cost(length, depth, speed, 1.0)
+    found = measured_cost(length, depth, Measured(speed, 0.9 * speed, 1.2 * speed))
     assert found is not None and found.ratio == pytest.approx(cost, abs=1e-9)
+    assert found.lo is not None and found.hi is not None and 0 <= found.lo <= found.ratio <= found.hi + 1e-9
 
 
 def test_cost_that_no_model_explains() -> None:
-    assert measured_cost(2.0, 3, 3.0, 1.0) is None
-    assert measured_cost(2.0, 3, 0.0, 1.0) is None
+    assert measured_cost(2.0, 3, Measured(3.0)) is None
+    assert measured_cost(2.0, 3, Measured(0.0)) is None
 
 
 def test_coverage_of_drafts_that_come_now_and_then() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from assay.speculation.head import geometric_ratio
 from assay.speculation.record import Record
+from assay.speculation.throughput import Measured
 
 ASSUMED_COST = 0.10
 """Cost of one draft token in target steps where nothing measures it: typical of MTP and EAGLE heads."""
@@ -30,6 +31,11 @@ class Cost:
     ratio: float
     source: str
     """`given`, `measured` or `assumed`."""
+    lo: float | None = None
+    hi: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3g}" + ("" if self.lo is None else f" [{self.lo:.2g}, {self.hi:.2g}]")
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Benefit:
     """multipliers[n − 1] belongs to n speculative tokens."""
     coverage: float | None = None
     """Share of all decode steps that drafted at all; None where it is not known."""
-    measured_multiplier: float | None = None
+    measured_multiplier: Measured | None = None
 
     @property
     def best(self) -> int:
@@ -77,7 +83,7 @@ class Benefit:
     @property
     def advice(self) -> str:
         """What to do, in one line."""
-        now = self.multiplier if self.measured_multiplier is None else self.measured_multiplier
+        now = self.multiplier if self.measured_multiplier is None else self.measured_multiplier.value
         if self.best_multiplier < 1.0 or (now is not None and now < 1.0 and self.best_multiplier < WORTH):
             return "disable speculation: it costs more than it earns"
         if self.too_deep:
@@ -90,6 +96,7 @@ class Benefit:
 
     def to_json(self) -> dict[str, Any]:
         """The object `results.benefit`."""
+        measured = self.measured_multiplier
         return {
             "tokens_per_step": [expected_tokens(self.rates, n) for n in range(1, len(self.rates) + 1)],
             "multipliers": list(self.multipliers),
@@ -98,15 +105,17 @@ class Benefit:
             "best": self.best,
             "best_multiplier": self.best_multiplier,
             "multiplier": self.multiplier,
-            "measured_multiplier": self.measured_multiplier,
+            "measured_multiplier": None if measured is None else measured.value,
+            "measured_multiplier_interval": None if measured is None else measured.to_json(),
             "cost_ratio": self.cost.ratio,
+            "cost_interval": None if self.cost.lo is None else [self.cost.lo, self.cost.hi],
             "cost_source": self.cost.source,
             "coverage": self.coverage,
             "advice": self.advice,
         }
 
 
-def benefit(record: Record, cost: Cost, measured_multiplier: float | None = None) -> Benefit | None:
+def benefit(record: Record, cost: Cost, measured_multiplier: Measured | None = None) -> Benefit | None:
     """Benefit of a record's acceptance at a cost; None where its positions can neither be read nor fitted."""
     known = position_rates(record)
     if not known:
@@ -148,12 +157,19 @@ def extrapolated(rates: Sequence[float], depth: int) -> tuple[float, ...]:
     return tuple(known)
 
 
-def measured_cost(tokens_per_step: float, depth: int, speed_with: float, speed_without: float) -> Cost | None:
-    """Cost of a draft token from generation speeds with and without speculation at the same load.
+def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured) -> Cost | None:
+    """Cost of a draft token from the net multiplier at the same load: multiplier = E / (1 + c · N).
 
-    speed_with / speed_without = E / (1 + c · N). None where the speeds contradict that (c would be negative).
+    None where the speeds contradict that (c would be negative).
     """
-    if min(speed_with, speed_without) <= 0 or depth < 1:
+    if multiplier.value <= 0 or depth < 1:
         return None
-    ratio = (tokens_per_step * speed_without / speed_with - 1) / depth
-    return Cost(ratio, "measured") if ratio >= 0 else None
+
+    def at(value: float) -> float:
+        return (tokens_per_step / value - 1) / depth
+
+    if at(multiplier.value) < 0:
+        return None
+    if multiplier.lo is None or multiplier.hi is None:
+        return Cost(at(multiplier.value), "measured")
+    return Cost(at(multiplier.value), "measured", max(0.0, at(multiplier.hi)), at(multiplier.lo))

@@ -55,14 +55,12 @@ def blocks(judged: Judged) -> list[Block]:
 
 def _multiplier(b: Benefit) -> list[Metric]:
     if b.measured_multiplier is not None:
-        return [
-            Metric("net multiplier", f"{b.measured_multiplier:.2f}", note="measured against the baseline")
-        ]
+        return [Metric("net multiplier", str(b.measured_multiplier), note="measured against the baseline")]
     if b.multiplier is None:
         return []
     return [
         Metric(
-            "net multiplier", f"{b.multiplier:.2f}", note=f"predicted, {b.cost.source} draft cost {b.cost.ratio:.3g}"
+            "net multiplier", f"{b.multiplier:.2f}", note=f"predicted, {b.cost.source} draft cost {b.cost}"
         )
     ]  # fmt: skip
 
@@ -150,7 +148,7 @@ def _multiplier_chart(b: Benefit) -> Chart:
         "speculative tokens",
         "times as fast",
         [Band("costs more than it earns", 0.0, 1.0), Band("hardly worth it", 1.0, WORTH)],
-        note=f"a draft token costs {b.cost.ratio:.3g} target steps ({b.cost.source})",
+        note=f"a draft token costs {b.cost} target steps ({b.cost.source})",
     )
 
 

@@ -19,6 +19,7 @@ from assay.speculation.head import head_evidence
 from assay.speculation.health import Assessment, Health, assess
 from assay.speculation.reading import Reading
 from assay.speculation.sources import in_time_order, open_source
+from assay.speculation.throughput import Measured, median, quotient
 from assay.verdict import Finding, Report, Verdict
 
 _VERDICTS = {
@@ -56,12 +57,10 @@ class Examined:
     results: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def speed(self) -> float | None:
-        """Generation throughput: of the speculative windows, or of a run without any."""
-        if self.evidence.record.generation_throughput:
-            return self.evidence.record.generation_throughput
-        speeds = sorted(self.reading.speeds)
-        return speeds[len(speeds) // 2] if speeds else None
+    def speed(self) -> Measured | None:
+        """Generation throughput, tokens per second: of the speculative windows, or of a run without any."""
+        own = [w.generation_throughput for w in self.evidence.windows if w.generation_throughput]
+        return median(own or self.reading.speeds)
 
 
 def is_url(source: str) -> bool:
@@ -148,9 +147,9 @@ def _benefit(run: Examined, base: Examined | None, options: Options) -> Benefit 
     multiplier = None
     cost = Cost(ASSUMED_COST, "assumed")
     if base is not None and base.evidence.record.nothing_drafted and run.speed and base.speed:
-        multiplier = run.speed / base.speed
+        multiplier = quotient(run.speed, base.speed)
         if depth and length:
-            cost = measured_cost(length, depth, run.speed, base.speed) or cost
+            cost = measured_cost(length, depth, multiplier) or cost
     if options.cost_ratio is not None:
         if not 0 <= options.cost_ratio < 100:
             raise UsageError("--cost-ratio is a draft token's cost in target steps, such as 0.1")
@@ -161,7 +160,7 @@ def _benefit(run: Examined, base: Examined | None, options: Options) -> Benefit 
 def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Comparison | None:
     if base is None:
         return None
-    speeds = (run.speed, base.speed) if run.speed and base.speed else None
+    speeds = (run.speed.value, base.speed.value) if run.speed and base.speed else None
     return compare(assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds)
 
 

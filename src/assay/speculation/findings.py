@@ -13,6 +13,7 @@ from assay.speculation.combine import Evidence
 from assay.speculation.head import HeadEvidence, HeadState, head_evidence
 from assay.speculation.health import Assessment, Health
 from assay.speculation.record import Record
+from assay.speculation.throughput import Measured
 from assay.speculation.trend import zero_windows
 from assay.verdict import Finding, Severity
 
@@ -237,13 +238,20 @@ def _depth(judged: Judged) -> Iterator[Finding]:
             remedies=(f"set the number of speculative tokens to {b.best}",),
             references=(f"{VLLM}issues/47602",),
         )
-    now = judged.record.multiplier if b is None or b.measured_multiplier is None else b.measured_multiplier
-    if now is not None and now < 1.0 and a.judged:
+    measured = None if b is None else b.measured_multiplier
+    if measured is None and judged.record.multiplier is not None:
+        measured = Measured(judged.record.multiplier)
+    # Where the windows give an interval, all of it must lie below 1.
+    if measured is not None and a.judged and (measured.value if measured.hi is None else measured.hi) < 1.0:
         yield Finding(
             "speculation.costs_more",
             Severity.WARNING,
-            f"speculation makes generation slower: net multiplier {now:.2f}",
-            evidence={"net_multiplier": now, "worth_running_above": WORTH},
+            f"speculation makes generation slower: net multiplier {measured}",
+            evidence={
+                "net_multiplier": measured.value,
+                "interval": [measured.lo, measured.hi],
+                "worth_running_above": WORTH,
+            },
             remedies=("disable speculation, or lower the number of speculative tokens",),
         )
 

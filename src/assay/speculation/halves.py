@@ -16,7 +16,7 @@ from assay.speculation.sources import Source
 
 LARGE = 128 << 20
 """Smaller files are read before a second process would have begun."""
-_SHARE = 0.4
+_SHARE = 0.3
 """Part of the file that this process searches; it also parses the lines of both."""
 _PLACE = 1 << 20
 _QUIET = scanner.LINES_BEFORE + scanner.LINES_AFTER + 1
