@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from check_servers import Sane, answering, check, ids, save, serving, words
 
+from assay.coherence import check as check_module
 from assay.coherence import reference as reference_module
+from assay.engines.hf import packages
 from assay.errors import AssayError
 from stub_server import StubServer
 
@@ -123,3 +125,31 @@ def test_a_folder_that_holds_no_model_is_named(tmp_path: Path, monkeypatch: pyte
         reference_module.reference_folder(f"hf:{tmp_path}/model")
     (tmp_path / "model" / "config.json").touch()
     assert reference_module.reference_folder(f"hf:{tmp_path}/model?dtype=float32") == tmp_path / "model"
+
+
+def test_a_missing_package_is_named_before_the_server_is_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(packages, "find_spec", lambda name: None)
+    with StubServer() as stub:
+        code, report = check(capsys, stub.url, "--reference-engine", f"hf:{tmp_path}")
+        assert stub.exchanges == []
+    assert (code, ids(report)) == (2, {"fidelity.engine_missing"})
+    assert "torch" in report["findings"][0]["title"]
+
+
+def test_what_was_measured_stays_where_the_reference_cannot_be_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: object) -> None:
+        raise AssayError("the model does not fit into memory", finding_id="fidelity.engine_load")
+
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(packages, "find_spec", lambda name: object())
+    monkeypatch.setattr(check_module, "measure_reference", out_of_memory)
+    with serving(Sane()) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3", "--reference-engine", f"hf:{tmp_path}")
+    assert (code, report["verdict"], ids(report)) == (2, "error", {"fidelity.engine_load"})
+    assert all(p["samples"] for p in report["results"]["probes"])
+    assert report["results"]["throughput"]["samples"] == 3

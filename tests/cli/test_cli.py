@@ -34,6 +34,7 @@ LONDON = words("The capital of France is London, a large city on the river Thame
         ["check", "u", "--longest-needle", "99999999999999999999"],
         ["check", "http://127.0.0.1:9", "--html", "no/such/folder/report.html"],
         ["check", "http://127.0.0.1:9", "--junit", "."],
+        ["demo", "--svg", "no/such/folder/picture.svg"],
     ],
 )
 def test_a_wrong_command_line_is_one_json_object_and_exit_2(
@@ -152,6 +153,16 @@ def test_a_cache_that_cannot_be_made_is_named(
     code, report = run(capsys, "demo")
     assert code == 2
     assert "cannot make the cache folder" in report["findings"][0]["title"]
+
+
+def test_the_demo_asks_for_its_packages_before_it_fetches_anything(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("assay.demo.run.find_spec", lambda name: None if name == "gguf" else object())
+    monkeypatch.setattr("assay.demo.run.vllm_python", lambda _: pytest.fail("it began to install"))
+    code, report = run(capsys, "demo")
+    assert code == 2
+    assert "not installed: gguf" in report["findings"][0]["title"]
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

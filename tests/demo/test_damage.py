@@ -190,6 +190,11 @@ def test_permuted_vocabulary_keeps_special_tokens(whole: Path, tmp_path: Path) -
 def test_unknown_names_and_folders_without_shards(whole: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="unknown damage 'gremlins'"):
         damage_checkpoint("gremlins", whole, tmp_path / "broken")
+    with pytest.raises(UsageError, match="is no checkpoint: it holds no config"):
+        damage_checkpoint("int2", tmp_path, tmp_path / "broken")
+    (tmp_path / "there").mkdir()
+    with pytest.raises(UsageError, match="is there already"):
+        damage_checkpoint("int2", whole, tmp_path / "there")
     (whole / "model.safetensors").unlink()
     with pytest.raises(AssayError, match="no safetensors file"):
         damage_checkpoint("int2", whole, tmp_path / "broken")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli.verb import verb
+from assay.cli.verb import check_writable, verb
 from assay.verdict import Report
 
 
@@ -24,6 +24,8 @@ def command(
     from assay.report.beside import side_by_side
     from assay.report.picture import export_comparison_svg
 
+    if svg is not None:
+        check_writable("demo", "svg", svg)
     report, pair = run_demo(show)
     side_by_side(pair)
     if svg is not None:

@@ -109,7 +109,9 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
     """Run a verb, write its report everywhere it should go, and return the exit code."""
     with _stdout_kept_clean(output.json) as stdout:
         try:
-            _check_writable(name, output)
+            for option in ("html", "junit", "markdown", "prometheus"):
+                if (path := getattr(output, option)) is not None:
+                    check_writable(name, option, path)
         except UsageError as error:
             write(with_environment(error_report(name, error)), Output(json=output.json), stdout)
             return error.verdict.exit_code
@@ -140,21 +142,15 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
         return report.exit_code
 
 
-def _check_writable(name: str, output: Output) -> None:
+def check_writable(name: str, option: str, path: Path) -> None:
     """A report that cannot be written should not cost the minutes of a run first."""
     usage = f"{AREAS.get(name, 'server')}.usage"
-    for option in ("html", "junit", "markdown", "prometheus"):
-        path: Path | None = getattr(output, option)
-        if path is None:
-            continue
-        if path.is_dir():
-            raise UsageError(
-                f"--{option} {path} is a directory", remedy="name a file in it", finding_id=usage
-            )
-        if not path.parent.is_dir():
-            raise UsageError(
-                f"--{option} {path}: its folder does not exist", remedy="make it first", finding_id=usage
-            )
+    if path.is_dir():
+        raise UsageError(f"--{option} {path} is a directory", remedy="name a file in it", finding_id=usage)
+    if not path.parent.is_dir():
+        raise UsageError(
+            f"--{option} {path}: its folder does not exist", remedy="make it first", finding_id=usage
+        )
 
 
 def write(report: Report, output: Output, stdout: TextIO) -> None:

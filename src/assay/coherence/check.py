@@ -53,6 +53,8 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
             reference = measure_reference(options.reference_engine, options.plan, record, subject, progress)
         except KeyboardInterrupt as interrupt:
             interrupted, ended = True, interrupt
+        except AssayError as error:  # what the server has shown stays
+            ended = error
     return _report(subject, options, record, reference, ended, interrupted)
 
 

@@ -84,7 +84,7 @@ def measure_reference(
 
 
 def reference_folder(spec: str) -> Path:
-    """The folder of the checkpoint in `hf:FOLDER?option=value`; AssayError where there is none to read.
+    """The folder of the checkpoint in `hf:FOLDER?option=value`; AssayError where there is none to read, or nothing to run it.
 
     Costs nothing, so it can be asked before a server is measured for minutes.
     """
@@ -94,6 +94,7 @@ def reference_folder(spec: str) -> Path:
             remedy="write hf:PATH, with the folder of a trusted checkpoint",
             finding_id="coherence.usage",
         )
+    from assay.engines.hf.packages import require_packages
     from assay.engines.hf.spec import parse_spec
 
     folder = Path(parse_spec(spec).model)
@@ -109,6 +110,7 @@ def reference_folder(spec: str) -> Path:
             finding_id="coherence.reference",
             remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
         )
+    require_packages(f"hf:{folder.name}")
     return folder
 
 

@@ -46,5 +46,5 @@ def _missing(error: ImportError) -> AssayError:
     return AssayError(
         f"building a model from GGUF needs packages that are not installed: {str(error).strip().splitlines()[0]}",
         finding_id="server.missing_package",
-        remedy="pip install 'assay[demo]'",
+        remedy="install assay with its extra demo: pip install '.[demo]' in its checkout",
     )

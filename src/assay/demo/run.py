@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_smollm2
 from assay.demo.servers import vllm_server
 from assay.demo.vllm_env import vllm_python
+from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict
 
@@ -29,6 +31,7 @@ def run_demo(
     Returns the report of the demo, which passes if the whole model passed and the damaged one failed, and the two
     reports with their titles. What it needs is installed and built on the first run; nothing is left running.
     """
+    _require_packages()
     vllm_python(progress)
     model = build_smollm2(progress)
     pair = [("the model as it is", _checked(model, model, progress, "whole"))]
@@ -38,6 +41,17 @@ def run_demo(
             title = f"a copy with a fault: {DAMAGES[damage].description}"
             pair.append((title, _checked(broken, model, progress, "broken")))
     return _report([report for _, report in pair], damage), pair
+
+
+def _require_packages() -> None:
+    """The extra must be there before gigabytes are fetched for it."""
+    missing = [name for name in ("torch", "transformers", "gguf") if find_spec(name) is None]
+    if missing:
+        raise AssayError(
+            f"the demo needs packages that are not installed: {', '.join(missing)}",
+            finding_id="server.missing_package",
+            remedy="install assay with its extra demo: pip install '.[demo]' in its checkout",
+        )
 
 
 def _checked(model: Path, reference: Path, progress: Progress, which: str) -> Report:

@@ -48,11 +48,20 @@ DAMAGES = {damage.name: damage for damage in _ALL}
 
 
 def damage_checkpoint(name: str, source: Path, target: Path, seed: int = 0) -> Path:
-    """Copy the checkpoint `source` to the new folder `target` and damage the copy; returns `target`."""
+    """Copy the checkpoint `source` to the new folder `target` and damage the copy; returns `target`.
+
+    Raises AssayError where the name, the source or the target will not do.
+    """
     import numpy as np
 
     if name not in DAMAGES:
         raise UsageError(f"unknown damage {name!r}", remedy=f"one of {', '.join(DAMAGES)}")
+    if not (source / "config.json").is_file():
+        raise UsageError(
+            f"{source} is no checkpoint: it holds no config.json", remedy="name the folder of a model"
+        )
+    if target.exists():
+        raise UsageError(f"{target} is there already", remedy="name a new folder for the damaged copy")
     shutil.copytree(source, target)
     for path in target.iterdir():
         path.chmod(0o644)  # a checkpoint may be kept read-only

@@ -10,6 +10,7 @@ from typing import Any
 
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.hf.batching import plan_batches
+from assay.engines.hf.packages import missing_package
 from assay.engines.hf.spec import HfSpec, parse_spec
 from assay.engines.hf.weights import transform_weights, weight_bytes
 from assay.errors import AssayError, UsageError
@@ -48,11 +49,7 @@ class HfEngine:
             import torch
             import transformers
         except ImportError as error:
-            raise AssayError(
-                f"hf:{spec.model} needs {error.name}, which is not installed",
-                finding_id="fidelity.engine_missing",
-                remedy="pip install 'assay[hf]'",
-            ) from error
+            raise missing_package(f"hf:{spec.model}", error.name) from error
         from assay.engines.hf.attention import register
 
         dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
