@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
@@ -11,6 +12,7 @@ from typing import Any
 
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.server.capabilities import Probed, probe_capabilities
+from assay.engines.server.chosen import ChosenRoute, ChosenScores, routes_for, score_chosen
 from assay.engines.server.endpoint import Endpoint, parse_url
 from assay.engines.server.errors import Failing, ModelUnknown, NotFound, NotJson, RequestRefused
 from assay.engines.server.identify import Identity, identify
@@ -57,6 +59,7 @@ class ServerEngine:
         self._listed = listed
         self._lock = Lock()
         self._probed: Probed | None = None
+        self._chosen_routes: tuple[ChosenRoute, ...] = ()
         self._text_of = lru_cache(maxsize=256)(self._detokenize)
         self.identity = identity
 
@@ -208,6 +211,22 @@ class ServerEngine:
         first = self._text_of(scores.token_ids[0])
         unscored = len(first.encode()) if first and source.startswith(first) else 0
         return replace(scores, bytes=len(source.encode("utf-8", "replace")) - unscored)
+
+    def score_chosen(
+        self, tokens: Sequence[int], chosen: Sequence[Sequence[int]], first: int = 1
+    ) -> ChosenScores:
+        """Log-probabilities of chosen ids at the tokens `first` … of a prompt: those of row i at token `first + i`.
+
+        Where the server cannot score given ids, its own most likely ones stand in for them, as many as the longest
+        row; the result says whose they are. Refused where the server scores no prompt of token ids at all.
+        """
+        report = self._probe().report
+        report.require(Capability.SCORE, "log-probabilities of a given text")
+        report.require(Capability.TOKEN_IDS_PROMPT, "scoring token ids")
+        routes = self._chosen_routes or routes_for(self.identity.kind)
+        scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
+        self._chosen_routes = (route,)
+        return scores
 
     def _detokenize(self, token: int) -> str:
         try:
