@@ -1,0 +1,88 @@
+"""One model, its windows and its reference scores: many codecs are measured on them without loading it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.scoring import Engagement, ScoreJob, ScoringPath, Window, WindowRows
+from assay.fidelity.metrics import window_statistics
+from assay.fidelity.observations import WindowObservation, observation
+from assay.kv.accounting import CacheBytes, cache_bytes
+from assay.kv.coder import StreamCoder
+from assay.kv.hook import CodecHook, Mode
+from assay.kv.track import Coders
+from assay.progress import NO_PROGRESS, Progress
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one configuration of codecs came to."""
+
+    seen: Sequence[WindowObservation]
+    engagement: Engagement
+    bytes: CacheBytes
+
+
+class Lab:
+    """A loaded model with windows that are scored by one path, the exact cache first.
+
+    decode: the second half of each window behind an exact prefix; inforward and snapshot: all tokens, by prefill.
+    """
+
+    def __init__(self, scorer: HfScorer, windows: Sequence[Window], mode: Mode, batch: int) -> None:
+        self.scorer = scorer
+        self.windows = list(windows)
+        self.mode = mode
+        self.length = len(windows[0].tokens)
+        self.job = (
+            ScoreJob(ScoringPath.DECODE, scored_from=self.length // 2 + 1, batch=batch)
+            if mode is Mode.DECODE
+            else ScoreJob(ScoringPath.PREFILL, batch=batch)
+        )
+        self._reference: dict[int, WindowRows] = {}
+
+    def score_reference(self, progress: Progress = NO_PROGRESS) -> None:
+        """Score the windows with the exact cache, those that were not yet."""
+        todo = [w for w in self.windows if w.index not in self._reference]
+        if todo:
+            with progress("scoring the exact cache", len(todo)) as advance:
+                for rows in self.scorer.score_with(todo, self.job, None):
+                    self._reference[rows.window.index] = rows
+                    advance()
+
+    def measure(
+        self,
+        coders: Coders,
+        *,
+        windows: Sequence[Window] | None = None,
+        table_bytes: int | None = None,
+        table_tokens: int,
+        measure_windows: int = 8,
+        progress: Progress = NO_PROGRESS,
+        label: str = "",
+        on_window: Callable[[WindowObservation], Any] = lambda seen: None,
+    ) -> Measured:
+        """Score the windows with `coders` in the cache. Interrupted, it raises; `on_window` has seen what was done."""
+        self.score_reference(progress)
+        hook = CodecHook(coders, self.mode, self.length, measure_windows=measure_windows)
+        seen: list[WindowObservation] = []
+        chosen = self.windows if windows is None else list(windows)
+        with progress(f"scoring {label}", len(chosen)) as advance:
+            for rows in self.scorer.score_with(chosen, self.job, hook):
+                reference = self._reference[rows.window.index]
+                found = observation(rows.window, rows.first, window_statistics(reference, rows))
+                seen.append(found)
+                on_window(found)
+                advance()
+        tables = table_bytes if table_bytes is not None else tables_of(coders)
+        sizes = cache_bytes(hook.sizes, hook.exact_sizes, tables, self.length - 1, table_tokens)
+        return Measured(seen, hook.engagement(), sizes)
+
+
+def tables_of(coders: Coders) -> int:
+    """Bytes of all calibration tables; one that several streams share counts once."""
+    distinct: dict[int, StreamCoder] = {id(coder): coder for coder in coders.values()}
+    return sum(coder.table_bytes for coder in distinct.values())
