@@ -6,7 +6,6 @@ are off, and model runner V1 is asked for, as its batch is what the ledger reads
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -28,37 +27,33 @@ from assay.engines.vllm.head import check_head, output_head
 from assay.engines.vllm.kv_hook import KvHooks
 from assay.engines.vllm.ledger import Fed, RowLedger
 from assay.engines.vllm.spec import VllmSpec
+from assay.engines.vllm.start import reason_of, start_llm
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
     import torch
 
-# Read when vLLM is imported: one process, V1 runner, nothing sent home, stdout left to the caller.
-_SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
-_DEFAULTS = {
-    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
 _CHECKED_ROWS = 16
-_FORCING = "assay.engines.vllm.forcing:TeacherForcing"
-_EXTENSION = "assay.engines.vllm.extension.ScoringExtension"
 
 
 class VllmCore:
     """One engine. Not safe to use from two threads."""
 
-    def __init__(self, spec: VllmSpec) -> None:
-        """Start the engine; AssayError with vLLM's own reason where that fails."""
+    def __init__(self, spec: VllmSpec, llm: Any) -> None:
+        """`llm` is a `vllm.LLM` as `start_llm` makes it."""
         self.spec = spec
-        self._llm = _start(spec)
+        self._llm = llm
         self._job: ScoreJob | None = None
         self._hooks: KvHooks | None = None
         self._head_checked = False
         self._bytes_read = 0.0
         self.cache = self._call("assay_cache_facts")
         self._run = 0
+
+    @classmethod
+    def start(cls, spec: VllmSpec) -> VllmCore:
+        """Start the engine; AssayError with vLLM's own reason where that fails."""
+        return cls(spec, start_llm(spec))
 
     def _call(self, method: str, *args: Any) -> Any:
         return self._llm.collective_rpc(method, args=args)[0]
@@ -154,14 +149,11 @@ class VllmCore:
         while len(states) < len(windows):
             part = windows[len(states) : len(states) + batch]
             try:
-                found = self._score_batch(part, job, plan)
+                states += self._score_batch(part, job, plan)
             except RuntimeError as error:
                 if not _out_of_memory(error) or len(part) == 1:
                     raise _failed(error) from error
                 batch = max(1, len(part) // 2)
-                self._recover()
-                continue
-            states += found
         return states
 
     def _score_batch(self, windows: Sequence[Window], job: ScoreJob, plan: WindowPlan) -> list[torch.Tensor]:
@@ -210,6 +202,9 @@ class VllmCore:
                 self._cut_prompts_at(plan, steps)
                 engine.step()
                 steps += 1
+        except BaseException:
+            self._recover()
+            raise
         finally:
             self._call("assay_unwatch")
 
@@ -224,9 +219,8 @@ class VllmCore:
         import torch
 
         engine = self._llm.llm_engine
-        engine.abort_request(list(engine.output_processor.request_states))
-        core = engine.engine_core.engine_core
-        core.scheduler.reset_prefix_cache()
+        engine.abort_request(list(engine.output_processor.request_states), internal=True)
+        self._call("assay_reset")
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -285,76 +279,6 @@ def _params(key: int, tokens: Any, plan: WindowPlan) -> Any:
     return SamplingParams(
         temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra
     )
-
-
-def _start(spec: VllmSpec) -> Any:
-    os.environ.update(_SETTINGS)
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    try:
-        from vllm import LLM
-        from vllm.platforms import current_platform
-
-        cache = spec.kv_cache_gib or (1.0 if current_platform.is_cpu() else 0.0)
-        arguments: dict[str, Any] = {
-            "model": spec.model,
-            "dtype": spec.dtype,
-            "kv_cache_dtype": spec.kv_cache_dtype,
-            "max_model_len": min(spec.max_model_len, _longest(spec.model)),
-            "max_num_batched_tokens": spec.batched_tokens,
-            "max_num_seqs": spec.max_num_seqs,
-            "gpu_memory_utilization": spec.gpu_memory_utilization,
-            "enforce_eager": spec.enforce_eager,
-            "seed": spec.seed,
-            "enable_prefix_caching": False,
-            "enable_chunked_prefill": True,
-            "async_scheduling": False,
-            "disable_log_stats": True,
-            "logits_processors": [_FORCING],
-            "worker_extension_cls": _EXTENSION,
-            "logprobs_mode": "raw_logprobs",
-            "max_logprobs": -1,
-        }
-        if spec.quantization:
-            arguments["quantization"] = spec.quantization
-        if spec.attention_backend:
-            arguments["attention_backend"] = spec.attention_backend
-        if cache:
-            arguments["kv_cache_memory_bytes"] = int(cache * 2**30)
-        return LLM(**arguments | dict(spec.args))
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:
-        raise AssayError(
-            f"vLLM cannot load {Path(spec.model).name}: {reason_of(error)}",
-            finding_id="fidelity.engine_load",
-            remedy="give a checkpoint and options that this vLLM can serve: vllm:PATH?dtype=…&kv_cache_dtype=…",
-        ) from error
-
-
-def _longest(model: str) -> int:
-    """The context of the model by its own config; a large number where it does not say."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    return int(getattr(config, "max_position_embeddings", None) or 2**31 - 1)
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of an error that says something; pydantic puts it after a heading."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if len(lines) > 1 and "validation error" in lines[0]:
-        lines = (
-            lines[1:] if not lines[1].startswith("Value error") else [lines[1].removeprefix("Value error, ")]
-        )
-    text = lines[0] if lines else type(error).__name__
-    return text if len(text) <= 400 else text[:400] + "…"
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -43,6 +43,10 @@ class ScoringExtension:
         """Take the watch off again."""
         self.model_runner.__dict__.pop("execute_model", None)
 
+    def assay_reset(self) -> None:
+        """Forget a step that failed between the model and the sampler."""
+        self.model_runner.execute_model_state = None
+
     def assay_model(self) -> Any:
         """The model itself; of use only where the worker is in the caller's process."""
         return self.model_runner.get_model()

@@ -71,7 +71,7 @@ def open_core(spec: VllmSpec) -> Core:
     if python is None:
         from assay.engines.vllm.core import VllmCore
 
-        return VllmCore(spec)
+        return VllmCore.start(spec)
     from assay.engines.vllm.remote import RemoteCore
 
     return RemoteCore(spec, python)
@@ -85,7 +85,8 @@ def find_python(named: str = "") -> Path | None:
     """
     if named:
         return _checked(Path(named), "python=")
-    if find_spec("vllm") is not None:
+    found = find_spec("vllm")
+    if found is not None and found.origin is not None:  # a mere folder of that name has none
         return None
     if from_environment := os.environ.get(PYTHON):
         return _checked(Path(from_environment), PYTHON)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from assay.engines.scoring import StateRows
-from assay.engines.vllm.core import VllmCore, reason_of
+from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.spec import VllmSpec
+from assay.engines.vllm.start import reason_of
 from assay.engines.vllm.wire import (
     job_from_json,
     load_head,
@@ -50,7 +51,7 @@ class Session:
     def open(self, request: Request) -> Any:
         """Start the engine."""
         self._folder = Path(request["folder"])
-        self._core = VllmCore(VllmSpec(**request["spec"]))
+        self._core = VllmCore.start(VllmSpec(**request["spec"]))
         tokenizer = self.core.tokenizer
         return {
             "facts": self.core.facts(),
