@@ -2,8 +2,8 @@
 
     python benchmarks/spec_llama_cpp.py BIN WORKDIR [CONFIGURATION...]
 
-BIN is the folder that build_llama_cpp.sh made. Each configuration is one server with SmolLM2-135M (Q4_1), greedy, 6
-requests of 96 tokens. Writes results/spec_llama_cpp.json; the logs, pages and responses stay in WORKDIR.
+BIN is the folder that build_llama_cpp.sh made. Each configuration is one server with SmolLM2-135M (Q4_1), greedy, 4
+requests of 48 tokens. Writes results/spec_llama_cpp.json; the logs, pages and responses stay in WORKDIR.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from assay.speculation.record import Record
 from assay.speculation.requests import PROMPTS
 
 RESULTS = Path(__file__).parent / "results" / "spec_llama_cpp.json"
-REQUESTS, MAX_TOKENS = 6, 96
+REQUESTS, MAX_TOKENS = 4, 48
 PRUNED = ",".join(str(i) for i in range(12, 28))
 # name: (how the draft is made with llama-quantize, the server's arguments); `self` is the target.
 CONFIGURATIONS: dict[str, tuple[list[str] | None, list[str]]] = {
@@ -55,7 +55,9 @@ def draft(name: str, target: Path, binaries: Path, work: Path) -> Path:
 
 def run(name: str, binaries: Path, work: Path) -> dict[str, Any]:
     """One server: its traffic, and what assay reads from each of the three sources."""
-    target = smollm2_gguf()
+    target = work / "speculating.gguf"  # a name, and so a log, of its own
+    if not target.exists():
+        target.symlink_to(smollm2_gguf())
     arguments = CONFIGURATIONS[name][1]
     if "draft-simple" in arguments:
         arguments = [*arguments, "-md", str(draft(name, target, binaries, work)), "--spec-draft-n-max", "3"]

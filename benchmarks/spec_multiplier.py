@@ -24,6 +24,11 @@ from assay.speculation.throughput import Measured
 HERE = Path(__file__).parent / "results"
 DEPTHS = (1, 3, 5)
 FITTED = 3
+ONE_RUN_EACH = {
+    "self": ("self1", "self", "self5"),
+    "layers:12": ("layers12_1", "layers12", "layers12_5"),
+    "layers:26": ("layers26_1", "layers26", "layers26_5"),
+}
 
 
 def over_rounds(values: list[float]) -> dict[str, float]:
@@ -76,11 +81,40 @@ def describe(draft: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def one_run_each(runs: dict[str, Any], names: tuple[str, str, str]) -> dict[str, Any]:
+    """The same from one server after the other (results/spec_head_states.json), for drafts without rounds."""
+    off = [runs[name]["tokens_per_s"] for name in ("off", "off_again")]
+    speed = {d: runs[n]["tokens_per_s"] / (sum(off) / len(off)) for d, n in zip(DEPTHS, names, strict=True)}
+    middle = runs[names[1]]
+    rates = [p["value"] for p in middle["per_position"]]
+    cost = measured_cost(middle["tokens_per_step"], FITTED, Measured(speed[FITTED]))
+    if cost is None:
+        raise SystemExit(f"the speeds of {names} contradict the model")
+    rows = [
+        {
+            "depth": depth, "measured": {"value": speed[depth]},
+            "predicted": (p := expected_tokens(extrapolated(rates, max(DEPTHS)), depth) / (1 + cost.ratio * depth)),
+            "predicted_over_measured": {"value": p / speed[depth]},
+        }
+        for depth in DEPTHS
+        if depth != FITTED
+    ]  # fmt: skip
+    times = [runs[n]["tokens_per_step"] / speed[d] for d, n in zip(DEPTHS, names, strict=True)]
+    slope, intercept = np.polyfit(DEPTHS, times, 1)
+    return {
+        "cost_ratio": cost.ratio, "line": {"intercept": intercept, "slope": slope}, "step_times": times,
+        "rates": rates, "rows": rows,
+    }  # fmt: skip
+
+
 def main() -> None:
     found = {
         name: describe(draft)
         for name, draft in json.loads((HERE / "spec_step_times.json").read_text()).items()
     }
+    runs = json.loads((HERE / "spec_head_states.json").read_text())
+    for draft, names in ONE_RUN_EACH.items():
+        found[f"{draft}, one run each"] = one_run_each(runs, names)
     (HERE / "spec_multiplier.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, own in found.items():
         print(
