@@ -17,8 +17,10 @@ from assay.errors import UsageError
 _ALIASES = {
     "-q": "--quantization", "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size",
     "-dp": "--data-parallel-size", "-sc": "--speculative-config", "-ep": "--enable-expert-parallel",
-    "-ac": "--attention-config", "-cc": "--compilation-config",
+    "-ac": "--attention-config", "-cc": "--compilation-config", "-O": "--optimization-level",
 }  # fmt: skip
+
+_SERVER = "vllm.entrypoints.openai.api_server"
 
 
 @cache
@@ -37,6 +39,8 @@ class ServeArgs:
     unknown: dict[str, str | None] = field(default_factory=dict)
     """Unknown options with the closest known one, if any is close."""
     model: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables set in front of the command (`VLLM_X=1 vllm serve …`)."""
 
     def get(self, name: str) -> str | None:
         """The value of an option."""
@@ -78,8 +82,13 @@ def parse(command: str) -> ServeArgs:
         words = shlex.split(command)
     except ValueError as error:
         raise UsageError(f"cannot read --serve-args: {error}", remedy="balance its quotes") from error
-    if words[:2] == ["vllm", "serve"]:
-        words = words[2:]
+    environment: dict[str, str] = {}
+    while words and (assigned := re.fullmatch(r"([A-Z_][A-Z0-9_]*)=(.*)", words[0])):
+        environment[assigned[1]] = assigned[2]
+        words = words[1:]
+    for start in (["vllm", "serve"], ["python", "-m", _SERVER], ["python3", "-m", _SERVER]):
+        if words[: len(start)] == start:
+            words = words[len(start) :]
     options: dict[str, str | None] = {}
     unknown: dict[str, str | None] = {}
     model: str | None = None
@@ -91,6 +100,9 @@ def parse(command: str) -> ServeArgs:
             model = model or word
             continue
         flag, equals, value = word.partition("=")
+        if level := re.fullmatch(r"-O=?(\d)", word):
+            options["--optimization-level"] = level[1]
+            continue
         name = _canonical(flag)
         if name is None:
             close = difflib.get_close_matches(flag.replace("_", "-"), known_options(), n=1, cutoff=0.75)
@@ -103,14 +115,14 @@ def parse(command: str) -> ServeArgs:
             options[name] = value
         elif kind == "switch" and "." not in name:
             options[name] = None
-        elif position < len(words) and (kind == "value" or not words[position].startswith("--")):
+        elif position < len(words) and not words[position].startswith("--"):
             options[name] = words[position]
             position += 1
             while kind == "many" and position < len(words) and not words[position].startswith("-"):
                 position += 1
         else:
             options[name] = None
-    return ServeArgs(options, unknown, model)
+    return ServeArgs(options, unknown, model or options.get("--model"), environment)
 
 
 def _canonical(flag: str) -> str | None:
@@ -118,8 +130,6 @@ def _canonical(flag: str) -> str | None:
     known = known_options()
     if flag in _ALIASES:
         return _ALIASES[flag]
-    if re.fullmatch(r"-O\d?", flag):
-        return "--optimization-level"
     base, dot, rest = flag.partition(".")
     base = "--" + base[2:].replace("_", "-") if base.startswith("--") else _ALIASES.get(base, base)
     if base in known:

@@ -21,8 +21,10 @@ class Case:
     method: str | None
     kv: str
     dtype: str | None
-    stored_dtype: str | None
     hidden: int
+    experts: int = 0
+    connector: bool = False
+    marlin_input: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Report:
     finding: str = "kv_dtype_conflict"
 
 
+_MODELOPT = frozenset({"modelopt", "modelopt_fp4"})
+_INTEGERS = frozenset({"auto-round", "gptq", "awq", "compressed-tensors"})
 _VLLM = "https://github.com/vllm-project/vllm/issues/"
 
 REPORTS = (
@@ -64,6 +68,24 @@ REPORTS = (
         f"{_VLLM}44550",
     ),
     Report(
+        "Qwen3.5 in NVFP4 with an fp8 KV cache that a connector moves to another server",
+        lambda c: (
+            c.model_type.startswith("qwen3_5")
+            and c.method in _MODELOPT
+            and c.kv.startswith("fp8")
+            and c.connector
+        ),
+        "corrupt answers, though each server alone is right",
+        f"{_VLLM}42179",
+    ),
+    Report(
+        "an INT4 mixture of experts with VLLM_MARLIN_INPUT_DTYPE=fp8",
+        lambda c: c.marlin_input == "fp8" and c.experts > 0 and c.method in _INTEGERS,
+        "endless </think> at temperature 0, a little faster than before",
+        f"{_VLLM}49546",
+        "config_conflict",
+    ),
+    Report(
         "a bfloat16 model of the Qwen family, GPTQ or AWQ, served in float16",
         lambda c: (
             c.model_type.startswith("qwen") and c.method in {"gptq", "awq"} and c.dtype in {"float16", "half"}
@@ -79,14 +101,16 @@ def lint_known_bad(
     checkpoint: Checkpoint, declared: Declared | None, args: ServeArgs, kv: KvChoice
 ) -> Iterator[Finding]:
     """A warning for every reported combination that this command line repeats."""
-    stored = checkpoint.text_config.get("dtype") or checkpoint.text_config.get("torch_dtype")
+    sizes = (checkpoint.dims(key) or 0 for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     case = Case(
         str(checkpoint.text_config.get("model_type") or ""),
         declared.method if declared else None,
         kv.dtype,
         args.get("--dtype"),
-        stored if isinstance(stored, str) else None,
         checkpoint.dims("hidden_size") or 0,
+        max(sizes),
+        args.structure("--kv-transfer-config") is not None,
+        args.environment.get("VLLM_MARLIN_INPUT_DTYPE"),
     )
     for report in REPORTS:
         if report.applies(case):
