@@ -215,7 +215,8 @@ class LogitRows:
 class TokenizerFacts:
     """What a comparison needs to know of a tokenizer.
 
-    `sha256` is `vocabulary_sha256` of its pieces. `encode` adds no special tokens.
+    `sha256` is `vocabulary_sha256` of its pieces. `bos_id` is the start token that it puts before a text, None where it
+    puts none (whether or not it names one). `encode` adds no special tokens.
     """
 
     sha256: str

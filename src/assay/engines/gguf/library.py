@@ -12,7 +12,7 @@ from assay.engines.gguf.spec import GgufSpec
 from assay.errors import AssayError
 
 _last_errors: deque[str] = deque(maxlen=4)
-_ERROR_LEVEL = 3  # GGML_LOG_LEVEL_ERROR
+_ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR of ggml.h
 
 
 @cache

@@ -59,16 +59,21 @@ class HfScorer:
         return self.engine.describe()
 
     def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
-        """The rows of every window, in order; the hook is in place while the iterator lives."""
+        """The rows of every window, in order; the hook of the job is in place while the iterator lives."""
+        return self.score_with(windows, job, load_hook(job.hook) if job.hook else None)
+
+    def score_with(
+        self, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
+    ) -> Iterator[WindowRows]:
+        """As `score_windows`, with a hook that is an object already."""
         check_windows(windows, job)
-        hook: EngineHook | None = load_hook(job.hook) if job.hook else None
         with hook.attach(self.engine.model) if hook else nullcontext():
             for window, states in window_states(self.engine.model, windows, job, hook):
                 yield StateRows(window, job.scored_from, states, self.head)
-                if hook:
-                    self._engagement = hook.engagement()
-        if not hook:
-            self._engagement = Engagement(bytes_read=_bytes_read(self.engine.model, windows, job))
+        # The hook knows all it did only when it has been taken off.
+        self._engagement = (
+            hook.engagement() if hook else Engagement(bytes_read=_bytes_read(self.engine.model, windows, job))
+        )
 
     def engagement(self) -> Engagement:
         """What the hook counted; without one, the cache bytes that the path reads."""
