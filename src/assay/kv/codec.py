@@ -1,187 +1,189 @@
-"""What a KV-cache codec is: parameters, then a fitted coder for one stream of one layer, then bytes.
+"""What a KV codec is: parameters, what it learns from samples, and how it codes blocks of tokens.
 
-A codec is a frozen dataclass whose fields are its parameters. `fit` binds it to one stream (K or V) of one layer, with
-calibration where it needs some, and returns a `FittedCodec`, which turns [KV heads, tokens, head_dim] into a stream of
-bytes and back. Decoding reads the stream and the fitted tables, nothing else.
+A `Codec` is a frozen dataclass whose fields are its parameters. `fit` makes a `BlockCoder` for one stream (K or V) of
+one layer, with all its KV heads, so that a codec may join heads. A coder has two halves: `quantise`/`dequantise` turn
+blocks of tokens into tensors of codes and back; `pack`/`unpack` turn those into bytes and back. The halves meet in
+`assay.kv.stream`, which adds header, index and checksums.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from assay.errors import AssayError
-from assay.kv.stream import StreamHeader, read_stream, write_stream
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
-    from assay.kv.samples import Samples
+Parts: TypeAlias = "tuple[torch.Tensor, ...]"
+"""Codes of a batch of blocks; the first dimension of each tensor counts blocks."""
+Tables: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
+"""What a coder learnt, by name: what a calibration file keeps and what is billed as tables."""
+
+BLOCK_TOKENS = 128
+"""Tokens of a block of the stream, the unit of random access, for coders that code each token alone."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a codec is put: layer, stream (`k` or `v`), KV heads and width of a head."""
+    """One stream of one layer: where a codec is put."""
 
-    layer: int
     stream: str
+    layer: int
+    layers: int
     heads: int
     head_dim: int
 
-
-class Codec(ABC):
-    """Parameters of a codec. Subclasses are frozen dataclasses; `name` is how a SPEC writes them."""
-
-    name: ClassVar[str]
-
-    @abstractmethod
-    def fit(self, site: Site, samples: Samples | None = None) -> FittedCodec:
-        """A coder for `site`. AssayError where the codec needs calibration samples and there are none."""
+    @property
+    def width(self) -> int:
+        """Values of one token over all KV heads."""
+        return self.heads * self.head_dim
 
 
-class FittedCodec(ABC):
-    """A codec bound to one stream of one layer; see `assay.kv.coder.StreamCoder` for what the attributes mean."""
+@dataclass(frozen=True)
+class Samples:
+    """What a codec may learn from, of one site. Leave out what is not known.
 
-    granularity: int = 1
-    exact_first: int = 0
-    exact_last: int = 0
-    before_rope: bool = False
-    lossless: bool = False
-    table_bytes: int = 0
-    block_tokens: int = 128
-    """Tokens that one block of the stream holds: the unit of random access, a multiple of `granularity`."""
-
-    def __init__(self, name: str, site: Site) -> None:
-        self.name = name
-        self.site = site
-
-    @abstractmethod
-    def encode_block(self, x: torch.Tensor) -> bytes:
-        """Bytes of 1 … `block_tokens` tokens [h, n, d], float32 and finite."""
-
-    @abstractmethod
-    def decode_block(self, data: memoryview, tokens: int) -> torch.Tensor:
-        """What `encode_block` was given, as it comes back: float32 [h, n, d] on the CPU."""
-
-    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
-        """decode(encode(x)) of whole blocks, on the device of `x`. Codecs override it with the same maths, no bytes."""
-        return self.decode(self.encode(x)).to(x.device)
-
-    def encode(self, x: torch.Tensor) -> bytes:
-        """The stream of a whole sequence [h, n, d]; n may be 0. AssayError for NaN, infinity or another shape."""
-        x = self._checked(x)
-        step = self.block_tokens
-        blocks = [self.encode_block(x[:, lo : lo + step]) for lo in range(0, x.shape[1], step)]
-        return write_stream(self._header(x.shape[1]), blocks)
-
-    def decode(self, stream: bytes) -> torch.Tensor:
-        """Everything that a stream holds, float32 [h, n, d]; AssayError where it is damaged or of another codec."""
-        header, blocks = read_stream(stream)
-        return self._joined(header, [(i, b) for i, b in enumerate(blocks)], 0, header.tokens)
-
-    def decode_range(self, stream: bytes, lo: int, hi: int) -> torch.Tensor:
-        """Tokens lo … hi − 1 of a stream; only the blocks that hold them are decoded."""
-        header, blocks = read_stream(stream)
-        if not 0 <= lo <= hi <= header.tokens:
-            raise ValueError(f"tokens {lo} to {hi} are not within the {header.tokens} of the stream")
-        first, last = lo // header.block_tokens, -(-hi // header.block_tokens)
-        return self._joined(header, [(i, blocks[i]) for i in range(first, last)], lo, hi)
-
-    def writer(self) -> StreamWriter:
-        """A stream that grows as tokens come."""
-        return StreamWriter(self)
-
-    def _joined(
-        self, header: StreamHeader, blocks: list[tuple[int, memoryview]], lo: int, hi: int
-    ) -> torch.Tensor:
-        import torch
-
-        self._same(header)
-        parts = []
-        for index, data in blocks:
-            start = index * header.block_tokens
-            tokens = min(header.block_tokens, header.tokens - start)
-            part = self.decode_block(data, tokens)
-            parts.append(part[:, max(0, lo - start) : hi - start])
-        if not parts:
-            return torch.zeros(header.heads, 0, header.head_dim)
-        return torch.cat(parts, dim=1)
-
-    def _header(self, tokens: int) -> StreamHeader:
-        return StreamHeader(self.name, self.site.heads, tokens, self.site.head_dim, self.block_tokens)
-
-    def _same(self, header: StreamHeader) -> None:
-        mine = self._header(header.tokens)
-        if header != mine:
-            raise AssayError(
-                f"the stream is of {header.codec} for {header.heads} × {header.head_dim} channels in blocks of "
-                f"{header.block_tokens}, not of {mine.codec} for {mine.heads} × {mine.head_dim} in blocks of {mine.block_tokens}",
-                finding_id="kv.stream_mismatch",
-                remedy="decode it with the codec and the parameters that wrote it",
-            )
-
-    def _checked(self, x: torch.Tensor) -> torch.Tensor:
-        if x.ndim != 3 or x.shape[0] != self.site.heads or x.shape[2] != self.site.head_dim:
-            raise ValueError(
-                f"{self.name} takes [{self.site.heads}, tokens, {self.site.head_dim}], got {list(x.shape)}"
-            )
-        x = x.float()
-        if not bool(x.isfinite().all()):
-            where = (~x.isfinite()).nonzero()[0].tolist()
-            raise AssayError(
-                f"layer {self.site.layer}, stream {self.site.stream}: the value at head {where[0]}, token {where[1]}, "
-                f"channel {where[2]} is not finite",
-                finding_id="kv.nonfinite",
-                remedy="a cache with NaN or infinity cannot be coded; look at the weights (assay verify --values)",
-            )
-        return x
-
-
-class StreamWriter:
-    """Tokens appended to a stream one batch after another; a block is encoded when it is full.
-
-    `stream()` is at any time what `encode` of all tokens would give: the last, partial block is encoded with it.
+    `x` [heads, tokens, head_dim]: keys or values, as the codec will see them (before RoPE where it is put there).
+    `positions` [tokens]: position of each in its window, so that sinks can be left out.
+    `metric` [heads, head_dim, head_dim], or [width, width] over all heads: the error that counts is e M eᵀ. For keys
+    the second moment of the queries that read them (`assay.kv.metric`), for values the Gram matrix of the output
+    projection.
+    `side` [side heads, tokens, side head_dim]: what the decoder has before it decodes these tokens, such as the
+    values of the layer below.
     """
 
-    def __init__(self, fitted: FittedCodec) -> None:
-        self._fitted = fitted
-        self._blocks: list[bytes] = []
-        self._rest: torch.Tensor | None = None
-        self._tokens = 0
+    site: Site
+    x: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    metric: torch.Tensor | None = None
+    side: torch.Tensor | None = None
 
-    @property
-    def tokens(self) -> int:
-        """Tokens appended so far."""
-        return self._tokens
+    def need_x(self, who: str) -> torch.Tensor:
+        """The sampled tokens as float32; AssayError where there are none."""
+        if self.x is None or self.x.shape[1] == 0:
+            raise _missing(who, self.site, "sample keys and values")
+        return self.x.float()
 
-    def append(self, x: torch.Tensor) -> None:
-        """More tokens [h, n, d]."""
+    def need_metric(self, who: str) -> torch.Tensor:
+        """The metric per head [heads, head_dim, head_dim], float64; AssayError where there is none."""
         import torch
 
-        x = self._fitted._checked(x)
-        self._tokens += x.shape[1]
-        rest = x if self._rest is None else torch.cat([self._rest, x], dim=1)
-        step = self._fitted.block_tokens
-        while rest.shape[1] >= step:
-            self._blocks.append(self._fitted.encode_block(rest[:, :step]))
-            rest = rest[:, step:]
-        self._rest = rest
+        if self.metric is None:
+            raise _missing(who, self.site, "second moments of queries")
+        if self.metric.ndim == 3:
+            return self.metric.double()
+        h, d = self.site.heads, self.site.head_dim
+        blocks = self.metric.double().reshape(h, d, h, d)
+        return torch.stack([blocks[i, :, i] for i in range(h)])
 
-    def stream(self) -> bytes:
-        """The stream of all tokens so far."""
-        blocks = list(self._blocks)
-        if self._rest is not None and self._rest.shape[1]:
-            blocks.append(self._fitted.encode_block(self._rest))
-        return write_stream(self._fitted._header(self._tokens), blocks)
+    def joint_metric(self) -> torch.Tensor:
+        """The metric over all heads [width, width], float64; the identity where none is known."""
+        import torch
+
+        if self.metric is None:
+            return torch.eye(self.site.width, dtype=torch.float64)
+        metric = self.metric.double()
+        return torch.block_diag(*metric) if metric.ndim == 3 else metric
 
 
-def need_samples(samples: Any, what: str) -> Any:
-    """`samples`, or AssayError that says what needs them."""
-    if samples is None:
-        raise AssayError(
-            f"{what} needs calibration",
-            finding_id="kv.calibration_missing",
-            remedy="make it with `assay kv calibrate` and give it with --calibration FILE",
-        )
-    return samples
+def _missing(who: str, site: Site, what: str) -> AssayError:
+    return AssayError(
+        f"{who} needs a calibration with {what} of layer {site.layer}, stream {site.stream}",
+        finding_id="kv.no_calibration",
+        remedy="make one with `assay kv calibrate` and give it by --calibration",
+    )
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Base of all codecs: the fields of a subclass are its parameters, in the order of its SPEC."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        """A coder for the site of `samples`; AssayError where it needs samples that are not there."""
+        raise NotImplementedError
+
+    def restore(self, site: Site, tables: Tables) -> BlockCoder:
+        """The coder whose `tables` were kept. A codec that learns nothing needs none."""
+        return self.fit(Samples(site))
+
+    def __str__(self) -> str:
+        given = [f"{f.name}={_text(getattr(self, f.name))}" for f in fields(self) if self._is_set(f.name)]
+        return f"{self.name}({', '.join(given)})" if given else self.name
+
+    def _is_set(self, field: str) -> bool:
+        default = next(f.default for f in fields(self) if f.name == field)
+        return bool(getattr(self, field) != default)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
+class BlockCoder:
+    """A codec fitted to one site. Blocks are [blocks, heads, tokens, head_dim] of any floating type and device.
+
+    `granularity` is the number of tokens that are reconstructed from common side information (1: each token alone);
+    `block_tokens` is the length of a full block, a multiple of it; only the last block of a sequence may be shorter.
+    """
+
+    granularity: int = 1
+    block_tokens: int = BLOCK_TOKENS
+    exact_last: int = 0
+    lossless: bool = False
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    @property
+    def tables(self) -> Tables:
+        """What was learnt, enough for `Codec.restore`."""
+        return {}
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of `tables`: what the decoder must hold beside the stream."""
+        return sum(int(table.nbytes) for table in self.tables.values())
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        """Codes of whole blocks."""
+        raise NotImplementedError
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        """What the codes stand for: [blocks, heads, tokens, head_dim], float32."""
+        raise NotImplementedError
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        """The bytes of each block."""
+        raise NotImplementedError
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        """The codes in `payloads`, blocks of `tokens` tokens each; AssayError where a payload is damaged."""
+        raise NotImplementedError
+
+    def to(self, device: torch.device) -> None:
+        """Move what was learnt to `device`."""
+
+
+def need_table(tables: Mapping[str, Any], name: str, who: str, site: Site) -> Any:
+    """A table by name; AssayError where a calibration file lacks it."""
+    if name not in tables:
+        raise _missing(who, site, f"the table {name!r}")
+    return tables[name]
+
+
+def damaged(why: str) -> AssayError:
+    """The error of a stream that cannot be what an encoder wrote."""
+    return AssayError(
+        f"the KV stream is damaged: {why}",
+        finding_id="kv.stream_damaged",
+        remedy="encode it again, or fetch the whole file again",
+    )

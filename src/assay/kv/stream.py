@@ -1,102 +1,103 @@
-"""The serialised form of a coded sequence: a header, the sizes of its blocks, the blocks.
+"""The bytes of a coded KV stream: header, block index, payloads (docs/methods/kv_stream.md).
 
-All numbers little-endian:
+All integers are little-endian.
 
-    4 bytes  "ASKV"
-    u8       version, 1
-    u8       length of the codec's name, then the name in ASCII
-    u16      KV heads          u16  head_dim
-    u32      tokens            u32  tokens of a block        u32  number of blocks
-    u32      bytes of each block
-    u32      CRC-32 of everything before this and of all blocks
-    …        the blocks, one after the other
+    magic "AKVS" | u16 version | u16 bytes of the spec | u32 heads | u32 head_dim | u32 blocks | u32 CRC of the tables
+    spec, UTF-8 | index: per block u32 tokens, u32 bytes, u32 CRC-32 of the payload | u32 CRC-32 of all before it
+    payloads
 
-Block i holds tokens i·B … i·B + B − 1, the last one what is left; each decodes on its own.
+The highest bit of a token count marks a block of exact tokens.
 """
 
 from __future__ import annotations
 
 import struct
-import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from assay.errors import AssayError
+from assay.kv.codec import damaged
 
-MAGIC = b"ASKV"
+MAGIC = b"AKVS"
 VERSION = 1
-_SHAPE = struct.Struct("<HHIII")
+_HEAD = struct.Struct("<4sHHIIII")
+_ENTRY = struct.Struct("<III")
+_EXACT = 1 << 31
 
 
 @dataclass(frozen=True)
-class StreamHeader:
-    """What the header of a stream says."""
+class Block:
+    """Some tokens of a stream: `tokens` of them, exact or coded, as `payload`."""
 
-    codec: str
-    heads: int
     tokens: int
+    exact: bool
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A stream taken apart. `tables` is the CRC-32 of the calibration tables that it was coded with."""
+
+    spec: str
+    heads: int
     head_dim: int
-    block_tokens: int
+    tables: int
+    blocks: tuple[Block, ...]
 
     @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return -(-self.tokens // self.block_tokens)
+    def tokens(self) -> int:
+        """Tokens in all blocks."""
+        return sum(block.tokens for block in self.blocks)
 
 
-def write_stream(header: StreamHeader, blocks: Sequence[bytes]) -> bytes:
-    """Header and blocks as one stream."""
-    if len(blocks) != header.blocks:
-        raise ValueError(f"{header.tokens} tokens are {header.blocks} blocks, got {len(blocks)}")
-    name = header.codec.encode("ascii")
-    head = b"".join(
-        (
-            MAGIC,
-            struct.pack("<BB", VERSION, len(name)),
-            name,
-            _SHAPE.pack(header.heads, header.head_dim, header.tokens, header.block_tokens, len(blocks)),
-            struct.pack(f"<{len(blocks)}I", *map(len, blocks)),
+def to_bytes(stream: Stream) -> bytes:
+    """The serialised stream."""
+    spec = stream.spec.encode()
+    count = len(stream.blocks)
+    head = _HEAD.pack(MAGIC, VERSION, len(spec), stream.heads, stream.head_dim, count, stream.tables)
+    index = b"".join(
+        _ENTRY.pack(b.tokens | (_EXACT if b.exact else 0), len(b.payload), crc32(b.payload))
+        for b in stream.blocks
+    )
+    front = head + spec + index
+    return b"".join([front, struct.pack("<I", crc32(front)), *(b.payload for b in stream.blocks)])
+
+
+def from_bytes(data: bytes, lo: int = 0, hi: int | None = None) -> Stream:
+    """A stream from its bytes; AssayError where it is cut, altered, or no such stream.
+
+    With `lo` and `hi`, payloads of blocks without a token in lo … hi − 1 are neither checked nor kept (they are empty).
+    """
+    if len(data) < _HEAD.size or data[:4] != MAGIC:
+        if data[: len(MAGIC)] == MAGIC:
+            raise damaged(f"it ends after {len(data)} bytes, inside its header")
+        raise AssayError(
+            "this is no KV stream of assay (it does not begin with AKVS)", finding_id="kv.stream_unknown"
         )
-    )
-    body = b"".join(blocks)
-    return head + struct.pack("<I", zlib.crc32(body, zlib.crc32(head))) + body
-
-
-def read_stream(stream: bytes) -> tuple[StreamHeader, list[memoryview]]:
-    """Header and blocks of a stream; AssayError where it is no stream, cut short or altered."""
-    view = memoryview(stream)
-    if bytes(view[:4]) != MAGIC:
-        raise _damaged("it does not begin with ASKV")
-    try:
-        version, length = struct.unpack_from("<BB", view, 4)
-        if version != VERSION:
-            raise _damaged(f"it is of version {version}, this assay reads {VERSION}")
-        name = bytes(view[6 : 6 + length]).decode("ascii")
-        at = 6 + length
-        heads, head_dim, tokens, block_tokens, count = _SHAPE.unpack_from(view, at)
-        at += _SHAPE.size
-        if not block_tokens or count != -(-tokens // block_tokens) or 4 * count > len(view):
-            raise _damaged("its block counts contradict each other")
-        sizes = struct.unpack_from(f"<{count}I", view, at)
-        at += 4 * count
-        (crc,) = struct.unpack_from("<I", view, at)
-    except (struct.error, UnicodeDecodeError) as error:
-        raise _damaged("its header is cut short or altered") from error
-    head, body = view[:at], view[at + 4 :]
-    if sum(sizes) != len(body):
-        raise _damaged(f"its blocks take {sum(sizes):,} bytes, there are {len(body):,}")
-    if zlib.crc32(body, zlib.crc32(head)) != crc:
-        raise _damaged("its checksum does not match")
-    blocks, start = [], 0
-    for size in sizes:
-        blocks.append(body[start : start + size])
-        start += size
-    return StreamHeader(name, heads, tokens, head_dim, block_tokens), blocks
-
-
-def _damaged(reason: str) -> AssayError:
-    return AssayError(
-        f"the stream is damaged: {reason}",
-        finding_id="kv.stream_damaged",
-        remedy="encode it again from the original",
-    )
+    _, version, spec_bytes, heads, head_dim, count, tables = _HEAD.unpack_from(data)
+    if version != VERSION:
+        raise AssayError(
+            f"the KV stream has version {version}, this assay reads version {VERSION}",
+            finding_id="kv.stream_version",
+            remedy="use the assay that wrote it, or encode it again",
+        )
+    index_at = _HEAD.size + spec_bytes
+    end = index_at + _ENTRY.size * count
+    if len(data) < end + 4:
+        raise damaged(f"it ends after {len(data)} bytes, inside its index")
+    if struct.unpack_from("<I", data, end)[0] != crc32(data[:end]):
+        raise damaged("the checksum of its header does not match")
+    blocks, offset, token = [], end + 4, 0
+    for number, (marked, size, crc) in enumerate(_ENTRY.iter_unpack(data[index_at:end])):
+        tokens = marked & ~_EXACT
+        wanted = hi is None or (token < hi and token + tokens > lo)
+        payload = data[offset : offset + size] if wanted else b""
+        if wanted and len(payload) != size:
+            raise damaged(f"it ends after {len(data)} bytes, inside block {number} of {count}")
+        if wanted and crc32(payload) != crc:
+            raise damaged(f"the checksum of block {number} does not match")
+        blocks.append(Block(tokens, bool(marked & _EXACT), payload))
+        offset, token = offset + size, token + tokens
+    if offset != len(data):
+        raise damaged(f"it has {len(data)} bytes and its index says {offset}")
+    return Stream(data[_HEAD.size : index_at].decode(), heads, head_dim, tables, tuple(blocks))

@@ -1,78 +1,98 @@
-"""The Walsh–Hadamard transform with random signs: a rotation that makes any vector look Gaussian.
+"""Orthonormal Walsh-Hadamard rotations with random signs.
 
-y = H D x / √n, with D = diag(±1) and H the Sylvester matrix of order n, a power of two. H is symmetric and H H = n I, so the
-inverse is x = D H y / √n. The sum of many signed channels tends to a normal distribution whatever the channels were.
+y = H (σ ∘ x) / √n with H the Sylvester matrix in natural order (H Hᵀ = n I) and σ = ±1. A rotation of n values costs
+n log₂ n additions, keeps norms, and makes the coordinates of almost any vector nearly Gaussian.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from numpy.typing import NDArray
 
-_MASK = (1 << 64) - 1
-
-
-def fwht(x: torch.Tensor) -> torch.Tensor:
-    """H x / √n over the last dimension, n a power of two (ValueError otherwise). Its own inverse."""
-    n = x.shape[-1]
-    if n < 1 or n & (n - 1):
-        raise ValueError(f"the transform needs a power of two, got {n}")
-    shape, half = x.shape, 1
-    while half < n:
-        pairs = x.reshape(*shape[:-1], n // (2 * half), 2, half)
-        a, b = pairs[..., 0, :], pairs[..., 1, :]
-        x = _stack(a + b, a - b).reshape(shape)
-        half *= 2
-    return x * n**-0.5
+_GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _stack(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.stack((a, b), dim=-2)
-
-
-@lru_cache(maxsize=64)
-def _signs(n: int, seed: int) -> tuple[int, ...]:
-    """±1 from the lowest bit of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the same on every platform."""
-    state, found = seed & _MASK, []
-    for _ in range(n):
-        state = (state + 0x9E3779B97F4A7C15) & _MASK
-        z = state
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-        found.append(1 - 2 * ((z ^ (z >> 31)) & 1))
-    return tuple(found)
-
-
-def random_signs(n: int, seed: int) -> NDArray[np.float32]:
-    """n signs, float32."""
+def random_words(seed: int, count: int) -> np.ndarray[Any, Any]:
+    """`count` words of SplitMix64 started at `seed` (Steele, Lea, Flood 2014), uint64: the same everywhere."""
     import numpy as np
 
-    return np.array(_signs(n, seed), dtype=np.float32)
+    with np.errstate(over="ignore"):
+        state = np.uint64(seed % 2**64) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        result: np.ndarray[Any, Any] = state ^ (state >> np.uint64(31))
+    return result
 
 
-def rotate(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """H D x / √n over the last dimension."""
-    return fwht(x * _as(x, seed))
-
-
-def rotate_back(y: torch.Tensor, seed: int) -> torch.Tensor:
-    """The inverse of `rotate`."""
-    return fwht(y) * _as(y, seed)
-
-
-def _as(x: torch.Tensor, seed: int) -> torch.Tensor:
+def random_signs(seed: int, count: int) -> torch.Tensor:
+    """±1 [count], float32: the highest bit of each word of SplitMix64, set for −1."""
+    import numpy as np
     import torch
 
-    return torch.from_numpy(random_signs(x.shape[-1], seed)).to(x.device, x.dtype)
+    negative = (random_words(seed, count) >> np.uint64(63)).astype(np.float32)
+    return torch.from_numpy(1.0 - 2.0 * negative)
 
 
-def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n ≥ 1."""
-    return 1 << (n - 1).bit_length()
+def random_normal(seed: int, count: int) -> torch.Tensor:
+    """Standard normal values [count], float32: Box-Muller on the upper 53 bits of SplitMix64 words."""
+    import numpy as np
+    import torch
+
+    pairs = -(-count // 2)
+    uniform = ((random_words(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+    radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))
+    angle = 2.0 * np.pi * uniform[pairs:]
+    both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    return torch.from_numpy(both[:count].astype(np.float32))
+
+
+def wht(x: torch.Tensor) -> torch.Tensor:
+    """The orthonormal transform of the last dimension, whose length is a power of two; its own inverse."""
+    import torch
+
+    n = x.shape[-1]
+    result = x
+    size = 1
+    while size < n:
+        pairs = result.unflatten(-1, (-1, 2, size))
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        result = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        size *= 2
+    return result * n**-0.5
+
+
+class Rotation:
+    """An orthonormal rotation of vectors of any length, from a seed.
+
+    Where the length is no power of two, the front is rotated up to the largest power of two that fits, then the back
+    likewise, with other signs: every value is mixed with all others at no more values than there were.
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length = length
+        part = 1 << max(length.bit_length() - 1, 0)
+        self._spans = [(0, part)] if part == length else [(0, part), (length - part, length), (0, part)]
+        self._signs = [random_signs(seed + i, length) for i in range(len(self._spans))]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., length] rotated."""
+        for (lo, hi), signs in zip(self._spans, self._signs, strict=True):
+            x = _span(x * signs.to(x.device), lo, hi)
+        return x
+
+    def inverse(self, y: torch.Tensor) -> torch.Tensor:
+        """The rotation undone."""
+        for (lo, hi), signs in zip(reversed(self._spans), reversed(self._signs), strict=True):
+            y = _span(y, lo, hi) * signs.to(y.device)
+        return y
+
+
+def _span(x: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    import torch
+
+    if lo == 0 and hi == x.shape[-1]:
+        return wht(x)
+    return torch.cat([x[..., :lo], wht(x[..., lo:hi]), x[..., hi:]], dim=-1)

@@ -1,76 +1,117 @@
-"""Whole numbers of few bits, packed: code i occupies bits i·b … i·b + b − 1 of the stream, lowest bit first."""
+"""Integers of 1 to 16 bits packed without gaps, lowest bit first: bit k of value i is bit i · width + k of the bytes.
+
+Bit j of the stream is bit j mod 8 of byte j // 8, the order of `numpy.packbits(bitorder="little")`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
-    from numpy.typing import ArrayLike, NDArray
-
-MAX_BITS = 16
+    import torch
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` codes of `bits` bits take."""
-    return -(-count * bits // 8)
+def packed_bytes(count: int, width: int) -> int:
+    """Bytes that `count` values of `width` bits take."""
+    return -(-count * width // 8)
 
 
-def pack(codes: ArrayLike, bits: int) -> bytes:
-    """Codes 0 … 2ᵇ − 1 (b from 1 to 16) as bytes; ValueError where one does not fit."""
+def pack(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Integers [..., n] in 0 … 2^width − 1 → uint8 [..., ceil(n · width / 8)]; higher bits are ignored."""
+    import torch
+
+    _check(width)
+    count = values.shape[-1]
+    if width == 8:
+        return values.to(torch.uint8)
+    if width == 16:
+        return values.to(torch.int32).to(torch.int16).contiguous().view(torch.uint8)
+    mask = (1 << width) - 1
+    padded = torch.nn.functional.pad(values, (0, -count % 8))
+    size = packed_bytes(count, width)
+    if 8 % width == 0:  # whole values in every byte
+        each = 8 // width
+        grouped = (padded.to(torch.uint8) & mask).unflatten(-1, (-1, each))
+        result = grouped[..., 0]
+        for i in range(1, each):
+            result = result | (grouped[..., i] << (i * width))
+        return result[..., :size].contiguous()
+    grouped = (padded & mask).to(torch.int64).unflatten(-1, (-1, 8))
+    # Eight values fill `width` whole bytes: two 64-bit words at most.
+    low = torch.zeros_like(grouped[..., 0])
+    high = torch.zeros_like(low)
+    for i in range(8):
+        start = i * width
+        if start < 64:
+            low = low | (grouped[..., i] << start)
+            if start + width > 64:
+                high = high | (grouped[..., i] >> (64 - start))
+        else:
+            high = high | (grouped[..., i] << (start - 64))
+    words = torch.stack([low, high], dim=-1).contiguous().view(torch.uint8)
+    return words[..., :width].flatten(-2)[..., :size].contiguous()
+
+
+def unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """The first `count` values of uint8 [..., bytes], as int32 [..., count]."""
+    import torch
+
+    _check(width)
+    if data.shape[-1] < packed_bytes(count, width):
+        raise UsageError(
+            f"{data.shape[-1]} bytes hold less than {count} values of {width} bits",
+            finding_id="quant.packing",
+        )
+    data = data[..., : packed_bytes(count, width)]
+    mask = (1 << width) - 1
+    if 8 % width == 0:
+        each = 8 // width
+        parts = [(data >> (i * width)) & mask for i in range(each)]
+        return torch.stack(parts, dim=-1).flatten(-2)[..., :count].to(torch.int32)
+    padded = torch.nn.functional.pad(data, (0, -data.shape[-1] % width)).unflatten(-1, (-1, width))
+    grouped = torch.nn.functional.pad(padded, (0, 16 - width)).contiguous().view(torch.int64)
+    low, high = grouped[..., 0], grouped[..., 1]
+    parts = []
+    for i in range(8):
+        start = i * width
+        if start >= 64:
+            value = high >> (start - 64)
+        elif start + width > 64:
+            value = ((low >> start) & ((1 << (64 - start)) - 1)) | (high << (64 - start))
+        else:
+            value = low >> start
+        parts.append(value & mask)
+    return torch.stack(parts, dim=-1).flatten(-2)[..., :count].to(torch.int32)
+
+
+def pack_numpy(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:
+    """`pack` for a numpy array [..., n]."""
     import numpy as np
 
-    _check(bits)
-    values = np.ascontiguousarray(codes).ravel()
-    if values.size and (values.min() < 0 or int(values.max()) >> bits):
-        raise ValueError(f"a code does not fit into {bits} bits")
-    if bits == 8:
-        return values.astype(np.uint8).tobytes()
-    if bits == 16:
-        return values.astype("<u2").tobytes()
-    if bits > 8:
-        planes = (values.astype(np.uint16)[:, None] >> np.arange(bits, dtype=np.uint16)) & 1
-        return np.packbits(planes.astype(np.uint8), bitorder="little").tobytes()
-    # Eight codes of b bits are b bytes: they are put together in one 64-bit word.
-    padded = np.zeros(-(-values.size // 8) * 8, dtype=np.uint64)
-    padded[: values.size] = values
-    words = np.zeros(padded.size // 8, dtype=np.uint64)
-    for i in range(8):
-        words |= padded[i::8] << np.uint64(i * bits)
-    raw = words.astype("<u8").view(np.uint8).reshape(-1, 8)[:, :bits]
-    return np.ascontiguousarray(raw).tobytes()[: packed_bytes(values.size, bits)]
+    _check(width)
+    bits = (values[..., None] >> np.arange(width)) & 1
+    return np.packbits(bits.astype(np.uint8).reshape(*values.shape[:-1], -1), axis=-1, bitorder="little")
 
 
-def unpack(data: bytes | memoryview, bits: int, count: int) -> NDArray[np.uint16]:
-    """The first `count` codes of a stream; ValueError where it is too short."""
+def unpack_numpy(data: np.ndarray[Any, Any], width: int, count: int) -> np.ndarray[Any, Any]:
+    """`unpack` for a numpy array of uint8 [..., bytes], as int32."""
     import numpy as np
 
-    _check(bits)
-    size = packed_bytes(count, bits)
-    raw = np.frombuffer(data, dtype=np.uint8, count=min(len(data), size))
-    if raw.size < size:
-        raise ValueError(f"{count} codes of {bits} bits take {size} bytes, there are {raw.size}")
-    if bits == 8:
-        return raw.astype(np.uint16)
-    if bits == 16:
-        return raw.view("<u2").astype(np.uint16)
-    if bits > 8:
-        planes = np.unpackbits(raw, bitorder="little")[: count * bits].reshape(count, bits).astype(np.uint16)
-        codes: NDArray[np.uint16] = (planes << np.arange(bits, dtype=np.uint16)).sum(axis=1, dtype=np.uint16)
-        return codes
-    groups = -(-count // 8)
-    spread = np.zeros((groups, 8), dtype=np.uint8)
-    whole = np.zeros(groups * bits, dtype=np.uint8)
-    whole[:size] = raw
-    spread[:, :bits] = whole.reshape(groups, bits)
-    words = spread.view("<u8")[:, 0]
-    found = np.empty((groups, 8), dtype=np.uint16)
-    mask = np.uint64((1 << bits) - 1)
-    for i in range(8):
-        found[:, i] = (words >> np.uint64(i * bits)) & mask
-    return found.ravel()[:count]
+    _check(width)
+    if data.shape[-1] < packed_bytes(count, width):
+        raise UsageError(
+            f"{data.shape[-1]} bytes hold less than {count} values of {width} bits",
+            finding_id="quant.packing",
+        )
+    bits = np.unpackbits(data, axis=-1, count=count * width, bitorder="little")
+    grouped = bits.reshape(*data.shape[:-1], count, width).astype(np.int32)
+    result: np.ndarray[Any, Any] = (grouped << np.arange(width, dtype=np.int32)).sum(-1, dtype=np.int32)
+    return result
 
 
-def _check(bits: int) -> None:
-    if not 1 <= bits <= MAX_BITS:
-        raise ValueError(f"codes have 1 to {MAX_BITS} bits, got {bits}")
+def _check(width: int) -> None:
+    if not 1 <= width <= 16:
+        raise UsageError(f"values of {width} bits cannot be packed, 1 to 16 can", finding_id="quant.packing")
