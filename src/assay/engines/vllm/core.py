@@ -180,6 +180,8 @@ class VllmCore:
             final = not self._hooks or index == self._hooks.passes - 1
             self._pass(keys, plan, on_step if final else (lambda step, states: None))
         ledger.check()
+        if self._hooks:
+            self._hooks.commit()
         if buffer is None:
             raise _failed(RuntimeError("no step gave states"))
         if not self._head_checked:
@@ -218,6 +220,8 @@ class VllmCore:
         """Drop what is left of a batch that failed half-way."""
         import torch
 
+        if self._hooks:
+            self._hooks.discard()
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
         self._call("assay_reset")

@@ -7,7 +7,7 @@ KV cache, so later tokens read it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from assay.engines.scoring import Engagement, HookSpec, load_hook
@@ -45,15 +45,16 @@ class KvHooks:
         self._hook = load_hook(spec)
         self.passes = int(getattr(self._hook, "passes", 1))
         self._fires: dict[int, int] = {}
-        self._undo: list[Any] = []
+        self._pending: dict[int, int] = {}
+        self._undo: list[Callable[[], None]] = []
         if not hasattr(self._hook, "on_kv"):
             raise _refused(f"the hook {spec.target} is none of K and V (it has no on_kv)", "use it with hf:")
         if not eager:
             raise _refused("compiled models and CUDA graphs run no hooks", "leave out enforce_eager=false")
         layers = attention_layers(model)
         for layer, module in layers.items():
-            self._fires[layer] = 0
-            self._undo += _hook_layer(module, layer, self)
+            self._fires[layer] = self._pending[layer] = 0
+            self._undo.append(_hook_layer(module, layer, self))
 
     def start_pass(self, index: int) -> None:
         """Tell the hook which pass over the batch begins."""
@@ -73,7 +74,7 @@ class KvHooks:
                     f"{new.dtype} {tuple(new.shape)}",
                     "return tensors of the same shape, type and device",
                 )
-        self._fires[layer] += 1
+        self._pending[layer] += 1
         return found[0].reshape(k.shape), found[1].reshape(v.shape)
 
     @property
@@ -81,17 +82,27 @@ class KvHooks:
         """Whether K is handed over with positions in it."""
         return bool(self._hook.placement == "post_rope")
 
-    def engagement(self) -> Engagement:
-        """Fires of each layer. AssayError where some layers fired and others were skipped."""
-        counts = set(self._fires.values())
-        if len(counts) > 1:
-            skipped = [layer for layer, fires in self._fires.items() if fires != max(counts)]
+    def commit(self) -> None:
+        """Count the fires of a batch that went through; AssayError where some layers fired and others did not."""
+        most = max(self._pending.values())
+        skipped = [layer for layer, fires in self._pending.items() if fires != most or not fires]
+        if skipped:
             raise AssayError(
                 f"the hook was skipped in layers {skipped}",
                 finding_id="fidelity.not_engaged",
-                remedy="run with enforce_eager and one engine process",
-                evidence={"fires": {str(k): v for k, v in self._fires.items()}},
+                remedy="run with enforce_eager in one engine process",
+                evidence={"fires": {str(layer): fires for layer, fires in self._pending.items()}},
             )
+        for layer, fires in self._pending.items():
+            self._fires[layer] += fires
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the fires of a batch that failed half-way."""
+        self._pending = dict.fromkeys(self._pending, 0)
+
+    def engagement(self) -> Engagement:
+        """Fires of each layer in all batches that went through."""
         notes: Mapping[str, Any] = getattr(self._hook, "notes", {})
         return Engagement(sum(self._fires.values()), None, dict(self._fires), dict(notes))
 
@@ -124,26 +135,26 @@ def attention_layers(model: Any) -> dict[int, Any]:
     return layers
 
 
-def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> list[Any]:
-    """Put the hook around one attention; functions that undo it.
+def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> Callable[[], None]:
+    """Put the hook around one attention; returns what undoes it.
 
     Before RoPE V is not at hand yet, so RoPE is put off: its module only notes what it was called with, and the hook
     and then the real RoPE run when attention itself is called.
     """
     rotary = module.rotary_emb
-    noted: list[Any] = []
+    noted: dict[str, Any] = {}
 
     def note(positions: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        noted.append((positions, args, kwargs))
-        return (query, key) if not hooks.after_rope else rotary(positions, query, key, *args, **kwargs)
+        noted["call"] = (positions, args, kwargs)
+        return rotary(positions, query, key, *args, **kwargs) if hooks.after_rope else (query, key)
 
     def before_attention(attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         query, key, value, *rest = inputs
-        if len(noted) != 1:
+        if "call" not in noted:
             raise _refused(
-                f"layer {layer} called RoPE {len(noted)} times for one attention", "use another model"
+                f"layer {layer} called no RoPE before its attention", "use a Llama, Qwen2 or Qwen3 model"
             )
-        positions, args, kwargs = noted.pop()
+        positions, args, kwargs = noted.pop("call")
         key, value = hooks.apply(layer, key, value, positions, module.num_kv_heads)
         if not hooks.after_rope:
             query, key = rotary(positions, query, key, *args, **kwargs)
@@ -159,7 +170,7 @@ def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> list[Any]:
         del module.rotary_emb
         module.rotary_emb = rotary
 
-    return [undo]
+    return undo
 
 
 def _refused(what: str, remedy: str) -> AssayError:

@@ -1,0 +1,140 @@
+"""vLLM itself with a real model: in its own process, and as a worker of this one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import assay  # noqa: E402
+from assay.demo.vllm_env import vllm_python  # noqa: E402
+from assay.engines.scoring import ScoreJob, ScoringPath, StateRows, Window  # noqa: E402
+from assay.engines.vllm import VllmScorer  # noqa: E402
+from assay.errors import AssayError, UsageError  # noqa: E402
+
+pytestmark = pytest.mark.engine
+HERE = Path(__file__).parent
+LENGTH, PREFIX = 64, 32
+
+
+@pytest.fixture(scope="module")
+def inside(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `vllm_inside.py` measured."""
+    alone = tmp_path_factory.mktemp("path")
+    (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
+    done = subprocess.run(
+        [str(vllm_python()), str(HERE / "vllm_inside.py"), str(smollm2)],
+        env={**os.environ, "PYTHONPATH": str(alone), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)  # and nothing else may be on stdout
+    return found
+
+
+def test_the_head_gives_vllms_own_logprobs(inside: dict[str, Any]) -> None:
+    # Logits are bf16 in vLLM: one unit at 16 … 32 is 0.125, and the matrix product is the same kernel or its like.
+    assert inside["own_prompt_logprobs"] < 0.13
+    assert inside["own_decode_logprobs"] < 0.13
+
+
+def test_paths_agree_within_the_rounding_of_bf16(inside: dict[str, Any]) -> None:
+    for path in ("batch_1", "chunked", "decode"):
+        assert inside[path]["mean"] < 0.005, path
+        assert inside[path]["rows"] == 6 * (95 if path == "batch_1" else 63), path
+    assert inside["decode_again"]["max"] == 0.0
+
+
+def test_decode_reads_the_cache_and_prefill_does_not(inside: dict[str, Any]) -> None:
+    token = 2 * 3 * 64 * 30 * 2  # K and V, 3 heads of 64, 30 layers, bf16
+    assert inside["facts"]["kv_bytes_per_token"] == token
+    assert inside["prefill_bytes_read"] == 0
+    assert inside["decode_bytes_read"] == 6 * token * sum(range(32, 95))
+
+
+def test_fp8_cache_takes_half_the_bytes_and_shows_in_decode(inside: dict[str, Any]) -> None:
+    assert inside["facts_fp8"]["kv_bytes_per_token"] * 2 == inside["facts"]["kv_bytes_per_token"]
+    assert inside["fp8_bytes_read"] * 2 == inside["decode_bytes_read"]
+    assert inside["fp8_decode"]["same"] < 0.05
+    assert 2 * inside["decode"]["mean"] < inside["fp8_decode"]["mean"] < 1.0
+
+
+def test_an_identity_hook_changes_nothing_and_fires_in_every_layer(inside: dict[str, Any]) -> None:
+    assert inside["hooked_layers"] == 30
+    for place in ("pre_rope", "post_rope"):
+        assert inside[f"identity_{place}"]["max"] == 0.0
+        assert inside[f"identity_{place}"]["fires"] == [1]
+    assert inside["scaled_v"]["mean"] > 1e-4
+    assert inside["after_hooks"]["max"] == 0.0
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[VllmScorer]:
+    """A worker."""
+    opened = VllmScorer.load(
+        f"vllm:{smollm2}?python={vllm_python()}&max_model_len=128&max_num_batched_tokens=512&kv_cache_gib=0.25"
+    )
+    yield opened
+    opened.close()
+
+
+def windows(engine: VllmScorer, count: int = 3) -> list[Window]:
+    ids = engine.tokenizer.encode(
+        "The old bridge over the river was built of stone, long before the war. " * 20
+    )
+    bos = engine.tokenizer.bos_id
+    assert bos is not None
+    return [Window(i, (bos, *ids[i * 5 : i * 5 + LENGTH - 1])) for i in range(count)]
+
+
+def test_a_worker_gives_what_transformers_gives(engine: VllmScorer, smollm2: Path) -> None:
+    from assay.engines.hf.scorer import HfScorer
+    from assay.fidelity.metrics import window_statistics
+
+    reference = HfScorer.load(f"hf:{smollm2}?dtype=float32")
+    assert engine.tokenizer.sha256 == reference.tokenizer.sha256
+    assert engine.tokenizer.decode(engine.tokenizer.encode("naïve café")) == "naïve café"
+    job = ScoreJob(batch=3)
+    wanted = list(reference.score_windows(windows(engine), job))
+    found = list(engine.score_windows(windows(engine), job))
+    for one, other in zip(wanted, found, strict=True):
+        statistics = window_statistics(one, other)
+        assert float(statistics.kl.mean()) < 0.01
+        assert float(statistics.top1.double().mean()) > 0.95
+    # Where only the statistics come back, they are the same.
+    reduced = list(engine.reduce_windows(wanted, job, "assay.fidelity.metrics:window_statistics"))
+    for (window, values), one, other in zip(reduced, wanted, found, strict=True):
+        assert window == one.window
+        here = window_statistics(one, StateRows(window, 1, other.states, other.head))
+        torch.testing.assert_close(values["kl"], here.kl, atol=2e-3, rtol=0.05)
+        torch.testing.assert_close(values["nll_cand"], here.nll_cand, atol=0.05, rtol=0.02)
+
+
+def test_a_worker_decodes(engine: VllmScorer) -> None:
+    job = ScoreJob(ScoringPath.DECODE, scored_from=PREFIX, batch=2)
+    rows = list(engine.score_windows(windows(engine), job))
+    assert [r.states.shape[0] for r in rows] == [LENGTH - PREFIX] * 3
+    assert engine.engagement().bytes_read == 3 * 23040 * sum(range(PREFIX - 1, LENGTH - 1))
+    assert engine.describe()["placement"] == "worker"
+
+
+def test_errors_come_through_and_the_worker_goes_on(engine: VllmScorer) -> None:
+    long = [Window(0, tuple([1] * 200))]
+    with pytest.raises(UsageError, match="max_model_len=128"):
+        list(engine.score_windows(long, ScoreJob()))
+    assert len(list(engine.score_windows(windows(engine), ScoreJob()))) == 3
+
+
+def test_a_killed_worker_is_named(engine: VllmScorer) -> None:
+    engine.core._process.kill()  # type: ignore[attr-defined]
+    with pytest.raises(AssayError, match="killed by signal 9"):
+        list(engine.score_windows([Window(0, (1, 2, 3))], ScoreJob()))

@@ -1,0 +1,164 @@
+"""Run by a Python that has vLLM: scores a real model in its process and prints what was measured as JSON.
+
+Usage: python vllm_inside.py CHECKPOINT
+"""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+import sys
+import time
+from typing import Any
+
+import torch
+
+from assay.engines.scoring import HookSpec, ScoreJob, ScoringPath, Window
+from assay.engines.vllm.scorer import VllmScorer
+
+LENGTH, COUNT, PREFIX = 96, 6, 33
+DECODE = ScoreJob(ScoringPath.DECODE, scored_from=PREFIX, batch=COUNT)
+
+
+class IdentityKv:
+    """Gives K and V back as they came."""
+
+    def __init__(self, placement: str) -> None:
+        self.placement = placement
+
+    def on_kv(self, layer: int, k: Any, v: Any, positions: Any) -> tuple[Any, Any]:
+        return k.clone(), v.clone()
+
+
+class ScaleV(IdentityKv):
+    """Makes values a little larger."""
+
+    def on_kv(self, layer: int, k: Any, v: Any, positions: Any) -> tuple[Any, Any]:
+        return k, v * 1.05
+
+
+def windows_of(engine: VllmScorer) -> list[Window]:
+    """Windows of plain text that begin with the start token."""
+    topics = pydoc_data.topics.topics
+    ids = engine.tokenizer.encode("\n".join(topics[name] for name in ("class", "assert", "import")))
+    body = LENGTH - 1
+    bos = engine.tokenizer.bos_id
+    return [Window(i, (bos, *ids[i * body : (i + 1) * body])) for i in range(COUNT)]
+
+
+def logprobs(rows: Any) -> torch.Tensor:
+    return rows.logits(0, len(rows.states)).double().log_softmax(-1)
+
+
+def kl(reference: list[Any], candidate: list[Any], skip: int = 0) -> dict[str, float]:
+    """Mean and largest KL, and the share of states that are equal bit for bit; the reference's first rows left out."""
+    values, same = [], []
+    for one, other in zip(reference, candidate, strict=True):
+        p, q = logprobs(one)[skip:], logprobs(other)
+        values.append((p.exp() * (p - q)).sum(-1))
+        same.append((one.states[skip:] == other.states).all(-1))
+    found = torch.cat(values)
+    return {
+        "mean": float(found.mean()),
+        "max": float(found.max()),
+        "same": float(torch.cat(same).double().mean()),
+        "rows": len(found),
+    }
+
+
+def own_prompt_logprobs(engine: VllmScorer, rows: list[Any]) -> float:
+    """Largest difference from vLLM's own `prompt_logprobs`, the ten likeliest tokens and the one that came."""
+    from vllm import SamplingParams
+
+    llm = engine.core._llm  # type: ignore[attr-defined]
+    prompts = [{"prompt_token_ids": list(r.window.tokens)} for r in rows]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=10), use_tqdm=False)
+    worst = 0.0
+    for r, output in zip(rows, outputs, strict=True):
+        mine = logprobs(r)
+        for position, entry in enumerate(output.prompt_logprobs[1:]):
+            for token, value in entry.items():
+                worst = max(worst, abs(float(mine[position, token]) - value.logprob))
+    return worst
+
+
+def own_decode_logprobs(engine: VllmScorer, rows: list[Any]) -> float:
+    """Largest difference from the raw logprobs that vLLM returns of the same forced decode."""
+    from vllm import SamplingParams
+
+    llm = engine.core._llm  # type: ignore[attr-defined]
+    tokens = rows[0].window.tokens
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=LENGTH - PREFIX + 1,
+        ignore_eos=True,
+        logprobs=0,
+        extra_args={"assay_forced": list(tokens[PREFIX - 1 :])},
+    )
+    prompt = {"prompt_token_ids": list(tokens[: PREFIX - 1])}
+    output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    if list(output.token_ids) != list(tokens[PREFIX - 1 :]):
+        return float("inf")
+    mine = logprobs(rows[0])
+    # The first generated token is that before `PREFIX`, whose row is not among the scored ones.
+    pairs = zip(tokens[PREFIX:], output.logprobs[1:], strict=True)
+    return max(abs(float(mine[i, token]) - entry[token].logprob) for i, (token, entry) in enumerate(pairs))
+
+
+def measure(checkpoint: str) -> dict[str, Any]:
+    """Everything, with one engine after the other."""
+    found: dict[str, Any] = {"seconds": {}}
+    last = time.monotonic()
+
+    def lap(name: str) -> None:
+        nonlocal last
+        found["seconds"][name] = round(time.monotonic() - last, 1)
+        last = time.monotonic()
+
+    options = f"max_model_len=256&max_num_batched_tokens={COUNT * LENGTH}&kv_cache_gib=0.25"
+    engine = VllmScorer.load(f"vllm:{checkpoint}?{options}")
+    lap("start")
+    found["facts"] = engine.describe()
+    windows = windows_of(engine)
+    prefill = list(engine.score_windows(windows, ScoreJob(batch=COUNT)))
+    found["prefill_bytes_read"] = engine.engagement().bytes_read
+    lap("prefill")
+    found["batch_1"] = kl(prefill, list(engine.score_windows(windows, ScoreJob(batch=1))))
+    chunked = ScoreJob(ScoringPath.CHUNKED, scored_from=PREFIX, chunk=16, batch=COUNT)
+    found["chunked"] = kl(prefill, list(engine.score_windows(windows, chunked)), PREFIX - 1)
+    lap("chunked")
+    decode = list(engine.score_windows(windows, DECODE))
+    found["decode"] = kl(prefill, decode, PREFIX - 1)
+    found["decode_bytes_read"] = engine.engagement().bytes_read
+    found["decode_again"] = kl(decode, list(engine.score_windows(windows, DECODE)))
+    lap("decode")
+    found["own_prompt_logprobs"] = own_prompt_logprobs(engine, prefill[:3])
+    found["own_decode_logprobs"] = own_decode_logprobs(engine, decode)
+    lap("own")
+    for name in ("pre_rope", "post_rope"):
+        job = ScoreJob(
+            scored_from=PREFIX, batch=COUNT, hook=HookSpec("vllm_inside:IdentityKv", {"placement": name})
+        )
+        hooked = list(engine.score_windows(windows, job))
+        taken = engine.engagement()
+        found[f"identity_{name}"] = kl(prefill, hooked, PREFIX - 1) | {
+            "fires": sorted(set(taken.per_layer.values()))
+        }
+        found["hooked_layers"] = len(taken.per_layer)
+    job = ScoreJob(batch=COUNT, hook=HookSpec("vllm_inside:ScaleV", {"placement": "pre_rope"}))
+    found["scaled_v"] = kl(prefill, list(engine.score_windows(windows, job)))
+    found["after_hooks"] = kl(prefill, list(engine.score_windows(windows, ScoreJob(batch=COUNT))))
+    lap("hooks")
+    engine.close()
+    engine = VllmScorer.load(f"vllm:{checkpoint}?{options}&kv_cache_dtype=fp8")
+    lap("start_fp8")
+    found["facts_fp8"] = engine.describe()
+    found["fp8_decode"] = kl(decode, list(engine.score_windows(windows, DECODE)))
+    found["fp8_bytes_read"] = engine.engagement().bytes_read
+    lap("fp8")
+    engine.close()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1])))
