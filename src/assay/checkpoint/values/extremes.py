@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Extremes:
-    """`lowest` and `highest` in the words' own type; `under` and `over` with the other signedness."""
+    """`lowest` and `highest` in the words' own type; `under` and `over` with the other signedness, if asked for."""
 
     lowest: int
     highest: int
@@ -39,13 +39,13 @@ class Extremes:
         return min(ends), max(ends)
 
 
-def extremes(words: np.ndarray[Any, Any]) -> Extremes:
-    """The ends of an array of integers that is not empty.
+def extremes(words: np.ndarray[Any, Any], both: bool) -> Extremes:
+    """The ends of an array of integers that is not empty, with `both` read as signed and as unsigned.
 
     Minimum and maximum run several times as fast as any operation that writes a result.
     """
-    kind = "i" if words.dtype.kind == "u" else "u"
-    other = words.view(f"<{kind}{words.itemsize}")
-    return Extremes(
-        int(words.min()), int(words.max()), int(other.min()), int(other.max()), 8 * words.itemsize
-    )
+    lowest, highest, bits = int(words.min()), int(words.max()), 8 * words.itemsize
+    if not both:
+        return Extremes(lowest, highest, lowest, highest, bits)
+    other = words.view(f"<i{words.itemsize}")
+    return Extremes(lowest, highest, int(other.min()), int(other.max()), bits)

@@ -23,27 +23,26 @@ class Holes:
     _open: int = 0
     """Zeros at the end of the last chunk, which the next may continue."""
 
-    def add(self, words: np.ndarray[Any, Any], start: int, any_zero: bool) -> None:
-        """Look at the next chunk, whose first element has the index `start`; `any_zero` says whether to look at all."""
-        if not any_zero:
-            self._open = 0
-            return
+    def add(self, words: np.ndarray[Any, Any], start: int) -> None:
+        """Look at the next chunk, whose first element has the index `start`.
+
+        A hole covers at least two neighbours among the words at every half page: only what lies between two zeros
+        there is looked at whole.
+        """
         before, self._open = self._open, _zeros_at(words[::-1])
         if self._open == words.size:
             self._open += before
             self._keep(start - before, self._open, words.itemsize)
             return
-        if head := _zeros_at(words):
-            self._keep(start - before, before + head, words.itemsize)
-        per_block = _BLOCK // words.itemsize
-        blocks = (
-            words[: words.size // per_block * per_block].view("<u8").reshape(-1, _BLOCK // 8).max(axis=1) == 0
-        )
-        first, count = _longest(blocks)
+        if before or words[0] == 0:
+            self._keep(start - before, before + _zeros_at(words), words.itemsize)
+        step = _BLOCK // words.itemsize
+        zero = words[::step] == 0
+        first, count = _longest(_whole_blocks(words, zero[:-1] & zero[1:], step))
         if count:
-            low, high = first * per_block, (first + count) * per_block
-            low -= _zeros_at(words[max(low - per_block, 0) : low][::-1])
-            high += _zeros_at(words[high : high + per_block])
+            low, high = first * step, (first + count) * step
+            low -= _zeros_at(words[max(low - step, 0) : low][::-1])
+            high += _zeros_at(words[high : high + step])
             self._keep(start + low, high - low, words.itemsize)
 
     def _keep(self, start: int, length: int, width: int) -> None:
@@ -51,13 +50,29 @@ class Holes:
             self.longest = (start, length)
 
 
+def _whole_blocks(
+    words: np.ndarray[Any, Any], candidates: np.ndarray[Any, Any], step: int
+) -> np.ndarray[Any, Any]:
+    """Those of the candidate blocks that hold nothing but zeros."""
+    import numpy as np
+
+    at = np.flatnonzero(candidates)
+    flags = np.zeros_like(candidates)
+    if at.size:
+        flags[at] = ~words[: candidates.size * step].reshape(-1, step)[at].any(axis=1)
+    return flags
+
+
 def _zeros_at(words: np.ndarray[Any, Any]) -> int:
-    """How many zeros the array begins with."""
-    if not words.size or words[0] != 0:
-        return 0
-    present = words != 0
-    index = int(present.argmax())
-    return index if present[index] else int(words.size)
+    """How many zeros the array begins with; windows that double find a near end soon."""
+    done, window = 0, 64
+    while done < words.size:
+        present = words[done : done + window] != 0
+        index = int(present.argmax())
+        if present[index]:
+            return done + index
+        done, window = done + present.size, 2 * window
+    return done
 
 
 def _longest(flags: np.ndarray[Any, Any]) -> tuple[int, int]:

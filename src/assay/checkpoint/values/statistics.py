@@ -53,7 +53,7 @@ class Statistics:
             return
         if self._first is None:
             self._first = words[0].copy()
-        ends = extremes(words)
+        ends = extremes(words, both=form is not None)
         if self.constant:
             self.constant = bool(ends.lowest == self._first == ends.highest)
         smallest, largest = ends.magnitudes(form) if form else (ends.lowest, ends.highest)
@@ -63,7 +63,7 @@ class Statistics:
                 largest = self._no_numbers(words, form)
             value = float(to_float(np.array([largest], words.dtype), self.dtype)[0])
             self.absmax = max(self.absmax, value)
-        self._holes.add(words, self.elements, smallest <= 0 <= largest)
+        self._holes.add(words, self.elements)
         self._keep(words)
         self.elements += words.size
 
