@@ -162,3 +162,18 @@ def test_a_checkpoint_is_examined_or_it_is_said_why_not(tmp_path: Path) -> None:
         return
     ids = [f.id for f in report.findings]
     assert "speculation.head_not_examined" in ids or any(i.startswith("checkpoint.") for i in ids)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--interval", "nan"), ("--interval", "inf"), ("--interval", "-1"), ("--requests", "-1"), ("--prompts", "0"),
+        ("--samples", "-1"), ("--cost-ratio", "nan"), ("--for", "3"), ("--follow", "--for", "nan"),
+        ("--follow", "--for", "-1"), ("--requests", "3"), ("--lossless", "http://127.0.0.1:9"),
+    ],
+)  # fmt: skip
+def test_options_that_make_no_sense(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    code, out = spec(capsys, log(tmp_path, lines.vllm_v1([80, 60], 100)), *arguments)
+    assert (code, out["findings"][0]["id"]) == (2, "speculation.usage")

@@ -68,6 +68,8 @@ def spec_command(
         baseline=tuple(baseline or ()), model=model, cost_ratio=cost_ratio, interval=interval, requests=requests,
         lossless=lossless, prompts=prompts, samples=samples, api_key_env=api_key_env, timeout=timeout,
     )  # fmt: skip
+    if seconds is not None and not (follow and 0 < seconds < float("inf")):
+        raise UsageError("--for takes the seconds that --follow lasts", finding_id="speculation.usage")
     if not follow:
         return examine(sources, options)
     if len(sources) != 1 or baseline or lossless:

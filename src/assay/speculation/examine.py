@@ -31,6 +31,10 @@ _VERDICTS = {
 }
 
 
+MAX_INTERVAL = 86_400.0
+"""Longest time between two scrapes, in seconds."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What the command line asks for beside the sources."""
@@ -74,11 +78,7 @@ def examine(sources: Sequence[str], options: Options | None = None) -> Report:
     if not sources:
         raise UsageError("no source given", finding_id="speculation.usage", remedy="assay spec LOG")
     urls = [s for s in sources if is_url(s)]
-    if chosen.lossless and len(urls) != 1:
-        raise UsageError(
-            "--lossless compares two running servers", finding_id="speculation.usage",
-            remedy="assay spec URL --lossless OTHER_URL",
-        )  # fmt: skip
+    _validate(chosen, urls)
     run = _read(sources, chosen)
     base = _read(chosen.baseline, replace(chosen, requests=0)) if chosen.baseline else None
     report = judge_run(run, list(sources), chosen, base)
@@ -87,6 +87,26 @@ def examine(sources: Sequence[str], options: Options | None = None) -> Report:
 
         report = check_lossless(report, urls[0], chosen)
     return report
+
+
+def _validate(options: Options, urls: Sequence[str]) -> None:
+    """Refuse what makes no sense before anything is waited for."""
+
+    def refuse(message: str, remedy: str = "") -> UsageError:
+        return UsageError(message, finding_id="speculation.usage", remedy=remedy)
+
+    if options.lossless and len(urls) != 1:
+        raise refuse("--lossless compares two running servers", "assay spec URL --lossless OTHER_URL")
+    if options.requests and not urls:
+        raise refuse(
+            "--requests are sent to a running server, and none is given", "assay spec URL --requests N"
+        )
+    if not 0 <= options.interval < MAX_INTERVAL or options.requests < 0:
+        raise refuse(f"--interval takes 0 to {MAX_INTERVAL:g} seconds, --requests 0 or more")
+    if options.prompts < 1 or options.samples < 0:
+        raise refuse("--prompts must be at least 1, --samples at least 0")
+    if options.cost_ratio is not None and not 0 <= options.cost_ratio < 100:
+        raise refuse("--cost-ratio is a draft token's cost in target steps, such as 0.1")
 
 
 def judge_run(run: Examined, names: Sequence[str], options: Options, base: Examined | None = None) -> Report:
@@ -151,8 +171,6 @@ def _benefit(run: Examined, base: Examined | None, options: Options) -> Benefit 
         if depth and length:
             cost = measured_cost(length, depth, multiplier) or cost
     if options.cost_ratio is not None:
-        if not 0 <= options.cost_ratio < 100:
-            raise UsageError("--cost-ratio is a draft token's cost in target steps, such as 0.1")
         cost = Cost(options.cost_ratio, "given")
     return benefit(record, cost, multiplier)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.base import Capability
-from assay.errors import AssayError, UsageError
+from assay.errors import AssayError
 from assay.speculation.combine import Evidence, combine, fell, subtract
 from assay.speculation.exposition import looks_like_metrics, parse_samples
 from assay.speculation.reading import Reading
@@ -73,8 +73,6 @@ def watch(url: str, options: Options, sleep: Callable[[float], None] = time.slee
     from assay.engines.server.engine import default_limits, read_key
     from assay.engines.server.transport import Transport
 
-    if options.interval < 0 or options.requests < 0:
-        raise UsageError("--interval and --requests cannot be negative", finding_id="speculation.usage")
     endpoint = parse_url(_PAGE.sub("", url))
     with ExitStack() as held:
         transport = Transport(

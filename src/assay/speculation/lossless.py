@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from assay.errors import UsageError
 from assay.speculation.completions import Completions
 from assay.speculation.permutation import permutation_p
 from assay.speculation.requests import PROMPTS
@@ -70,8 +69,6 @@ class Lossless:
 
 def check_lossless(report: Report, url: str, options: Options) -> Report:
     """`report` with the comparison of its server with the one without speculation."""
-    if options.prompts < 1 or options.samples < 0:
-        raise UsageError("--prompts must be at least 1, --samples at least 0", finding_id="speculation.usage")
     if options.lossless is None:
         return report
     answer = measure(url, options.lossless, options)
