@@ -201,7 +201,8 @@ class VllmCore:
         try:
             steps = 0
             while engine.has_unfinished_requests():
-                self._cut_prompts_at(plan, steps)
+                lo, hi = plan.blocks[min(steps, len(plan.blocks) - 1)]
+                self._cut_prompts_at(hi - lo)
                 engine.step()
                 steps += 1
         except BaseException:
@@ -209,12 +210,12 @@ class VllmCore:
             raise
         finally:
             self._call("assay_unwatch")
+            self._cut_prompts_at(0)
 
-    def _cut_prompts_at(self, plan: WindowPlan, step: int) -> None:
-        """Let the scheduler take just the next block of every prompt in this step."""
+    def _cut_prompts_at(self, tokens: int) -> None:
+        """Let the scheduler take at most so many tokens of every prompt in a step; 0 as many as fit."""
         config = self._llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config
-        lo, hi = plan.blocks[min(step, len(plan.blocks) - 1)]
-        config.long_prefill_token_threshold = hi - lo
+        config.long_prefill_token_threshold = tokens
 
     def _recover(self) -> None:
         """Drop what is left of a batch that failed half-way."""
