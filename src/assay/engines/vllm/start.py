@@ -37,7 +37,7 @@ def start_llm(spec: VllmSpec) -> Any:
             "kv_cache_dtype": spec.kv_cache_dtype,
             "max_model_len": _context(spec),
             "max_num_batched_tokens": spec.batched_tokens,
-            "max_num_seqs": spec.max_num_seqs,
+            "max_num_seqs": min(spec.max_num_seqs, spec.batched_tokens),
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "enforce_eager": spec.enforce_eager,
             "seed": spec.seed,
