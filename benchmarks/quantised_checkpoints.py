@@ -80,9 +80,8 @@ def export(kind: str) -> tuple[Path, float | None]:
 
 
 def findings(folder: Path, **options: Any) -> list[Finding]:
-    with tempfile.TemporaryDirectory() as cache:
-        asked = Options(allow_unverified=True, cache_file=Path(cache) / "digests.sqlite", **options)
-        return [f for f in verify(str(folder), asked).findings if f.id != "checkpoint.unverified"]
+    asked = Options(allow_unverified=True, hashing="none", **options)
+    return [f for f in verify(str(folder), asked).findings if f.id != "checkpoint.unverified"]
 
 
 def damaged(source: Path, edit: Edit, folder: Path) -> None:
