@@ -120,13 +120,16 @@ def put(name: str, dtype: str, array: np.ndarray) -> Callable[[Path], None]:
     return tensors(apply)
 
 
-def shift_norms(t: Arrays) -> Arrays:
+def shift_norms(by: float) -> Callable[[Arrays], Arrays]:
     from checkpoint_samples import bf16
 
-    def minus_one(words: np.ndarray) -> np.ndarray:
-        return bf16((words.astype(np.uint32) << 16).view(np.float32) - 1)
+    def shift(t: Arrays) -> Arrays:
+        def shifted(words: np.ndarray) -> np.ndarray:
+            return bf16((words.astype(np.uint32) << 16).view(np.float32) + by)
 
-    return {n: (v[0], minus_one(v[1])) if "norm" in n else v for n, v in t.items()}
+        return {n: (v[0], shifted(v[1])) if "norm" in n else v for n, v in t.items()}
+
+    return shift
 
 
 def two_homes(folder: Path) -> None:
@@ -272,7 +275,8 @@ FAULTS = (
     Fault("flood of denormals", "tensor_scale", change(GATE, lambda a: a.__iand__(0x807F)), options=V),
     Fault("one tensor under two names", "tensor_duplicate",
           tensors(lambda t: t.__setitem__(Q1, t["model.layers.2.self_attn.q_proj.weight"])), options=V),
-    Fault("norms stored as w - 1", "norm_convention", tensors(shift_norms), options=V),
+    Fault("norms stored as w - 1", "norm_convention", tensors(shift_norms(-1)), options=V),
+    Fault("norms stored as 1 + w", "norm_convention", tensors(shift_norms(1)), mtp("qwen3_5"), V),
     Fault("scales all zero", "tensor_scale",
           tensors(lambda t: t["model.layers.1.mlp.up_proj.scales"][1].fill(0)), pack(q.GPTQ, q.gptq_module), V),
     Fault("awq_marlin on AutoRound", "flag_ignored", lambda f: None,
