@@ -33,6 +33,9 @@ VERBS = {
     "demo": "assay.cli.demo",
 }
 
+# A verb of several commands: the module whose `app` it is.
+GROUPS = {"kv": "assay.cli.kv"}
+
 
 def build() -> typer.Typer:
     """The typer application with every verb."""
@@ -48,6 +51,8 @@ def build() -> typer.Typer:
     app.callback()(_root)
     for name, module in VERBS.items():
         app.command(name)(import_module(module).command)
+    for name, module in GROUPS.items():
+        app.add_typer(import_module(module).app, name=name)
     return app
 
 
@@ -101,10 +106,17 @@ def invoke(arguments: list[str]) -> int:
         if not arguments:  # the "error" is the help text
             print(_message(error))
             return Verdict.ERROR.exit_code
-        verb = next((a for a in arguments if not a.startswith("-")), "assay")
-        report = usage_report(verb if verb in VERBS else "assay", _message(error))
+        report = usage_report(_verb_of(arguments), _message(error))
         return run(report.command, Output(json="--json" in arguments), lambda: report)
     return result if isinstance(result, int) else 0
+
+
+def _verb_of(arguments: list[str]) -> str:
+    """The verb of a wrong command line, `kv eval` where it is one of a group; `assay` where there is none."""
+    words = [a for a in arguments if not a.startswith("-")]
+    if words and words[0] in GROUPS:
+        return " ".join(words[:2])
+    return words[0] if words and words[0] in VERBS else "assay"
 
 
 def _message(error: Exception) -> str:

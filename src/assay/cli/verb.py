@@ -28,6 +28,12 @@ AREAS = {
     "compare": "fidelity", "reference": "fidelity", "rerun": "fidelity", "kv": "kv", "gap": "gap",
 }  # fmt: skip
 
+
+def area_of(verb: str) -> str:
+    """The area of a verb's own findings; `kv eval` is of the area of `kv`."""
+    return AREAS.get(verb.partition(" ")[0], "server")
+
+
 PANEL = "Output"
 _SHARED: dict[str, tuple[Any, Any]] = {
     "json": (
@@ -144,7 +150,7 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
 
 def check_writable(name: str, option: str, path: Path) -> None:
     """A report that cannot be written should not cost the minutes of a run first."""
-    usage = f"{AREAS.get(name, 'server')}.usage"
+    usage = f"{area_of(name)}.usage"
     if path.is_dir():
         raise UsageError(f"--{option} {path} is a directory", remedy="name a file in it", finding_id=usage)
     if not path.parent.is_dir():
@@ -189,10 +195,10 @@ def error_report(name: str, error: AssayError) -> Report:
 def usage_report(name: str, message: str) -> Report:
     """The report of a wrong command line."""
     finding = Finding(
-        id=f"{AREAS.get(name, 'server')}.usage",
+        id=f"{area_of(name)}.usage",
         severity=Severity.ERROR,
         title=_one_line(message),
-        remedies=(f"assay {name} --help" if name in AREAS else "assay --help",),
+        remedies=(f"assay {name} --help" if name.partition(" ")[0] in AREAS else "assay --help",),
     )
     return Report(command=name, verdict=Verdict.ERROR, findings=(finding,))
 
@@ -200,7 +206,7 @@ def usage_report(name: str, message: str) -> Report:
 def interrupted_report(name: str) -> Report:
     """The report of a run that was interrupted before there was anything to show."""
     finding = Finding(
-        id=f"{AREAS.get(name, 'server')}.interrupted",
+        id=f"{area_of(name)}.interrupted",
         severity=Severity.WARNING,
         title="interrupted before anything was measured",
     )

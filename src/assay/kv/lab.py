@@ -11,7 +11,6 @@ from assay.engines.scoring import Engagement, ScoreJob, ScoringPath, Window, Win
 from assay.fidelity.metrics import window_statistics
 from assay.fidelity.observations import WindowObservation, observation
 from assay.kv.accounting import CacheBytes, cache_bytes
-from assay.kv.coder import StreamCoder
 from assay.kv.hook import CodecHook, Mode
 from assay.kv.track import Coders
 from assay.progress import NO_PROGRESS, Progress
@@ -58,7 +57,6 @@ class Lab:
         coders: Coders,
         *,
         windows: Sequence[Window] | None = None,
-        table_bytes: int | None = None,
         table_tokens: int,
         measure_windows: int = 8,
         progress: Progress = NO_PROGRESS,
@@ -77,12 +75,6 @@ class Lab:
                 seen.append(found)
                 on_window(found)
                 advance()
-        tables = table_bytes if table_bytes is not None else tables_of(coders)
+        tables = sum(coder.table_bytes for coder in coders.values())
         sizes = cache_bytes(hook.sizes, hook.exact_sizes, tables, self.length - 1, table_tokens)
         return Measured(seen, hook.engagement(), sizes)
-
-
-def tables_of(coders: Coders) -> int:
-    """Bytes of all calibration tables; one that several streams share counts once."""
-    distinct: dict[int, StreamCoder] = {id(coder): coder for coder in coders.values()}
-    return sum(coder.table_bytes for coder in distinct.values())

@@ -1,0 +1,124 @@
+"""`assay kv …`: the laboratory of KV-cache codecs. One function a command; the work is done in `assay.kv`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from assay.cli.verb import verb
+from assay.verdict import Report
+
+app = typer.Typer(
+    help="KV-cache codecs: list, evaluate, calibrate, attribute, allocate, encode, decode.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Model = Annotated[str, typer.Argument(help="hf:MODEL or a folder, with options after '?'.")]
+CodecSpec = Annotated[str, typer.Option("--codec", help="SPEC, such as sinks(n=4)+hadamard(bits=4).")]
+Text = Annotated[list[str] | None, typer.Option(help="File, glob, FILE.jsonl or datasets:NAME.")]
+Calibration = Annotated[Path | None, typer.Option(help="File of `assay kv calibrate`.")]
+Windows = Annotated[int, typer.Option(min=1, help="Passages that are scored.")]
+Length = Annotated[int, typer.Option(min=8, help="Tokens of a passage.")]
+Batch = Annotated[int, typer.Option(min=1, help="Windows that run together.")]
+
+
+def layers_of(text: str | None) -> tuple[int, ...]:
+    """`0,1,28-29` as numbers; UsageError where it is not."""
+    from assay.errors import UsageError
+
+    found: list[int] = []
+    for part in (text or "").split(","):
+        if not part.strip():
+            continue
+        lo, dash, hi = part.strip().partition("-")
+        if not lo.isdigit() or (dash and not hi.isdigit()):
+            raise UsageError(
+                f"--skip-layers {text!r}: {part.strip()!r} is no layer",
+                remedy="write 0,1,28-29",
+                finding_id="kv.usage",
+            )
+        found += range(int(lo), int(hi or lo) + 1)
+    return tuple(dict.fromkeys(found))
+
+
+@app.command("list")
+@verb("kv list")
+def list_codecs() -> Report:
+    """Name the codecs and wrappers, with their parameters."""
+    from assay.kv.listing import run_list
+
+    return run_list()
+
+
+@app.command("eval")
+@verb("kv eval")
+def evaluate(
+    model: Model,
+    codec: CodecSpec,
+    mode: Annotated[str, typer.Option(help="decode (what serving does), inforward or snapshot.")] = "decode",
+    stream: Annotated[str, typer.Option(help="kv, k or v; the other stays exact.")] = "kv",
+    skip_layers: Annotated[str | None, typer.Option(help="Layers that stay exact: 0,1,28-29.")] = None,
+    text: Text = None,
+    windows: Windows = 32,
+    length: Length = 1024,
+    batch: Batch = 8,
+    calibration: Calibration = None,
+    table_tokens: Annotated[
+        int, typer.Option(min=1, help="Cache length that calibration tables are counted against.")
+    ] = 32_768,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
+    margin_ppl: Annotated[str, typer.Option(help="ACCEPT within ± this.")] = "1%",
+    margin_top1: Annotated[str, typer.Option(help="ACCEPT from this up.")] = "95%",
+    marginal_ppl: Annotated[str, typer.Option(help="MARGINAL within ± this.")] = "3%",
+    marginal_top1: Annotated[str, typer.Option(help="MARGINAL from this up.")] = "85%",
+    allow_marginal: Annotated[bool, typer.Option("--allow-marginal", help="MARGINAL passes.")] = False,
+) -> Report:
+    """Score a model with a codec in its KV cache against itself without; count the bytes of the streams.
+
+    Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be examined, 3 inconclusive.
+    """
+    from assay.cli.progress import show
+    from assay.fidelity.plan import fraction
+    from assay.kv.evaluate import EvalPlan, run_eval
+
+    plan = EvalPlan(
+        model=model,
+        codec=codec,
+        mode=mode,
+        streams=stream,
+        skip_layers=layers_of(skip_layers),
+        text=tuple(text or ()),
+        windows=windows,
+        length=length,
+        batch=batch,
+        calibration=str(calibration) if calibration else None,
+        table_tokens=table_tokens,
+        seed=seed,
+        margin_ppl=fraction(margin_ppl, "margin-ppl"),
+        margin_top1=fraction(margin_top1, "margin-top1"),
+        marginal_ppl=fraction(marginal_ppl, "marginal-ppl"),
+        marginal_top1=fraction(marginal_top1, "marginal-top1"),
+    )
+    return run_eval(plan, show, allow_marginal=allow_marginal)
+
+
+@app.command("calibrate")
+@verb("kv calibrate")
+def calibrate(
+    model: Model,
+    out: Annotated[Path, typer.Option(help="File that is written.")],
+    text: Text = None,
+    windows: Windows = 32,
+    length: Length = 1024,
+    batch: Batch = 4,
+    tokens: Annotated[int, typer.Option(min=256, help="Sampled tokens that the file holds.")] = 4096,
+) -> Report:
+    """Learn from text what codecs need to know of a model's keys and values. Never evaluate on that text."""
+    from assay.cli.progress import show
+    from assay.kv.calibrate import CalibrationPlan, run_calibrate
+
+    plan = CalibrationPlan(model, tuple(text or ()), windows, length, batch, tokens)
+    return run_calibrate(plan, out, show)

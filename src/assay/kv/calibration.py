@@ -1,0 +1,108 @@
+"""The calibration file: samples of keys and values, and the metrics in which their errors hurt, with provenance.
+
+One safetensors file. For every layer l:
+
+    layer_{l}_k       bf16 [KV heads, tokens, head_dim], keys before RoPE        layer_{l}_v   the same of values
+    layer_{l}_sigma   f32 [KV heads, d, d], second moment of the queries of the head's group before RoPE, not centred
+    layer_{l}_sigma_rope   the same averaged over the rotations of relative positions
+    layer_{l}_gram    f32 [KV heads, d, d], Gram matrix of the output projection, summed over the group
+    positions         int32 [tokens], where in its window each sample stood
+
+The metadata holds the model's cache shape, a fingerprint of the model, and the hashes of the text and of every window.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import AssayError
+from assay.kv.codec import Samples, Site
+from assay.kv.model import CacheShape
+from assay.kv.rope import Rotary, Rotation
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "assay-kv-calibration"
+VERSION = "1"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibration as it lies in its file. `provenance` is plain JSON."""
+
+    tensors: Mapping[str, torch.Tensor]
+    provenance: Mapping[str, Any]
+
+    def samples(self, site: Site, *, before_rope: bool, rotary: Rotary | None) -> Samples:
+        """What a codec may learn from at one site; keys are put through RoPE unless `before_rope`."""
+        states = self.tensors[f"layer_{site.layer}_{site.stream}"].float()
+        positions = self.tensors["positions"].long()
+        if site.stream == "v":
+            return Samples(site, states, positions, self.tensors[f"layer_{site.layer}_gram"])
+        # After RoPE channels of a pair mix over positions, so there too only the averaged moment has a meaning.
+        metric = self.tensors[f"layer_{site.layer}_sigma_rope"]
+        if not before_rope:
+            if rotary is None:
+                raise ValueError("keys after RoPE need the model's rotary embedding")
+            whole = rotary.at(site.layer, 0, int(positions.max()) + 1)
+            states = Rotation(whole.cos.cpu()[positions], whole.sin.cpu()[positions]).apply(states)
+        return Samples(site, states, positions, metric)
+
+    def check(self, shape: CacheShape, text: Mapping[str, Any], windows: Sequence[str]) -> None:
+        """AssayError where it is of another model, or where evaluation text is among the calibration text."""
+        mine = self.provenance.get("cache", {})
+        theirs = json.loads(json.dumps(shape.to_json()))
+        if mine != theirs:
+            differing = [k for k in theirs if mine.get(k) != theirs[k]]
+            raise AssayError(
+                f"the calibration is of another model: it differs in {', '.join(differing)}",
+                finding_id="kv.calibration_mismatch",
+                remedy="calibrate this model: assay kv calibrate MODEL --out FILE --text FILE",
+                evidence={k: [mine.get(k), theirs[k]] for k in differing},
+            )
+        shared = set(self.provenance.get("windows", ())) & set(windows)
+        if shared or self.provenance.get("text", {}).get("sha256") == text.get("sha256"):
+            raise AssayError(
+                f"the evaluation text was used for calibration ({len(shared)} windows are the same)",
+                finding_id="kv.calibration_leak",
+                remedy="evaluate on other text: a score on calibration text says nothing",
+                evidence={"shared_windows": len(shared)},
+            )
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write the file, whole or not at all."""
+    from safetensors.torch import save_file
+
+    part = path.with_suffix(path.suffix + ".part")
+    metadata = {"format": FORMAT, "version": VERSION, "provenance": json.dumps(calibration.provenance)}
+    save_file({k: v.contiguous() for k, v in calibration.tensors.items()}, part, metadata=metadata)
+    part.replace(path)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a file; AssayError where it is missing, damaged or something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise AssayError(
+            f"cannot read the calibration {path}: {error}",
+            finding_id="kv.calibration_unreadable",
+            remedy="make it with `assay kv calibrate`",
+        ) from error
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise AssayError(
+            f"{path} is no calibration of assay (format {metadata.get('format')!r}, version {metadata.get('version')!r})",
+            finding_id="kv.calibration_unreadable",
+            remedy="make it with `assay kv calibrate`",
+        )
+    return Calibration(tensors, json.loads(metadata["provenance"]))

@@ -1,0 +1,185 @@
+"""`assay kv eval`: what a codec does to the distribution of a model, and how many bytes its cache takes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.scoring import Engagement, ScoringPath
+from assay.environment import describe
+from assay.errors import UsageError
+from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
+from assay.fidelity.compare import assess
+from assay.fidelity.compare_blocks import blocks, headline
+from assay.fidelity.engaged import engaged
+from assay.fidelity.floors import Floors
+from assay.fidelity.identity import label_of
+from assay.fidelity.observations import WindowObservation
+from assay.fidelity.plan import Plan
+from assay.fidelity.reference import plan_windows
+from assay.kv.accounting import TABLE_TOKENS
+from assay.kv.hook import Mode
+from assay.kv.lab import Lab, Measured
+from assay.kv.model import CacheShape, cache_shape
+from assay.kv.rope import Rotary
+from assay.kv.setup import Bench, kept_layers, open_calibration
+from assay.kv.spec import parse_spec
+from assay.progress import NO_PROGRESS, Progress
+from assay.verdict import Metric, Report, Verdict
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """One evaluation. `skip_layers` stay exact; `streams` are `kv`, `k` or `v`; margins are fractions."""
+
+    model: str
+    codec: str
+    mode: str = Mode.DECODE.value
+    streams: str = "kv"
+    skip_layers: tuple[int, ...] = ()
+    text: tuple[str, ...] = ()
+    windows: int = 32
+    length: int = 1024
+    batch: int = 8
+    calibration: str | None = None
+    table_tokens: int = TABLE_TOKENS
+    seed: int = 0
+    margin_ppl: float = 0.01
+    margin_top1: float = 0.95
+    marginal_ppl: float = 0.03
+    marginal_top1: float = 0.85
+
+    def __post_init__(self) -> None:
+        if self.mode not in list(Mode):
+            raise usage(f"unknown mode {self.mode!r}", f"one of {', '.join(Mode)}")
+        if self.streams not in ("kv", "k", "v"):
+            raise usage(f"unknown stream {self.streams!r}", "one of kv, k, v")
+        if self.table_tokens < 1:
+            raise usage(f"table-tokens must be at least 1, got {self.table_tokens}", "")
+
+    @property
+    def comparison(self) -> Plan:
+        """The plan of the comparison that this is: the model with its exact cache against itself with the codec."""
+        path = ScoringPath.DECODE if self.mode == Mode.DECODE else ScoringPath.PREFILL
+        return Plan(
+            reference=self.spec,
+            candidates=(self.spec,),
+            text=self.text,
+            windows=self.windows,
+            length=self.length,
+            path=path.value,
+            batch=self.batch,
+            seed=self.seed,
+            margin_ppl=self.margin_ppl,
+            margin_top1=self.margin_top1,
+            marginal_ppl=self.marginal_ppl,
+            marginal_top1=self.marginal_top1,
+        )
+
+    @property
+    def spec(self) -> str:
+        """The model as an engine of transformers."""
+        return self.model if self.model.startswith("hf:") else f"hf:{self.model}"
+
+
+def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal: bool = False) -> Report:
+    """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
+    spec = parse_spec(plan.codec)
+    scorer = HfScorer.load(plan.spec)
+    seen: list[WindowObservation] = []
+    interrupted = False
+    measured: Measured | None = None
+    try:
+        windows, text = plan_windows(plan.comparison, scorer.tokenizer)
+        shape = cache_shape(scorer.engine.model)
+        layers = kept_layers(shape, plan.skip_layers)
+        calibration = open_calibration(plan.calibration, shape, text, [w.sha256 for w in windows])
+        bench = Bench(shape, Rotary(scorer.engine.model, plan.length), calibration)
+        coders = bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams)
+        lab = Lab(scorer, windows, Mode(plan.mode), plan.batch)
+        try:
+            measured = lab.measure(
+                coders.by_stream,
+                table_tokens=plan.table_tokens,
+                progress=progress,
+                label=plan.codec,
+                on_window=seen.append,
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+        facts, decode = scorer.describe(), scorer.tokenizer.decode
+    finally:
+        scorer.close()
+    results: dict[str, Any] = {
+        "codec": str(spec),
+        "mode": plan.mode,
+        "streams": plan.streams,
+        "skip_layers": list(plan.skip_layers),
+        "text": {**text, "length": plan.length},
+        "cache": shape.to_json(),
+        "calibration": calibration.provenance if calibration else None,
+        "table_tokens": plan.table_tokens,
+    }
+    subject = {"model": plan.model, "plan": asdict(plan)}
+    if not seen:
+        return Report("kv eval", Verdict.INCONCLUSIVE, subject, results=results, interrupted=interrupted)
+    same = coders.lossless
+    took_part = engaged(
+        seen,
+        measured.engagement if measured else Engagement(),
+        path=lab.job.path,
+        hooked=measured is not None,
+        same=same or interrupted,
+        label=plan.codec,
+    )
+    result = assess(plan.comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
+    return _report(plan, result, results, subject, measured, shape, interrupted, allow_marginal)
+
+
+def _report(
+    plan: EvalPlan,
+    result: CandidateResult,
+    results: dict[str, Any],
+    subject: dict[str, Any],
+    measured: Measured | None,
+    shape: CacheShape,
+    interrupted: bool,
+    allow_marginal: bool,
+) -> Report:
+    body = result.to_json() | results
+    figures = list(headline([result]))
+    if measured:
+        body["bytes"] = measured.bytes.to_json()
+        body["engaged"]["per_layer"] = {str(k): v for k, v in measured.engagement.per_layer.items()}
+        size = measured.bytes
+        figures.append(
+            Metric(
+                "cache",
+                f"{size.ratio:.2f}× smaller than bf16: {size.stored / 1024:.0f} of {size.bf16 / 1024:.0f} KiB "
+                f"for {size.tokens:,} tokens, {16 / size.ratio:.2f} bits a value",
+            )
+        )
+        if size.tables:
+            figures.append(
+                Metric(
+                    "tables", f"{size.tables / 2**20:.2f} MiB, counted against {plan.table_tokens:,} tokens"
+                )
+            )
+    return Report(
+        command="kv eval",
+        verdict=verdict_of(result, allow_marginal),
+        subject=subject,
+        findings=findings_of(result, allow_marginal),
+        results=body,
+        environment=describe(),
+        headline=figures,
+        blocks=blocks([result], plan.comparison),
+        interrupted=interrupted,
+        summary=f"{label_of(plan.spec)} with {plan.codec}",
+    )
+
+
+def usage(message: str, remedy: str) -> UsageError:
+    """A wrong request to `assay kv`."""
+    return UsageError(message, remedy=remedy, finding_id="kv.usage")
