@@ -359,6 +359,18 @@ def test_no_answer(stub: StubServer) -> None:
     assert (error.finding_id, error.verdict) == ("server.timeout", Verdict.INCONCLUSIVE)
 
 
+def test_an_answer_in_one_piece_may_be_silent_until_it_is_complete(stub: StubServer) -> None:
+    def slow(exchange: Exchange) -> None:
+        time.sleep(1.0)
+        healthy()(exchange)
+
+    with connect(stub, replace(PATIENT, silence_s=0.4, total_s=10.0)) as engine:
+        assert Capability.CHAT in engine.capabilities
+        stub.on(CHAT, slow)
+        assert engine.generate(ASK).content == "Paris is the capital of France."
+        assert failure(engine.stream, ASK).finding_id == "server.timeout"
+
+
 def test_no_answer_during_the_run(stub: StubServer) -> None:
     assert fails_later(stub, hang(), HASTY).finding_id == "server.timeout"
 

@@ -38,7 +38,8 @@ class Limits:
     """How long and how much.
 
     `total_s` bounds one attempt from the first byte sent to the last received; it is checked whenever a piece of the
-    body arrives, so an attempt can take up to one `silence_s` longer.
+    body arrives, so an attempt can take up to one `silence_s` longer. A generated answer in one piece is silent until it
+    is complete, so for it `total_s` bounds the silence too.
     """
 
     connect_s: float = 10.0
@@ -140,9 +141,6 @@ class Transport:
             follow_redirects=False,
             mounts=direct,
             verify=_trust(),
-            timeout=httpx.Timeout(
-                min(self.limits.silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None
-            ),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0),
         )
 
@@ -165,7 +163,7 @@ class Transport:
     @contextmanager
     def stream(self, url: str, body: Mapping[str, Any]) -> Iterator[Pieces]:
         """The pieces of the answer to a POST of JSON; retried only as long as no answer has begun."""
-        with self._open("POST", url, body, True) as pieces:
+        with self._open("POST", url, body, True, self.limits.silence_s) as pieces:
             yield pieces
 
     def said(self, body: bytes) -> str:
@@ -183,18 +181,21 @@ class Transport:
         raise NotJson(f"{where} answered {kind}: {self.said(answer.body[:_ERROR_BODY])}")
 
     def _whole(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> Answer:
-        with self._open(method, url, body, retry) as pieces:
+        silence = self.limits.total_s if method == "POST" else self.limits.silence_s
+        with self._open(method, url, body, retry, silence) as pieces:
             data = b"".join(piece for _, piece in pieces)
             return Answer(url=pieces.url, body=data, headers=pieces.headers)
 
     @contextmanager
-    def _open(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> Iterator[Pieces]:
+    def _open(
+        self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool, silence_s: float
+    ) -> Iterator[Pieces]:
         """An answer with status 200, after redirects within the origin and retries."""
         attempts = 1 + (self.limits.retries if retry else 0)
         redirects = 0
         attempt = 0
         while True:
-            started, response = self._send(method, url, body)
+            started, response = self._send(method, url, body, silence_s)
             with closing(response):
                 if response.status_code == 200:
                     yield Pieces(response, url, started, self.limits)
@@ -210,17 +211,20 @@ class Transport:
             attempt += 1
             self._sleep(wait)
 
-    def _send(self, method: str, url: str, body: Mapping[str, Any] | None) -> tuple[float, httpx.Response]:
+    def _send(
+        self, method: str, url: str, body: Mapping[str, Any] | None, silence_s: float
+    ) -> tuple[float, httpx.Response]:
         """Send, and return when that was and the response once its headers are here.
 
         A server may close a kept connection in the moment in which it is used again, so a connection that closes
         without an answer is no failure until it has happened on fresh ones too.
         """
         resent = 0
+        timeout = httpx.Timeout(min(silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None)
         while True:
             started = time.monotonic()
             try:
-                request = self._client.build_request(method, url, json=body)
+                request = self._client.build_request(method, url, json=body, timeout=timeout)
                 return started, self._client.send(request, stream=True)
             except (httpx.HTTPError, httpx.InvalidURL) as exc:
                 error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
