@@ -23,7 +23,7 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ask:
     """`assay verify … --json` in this process: (exit code, report)."""
-    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "assay-cache"))
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "assay-cache"))
 
     def ask(*words: object) -> tuple[int, dict[str, Any]]:
         capsys.readouterr()

@@ -221,7 +221,7 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
         with (model / name).open("wb") as stream:
             stream.truncate(size)
     age(model / "b.bin")
-    environment = os.environ | {"ASSAY_CACHE_DIR": str(tmp_path / "cache")}
+    environment = os.environ | {"ASSAY_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "assay", "verify", str(model), "--json", "--workers", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

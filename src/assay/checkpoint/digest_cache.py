@@ -45,11 +45,11 @@ class DigestCache:
 
     @staticmethod
     def default_file() -> Path:
-        """Where the table lies unless told otherwise (`ASSAY_CACHE_DIR` moves it)."""
+        """Where the table lies unless told otherwise (`ASSAY_CACHE` moves it)."""
         import platformdirs
 
         return (
-            Path(os.environ.get("ASSAY_CACHE_DIR") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
+            Path(os.environ.get("ASSAY_CACHE") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
         )
 
     @staticmethod

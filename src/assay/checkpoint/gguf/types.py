@@ -29,6 +29,6 @@ TYPES: dict[int, GgmlType] = {
     20: GgmlType("IQ4_NL", 32, 18, (0,)), 21: GgmlType("IQ3_S", 256, 110, (0,)),
     22: GgmlType("IQ2_S", 256, 82, (0,)), 23: GgmlType("IQ4_XS", 256, 136, (0,)), 29: GgmlType("IQ1_M", 256, 56),
     34: GgmlType("TQ1_0", 256, 54, (52,)), 35: GgmlType("TQ2_0", 256, 66, (64,)), 39: GgmlType("MXFP4", 32, 17),
-    40: GgmlType("NVFP4", 64, 36),
+    40: GgmlType("NVFP4", 64, 36), 41: GgmlType("Q1_0", 128, 18, (0,)),
 }  # fmt: skip
 """By the number that a tensor table uses."""
