@@ -16,6 +16,7 @@ _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use, and greedy sampling needs none
 }
 _FORCING = "assay.engines.vllm.forcing:TeacherForcing"
 _EXTENSION = "assay.engines.vllm.extension.ScoringExtension"
