@@ -122,3 +122,81 @@ def calibrate(
 
     plan = CalibrationPlan(model, tuple(text or ()), windows, length, batch, tokens)
     return run_calibrate(plan, out, show)
+
+
+@app.command("attribute")
+@verb("kv attribute")
+def attribute(
+    model: Model,
+    codec: CodecSpec,
+    each: Annotated[str, typer.Option(help="stream (K and V of a layer apart) or layer.")] = "stream",
+    mode: Annotated[str, typer.Option(help="decode, inforward or snapshot.")] = "inforward",
+    skip_layers: Annotated[str | None, typer.Option(help="Layers that stay exact: 0,1,28-29.")] = None,
+    text: Text = None,
+    windows: Windows = 8,
+    length: Length = 512,
+    batch: Batch = 8,
+    calibration: Calibration = None,
+) -> Report:
+    """Code every layer and stream alone, then all together: what hurts, and does it add up?
+
+    Goes on where an interrupted run stopped.
+    """
+    from assay.cli.progress import show
+    from assay.kv.attribution import AttributionPlan, run_attribute
+
+    plan = AttributionPlan(
+        model=model,
+        codec=codec,
+        each=each,
+        mode=mode,
+        skip_layers=layers_of(skip_layers),
+        text=tuple(text or ()),
+        windows=windows,
+        length=length,
+        batch=batch,
+        calibration=str(calibration) if calibration else None,
+    )
+    return run_attribute(plan, show)
+
+
+@app.command("allocate")
+@verb("kv allocate")
+def allocate(
+    model: Model,
+    codec: CodecSpec,
+    target_ratio: Annotated[float, typer.Option(help="Stored bytes: how many times smaller than bf16.")],
+    mode: Annotated[str, typer.Option(help="decode, inforward or snapshot.")] = "inforward",
+    text: Text = None,
+    windows: Windows = 8,
+    fresh: Annotated[int, typer.Option(min=8, help="Further windows that the choice is measured on.")] = 16,
+    length: Length = 512,
+    batch: Batch = 8,
+    calibration: Calibration = None,
+    step: Annotated[float, typer.Option(help="Bits are given out in steps of this.")] = 0.25,
+    least: Annotated[float, typer.Option(help="Fewest bits a value.")] = 1.0,
+    most: Annotated[float, typer.Option(help="Most bits a value before a stream stays exact.")] = 8.0,
+) -> Report:
+    """Give every layer and stream its bits under a budget of bytes, from measured sensitivity; measure the choice again.
+
+    Goes on where an interrupted run stopped.
+    """
+    from assay.cli.progress import show
+    from assay.kv.allocation import AllocationPlan, run_allocate
+
+    plan = AllocationPlan(
+        model=model,
+        codec=codec,
+        target_ratio=target_ratio,
+        mode=mode,
+        text=tuple(text or ()),
+        windows=windows,
+        fresh=fresh,
+        length=length,
+        batch=batch,
+        calibration=str(calibration) if calibration else None,
+        step=step,
+        least=least,
+        most=most,
+    )
+    return run_allocate(plan, show)

@@ -163,23 +163,30 @@ def _candidate(
                 )
             except KeyboardInterrupt:
                 cut = True
-        facts, engagement = engine.describe(), engine.engagement()
+        if not seen:
+            return None, cut
+        same = spec == plan.reference
+        took_part = engaged(
+            seen,
+            engine.engagement(),
+            path=ScoringPath(plan.path),
+            hooked=plan.job.hook is not None,
+            same=same or cut,
+            label=label,
+        )
+        # The engine stays open until here: its tokenizer says what tokens are.
+        return assess(
+            plan,
+            reference.floors,
+            tokenizer.decode,
+            seen,
+            label,
+            took_part,
+            engine.describe(),
+            self_test=same,
+        ), cut
     finally:
         engine.close()
-    if not seen:
-        return None, cut
-    same = spec == plan.reference
-    took_part = engaged(
-        seen,
-        engagement,
-        path=ScoringPath(plan.path),
-        hooked=plan.job.hook is not None,
-        same=same or cut,
-        label=label,
-    )
-    return assess(
-        plan, reference.floors, tokenizer.decode, seen, label, took_part, facts, self_test=same
-    ), cut
 
 
 def assess(
