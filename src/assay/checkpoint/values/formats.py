@@ -36,6 +36,20 @@ FLOAT_FORMATS: Mapping[str, FloatFormat] = {
     "F8_E8M0": FloatFormat("u1", 0xFF, 0xFE, 0, 0),
 }
 
+
+def largest_magnitude(words: np.ndarray[Any, Any], form: FloatFormat) -> int:
+    """The largest pattern without its sign among unsigned words, which must not be none.
+
+    Read as unsigned, negative floats come last and order by magnitude; read as signed, the others do. Two maxima of
+    integers run several times as fast as any operation that writes a result.
+    """
+    highest, top = int(words.max()), 1 << (8 * words.itemsize - 1)
+    if form.magnitude >= top:  # a type without a sign
+        return highest
+    negative = highest - top if highest >= top else 0
+    return max(negative, int(words.view(f"<i{words.itemsize}").max()), 0)
+
+
 INTEGER_WORDS: Mapping[str, str] = {
     "I8": "i1", "U8": "u1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8", "U64": "<u8",
 }  # fmt: skip

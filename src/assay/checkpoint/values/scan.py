@@ -12,7 +12,7 @@ from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 from assay.checkpoint.values.statistics import Statistics
 
 _local = threading.local()
-CHUNK = 1 << 19
+CHUNK = 1 << 20
 """Bytes read at once: stays in the core's own cache while they are looked at several times."""
 
 

@@ -6,8 +6,13 @@ import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from assay.checkpoint.values.extremes import extremes
-from assay.checkpoint.values.formats import FLOAT_FORMATS, INTEGER_WORDS, FloatFormat, to_float
+from assay.checkpoint.values.formats import (
+    FLOAT_FORMATS,
+    INTEGER_WORDS,
+    FloatFormat,
+    largest_magnitude,
+    to_float,
+)
 from assay.checkpoint.values.holes import Holes
 
 if TYPE_CHECKING:
@@ -53,16 +58,17 @@ class Statistics:
             return
         if self._first is None:
             self._first = words[0].copy()
-        ends = extremes(words, both=form is not None)
         if self.constant:
-            self.constant = bool(ends.lowest == self._first == ends.highest)
-        smallest, largest = ends.magnitudes(form) if form else (ends.lowest, ends.highest)
-        self.all_zero = self.all_zero and smallest == 0 == largest
+            self.constant = bool(words.min() == self._first == words.max())
         if form is not None:
+            largest = largest_magnitude(words, form)
+            self.all_zero = self.all_zero and largest == 0
             if largest > form.finite:
                 largest = self._no_numbers(words, form)
             value = float(to_float(np.array([largest], words.dtype), self.dtype)[0])
             self.absmax = max(self.absmax, value)
+        else:
+            self.all_zero = self.constant and bool(self._first == 0)
         self._holes.add(words, self.elements)
         self._keep(words)
         self.elements += words.size
