@@ -185,6 +185,7 @@ class StreamWriter:
         self._fitted = fitted
         self._blocks = blocks
         self._seen = sum(block.tokens for block in blocks)
+        self._sinks: torch.Tensor | None = None
         self._pending: torch.Tensor | None = None
         self._side: torch.Tensor | None = None
 
@@ -197,7 +198,12 @@ class StreamWriter:
         first = max(0, min(fitted.exact_first - self._seen, x.shape[1]))
         self._seen += x.shape[1]
         if first:
-            self._keep(x[:, :first])
+            self._sinks = (
+                x[:, :first] if self._sinks is None else torch.cat([self._sinks, x[:, :first]], dim=1)
+            )
+        if self._sinks is not None and self._seen >= fitted.exact_first:
+            self._keep(self._sinks)
+            self._sinks = None
         rest = x[:, first:]
         self._pending = rest if self._pending is None else torch.cat([self._pending, rest], dim=1)
         if side is not None:
@@ -210,6 +216,8 @@ class StreamWriter:
         """The stream with all tokens; the writer can go on afterwards."""
         fitted, kept = self._fitted, list(self._blocks)
         pending, near = self._pending, self._side
+        if self._sinks is not None:
+            self._keep(self._sinks)
         tokens = 0 if pending is None else pending.shape[1]
         self._code(1, tokens - fitted.exact_last)
         if self._pending is not None and self._pending.shape[1]:

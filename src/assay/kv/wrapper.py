@@ -42,10 +42,3 @@ class Wrapper(Codec):
 def inner_tables(tables: Tables) -> Tables:
     """The tables of the codec inside a wrapper."""
     return {name.removeprefix("inner."): t for name, t in tables.items() if name.startswith("inner.")}
-
-
-def outer_tables(inner: Tables, **own: Tables | object) -> Tables:
-    """Tables of a wrapper and of the codec inside it, in one dictionary."""
-    both: Tables = {f"inner.{name}": table for name, table in inner.items()}
-    both.update(own)  # type: ignore[arg-type]
-    return both

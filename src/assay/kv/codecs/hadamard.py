@@ -1,0 +1,133 @@
+"""The strong plain codec: random signs, Hadamard rotation, Lloyd-Max levels, one fp16 norm a vector.
+
+For each vector x of a head: z = √d R x / ‖x‖ has nearly Gaussian coordinates, which get the 2^b levels of the Gaussian
+Lloyd-Max quantiser (the family of QuaRot, arXiv:2404.00456, PolarQuant and TurboQuant, arXiv:2504.19874). What is
+stored for the norm is the factor g of the decoded vector g R⁻¹ ẑ:
+
+    norm        g = ‖x‖ / ‖ẑ‖       the decoded vector is as long as x
+    error       g = ⟨x, R⁻¹ẑ⟩/‖ẑ‖²  the least squared error
+    projection  g = ‖x‖² / ⟨x, R⁻¹ẑ⟩ the decoded vector's projection on x is x
+
+Fractional bits give the last coordinates one bit more; after the rotation all coordinates are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site
+from assay.kv.payload import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
+from assay.quant.hadamard import Rotation
+from assay.quant.lloyd_max import gaussian_levels, mixed_widths
+from assay.quant.packing import pack, packed_bytes, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Hadamard(Codec):
+    """`bits` a value, 1 to 10, fractions allowed, and 16 bits a vector."""
+
+    name = "hadamard"
+    summary = "Hadamard rotation and Lloyd-Max levels, the strong baseline"
+    bits: float = 4.0
+    norm: Literal["norm", "error", "projection"] = "norm"
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        mixed_widths(self.bits, 1)
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        return HadamardCoder(samples.site, self)
+
+
+class HadamardCoder(BlockCoder):
+    """Codes: levels of the narrow coordinates, of the wide ones, factors as halves, their exponent."""
+
+    def __init__(self, site: Site, codec: Hadamard) -> None:
+        super().__init__(site)
+        self._norm = codec.norm
+        self._rotation = Rotation(site.head_dim, codec.seed)
+        self._width, wide = mixed_widths(codec.bits, site.head_dim)
+        self._narrow = site.head_dim - wide
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        x = x.float()
+        # Scaled by the largest value first: squares of huge values would overflow.
+        top = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
+        unit = x / top
+        length = unit.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        z = self._rotation.forward(unit) * (self.site.head_dim**0.5 / length)
+        low = _nearest(z[..., : self._narrow], self._width)
+        high = _nearest(z[..., self._narrow :], self._width + 1)
+        shape = self._shape(low, high)
+        inner = (shape * z).sum(-1) * (length[..., 0] / self.site.head_dim**0.5)
+        square = shape.square().sum(-1)
+        if self._norm == "norm":
+            factor = length[..., 0] / square.sqrt()
+        elif self._norm == "error":
+            factor = inner / square
+        else:
+            factor = length[..., 0].square() / inner.clamp_min(1e-30)
+        half, exponent = to_halves(factor * top[..., 0])
+        return low, high, half, exponent
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        low, high, half, exponent = parts
+        shape = self._shape(low, high)
+        return self._rotation.inverse(shape) * from_halves(half, exponent)[..., None]
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        low, high, half, exponent = parts
+        return join_fields(
+            [
+                pack(low.flatten(1), self._width),
+                pack(high.flatten(1), self._width + 1),
+                as_bytes(half),
+                exponent,
+            ]
+        )
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        import torch
+
+        site, count = self.site, len(payloads)
+        vectors = site.heads * tokens
+        lows, highs = vectors * self._narrow, vectors * (site.head_dim - self._narrow)
+        low, high, half, exponent = split_fields(
+            payloads,
+            [packed_bytes(lows, self._width), packed_bytes(highs, self._width + 1), 2 * vectors, 1],
+        )
+        shape = (count, site.heads, tokens)
+        return (
+            unpack(low, self._width, lows).reshape(*shape, self._narrow),
+            unpack(high, self._width + 1, highs).reshape(*shape, site.head_dim - self._narrow),
+            typed(half, torch.float16).reshape(shape),
+            typed(exponent, torch.int8),
+        )
+
+    def _shape(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        narrow = _levels(self._width, low.device)[low.int()]
+        if not high.shape[-1]:
+            return narrow
+        return torch.cat([narrow, _levels(self._width + 1, low.device)[high.int()]], dim=-1)
+
+
+def _levels(bits: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.tensor(gaussian_levels(2**bits), dtype=torch.float32, device=device)
+
+
+def _nearest(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Index of the nearest level, uint8 or int16."""
+    import torch
+
+    levels = _levels(bits, z.device)
+    found = torch.bucketize(z.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    return found.to(torch.uint8 if bits <= 8 else torch.int16)

@@ -1,0 +1,79 @@
+"""Q-preconditioning: keys are coded where plain squared error is error of attention scores.
+
+With Σ the second moment of the queries that read a KV head and Σ + r · mean(diag Σ) · I = L Lᵀ, the rows x L are coded
+and decoded rows are multiplied by L⁻¹: ‖(x − x̂) L‖² = (x − x̂) (L Lᵀ) (x − x̂)ᵀ. L enlarges what queries look at.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Tables, need_table
+from assay.kv.codecs.around import Around
+from assay.kv.wrapper import Wrapper, inner_tables
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+
+@dataclass(frozen=True)
+class QPrecond(Wrapper):
+    """One Cholesky factor a layer and KV head, ridge `ridge` times the mean of the diagonal."""
+
+    name = "qprecond"
+    summary = "whitened by the queries' second moment"
+    ridge: float = 1e-3
+
+    def wrap(self, inner: Codec, samples: Samples) -> BlockCoder:
+        import torch
+
+        sigma = samples.need_metric(str(self))
+        mean = sigma.diagonal(dim1=1, dim2=2).mean(dim=1)
+        eye = torch.eye(sigma.shape[-1], dtype=torch.float64)
+        chol = torch.linalg.cholesky(sigma + self.ridge * mean[:, None, None] * eye).float()
+        x = None if samples.x is None else samples.x.float() @ chol.to(samples.x.device)
+        # What is inside sees a plain metric: it has been absorbed.
+        return QPrecondCoder(inner.fit(replace(samples, x=x, metric=eye.expand_as(sigma))), chol)
+
+    def rewrap(self, inner: Codec, site: Site, tables: Tables) -> BlockCoder:
+        import torch
+
+        chol = torch.from_numpy(_square(need_table(tables, "chol", str(self), site), site.head_dim))
+        return QPrecondCoder(inner.restore(site, inner_tables(tables)), chol)
+
+
+class QPrecondCoder(Around):
+    """x L goes inside; `chol` [heads, head_dim, head_dim], lower triangles, which alone are kept as a table."""
+
+    def __init__(self, inner: BlockCoder, chol: torch.Tensor) -> None:
+        import torch
+
+        super().__init__(inner)
+        self._chol = chol
+        eye = torch.eye(chol.shape[-1], dtype=torch.float64)
+        self._inverse = torch.linalg.solve_triangular(chol.double(), eye, upper=False).float()
+
+    @property
+    def tables(self) -> Tables:
+        import numpy as np
+
+        rows, columns = np.tril_indices(self.site.head_dim)
+        return {**super().tables, "chol": self._chol.numpy()[:, rows, columns]}
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        return self.inner.quantise(x.float() @ self._chol.to(x.device), side)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        values = self.inner.dequantise(parts, side)
+        return values @ self._inverse.to(values.device)
+
+
+def _square(triangles: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    full = np.zeros((triangles.shape[0], size, size), dtype=np.float32)
+    rows, columns = np.tril_indices(size)
+    full[:, rows, columns] = triangles
+    return full

@@ -1,0 +1,74 @@
+"""Sites, tensors and SPECs that every codec is tried on."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from assay.kv.codec import Samples, Site
+from assay.kv.fitted import FittedCodec
+from assay.kv.spec import parse_recipe
+
+# Small tensors: threads would only wait for each other.
+torch.set_num_threads(1)
+
+SPECS = {
+    # SPEC: largest relative error ‖x − x̂‖ / ‖x‖ on Gaussian values that its bits allow
+    "identity": 0.0,
+    "bf16": 0.003,
+    "fp8": 0.04,
+    "fp8(format=e5m2)": 0.08,
+    "fp8(scale=tensor)": 0.04,
+    "fp8(scale=head)": 0.04,
+    "int": 0.12,
+    "int(bits=8, group=16, residual=0)": 0.008,
+    "int(bits=2, axis=token, residual=5)": 0.55,
+    "hadamard": 0.11,
+    "hadamard(bits=2.5)": 0.29,
+    "hadamard(bits=8, norm=error)": 0.01,
+    "hadamard(bits=9.25, norm=projection)": 0.006,
+    "sinks+recent(n=3)+hadamard(bits=1)": 0.75,
+    "mean+hadamard": 0.09,
+    "mean(of=block)+int(bits=3, residual=0)": 0.24,
+    "prerope+mean+sinks+qprecond+hadamard(bits=5)": 0.12,
+    "outliers(n=2)+mean+outliers+hadamard(bits=3)": 0.16,
+}
+SITES = {
+    "k64": Site("k", 1, 4, 3, 64),
+    "v64": Site("v", 1, 4, 3, 64),
+    "k80": Site("k", 1, 4, 2, 80),
+    "v1x256": Site("v", 1, 4, 1, 256),
+    "k24": Site("k", 1, 4, 2, 24),
+}
+
+
+def tokens(site: Site, count: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    """Channels of different spread and mean, correlated over heads, as keys are: [heads, count, head_dim]."""
+    generator = torch.Generator().manual_seed(1000 * seed + site.width)
+    fixed = torch.Generator().manual_seed(site.width)
+    spread = torch.exp(0.5 * torch.randn(site.width, generator=fixed))
+    mean = torch.randn(site.width, generator=fixed)
+    mixing = torch.randn(site.width, 8, generator=fixed) / 3
+    x = torch.randn(count, site.width, generator=generator) * spread + mean
+    x = x + torch.randn(count, 8, generator=generator) @ mixing.T
+    return scale * x.reshape(count, site.heads, site.head_dim).transpose(0, 1).contiguous()
+
+
+def metric(site: Site) -> torch.Tensor:
+    """Second moments of made-up queries [heads, head_dim, head_dim]."""
+    generator = torch.Generator().manual_seed(5)
+    root = torch.randn(site.heads, site.head_dim, site.head_dim, generator=generator)
+    return root @ root.transpose(1, 2) / site.head_dim + 0.1 * torch.eye(site.head_dim)
+
+
+def samples(site: Site, count: int = 700) -> Samples:
+    """A calibration of one site."""
+    positions = torch.arange(count) % 350
+    return Samples(site, tokens(site, count, seed=9), positions, metric(site))
+
+
+@cache
+def fitted(spec: str, site_name: str) -> FittedCodec:
+    """A SPEC fitted to a site."""
+    return parse_recipe(spec).fit(samples(SITES[site_name]))
