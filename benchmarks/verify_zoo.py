@@ -16,8 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-for place in ("checkpoint", "."):
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / place))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import huggingface_hub
 from huggingface_hub import HfApi
@@ -60,11 +59,12 @@ def one(fault: Fault, number: int, hub: LoopbackHub, place: Path) -> dict[str, A
     hub.upload(f"zoo/whole-{number}", folder)
     fault.damage(folder)
     hub.upload(f"zoo/fault-{number}", folder)
-    row = {"fault": fault.name, "expected": fault.finding, "severity": fault.severity}
-    return row | {
-        "assay": by_assay(fault, folder, listing),
-        "hf": by_the_hub(hub, f"zoo/fault-{number}", folder),
-    }
+    return {
+        "fault": fault.name, "expected": fault.finding, "severity": fault.severity,
+        "needs_digests": fault.manifest, "assay": by_assay(fault, folder, listing),
+        "hf": by_the_hub(hub, f"zoo/whole-{number}", folder),
+        "hf_published": by_the_hub(hub, f"zoo/fault-{number}", folder),
+    }  # fmt: skip
 
 
 def whole(name: str, place: Path) -> dict[str, Any]:

@@ -48,9 +48,7 @@ class DigestCache:
         """Where the table lies unless told otherwise (`ASSAY_CACHE` moves it)."""
         import platformdirs
 
-        return (
-            Path(os.environ.get("ASSAY_CACHE") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
-        )
+        return Path(os.environ.get("ASSAY_CACHE") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
 
     @staticmethod
     def now() -> int:

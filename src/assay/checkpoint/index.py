@@ -74,14 +74,15 @@ def _doubled(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[Finding]:
-    outside = sorted({f for f in mapped.values() if PurePosixPath(f).is_absolute() or ".." in f.split("/")})
+    files = Counter(mapped.values())
+    outside = sorted(f for f in files if PurePosixPath(f).is_absolute() or ".." in f.split("/"))
     if outside:
         yield found(
             "index_mismatch",
             f"{INDEX} names files outside the folder: {some(outside)}",
             paths=outside[:SHOWN],
         )
-    shards = Counter(f for f in mapped.values() if f not in outside)
+    shards = Counter({f: count for f, count in files.items() if f not in outside})
     lost = sorted(s for s in shards if s not in checkpoint.files)
     if lost:
         count = sum(shards[s] for s in lost)

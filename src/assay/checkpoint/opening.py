@@ -84,5 +84,5 @@ def _stray(bare: Checkpoint, headers: Mapping[str, Header]) -> frozenset[str]:
     mapped = weight_map(bare)
     if mapped is None:
         return frozenset()
-    named = {PurePosixPath(name).as_posix() for name in mapped.values()}
+    named = {PurePosixPath(name).as_posix() for name in set(mapped.values())}
     return frozenset(name for name in headers if name not in named)

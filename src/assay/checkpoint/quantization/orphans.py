@@ -27,6 +27,7 @@ def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
     lost = [
         f"{module}.{parameter}"
         for module, params in checkpoint.modules.items()
+        if len(params) > 1 or "weight" not in params
         for parameter in _orphans(params)
     ]
     if lost:

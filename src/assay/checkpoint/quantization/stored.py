@@ -44,6 +44,8 @@ def carrier(params: Params) -> str | None:
 
 def stored_kind(params: Params) -> Kind | None:
     """How the module's weight is stored; None for a module without a weight (only biases or scales)."""
+    if len(params) == 1 and "weight" in params and params["weight"].dtype in FLOATS:
+        return Kind.PLAIN  # most modules of most checkpoints
     if "qweight" in params:
         return _gptq_or_awq(params)
     if "weight_packed" in params:

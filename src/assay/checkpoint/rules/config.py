@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import takewhile
 
-from assay.checkpoint.blocks import Dims
+from assay.checkpoint.blocks import Dims, Piece
 from assay.checkpoint.families import FAMILIES
 from assay.checkpoint.findings import found, warned
 from assay.checkpoint.quantization.stored import weight_shape
@@ -49,7 +50,8 @@ def _heads(checkpoint: Checkpoint) -> Iterator[Finding]:
     for projection, count in (("q_proj", d.heads), ("k_proj", d.kv_heads)):
         stored = _rows(checkpoint, projection)
         wanted = {
-            shape[0] for i in range(min(d.layers, 64)) for name, shape in (layout(d, i) if layout else ())
+            shape[0] for i in range(min(d.layers, 64))
+            for name, shape in takewhile(_before_experts, layout(d, i) if layout else ())
             if name == f"self_attn.{projection}.weight"
         }  # fmt: skip
         if len(stored) == 1 and len(wanted) == 1 and stored != wanted:
@@ -62,6 +64,11 @@ def _heads(checkpoint: Checkpoint) -> Iterator[Finding]:
                 "config_conflict", title, causes=causes, remedies=remedies, rows=rows, expected=expected
             )
             return
+
+
+def _before_experts(piece: Piece) -> bool:
+    """Every layout names its attention first; hundreds of experts need not be counted for it."""
+    return ".experts." not in piece[0]
 
 
 def _rows(checkpoint: Checkpoint, projection: str) -> set[int]:
