@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -64,6 +65,12 @@ def write(path: Path, size: int) -> int:
         for _ in range(blocks):
             out.write(block)
     return blocks * LINES // EVERY
+
+
+def processor_seconds() -> float:
+    """Processor time of all children so far, theirs included."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def timed(command: list[str], locale: str = "C.UTF-8") -> tuple[float, bytes]:
@@ -121,12 +128,17 @@ def main() -> None:
         timed(grep_command)
         load = os.getloadavg()[0]
         greps, greps_c, assays, reads = [], [], [], []
+        spent: dict[str, list[float]] = {"grep": [], "assay": []}
         for _ in range(5):
+            before = processor_seconds()
             seconds, counted = timed(grep_command)
             greps.append(seconds)
+            spent["grep"].append(processor_seconds() - before)
             greps_c.append(timed(grep_command, "C")[0])
+            before = processor_seconds()
             seconds, out = timed(assay_command)
             assays.append(seconds)
+            spent["assay"].append(processor_seconds() - before)
             reads.append(read_alone(path))
         record = json.loads(out)["results"]["record"]
         result = {
@@ -145,6 +157,7 @@ def main() -> None:
             "read_speed_relative_to_grep": statistics.median(greps) / statistics.median(reads),
             "assay_gb_per_s": path.stat().st_size / 1e9 / statistics.median(assays),
             "peak_memory_mb": peak_memory(assay_command),
+            "processor_s": {name: statistics.median(seconds) for name, seconds in spent.items()},
             "load_average_before": load,
             "cpus": len(os.sched_getaffinity(0)),
         }

@@ -165,7 +165,9 @@ def _by_everything(record: Record, pooled: Rate, length: float | None) -> tuple[
         health = judge_rate(pooled)
         return health, text
     if length < MIN_TOKENS_PER_STEP:
-        return Health.DEGRADED, text
+        # Derived from the reply, whose steps need not all have drafted (n-grams), the length is only a lower bound.
+        bound = record.mean_acceptance_length is None and record.generated is not None
+        return judge_rate(pooled) if bound else Health.DEGRADED, text
     # The lower bound of the rate must still mean a helpful step, and exclude a dead head.
     lower = _length_at(record, pooled.lo, length)
     enough = pooled.lo >= BROKEN_UPPER and lower >= MIN_TOKENS_PER_STEP
