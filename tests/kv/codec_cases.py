@@ -33,6 +33,12 @@ SPECS = {
     "mean(of=block)+int(bits=3, residual=0)": 0.24,
     "prerope+mean+sinks+qprecond+hadamard(bits=5)": 0.12,
     "outliers(n=2)+mean+outliers+hadamard(bits=3)": 0.16,
+    "pca": 0.2,
+    "pca(bits=6, classes=1, rdo=0)": 0.03,
+    "sinks+pca(bits=1.5)": 0.45,
+    "pca(step=0.2, classes=2)": 0.2,
+    "pca(bits=4, coding=fixed)": 0.15,
+    "mean+sinks+pca(bits=2.5, coding=fixed)": 0.35,
 }
 SITES = {
     "k64": Site("k", 1, 4, 3, 64),

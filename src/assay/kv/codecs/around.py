@@ -28,6 +28,12 @@ class Around(BlockCoder):
         """Those of the coder inside, under `inner.`."""
         return {f"inner.{name}": table for name, table in self.inner.tables.items()}
 
+    @property
+    def table_bytes(self) -> int:
+        """Its own tables and what the coder inside counts."""
+        own = sum(int(t.nbytes) for name, t in self.tables.items() if not name.startswith("inner."))
+        return own + self.inner.table_bytes
+
     def own_fields(self, own: Parts) -> list[torch.Tensor]:
         """The wrapper's codes as fields of bytes."""
         return []

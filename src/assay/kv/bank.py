@@ -1,0 +1,184 @@
+"""A bank of probability laws of whole numbers, and range coding under a choice of them.
+
+Law p is a density with location 0 cut at half integers: Gaussian, logistic or Laplace, with one of 72 scales from 1/16
+to about 228, six an octave. A calibration names one law per channel, one byte each, so that tables are small and a
+channel that another text makes wider still has a proper tail. Numbers beyond the radius of their law are escapes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import AssayError
+from assay.kv.codec import damaged
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+RADIUS = 1023
+SCALES = 72
+LAWS = 3 * SCALES
+ESCAPE = RADIUS + 1
+"""What stands for an escape among numbers."""
+ESCAPE_BITS = 32.0
+"""Bits of the value that follows an escape."""
+_TAIL = 2.0**-13
+
+
+@cache
+def _laws() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Probabilities [LAWS, 2 · RADIUS + 2] of −RADIUS … RADIUS and the escape, and the radius of each law."""
+    import numpy as np
+    from scipy.special import expit, ndtr
+
+    edge = np.arange(RADIUS + 1) + 0.5
+    scale = 2.0 ** (np.arange(SCALES) / 6 - 4)[:, None]
+    # Upper tails P(X > edge): they do not cancel.
+    tails = np.concatenate(
+        [ndtr(-edge / scale), expit(-edge / (scale * 0.5513)), 0.5 * np.exp(-edge * 2**0.5 / scale)]
+    )
+    side = tails[:, :-1] - tails[:, 1:]
+    radius = np.clip((tails > _TAIL).sum(axis=1), 1, RADIUS)
+    numbers = np.arange(1, RADIUS + 1)
+    side = np.where(numbers <= radius[:, None], np.maximum(side, 2.0**-20), 0.0)
+    outside = np.maximum(2 * np.take_along_axis(tails, radius[:, None], axis=1), _TAIL / 4)
+    whole = np.concatenate([side[:, ::-1], 1 - 2 * tails[:, :1], side, outside], axis=1)
+    whole /= whole.sum(axis=1, keepdims=True)
+    # Multiples of 2⁻³⁰, so that the last digit of a library's exponential cannot matter.
+    return np.round(whole * 2.0**30) / 2.0**30, radius
+
+
+def radii() -> NDArray[np.int64]:
+    """The largest number of each law that is no escape [LAWS]."""
+    return _laws()[1]
+
+
+@cache
+def code_lengths() -> NDArray[np.float32]:
+    """Bits [LAWS, 2 · RADIUS + 3] of −RADIUS … RADIUS and ESCAPE under each law, an escape's value included."""
+    import numpy as np
+
+    laws, _ = _laws()
+    escape = ESCAPE_BITS - np.log2(laws[:, -1:])
+    with np.errstate(divide="ignore"):
+        bits = -np.log2(laws[:, :-1])
+    result: NDArray[np.float32] = np.concatenate([np.minimum(bits, escape), escape], axis=1).astype(
+        np.float32
+    )
+    return result
+
+
+def best_laws(counts: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """The law with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2] of numbers and escapes."""
+    lengths = code_lengths().astype("float64")
+    best: NDArray[np.uint8] = (counts @ lengths.T).argmin(axis=1).astype("uint8")
+    return best
+
+
+def histogram(numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    """How often each of −RADIUS … RADIUS and ESCAPE stands in each column of [n, channels]."""
+    import numpy as np
+
+    width = 2 * RADIUS + 2
+    columns = np.arange(numbers.shape[1]) * width
+    flat = np.bincount((numbers + RADIUS + columns).ravel(), minlength=width * numbers.shape[1])
+    return flat.reshape(numbers.shape[1], width).astype(np.float64)
+
+
+def encode(
+    numbers: NDArray[np.int64],
+    laws: NDArray[np.uint8],
+    kinds: NDArray[np.int64],
+    odds: NDArray[np.float64],
+) -> bytes:
+    """Range-coded words: first `kinds` under `odds`, then `numbers`, each under its law, law by law."""
+    import numpy as np
+
+    coder = library().stream.queue.RangeEncoder()
+    if odds.size > 1:
+        coder.encode(kinds.astype(np.int32), _model(odds))
+    flat, order, starts = numbers.ravel(), *_by_law(laws)
+    for law, lo, hi in starts:
+        radius = int(radii()[law])
+        coder.encode((np.minimum(flat[order[lo:hi]], radius + 1) + radius).astype(np.int32), _law_model(law))
+    return bytes(coder.get_compressed().astype("<u4").tobytes())
+
+
+class Decoder:
+    """Reads what `encode` wrote: `kinds`, then `numbers`."""
+
+    def __init__(self, data: bytes) -> None:
+        import numpy as np
+
+        if len(data) % 4:
+            raise damaged(f"{len(data)} bytes of range code are no whole words")
+        self._coder = library().stream.queue.RangeDecoder(np.frombuffer(data, dtype="<u4").astype(np.uint32))
+
+    def kinds(self, count: int, odds: NDArray[np.float64]) -> NDArray[np.int64]:
+        """The kinds of `count` tokens."""
+        import numpy as np
+
+        if odds.size == 1:
+            return np.zeros(count, dtype=np.int64)
+        return self._read(_model(odds), count)
+
+    def numbers(self, laws: NDArray[np.uint8]) -> NDArray[np.int64]:
+        """Numbers under their laws, of the shape of `laws`."""
+        import numpy as np
+
+        order, starts = _by_law(laws)
+        flat = np.empty(laws.size, dtype=np.int64)
+        for law, lo, hi in starts:
+            radius = int(radii()[law])
+            found = self._read(_law_model(law), hi - lo) - radius
+            flat[order[lo:hi]] = np.where(found > radius, ESCAPE, found)
+        return flat.reshape(laws.shape)
+
+    def _read(self, model: Any, count: int) -> NDArray[np.int64]:
+        try:
+            found: NDArray[np.int64] = self._coder.decode(model, count).astype("int64")
+        except (AssertionError, ValueError) as error:
+            raise damaged("its range code is no code of these tables") from error
+        return found
+
+
+def _by_law(laws: NDArray[np.uint8]) -> tuple[NDArray[np.int64], list[tuple[int, int, int]]]:
+    """Positions sorted by law, and for each law that occurs (law, first, end) among them."""
+    import numpy as np
+
+    flat = laws.ravel()
+    order = np.argsort(flat, kind="stable")
+    ends = np.cumsum(np.bincount(flat, minlength=LAWS))
+    starts = np.concatenate([[0], ends[:-1]])
+    used = np.flatnonzero(ends > starts)
+    return order, [(int(law), int(starts[law]), int(ends[law])) for law in used]
+
+
+@cache
+def _law_model(law: int) -> Any:
+    import numpy as np
+
+    laws, radius = _laws()
+    r = int(radius[law])
+    return _model(np.append(laws[law, RADIUS - r : RADIUS + r + 1], laws[law, -1]))
+
+
+def _model(odds: NDArray[np.float64]) -> Any:
+    import numpy as np
+
+    return library().stream.model.Categorical(np.ascontiguousarray(odds / odds.sum()), perfect=False)
+
+
+def library() -> Any:
+    """The package `constriction` (Bamler, arXiv:2201.01741); AssayError where it is not installed."""
+    try:
+        import constriction
+    except ImportError as error:
+        raise AssayError(
+            "entropy coding needs the package constriction, which is not installed",
+            finding_id="kv.package_missing",
+            remedy="pip install 'assay[kv]', or use pca(coding=fixed)",
+        ) from error
+    return constriction

@@ -1,0 +1,60 @@
+"""What the two codings of `pca` share: rows of all heads through prediction and transform, and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from assay.errors import UsageError
+from assay.kv.codec import BlockCoder, Site, Tables
+from assay.kv.klt import Klt, Predictor, rows_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TransformCoder(BlockCoder):
+    """Blocks of tokens as coefficients [blocks, tokens, rank]."""
+
+    def __init__(self, site: Site, transform: Klt, predictor: Predictor | None, own: Tables) -> None:
+        super().__init__(site)
+        self.transform = transform
+        self._predictor = predictor
+        self._own = own
+
+    @property
+    def rank(self) -> int:
+        """Coefficients that are coded."""
+        return int(self.transform.synthesis.shape[0])
+
+    @property
+    def tables(self) -> Tables:
+        found = self.transform.tables()
+        if self._predictor is not None:
+            found["predictor"] = self._predictor.weight.numpy()
+        found.update({f"inner.{name}": table for name, table in self._own.items()})
+        found["analysis"] = self.transform.analysis.numpy()
+        return found
+
+    @property
+    def table_bytes(self) -> int:
+        """The encoder's `analysis` follows from the rest and the metric; no decoder holds it."""
+        return super().table_bytes - int(self.tables["analysis"].nbytes)
+
+    def coefficients(self, x: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
+        """[blocks, heads, tokens, head_dim] → [blocks, tokens, rank]."""
+        rows = rows_of(x.float())
+        if self._predictor is not None:
+            rows = rows - self._predictor(rows_of(self._need(side)))
+        return self.transform.forward(rows)
+
+    def tokens_of(self, coefficients: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
+        """The other way round."""
+        rows = self.transform.inverse(coefficients)
+        if self._predictor is not None:
+            rows = rows + self._predictor(rows_of(self._need(side))).to(rows.device)
+        return rows.unflatten(-1, (self.site.heads, self.site.head_dim)).transpose(1, 2)
+
+    def _need(self, side: torch.Tensor | None) -> torch.Tensor:
+        if side is None:
+            raise UsageError("a codec that predicts needs side information", finding_id="kv.side")
+        return side

@@ -1,0 +1,136 @@
+"""Coefficients in codes of fixed width, which a kernel can read without decoding what comes before.
+
+Each coefficient is divided by its calibrated deviation and gets the levels of an empirical Lloyd-Max quantiser of its
+width, 0 to 8 bits. Dynamic programming finds the widths with the least total error, as measured on the samples, for a
+budget of whole bits a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from assay.kv.codec import Parts, Site, Tables
+from assay.kv.codecs.pca_base import TransformCoder
+from assay.kv.klt import Klt, Predictor, Spectrum
+from assay.kv.payload import join_fields, split_fields
+from assay.quant.lloyd_max import empirical_levels
+from assay.quant.packing import pack, packed_bytes, unpack
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+MAX_WIDTH = 8
+_LEVEL_SAMPLES = 100_000
+
+
+def fit_fixed(
+    site: Site, found: Spectrum, rows: torch.Tensor, bits: float, predictor: Predictor | None
+) -> FixedCoder:
+    """Levels, deviations and widths from sampled rows [n, width]."""
+    import numpy as np
+    import torch
+
+    transform = found.with_step(float(found.variances[0].sqrt()) or 1.0, 0.0)
+    c = transform.forward(rows.float())
+    deviation = c.square().mean(dim=0).sqrt().clamp_min(2.0**-24).half().float()
+    z = (c / deviation).numpy()
+    order = np.random.Generator(np.random.PCG64(0)).permutation(z.size)[:_LEVEL_SAMPLES]
+    pooled = z.ravel()[order]
+    levels = [empirical_levels(pooled, 2**w).astype(np.float16) for w in range(1, MAX_WIDTH + 1)]
+    errors = [(z**2).mean(axis=0)]
+    for table in levels:
+        near = _nearest(torch.from_numpy(z), torch.from_numpy(table.astype(np.float32)))
+        errors.append(((z - table.astype(np.float32)[near.numpy()]) ** 2).mean(axis=0))
+    cost = np.stack(errors, axis=1) * deviation.numpy()[:, None] ** 2
+    widths = allocate(cost, min(round(bits * site.width), MAX_WIDTH * z.shape[1]))
+    # Coefficients of equal width stand together, and those of width 0 are left out.
+    order = np.argsort(-widths, kind="stable")[: max(1, int((widths > 0).sum()))]
+    kept = Klt(transform.mean, transform.synthesis[order], transform.analysis[:, order].contiguous())
+    own: Tables = {
+        "deviation": deviation.numpy()[order].astype(np.float16),
+        "widths": widths[order].astype(np.uint8),
+        "levels": np.concatenate(levels),
+    }
+    return FixedCoder(site, kept, predictor, own)
+
+
+def allocate(cost: np.ndarray[Any, Any], budget: int) -> np.ndarray[Any, Any]:
+    """Widths [channels] with the least Σ cost[channel, width] among those that sum to at most `budget` bits.
+
+    Exact, by dynamic programming over channels and bits spent; `cost` is [channels, widths].
+    """
+    import numpy as np
+
+    channels, options = cost.shape
+    best = np.zeros(budget + 1)
+    chosen = np.zeros((channels, budget + 1), dtype=np.int8)
+    for i in range(channels):
+        trials = np.full((options, budget + 1), np.inf)
+        for w in range(min(options, budget + 1)):
+            trials[w, w:] = best[: budget + 1 - w] + cost[i, w]
+        chosen[i] = trials.argmin(axis=0)
+        best = trials.min(axis=0)
+    widths, left = np.zeros(channels, dtype=np.int64), budget
+    for i in range(channels - 1, -1, -1):
+        widths[i] = chosen[i, left]
+        left -= int(widths[i])
+    return widths
+
+
+class FixedCoder(TransformCoder):
+    """Codes: level indices [blocks, tokens, rank]."""
+
+    def __init__(self, site: Site, transform: Klt, predictor: Predictor | None, own: Tables) -> None:
+        import torch
+
+        super().__init__(site, transform, predictor, own)
+        self._deviation = torch.from_numpy(own["deviation"].astype("float32"))
+        widths = own["widths"].tolist()
+        self._spans = [(w, widths.index(w), widths.count(w)) for w in sorted(set(widths), reverse=True) if w]
+        flat = own["levels"].astype("float32")
+        self._levels = {
+            w: torch.from_numpy(flat[2**w - 2 : 2 ** (w + 1) - 2].copy()) for w, _, _ in self._spans
+        }
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        import torch
+
+        z = self.coefficients(x, side) / self._deviation.to(x.device)
+        codes = torch.zeros(z.shape, dtype=torch.uint8, device=z.device)
+        for width, start, count in self._spans:
+            part = z[..., start : start + count]
+            codes[..., start : start + count] = _nearest(part, self._levels[width].to(z.device))
+        return (codes,)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        import torch
+
+        (codes,) = parts
+        z = torch.zeros(codes.shape, device=codes.device)
+        for width, start, count in self._spans:
+            part = codes[..., start : start + count].int()
+            z[..., start : start + count] = self._levels[width].to(codes.device)[part]
+        return self.tokens_of(z * self._deviation.to(codes.device), side)
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        (codes,) = parts
+        fields = [pack(codes[..., start : start + count].flatten(1), w) for w, start, count in self._spans]
+        return join_fields(fields) if fields else [b""] * codes.shape[0]
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        import torch
+
+        sizes = [packed_bytes(tokens * count, w) for w, _, count in self._spans]
+        codes = torch.zeros(len(payloads), tokens, self.rank, dtype=torch.uint8)
+        for (w, start, count), field in zip(self._spans, split_fields(payloads, sizes), strict=True):
+            codes[..., start : start + count] = unpack(field, w, tokens * count).unflatten(1, (tokens, count))
+        return (codes,)
+
+
+def _nearest(z: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    found = torch.bucketize(z.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    return found.to(torch.uint8)

@@ -1,0 +1,126 @@
+"""The transform of the `pca` codec: decorrelated coefficients in which plain squared error is error that matters.
+
+All KV heads of a token form one row x of `width` values. With mean μ, metric M = L Lᵀ (error e costs e M eᵀ) and
+covariance Σ of the samples, Lᵀ Σ L = U Λ Uᵀ gives the Karhunen-Loève transform in that metric: x − μ = Δ c S with
+S = Uᵀ L⁻¹, coefficients c with variances Λ / Δ². A step of 1 in c costs Δ² / 12 wherever it is taken, so one step for
+all is the best for a sum of errors (reverse water-filling). S is kept in fp16; coefficients are found from the rounded
+S by least squares in the metric, so rounding costs nothing but its effect on the span.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from assay.kv.codec import Tables, need_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from assay.kv.codec import Samples, Site
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """x̂ = side P from what the decoder already has; P [side width, width], fp16. Its offset is in the mean."""
+
+    weight: torch.Tensor
+
+    def __call__(self, side: torch.Tensor) -> torch.Tensor:
+        """[..., side width] → [..., width], float32."""
+        return side.float() @ self.weight.float().to(side.device)
+
+
+@dataclass(frozen=True)
+class Klt:
+    """c = (x − μ) A and x = μ + c S; `analysis` [width, rank], `synthesis` [rank, width] fp16, `mean` fp32."""
+
+    mean: torch.Tensor
+    synthesis: torch.Tensor
+    analysis: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [..., width] → coefficients [..., rank], float32."""
+        return (x - self.mean.to(x.device)) @ self.analysis.to(x.device)
+
+    def inverse(self, c: torch.Tensor) -> torch.Tensor:
+        """Coefficients → rows."""
+        return self.mean.to(c.device) + c @ self.synthesis.to(c.device).float()
+
+    def tables(self) -> Tables:
+        """What a decoder needs, and `analysis`, which it does not (it is left out of the bytes)."""
+        return {"mean": self.mean.numpy(), "synthesis": self.synthesis.numpy()}
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The transform before a step is chosen: rows of S for Δ = 1 and the variances of their coefficients."""
+
+    mean: torch.Tensor
+    rows: torch.Tensor
+    variances: torch.Tensor
+    metric: torch.Tensor
+
+    def with_step(self, step: float, smallest: float) -> Klt:
+        """The transform for Δ = `step`; coefficients whose deviation is below `smallest` steps are left out."""
+        keep = max(1, int((self.variances.sqrt() > smallest * step).sum()))
+        rows = (self.rows[:keep] * step).half()
+        return Klt(self.mean, rows, analysis(rows, self.metric))
+
+
+def spectrum(rows: torch.Tensor, metric: torch.Tensor, ridge: float = 1e-4) -> Spectrum:
+    """From sampled rows [n, width] and a metric [width, width], all in float64 on the CPU."""
+    import torch
+
+    mean = rows.mean(dim=0).float()
+    eye = torch.eye(metric.shape[0], dtype=torch.float64)
+    scale = float(metric.diagonal().mean())
+    metric = metric / scale + ridge * eye
+    lower = torch.linalg.cholesky(metric)
+    white = (rows - mean.double()) @ lower
+    values, vectors = torch.linalg.eigh(white.T @ white / max(1, rows.shape[0]))
+    order = torch.arange(values.numel() - 1, -1, -1)
+    inverse = torch.linalg.solve_triangular(lower, vectors[:, order].T, upper=False, left=False)
+    return Spectrum(mean, inverse, values[order].clamp_min(0), metric)
+
+
+def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
+    """A = M Sᵀ (S M Sᵀ)⁻¹: coefficients with the least error in the metric, float32."""
+    import torch
+
+    s = rows.double()
+    right = metric @ s.T
+    return torch.linalg.solve(s @ right, right, left=False).float()
+
+
+def predictor(rows: torch.Tensor, side: torch.Tensor, ridge: float = 1e-3) -> Predictor:
+    """Least squares of rows [n, width] on side rows [n, side width], with a ridge."""
+    import torch
+
+    near = side - side.mean(dim=0)
+    gram = near.T @ near
+    eye = torch.eye(gram.shape[0], dtype=gram.dtype)
+    solved = torch.linalg.solve(
+        gram + ridge * gram.diagonal().mean() * eye, near.T @ (rows - rows.mean(dim=0))
+    )
+    return Predictor(solved.half())
+
+
+def restore(site: Site, tables: Tables, who: str) -> Klt:
+    """The transform from its tables."""
+    import torch
+
+    def get(name: str) -> torch.Tensor:
+        return torch.from_numpy(need_table(tables, name, who, site))
+
+    return Klt(get("mean"), get("synthesis"), get("analysis"))
+
+
+def sampled_rows(samples: Samples, who: str) -> torch.Tensor:
+    """The sampled tokens as rows [n, width], float64 on the CPU."""
+    return rows_of(samples.need_x(who)[None].cpu())[0].double()
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """[blocks, heads, tokens, head_dim] → [blocks, tokens, heads · head_dim]."""
+    return x.transpose(1, 2).flatten(2)
