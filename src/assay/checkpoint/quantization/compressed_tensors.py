@@ -65,7 +65,7 @@ def compressed_tensors(found: Found) -> Declared:
             return None
         if kind is Kind.PACKED and bits is not None and 1 <= bits <= 8:
             return packing.compressed(params, bits, size)
-        if kind is Kind.NVFP4_PACKED and size:
+        if kind in {Kind.NVFP4_PACKED, Kind.MXFP4} and size and "weight_packed" in params:
             return packing.halves(params, size, "weight_packed")
         if kind in {Kind.FP8, Kind.INT8}:
             return _scales(params, weights)
