@@ -8,7 +8,8 @@ Layout, little-endian (tools/perplexity/perplexity.cpp):
     then for every window the rows of its second half, tokens n_ctx/2 + 1 … n_ctx − 1, each of 2 ⌈V/2⌉ + 4 u16:
               f32 scale, f32 min_log_prob, u16 q [V] (one more where V is odd);  log p(v) = scale · q(v) + min_log_prob
 
-Logits more than 16 below the largest are raised to that, so a tail of about V · e⁻¹⁶ is made up; q has 65,536 steps.
+Logits more than 16 below the largest are raised to that; q has 65,536 steps. Taken at their word the raised ones would
+add up to V · e⁻¹⁶ (0.5 % of the mass for 50,000 entries), so `rows` rules them out, as llama.cpp leaves them out of KL.
 Where a model has a start token, llama.cpp puts it in place of the first token of each window when it scores; the file
 keeps the token of the text.
 """
@@ -66,7 +67,26 @@ class BaseFile:
         return tuple(Window(i, tuple(row)) for i, row in enumerate(ids.tolist()))
 
     def log_probs(self, index: int) -> NDArray[np.float32]:
-        """Log-probabilities [rows_per_window, V] of one window."""
+        """Log-probabilities [rows_per_window, V] of one window as the file gives them, raised ones included."""
+        return self._decoded(index)[0]
+
+    def rows(self, windows: Sequence[Window]) -> Iterator[LogitRows]:
+        """The rows of the given windows, one window in memory at a time.
+
+        Raised entries are −∞, but for the token that came: its log-probability is then an upper bound.
+        """
+        import numpy as np
+        import torch
+
+        for window in windows:
+            values, raised = self._decoded(window.index)
+            gold = np.array(window.tokens[self.scored_from :])
+            raised[np.arange(len(gold)), gold] = False
+            values[raised] = -np.inf
+            yield LogitRows(window, self.scored_from, torch.from_numpy(values))
+
+    def _decoded(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+        """Log-probabilities of one window, and which of them stand for anything below."""
         import numpy as np
 
         width = _row_width(self.vocab_size)
@@ -74,17 +94,12 @@ class BaseFile:
         start = len(_MAGIC) + _HEADER.size + 4 * self.tokens.size + index * count * width * 2
         raw = np.fromfile(self.path, dtype="<u2", count=count * width, offset=start).reshape(count, width)
         scale, lowest = np.ascontiguousarray(raw[:, :4]).view("<f4").T
-        values: NDArray[np.float32] = raw[:, 4 : 4 + self.vocab_size].astype(np.float32)
+        steps = raw[:, 4 : 4 + self.vocab_size]
+        values: NDArray[np.float32] = steps.astype(np.float32)
         values *= scale[:, None]
         values += lowest[:, None]
-        return values
-
-    def rows(self, windows: Sequence[Window]) -> Iterator[LogitRows]:
-        """The rows of the given windows, one window in memory at a time."""
-        import torch
-
-        for window in windows:
-            yield LogitRows(window, self.scored_from, torch.from_numpy(self.log_probs(window.index)))
+        cut = scale * 65535 > 0.999 * _DEPTH  # else step 0 is the smallest logit itself
+        return values, (steps == 0) & cut[:, None]
 
 
 def open_base(path: Path) -> BaseFile:
