@@ -53,6 +53,11 @@ class Dims:
         """Decoder layers of the backbone."""
         return self.int_or("num_hidden_layers")
 
+    @property
+    def experts(self) -> int:
+        """Routed experts of a layer, however the family calls them (0 for a dense model)."""
+        return max(self.int_or(key) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+
 
 def linear(name: str, out: int, width: int, bias: bool = False) -> Iterator[Piece]:
     """A Linear: its weight, and its bias if it has one."""

@@ -14,6 +14,9 @@ from assay.checkpoint.subject import Checkpoint
 from assay.checkpoint.tensors import layer_index
 from assay.verdict import Finding
 
+MAX_PIECES = 200_000
+"""Layers times experts that are enumerated; the largest models have some 20,000."""
+
 
 @dataclass(frozen=True)
 class Expectation:
@@ -43,7 +46,7 @@ def expectation(checkpoint: Checkpoint) -> Expectation | None:
     config = checkpoint.text_config
     layer = FAMILIES.get(str(config.get("model_type")))
     d = Dims(config)
-    if layer is None or not d.hidden or not d.layers or d.layers > 2000:
+    if layer is None or not d.hidden or not d.layers or d.layers * max(d.experts, 1) > MAX_PIECES:
         return None
     prefix = checkpoint.prefix
     shapes: dict[str, tuple[int, ...]] = {
@@ -54,8 +57,7 @@ def expectation(checkpoint: Checkpoint) -> Expectation | None:
         pieces = layer(d, index)
         at = f"{prefix}layers.{index}."
         if any(p.startswith("gate_up_proj") for p in checkpoint.modules.get(f"{at}mlp.experts", {})):
-            count = d.int_or("n_routed_experts") or d.int_or("num_experts") or d.int_or("num_local_experts")
-            pieces = with_fused_experts(pieces, d, count, d.int_or("moe_intermediate_size"))
+            pieces = with_fused_experts(pieces, d, d.experts, d.int_or("moe_intermediate_size"))
         shapes.update((at + name, shape) for name, shape in pieces)
     if has_head(checkpoint) and not tied(checkpoint):
         shapes[head_name(checkpoint)] = (d.int_or("vocab_size"), d.hidden)

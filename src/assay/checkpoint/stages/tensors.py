@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from assay.checkpoint.draft import check_draft, is_draft
+from assay.checkpoint.families import FAMILIES
 from assay.checkpoint.findings import found
 from assay.checkpoint.index import check_index
 from assay.checkpoint.mtp.examine import examine_checkpoint, head_prefixes
@@ -58,9 +59,8 @@ def _stored(outcome: Outcome, checkpoint: Checkpoint) -> None:
 
 def _promised(checkpoint: Checkpoint) -> Expectation | None:
     """From the config where assay knows the layout by heart (no torch to import), else from transformers."""
-    known = expectation(checkpoint)
-    if known is not None:
-        return known
+    if str(checkpoint.text_config.get("model_type")) in FAMILIES:
+        return expectation(checkpoint)
     if checkpoint.config.get("architectures") and find_spec("torch") and find_spec("transformers"):
         from assay.checkpoint.meta_model import meta_expectation
 
