@@ -5,6 +5,7 @@
 SmolLM2 is quantised by the real libraries on the CPU (`quantisers.py`), each in a virtual environment of its own below
 assay's cache (AutoRound, torchao, bitsandbytes and HQQ share one; llm-compressor's pin of compressed-tensors needs
 another; 4 GB together). Every export is verified as it is, values included, and then with one fault at a time.
+Kinds that are not named keep the results they have.
 `--fixtures` writes names, types and shapes of the exports, and what they declare, as the fixtures of the tests.
 """
 
@@ -190,12 +191,14 @@ def main() -> None:
         for kind in kinds:
             (FIXTURES / f"{kind}.json").write_text(listed(fixture(kind)), encoding="utf-8")
         return
-    rows = []
-    for kind in kinds:
-        rows.append(examine(kind))
-        print(json.dumps(rows[-1]), flush=True)
     results = HERE / "results"
-    (results / "quantised_checkpoints.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    store = results / "quantised_checkpoints.json"
+    known = {row["kind"]: row for row in json.loads(store.read_text())} if store.exists() else {}
+    for kind in kinds:
+        known[kind] = examine(kind)
+        print(json.dumps(known[kind]), flush=True)
+    rows = [known[kind] for kind in sorted(known)]
+    store.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     (results / "quantised_checkpoints.md").write_text(table(rows), encoding="utf-8")
     missed = [(r["kind"], n) for r in rows for n, f in r["faults"].items() if not f["found"]]
     if missed or any(r["healthy_errors"] for r in rows):
