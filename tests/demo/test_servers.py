@@ -135,6 +135,18 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     assert caught.value.finding_id == "server.start_failed"
 
 
+def test_the_signal_that_ended_a_server_is_named(tmp_path: Path) -> None:
+    """As SIGILL, where a program was built for another processor."""
+    binary = program(
+        tmp_path, "#!{python}\nimport os\nprint('loading {pid_file}', flush=True)\nos.kill(os.getpid(), 4)\n"
+    )
+    with (
+        pytest.raises(AssayError, match="was ended by SIGILL before it answered: loading"),
+        servers.llama_server(tmp_path / "tiny.gguf", binary),
+    ):
+        pass
+
+
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "START_SECONDS", 1.0)
     binary = program(tmp_path, "#!{python}\nimport time\nprint('loading')\ntime.sleep(60)  # {pid_file}\n")

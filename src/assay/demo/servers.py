@@ -150,12 +150,16 @@ def _await(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise _start_failed(f"ended with status {process.returncode} before it answered", log)
+            raise _start_failed(f"{_end(process.returncode)} before it answered", log)
         with contextlib.suppress(httpx.HTTPError):
             if httpx.get(url, timeout=2.0).status_code == 200:
                 return
         time.sleep(0.5)
     raise _start_failed(f"did not answer within {START_SECONDS:.0f} s", log)
+
+
+def _end(status: int) -> str:
+    return f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
 
 def _start_failed(what: str, log: Path) -> AssayError:
