@@ -39,6 +39,9 @@ SPECS = {
     "pca(step=0.2, classes=2)": 0.2,
     "pca(bits=4, coding=fixed)": 0.15,
     "mean+sinks+pca(bits=2.5, coding=fixed)": 0.35,
+    "lattice": 0.09,
+    "lattice(lattice=D4, q=38)": 0.03,
+    "lattice(lattice=D4, q=2)": 0.47,
 }
 SITES = {
     "k64": Site("k", 1, 4, 3, 64),

@@ -1,103 +1,195 @@
-"""Rotation, tables and packing against independent references."""
+"""Rotations, levels, packing, lattices and PolarQuant weights against independent references."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import itertools
+import math
 
 import numpy as np
 import pytest
-import scipy.linalg
-import scipy.stats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-
-from assay.quant.lloyd_max import fitted_levels, gaussian_levels
-from assay.quant.packing import pack, packed_bytes, unpack
 
 torch = pytest.importorskip("torch")
 
-from assay.quant.hadamard import fwht, next_power_of_two, random_signs, rotate, rotate_back  # noqa: E402
-from assay.quant.lloyd_max import nearest  # noqa: E402
+from scipy.integrate import quad  # noqa: E402
+from scipy.linalg import hadamard  # noqa: E402
+from scipy.stats import norm  # noqa: E402
+
+from assay.errors import UsageError  # noqa: E402
+from assay.quant.hadamard import Rotation, random_normal, random_signs, random_words, wht  # noqa: E402
+from assay.quant.lattice import nearest, number, point, points  # noqa: E402
+from assay.quant.lloyd_max import (  # noqa: E402
+    empirical_levels,
+    gaussian_error,
+    gaussian_levels,
+    mixed_widths,
+)
+from assay.quant.packing import pack, pack_numpy, packed_bytes, unpack, unpack_numpy  # noqa: E402
+from assay.quant.polar import polar_bytes, polar_round_trip, polar_weights  # noqa: E402
 
 
-class TestHadamard:
-    @pytest.mark.parametrize("n", [1, 2, 8, 64, 256])
-    def test_is_the_matrix_of_scipy(self, n: int) -> None:
-        x = torch.randn(5, 3, n, dtype=torch.float64)
-        expected = x.numpy() @ scipy.linalg.hadamard(n) / np.sqrt(n)
-        np.testing.assert_allclose(fwht(x).numpy(), expected, atol=1e-12)
-
-    def test_rotation_keeps_lengths_and_comes_back(self) -> None:
-        x = torch.randn(7, 128)
-        y = rotate(x, 5)
-        torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
-        torch.testing.assert_close(rotate_back(y, 5), x)
-        assert not torch.allclose(y, rotate(x, 6))
-
-    def test_signs_are_fixed_for_ever(self) -> None:
-        assert random_signs(16, 0).tolist() == [-1, 1] * 6 + [-1] * 4
-        assert abs(random_signs(4096, 1).sum()) < 300
-
-    def test_other_lengths_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="power of two"):
-            fwht(torch.zeros(12))
-        assert [next_power_of_two(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+@pytest.mark.parametrize("n", [1, 2, 8, 64])
+def test_wht_is_the_sylvester_matrix(n: int) -> None:
+    x = torch.randn(5, n, generator=torch.Generator().manual_seed(n))
+    expected = x.numpy() @ hadamard(n) / math.sqrt(n)
+    np.testing.assert_allclose(wht(x).numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-class TestLloydMax:
-    # Max (1960), table I: half of the levels, by number of levels.
-    PUBLISHED: ClassVar[dict[int, list[float]]] = {1: [0.7980], 2: [0.4528, 1.510], 3: [0.2451, 0.7560, 1.344, 2.152],
-                 4: [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733]}  # fmt: skip
-
-    @pytest.mark.parametrize("bits", list(PUBLISHED))
-    def test_are_those_of_max(self, bits: int) -> None:
-        levels = gaussian_levels(bits)
-        np.testing.assert_allclose(levels[len(levels) // 2 :], self.PUBLISHED[bits], atol=6e-4)
-        np.testing.assert_allclose(levels, -levels[::-1])
-
-    @pytest.mark.parametrize("bits", range(1, 9))
-    def test_each_level_is_the_mean_of_its_cell(self, bits: int) -> None:
-        levels = gaussian_levels(bits)
-        edges = np.concatenate([[-np.inf], (levels[1:] + levels[:-1]) / 2, [np.inf]])
-        for level, a, b in zip(levels, edges, edges[1:], strict=False):
-            assert scipy.stats.truncnorm.mean(a, b) == pytest.approx(level, abs=1e-7)
-
-    def test_fitted_levels_beat_gaussian_ones_on_other_data(self) -> None:
-        samples = np.random.default_rng(0).laplace(size=20_000)
-        error = []
-        for levels in (gaussian_levels(3), fitted_levels(samples, 3)):
-            index = nearest(torch.from_numpy(samples), torch.from_numpy(levels)).numpy()
-            error.append(((samples - levels[index]) ** 2).mean())
-        assert error[1] < 0.8 * error[0]
-
-    def test_nearest_is_nearest(self) -> None:
-        levels = torch.from_numpy(gaussian_levels(4))
-        x = torch.randn(1000, dtype=torch.float64)
-        assert torch.equal(nearest(x, levels), (x[:, None] - levels).abs().argmin(1))
+@given(length=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))
+def test_a_rotation_keeps_lengths_and_is_undone(length: int, seed: int) -> None:
+    rotation = Rotation(length, seed)
+    x = torch.randn(3, length, generator=torch.Generator().manual_seed(length))
+    y = rotation.forward(x)
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(rotation.inverse(y), x, rtol=1e-4, atol=1e-4)
 
 
-class TestPacking:
-    @given(bits=st.integers(1, 16), count=st.integers(0, 300), seed=st.integers(0, 2**16))
-    @settings(max_examples=120, deadline=None)
-    def test_comes_back_and_is_as_small_as_said(self, bits: int, count: int, seed: int) -> None:
-        codes = np.random.default_rng(seed).integers(0, 2**bits, count)
-        data = pack(codes, bits)
-        assert len(data) == packed_bytes(count, bits)
-        np.testing.assert_array_equal(unpack(data, bits, count), codes)
+@pytest.mark.parametrize("length", [80, 96, 192])
+def test_a_rotation_of_any_length_spreads_a_single_value(length: int) -> None:
+    y = Rotation(length, 3).forward(torch.eye(length))
+    assert float(y.abs().max()) < 0.5
 
-    @given(bits=st.integers(1, 16), count=st.integers(1, 60), seed=st.integers(0, 2**16))
-    @settings(max_examples=60, deadline=None)
-    def test_the_order_of_bits_is_the_documented_one(self, bits: int, count: int, seed: int) -> None:
-        codes = np.random.default_rng(seed).integers(0, 2**bits, count)
-        whole = sum(int(c) << (i * bits) for i, c in enumerate(codes))
-        assert pack(codes, bits) == whole.to_bytes(packed_bytes(count, bits), "little")
 
-    def test_golden_bytes(self) -> None:
-        assert pack([1, 2, 3, 4, 5, 6, 7, 0], 3).hex() == "d1581f"
-        assert pack([0x123, 0xABC], 12).hex() == "23c1ab"
+def test_words_are_those_of_splitmix64() -> None:
+    # First outputs of the reference implementation for seed 1234567.
+    assert random_words(1234567, 3).tolist() == [
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+    ]
+    words = random_words(7, 64)
+    expected = [-1.0 if int(w) >> 63 else 1.0 for w in words]
+    assert random_signs(7, 64).tolist() == expected
 
-    def test_what_does_not_fit_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="3 bits"):
-            pack([8], 3)
-        with pytest.raises(ValueError, match="bytes"):
-            unpack(b"\x00", 3, 8)
+
+def test_normal_values_are_normal() -> None:
+    x = random_normal(5, 100_001).double()
+    assert abs(float(x.mean())) < 0.02 and abs(float(x.std()) - 1) < 0.02
+    assert abs(float((x**4).mean()) - 3) < 0.15
+
+
+@pytest.mark.parametrize("levels", [2, 3, 4, 8, 16])
+def test_gaussian_levels_are_means_of_their_cells(levels: int) -> None:
+    c = gaussian_levels(levels)
+    edges = [-np.inf, *((c[1:] + c[:-1]) / 2), np.inf]
+    for level, (a, b) in zip(c, itertools.pairwise(edges), strict=True):
+        a, b = max(a, -12), min(b, 12)
+        mass = quad(norm.pdf, a, b, epsabs=1e-13)[0]
+        mean = quad(lambda t: t * norm.pdf(t), a, b, epsabs=1e-13)[0] / mass
+        assert abs(level - mean) < 1e-8
+    error = sum(
+        quad(lambda t, level=level: (t - level) ** 2 * norm.pdf(t), max(a, -12), min(b, 12))[0]
+        for level, (a, b) in zip(c, itertools.pairwise(edges), strict=True)
+    )
+    assert abs(gaussian_error(levels) - error) < 1e-8
+
+
+def test_gaussian_levels_of_the_literature() -> None:
+    # Max (1960), table I: N = 4 and N = 8.
+    np.testing.assert_allclose(gaussian_levels(4)[2:], [0.4528, 1.510], atol=5e-4)
+    np.testing.assert_allclose(gaussian_levels(8)[4:], [0.2451, 0.7560, 1.344, 2.152], atol=5e-4)
+    assert gaussian_error(4) == pytest.approx(0.1175, abs=5e-5)
+
+
+def test_many_levels_follow_the_high_rate_law() -> None:
+    # Panter and Dite: error → (√3 π / 2) / N².
+    assert gaussian_error(1024) * 1024**2 == pytest.approx(math.sqrt(3) * math.pi / 2, rel=0.01)
+    assert np.all(np.diff(gaussian_levels(1024)) > 0)
+
+
+def test_empirical_levels_beat_gaussian_ones_on_what_they_saw() -> None:
+    x = np.random.default_rng(0).laplace(size=20_000)
+    x /= x.std()
+    own, other = empirical_levels(x, 8), gaussian_levels(8)
+
+    def error(levels: np.ndarray) -> float:
+        return float((np.abs(x[:, None] - levels).min(axis=1) ** 2).mean())
+
+    assert error(own) < 0.95 * error(other)
+    np.testing.assert_allclose(
+        empirical_levels(np.random.default_rng(1).normal(size=200_000), 4), gaussian_levels(4), atol=0.02
+    )
+
+
+def test_fractional_bits() -> None:
+    assert mixed_widths(3.5, 64) == (3, 32)
+    assert mixed_widths(4, 80) == (4, 0)
+    with pytest.raises(UsageError):
+        mixed_widths(0.5, 64)
+
+
+@given(width=st.integers(1, 16), values=st.lists(st.integers(0, 2**16 - 1), max_size=70))
+def test_packing_agrees_with_a_string_of_bits(width: int, values: list[int]) -> None:
+    values = [v % 2**width for v in values]
+    bits = "".join(format(v, f"0{width}b")[::-1] for v in values)
+    bits += "0" * (-len(bits) % 8)
+    expected = bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
+    tensor = torch.tensor(values, dtype=torch.int32)
+    assert pack(tensor, width).numpy().tobytes() == expected
+    assert pack_numpy(tensor.numpy(), width).tobytes() == expected
+    assert len(expected) == packed_bytes(len(values), width)
+    assert unpack(pack(tensor, width), width, len(values)).tolist() == values
+    assert unpack_numpy(pack_numpy(tensor.numpy(), width), width, len(values)).tolist() == values
+
+
+def test_packed_bytes_are_golden() -> None:
+    values = torch.arange(8)
+    assert pack(values, 3).numpy().tobytes().hex() == "88c6fa"
+    assert pack(values, 5).numpy().tobytes().hex() == "2088418a39"
+    with pytest.raises(UsageError):
+        unpack(torch.zeros(2, dtype=torch.uint8), 3, 8)
+
+
+@pytest.mark.parametrize(("lattice", "q"), [("D4", 1), ("D4", 2), ("D4", 3)])
+def test_points_of_d4_are_numbered_without_a_gap(lattice: str, q: int) -> None:
+    cube = torch.tensor(list(itertools.product(range(-q, q + 1), repeat=4)), dtype=torch.float32)
+    inside = cube[cube.sum(-1) % 2 == 0]
+    assert len(inside) == points(lattice, q)
+    assert sorted(number(inside, lattice, q).tolist()) == list(range(len(inside)))
+    assert torch.equal(point(number(inside, lattice, q), lattice, q), inside)
+
+
+def test_points_of_e8_are_numbered_without_a_gap() -> None:
+    whole = torch.tensor(list(itertools.product(range(-1, 2), repeat=8)), dtype=torch.float32)
+    half = torch.tensor(list(itertools.product((-0.5, 0.5), repeat=8)))
+    inside = torch.cat([whole[whole.sum(-1) % 2 == 0], half[half.sum(-1) % 2 == 0]])
+    assert len(inside) == points("E8", 1)
+    assert sorted(number(inside, "E8", 1).tolist()) == list(range(len(inside)))
+    assert torch.equal(point(number(inside, "E8", 1), "E8", 1), inside)
+    last = torch.tensor([points("E8", 110) - 1])
+    assert torch.equal(number(point(last, "E8", 110), "E8", 110), last)
+
+
+@pytest.mark.parametrize(("lattice", "q"), [("D4", 2), ("E8", 1)])
+def test_the_nearest_point_is_the_nearest(lattice: str, q: int) -> None:
+    every = point(torch.arange(points(lattice, q)), lattice, q)
+    y = (torch.rand(300, every.shape[-1], generator=torch.Generator().manual_seed(1)) * 2 - 1) * q
+    found = nearest(y, lattice, q)
+    best = torch.cdist(y.double(), every.double()).min(dim=1).values
+    torch.testing.assert_close((y - found).double().norm(dim=-1), best, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_polar_weights_are_as_far_as_lloyd_max_says(bits: int) -> None:
+    weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
+    error = float((polar_round_trip(weight, bits) - weight).square().mean() / weight.square().mean())
+    assert error == pytest.approx(gaussian_error(2**bits), rel=0.1)
+    assert polar_bytes(64, 512, bits) == 64 * (512 * bits // 8 + 2 * 4)
+    with pytest.raises(UsageError):
+        polar_round_trip(weight, 1)
+
+
+def test_polar_weights_are_undone() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=100, num_hidden_layers=2, num_attention_heads=4, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config)
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(KeyError), polar_weights(model, 4, 64) as size:
+        changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+        assert changed == {n for n in before if "proj" in n}
+        assert size < 0.6 * sum(4 * p.numel() for p in before.values())
+        raise KeyError
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())

@@ -20,7 +20,7 @@ from assay.kv.codec import BlockCoder, Codec, Samples, Site, Tables, need_table
 from assay.kv.wrapper import inner_tables
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _SMALLEST = 0.12
 """Coefficients with less deviation than this many steps are practically always zero."""

@@ -37,7 +37,6 @@ def fit_range(
 ) -> RangeCoder:
     """Laws, classes and decoded values from sampled rows [n, width]; `settings` are classes, rdo, smallest."""
     import numpy as np
-    import torch
 
     classes, rdo, smallest = settings
     transform = found.with_step(step, smallest)

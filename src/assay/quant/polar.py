@@ -1,0 +1,94 @@
+"""Weights in Hadamard-rotated blocks with Lloyd-Max levels and one norm a block, the PolarQuant way.
+
+Each row of a linear layer is cut into blocks of `block` inputs (a power of two; the last is padded with zeros). A block
+w becomes z = √n R w / ‖w‖ with R random signs and an orthonormal Hadamard matrix; the coordinates of z are nearly
+Gaussian and get the 2^b Lloyd-Max levels; the stored fp16 factor gives the decoded block the least squared error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import UsageError
+from assay.quant.hadamard import Rotation
+from assay.quant.lloyd_max import gaussian_levels
+from assay.quant.packing import packed_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+def polar_round_trip(weight: torch.Tensor, bits: int, block: int = 128, seed: int = 1) -> torch.Tensor:
+    """`weight` [out, in] as its codes decode, in its own type."""
+    import torch
+
+    _check(bits, block)
+    rows, width = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -width % block)).unflatten(-1, (-1, block))
+    norm = padded.norm(dim=-1, keepdim=True)
+    rotation = Rotation(block, seed)
+    z = rotation.forward(padded) * (block**0.5 / norm.clamp_min(1e-30))
+    levels = torch.tensor(gaussian_levels(2**bits), dtype=torch.float32, device=weight.device)
+    shape = levels[torch.bucketize(z, (levels[1:] + levels[:-1]) / 2)]
+    # ⟨w, R⁻¹ẑ⟩ / ‖ẑ‖², in the rotated frame.
+    factor = (shape * z).sum(-1, keepdim=True) / shape.square().sum(-1, keepdim=True) * norm / block**0.5
+    half = factor.clamp(-65504, 65504).half().float()
+    back: torch.Tensor = rotation.inverse(shape * half).flatten(1)[:, :width]
+    return back.to(weight.dtype)
+
+
+def polar_bytes(rows: int, width: int, bits: int, block: int = 128) -> int:
+    """Stored bytes of a [rows, width] weight: packed levels of whole blocks and 2 bytes a block."""
+    blocks = rows * -(-width // block)
+    return packed_bytes(blocks * block, bits) + 2 * blocks
+
+
+def polar_quantise(model: Any, bits: int, block: int = 128, seed: int = 1) -> int:
+    """Replace the weights of every linear layer but the output head; returns the bytes of all parameters."""
+    import torch
+
+    _check(bits, block)
+    total, counted = 0, set[int]()
+    with torch.no_grad():
+        for module in _linear_layers(model):
+            module.weight.copy_(polar_round_trip(module.weight, bits, block, seed))
+            total += polar_bytes(*module.weight.shape, bits, block)
+            counted.add(id(module.weight))
+    rest = {id(p): p for p in model.parameters() if id(p) not in counted}
+    return int(total + sum(p.numel() * p.element_size() for p in rest.values()))
+
+
+@contextmanager
+def polar_weights(model: Any, bits: int, block: int = 128, seed: int = 1) -> Iterator[int]:
+    """`polar_quantise` for the time of the context, which gives the stored bytes; the weights come back after it."""
+    import torch
+
+    kept = [(module, module.weight.detach().clone()) for module in _linear_layers(model)]
+    try:
+        yield polar_quantise(model, bits, block, seed)
+    finally:
+        with torch.no_grad():
+            for module, weight in kept:
+                module.weight.copy_(weight)
+
+
+def _linear_layers(model: Any) -> list[Any]:
+    """The linear layers but the output head; a weight that several share is named once."""
+    import torch
+
+    head = model.get_output_embeddings()
+    found = {}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            found.setdefault(id(module.weight), module)
+    return list(found.values())
+
+
+def _check(bits: int, block: int) -> None:
+    if not 2 <= bits <= 8 or block < 2 or block & (block - 1):
+        raise UsageError(
+            f"polar(bits={bits}, block={block}): bits is 2 to 8 and block a power of two",
+            finding_id="fidelity.usage",
+        )
