@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from assay.checkpoint.families import FAMILIES
+from assay.checkpoint.stages import tensors
 from assay.checkpoint.structure import expectation
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.asking import Ask, finding
@@ -17,6 +18,13 @@ from checkpoint_samples import edit_json, llama, read_safetensors, rewrite, writ
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(autouse=True)
+def without_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the hf extra, except for the tests that are about it."""
+    if request.node.get_closest_marker("engine") is None:
+        monkeypatch.setattr(tensors, "find_spec", lambda name: None)
 
 
 def kept(report: dict[str, Any]) -> list[tuple[str, str]]:
