@@ -1,13 +1,16 @@
 """Outputs of broken and healthy models with their labels, from corpus/outputs.jsonl.gz.
 
-A label is given by rules that share nothing with the detectors under test, and by hand where a rule was seen to be wrong
-(corpus/labels.json: id to label; the hand wins):
+A label is given by rules that share nothing with the detectors under test; none is given by hand:
 
 - `empty`: no visible character.
 - `flood`: one character makes up more than half of the last 200 visible ones, or blanks two thirds of the text.
-- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text before; `unsure` from 35 %.
-- `salad`: none of these, and the cause is one whose outputs, read in samples of six and more, were all salad.
-- `subtle`: the same for a cause whose outputs are partly sane (scaled keys); reported apart.
+- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text before; or the text ends in
+  four exact copies, 40 characters and more; or deflate packs its last 400 characters to a quarter.
+- `salad`: none of these, 100 characters and more, and the undamaged SmolLM2 needs 2 bits and more for each byte of it
+  (`corpus/teacher.py`; the outputs of undamaged models on the tune half need 0.15 to 1.06).
+- `subtle`: the same from 1.1 bits: partly sane; reported apart.
+- `unsure`: of the last 400 characters 35 to 70 % stood before, or deflate packs them to a third, or the text is too
+  short, or it was not scored.
 - `ok`: the rest. `unsure` texts count neither as hits nor as false alarms.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,19 +29,11 @@ from typing import Any
 CORPUS = Path(__file__).parent / "corpus"
 TAIL, PIECE = 400, 24
 LOOP_SHARE, UNSURE_SHARE = 0.7, 0.35
-SALAD_CAUSES = frozenset(
-    [
-        "norm_plus_one",
-        "int2",
-        "int3",
-        "shifted_scales",
-        "swapped_layers",
-        "temperature5",
-        "temperature2",
-        "wrong_tokenizer",
-    ]
-)
-SUBTLE_CAUSES = frozenset({"scaled_k"})
+LOOP_PACKING, UNSURE_PACKING = 4.0, 3.0
+COPIES, COPIED_CHARS = 4, 40
+SALAD_BITS, SUBTLE_BITS = 2.0, 1.1
+"""Bits per byte under the undamaged model."""
+MIN_SALAD = 100
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,7 @@ def broken() -> Iterator[Output]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            label = by_hand().get(row["id"]) or rule(row)
+            label = rule(row, teacher_bits().get(row["id"]))
             # A prompt answered by one cause stays in one half; so do its samples.
             yield Output(
                 row["id"],
@@ -73,14 +69,13 @@ def broken() -> Iterator[Output]:
 
 
 @cache
-def by_hand() -> Mapping[str, str]:
-    """Labels given by reading."""
-    path = CORPUS / "labels.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def teacher_bits() -> Mapping[str, float | None]:
+    """Bits per byte of the texts by id."""
+    return json.loads((CORPUS / "teacher_bpb.json").read_text(encoding="utf-8"))
 
 
-def rule(row: Mapping[str, Any]) -> str:
-    """The label of one record."""
+def rule(row: Mapping[str, Any], bits: float | None) -> str:
+    """The label of one record, given its bits per byte under the undamaged model."""
     text = row["text"]
     visible = [c for c in text if not c.isspace()]
     if not visible:
@@ -90,15 +85,14 @@ def rule(row: Mapping[str, Any]) -> str:
         visible
     ) + 80:
         return "flood"
-    cause = row["source"].partition(".")[0]
-    share = copied(text)
-    if share >= LOOP_SHARE:
+    share, packs = copied(text), packing(text)
+    if share >= LOOP_SHARE or packs >= LOOP_PACKING or ends_in_copies(text):
         return "loop"
-    if cause in SALAD_CAUSES:
-        return "salad" if len(text) >= 100 else "unsure"
-    if share >= UNSURE_SHARE:
+    if bits is None or (bits >= SUBTLE_BITS and len(text) < MIN_SALAD):
         return "unsure"
-    return "subtle" if cause in SUBTLE_CAUSES else "ok"
+    if bits >= SUBTLE_BITS:
+        return "salad" if bits >= SALAD_BITS else "subtle"
+    return "unsure" if share >= UNSURE_SHARE or packs >= UNSURE_PACKING else "ok"
 
 
 def copied(text: str) -> float:
@@ -109,3 +103,21 @@ def copied(text: str) -> float:
         first.setdefault(text[at : at + PIECE], at)
     tail = range(max(0, last - TAIL), last)
     return sum(first[text[at : at + PIECE]] < at for at in tail) / len(tail) if len(text) >= 150 else 0.0
+
+
+def packing(text: str) -> float:
+    """How many times smaller deflate makes the end of the text."""
+    data = text[-TAIL:].encode("utf-8", "surrogatepass")
+    return len(data) / len(zlib.compress(data, 9)) if data else 0.0
+
+
+def ends_in_copies(text: str) -> bool:
+    """Whether the text ends in `COPIES` exact copies of a piece, together `COPIED_CHARS` characters and more."""
+    text = text.rstrip()[-1000:]
+    for period in range(1, len(text) // COPIES + 1):
+        length = period
+        while length < len(text) and text[-1 - length] == text[-1 - length + period]:
+            length += 1
+        if length >= max(COPIES * period, COPIED_CHARS):
+            return True
+    return False

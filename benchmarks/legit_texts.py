@@ -46,10 +46,11 @@ class Legit:
     text: str
 
 
-def legitimate() -> Iterator[Legit]:
-    """Every legitimate chunk, in a fixed order."""
-    for generator in (wikitext, topics, stdlib, generated, repetitive, udhr, translations):
-        yield from generator()
+def legitimate(dense: int = 1) -> Iterator[Legit]:
+    """Every legitimate chunk, in a fixed order; `dense` times as many from each source, for fitting."""
+    for generator in (wikitext, topics, stdlib, generated, udhr, translations):
+        yield from generator(dense)
+    yield from repetitive()
 
 
 def chunks(category: str, source: str, text: str, limit: int = 4) -> Iterator[Legit]:
@@ -66,7 +67,7 @@ def chunks(category: str, source: str, text: str, limit: int = 4) -> Iterator[Le
         yield Legit(category, source, text[start : start + length])
 
 
-def wikitext() -> Iterator[Legit]:
+def wikitext(dense: int = 1) -> Iterator[Legit]:
     """WikiText-2 (CC BY-SA), where it lies beside the repository; spacing undone, `<unk>` named."""
     for name in ("test", "valid"):
         path = SHARED / "corpus" / f"wikitext-2-{name}.txt"
@@ -74,7 +75,7 @@ def wikitext() -> Iterator[Legit]:
             continue
         articles = re.split(r"\n \n (?== [^=])", path.read_text(encoding="utf-8"))
         for number, article in enumerate(articles):
-            yield from chunks("wikitext", f"wikitext/{name}/{number}", _detokenized(article), limit=6)
+            yield from chunks("wikitext", f"wikitext/{name}/{number}", _detokenized(article), limit=6 * dense)
 
 
 def _detokenized(text: str) -> str:
@@ -85,15 +86,15 @@ def _detokenized(text: str) -> str:
     return text.replace(" 's", "'s").replace(" 't", "'t").replace("s ' ", "s' ")
 
 
-def topics() -> Iterator[Legit]:
+def topics(dense: int = 1) -> Iterator[Legit]:
     """The language reference that ships with Python."""
     from pydoc_data.topics import topics as pages
 
     for name, page in sorted(pages.items()):
-        yield from chunks("pydoc", f"pydoc/{name}", page, limit=4)
+        yield from chunks("pydoc", f"pydoc/{name}", page, limit=4 * dense)
 
 
-def stdlib() -> Iterator[Legit]:
+def stdlib(dense: int = 1) -> Iterator[Legit]:
     """Source of the standard library, its tests' data aside."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -103,36 +104,39 @@ def stdlib() -> Iterator[Legit]:
         ) or path.stat().st_size < 2000:
             continue
         with contextlib.suppress(UnicodeDecodeError, SyntaxError), tokenize.open(path) as file:
-            yield from chunks("python", f"stdlib/{relative}", file.read(), limit=2)
+            yield from chunks("python", f"stdlib/{relative}", file.read(), limit=2 * dense)
 
 
-def udhr() -> Iterator[Legit]:
+def udhr(dense: int = 1) -> Iterator[Legit]:
     """The Universal Declaration of Human Rights in over 300 languages (public domain, unicode.org/udhr)."""
     with gzip.open(HERE / "corpus" / "udhr.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            yield from chunks("languages", f"udhr/{row['language']}", row["text"], limit=2)
+            yield from chunks("languages", f"udhr/{row['language']}", row["text"], limit=2 * dense)
 
 
-def translations() -> Iterator[Legit]:
+def translations(dense: int = 1) -> Iterator[Legit]:
     """Message catalogues of installed programs: short strings in many languages, one a line."""
     for path in sorted(Path("/usr/share/locale").glob("*/LC_MESSAGES/*.mo")):
-        if path.stat().st_size < 8000 or int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % 6:
+        if path.stat().st_size < 8000 or int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % 6 >= dense:
             continue
         with contextlib.suppress(OSError, UnicodeDecodeError, ValueError), path.open("rb") as file:
             catalogue = gettext.GNUTranslations(file)
             strings = [s for key, s in catalogue._catalog.items() if key and len(s) > 30]  # type: ignore[attr-defined]
-            yield from chunks("messages", f"locale/{path.parts[-3]}/{path.stem}", "\n".join(strings), limit=1)
+            yield from chunks(
+                "messages", f"locale/{path.parts[-3]}/{path.stem}", "\n".join(strings), limit=dense
+            )
 
 
-def generated() -> Iterator[Legit]:
+def generated(dense: int = 1) -> Iterator[Legit]:
     """What programs print: JSON, CSV, logs, HTML, SQL, XML, disassembly, tracebacks, dumps, encoded data."""
     makers = (
         _json, _minified_json, _csv, _log, _access_log, _html, _sql, _xml, _disassembly, _traceback, _hexdump, _base64,
-        _dna, _calendar, _markdown_table, _minified_code, _ini, _names, _numbers, _uuid, _paths, _diff, _glossary,
+        _dna, _calendar, _markdown_table, _minified_code, _ini, _names, _numbers, _uuid, _paths, _diff, _glossary, _maths,
+        _counted_functions,
     )  # fmt: skip
     for maker in makers:
-        for seed in range(24):
+        for seed in range(24 * dense):
             text = maker(random.Random(f"{maker.__name__}/{seed}"))
             yield from chunks(maker.__name__[1:], f"{maker.__name__[1:]}/{seed}", text, limit=1)
 
@@ -367,6 +371,46 @@ def _diff(rng: random.Random) -> str:
     )
     changed = [line.upper() if rng.random() < 0.1 else line for line in lines]
     return "\n".join(difflib.unified_diff(lines, changed, "a.txt", "b.txt", lineterm=""))
+
+
+def _maths(rng: random.Random) -> str:
+    """A calculation told in sentences: single letters, signs and numbers between short words."""
+    a, b, c, k = (rng.randint(2, 60) for _ in range(4))
+    x, y, n = rng.sample("abcdkmnpqrstuvxyz", 3)
+    steps = [
+        f"Let {x} = {a} and {y} = {b}, so {x} + {y} = {a + b}.",
+        f"Suppose that {n} is odd, that is {n} = 2{k} + 1 for some whole number {k}.",
+        f"Then {x}^2 - {y}^2 = ({x} - {y})({x} + {y}) = {a - b} * {a + b} = {(a - b) * (a + b)}.",
+        f"Multiply both sides by {k}: {k}{x} = {k * a}, which gives {x} = {a} again.",
+        f"So f({x}) = {a}*{x} + {b}, and f({c}) = {a}*{c} + {b} = {a * c + b}.",
+        f"If {n} > {b}, then {n}/{b} > 1; else we stop here and take {y} = 0.",
+        f"The sum 1 + 2 + ... + {a} is {a}*{a + 1}/2 = {a * (a + 1) // 2}.",
+        f"No, wait: {a} - {b} is {a - b}, not {a - b + 1}, so I have to go back one step.",
+        f"The derivative of {a}{x}^{c} is {a * c}{x}^{c - 1}, and at {x} = 1 it is {a * c}.",
+        f"What do we do for {n} = {k}? We get P({n}) = C({k}, 2) * p^2 * (1 - p)^{k}, a small number.",
+        f"{k} km in {b} min is {k}/{b} * 60 = {60 * k / b:.1f} km/h, or about {round(60 * k / b)} km/h.",
+        f"Hence {x} | {y}*{n} and gcd({x}, {y}) = 1, so {x} | {n}. QED",
+        f"It is 10:{b:02} now, and {a} min later it will be {10 + (a + b) // 60}:{(a + b) % 60:02}.",
+        f"We write $\\frac{{{x}}}{{{y}}} = {n}$, where ${y} \\neq 0$ and ${n} \\in \\mathbb{{N}}$.",
+        f"Check: {a} * {b} = {a * b}. Yes, and {a * b} - {c} = {a * b - c}, as it should be.",
+    ]
+    rng.shuffle(steps)
+    joint = rng.choice([" ", "\n", "\n\n"])
+    return joint.join(steps[: rng.randint(4, 12)])
+
+
+def _counted_functions(rng: random.Random) -> str:
+    """Minified code of a generator: the same small function again and again, with other names and numbers."""
+    a, b, c = rng.sample(string.ascii_lowercase, 3)
+    shape = rng.choice(
+        [
+            "function {a}{i}({b},{c}){{return {b}?{c}({b}-{i}):{j}}}",
+            "{a}.{b}{i}=function({c}){{{c}.x+={i};{c}.y-={j};return {a}}};",
+            "if({a}=={i}){{{b}({j},{c});{a}++}}else ",
+            "var {a}{i}={b}[{i}]||{c}[{j}];",
+        ]
+    )
+    return "".join(shape.format(a=a, b=b, c=c, i=i, j=rng.randint(0, 9)) for i in range(rng.randint(15, 60)))
 
 
 def _glossary(rng: random.Random) -> str:

@@ -40,6 +40,8 @@ def salads(texts: Sequence[Legit], count: int = 1600, seed: int = 7) -> Iterator
         _few,
         _any,
         _digits,
+        _letters,
+        _codes,
     )
     for index in range(count):
         maker = makers[index % len(makers)]
@@ -147,6 +149,38 @@ def _digits(rng: random.Random, pools: dict[str, list[str]]) -> str:
         for _ in range(rng.randint(40, 200))
     ]
     return "".join((" " if rng.random() < 0.4 else "") + p for p in pieces)
+
+
+def _letters(rng: random.Random, pools: dict[str, list[str]]) -> str:
+    """A sentence that falls apart into single letters with one kind of mark between them."""
+    letters = rng.sample("abcdefghijklmnoprstuvwyABCDEFS", rng.randint(3, 8))
+    marks = rng.sample(
+        ["'", "'", ",", ".", '"', "#", "-", " ", "(", ")", "/", ":", "_", "*"], rng.randint(1, 4)
+    )
+    words = [rng.choice(pools["en"]) for _ in range(rng.randint(0, 40))]
+    tail = []
+    for _ in range(rng.randint(40, 200)):
+        piece = (
+            rng.choice(letters)
+            if rng.random() < 0.93
+            else rng.choice([rng.choice(pools["en"]), "10", "0", "\n"])
+        )
+        tail.append(piece + (rng.choice(marks) if rng.random() < 0.9 else ""))
+    return " ".join(words) + " " + "".join(tail)
+
+
+def _codes(rng: random.Random, pools: dict[str, list[str]]) -> str:
+    """Capitals, initials and numbers with commas, stops and line breaks: headings of no text."""
+    names = []
+    for _ in range(rng.randint(4, 14)):
+        word = rng.choice(pools["en"])
+        names.append(rng.choice([word.upper(), word[:3].upper(), word.title(), word[:1].upper(), word]))
+    joints = [", ", ", ", ". ", "\n", "-", ".", ",", ": ", " ", " is ", " of ", "\n#", "_", " (", ") ", "'"]
+    out = []
+    for _ in range(rng.randint(40, 200)):
+        number = str(rng.choice([0, 1, 2, 10, 10, 11, 100, 200, rng.randint(0, 5000)]))
+        out.append((number if rng.random() < 0.3 else rng.choice(names)) + rng.choice(joints))
+    return "".join(out)
 
 
 def _mixed(rng: random.Random, pools: dict[str, list[str]]) -> str:

@@ -22,10 +22,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from damages import damaged
 from sources import SOURCES, Source
 
 from assay.cache import cache_dir
-from assay.demo.damage import damage_checkpoint
 from assay.engines.base import Message, Request
 from assay.engines.hf import HfEngine
 
@@ -39,7 +39,7 @@ def checkpoint(source: Source, folder: Path) -> Path:
     whole = build_smollm2() if source.model == "smollm2" else build_gemma3(add_bos=source.add_bos)
     if source.damage is None:
         return whole
-    return damage_checkpoint(source.damage, whole, folder / source.name, source.damage_seed)
+    return damaged(source.damage, whole, folder / source.name, source.damage_seed)
 
 
 def requests(source: Source) -> Iterator[tuple[dict[str, Any], Request]]:

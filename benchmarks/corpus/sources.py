@@ -24,12 +24,13 @@ FIELD = tuple(Sampling(0.7, 0.9, seed) for seed in (1, 2))
 
 GREEDY = Sampling(0.0)
 SHORT = (Sampling(0.7, 0.9, 1, 140), Sampling(0.7, 0.9, 2, 140), Sampling(0.0, max_tokens=140))
+BRIEF = (Sampling(0.0, max_tokens=120), Sampling(0.7, 0.9, 1, 120))
 LONG = (Sampling(0.0, max_tokens=420), Sampling(0.7, 0.9, 3, max_tokens=420))
 
 
 @dataclass(frozen=True)
 class Source:
-    """All texts of one cause. `model` is smollm2 or gemma3; `damage` a name of assay's registry, or None."""
+    """All texts of one cause. `model` is smollm2 or gemma3; `damage` a name of assay's registry or of damages.py."""
 
     name: str
     model: str
@@ -76,5 +77,20 @@ SOURCES = (
         (*FIELD, Sampling(0.7, 0.9, 3), Sampling(0.7, 0.9, 4), GREEDY),
         PROMPTS | MORE_PROMPTS,
     ),
+    *(Source(f"hot_bytes.{seed}", "smollm2", BRIEF[:1], _some(6), "hot_bytes", seed) for seed in range(16)),
+    *(Source(f"hot_rows.{seed}", "smollm2", BRIEF[:1], _some(6), "hot_rows", seed) for seed in range(8)),
+    *(
+        Source(name, "smollm2", BRIEF, PROMPTS, damage=name)
+        for name in ("flat_attention", "half_filled", "swapped_gate", "noisy", "large_k")
+    ),
+    *(
+        Source(name, "smollm2", BRIEF[1:], PROMPTS, damage=name)
+        for name in ("swapped_kv", "plain_norms", "no_attention", "interleaved_rope", "double_scale")
+    ),
+    *(
+        Source(f"shuffled_layers.{seed}", "smollm2", BRIEF, PROMPTS, "shuffled_layers", seed)
+        for seed in range(3, 8)
+    ),
+    *(Source(f"zeroed_layers.{seed}", "smollm2", BRIEF, PROMPTS, "zeroed_layers", seed) for seed in range(5)),
     Source("healthy_base", "gemma3", SHORT[:2], PROMPTS, chat=False),
 )
