@@ -9,7 +9,7 @@ import spec_lines as lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.speculation.scanner import interesting_lines
+from assay.speculation.scanner import LINES_AFTER, LINES_BEFORE, interesting_lines
 
 NOISE = [
     b'INFO:     10.1.2.3:4000 - "POST /v1/completions HTTP/1.1" 200 OK',
@@ -83,3 +83,13 @@ def test_nothing_to_find(data: bytes) -> None:
 def test_hit_at_the_very_start_and_end() -> None:
     assert list(interesting_lines(io.BytesIO(b"accept_count\nz"))) == [b"accept_count"]
     assert list(interesting_lines(io.BytesIO(b"eval time\n#acc"))) == [b"eval time", b"#acc"]
+
+
+def test_words_that_count_nothing_are_passed_over() -> None:
+    noise = [b"INFO accepted connection from 10.0.0.1", b"> Accept: */*", b"access granted, success"]
+    row = lines.vllm_v1([4, 2], 10).encode()
+    data = b"\n".join([*noise * 200, row, *noise * 200])
+    for block in (512, 1 << 16):
+        found = list(interesting_lines(io.BytesIO(data), block=block, margin=1024))
+        assert [r for r in found if b"SpecDecoding" in r] == [row]
+        assert len(found) <= 1 + LINES_BEFORE + LINES_AFTER

@@ -38,22 +38,27 @@ class ByteReader(Protocol):
 
 def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARGIN) -> Iterator[bytes]:
     """Lines that may count drafts, and the neighbours that matter, in order and each once; without line ends."""
-    buffer = bytearray(
-        block + 2 * margin
-    )  # one for the whole source: fresh pages would cost more than the search
+    # One buffer for the whole source: fresh pages would cost more than the search.
+    buffer = bytearray(block + 2 * margin)
     view = memoryview(buffer)
     search = _Search(buffer)
     filled = 0
     searched = 0  # hits before this offset are done
     sent = 0  # lines before this offset are sent
+    passed = 0  # the line before this offset holds a hit, and counts nothing
     while True:
         fresh = reader.readinto(view[filled : filled + block]) or 0
         filled += fresh
         # A hit near the end waits until the lines around it are here.
         limit = max(searched, filled - margin) if fresh else filled
         for hit in search.hits(searched, limit, filled):
-            if hit >= sent:
-                first, line, sent = _zone(buffer, hit, sent, filled)
+            if hit >= max(sent, passed):
+                line = buffer.rfind(b"\n", sent, hit) + 1 or sent
+                end = _line_end(buffer, hit, filled)
+                if not _counts(buffer[line:end]):
+                    passed = end
+                    continue
+                first, sent = _zone(buffer, line, end, sent, filled)
                 if first < line and _speaks(buffer[first:line]):
                     yield from (row for row in bytes(view[first:line]).splitlines() if _speaks(row))
                 yield from (row for row in bytes(view[line:sent]).splitlines() if _speaks(row))
@@ -61,7 +66,8 @@ def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARG
             return
         cut = max(0, limit - margin)
         buffer[: filled - cut] = buffer[cut:filled]
-        filled, searched, sent = filled - cut, limit - cut, max(0, sent - cut)
+        filled, searched = filled - cut, limit - cut
+        sent, passed = max(0, sent - cut), max(0, passed - cut)
 
 
 class _Search:
@@ -122,20 +128,36 @@ def _speaks(text: bytes | bytearray) -> bool:
     )
 
 
-def _zone(buffer: bytearray, hit: int, sent: int, filled: int) -> tuple[int, int, int]:
-    """Where the lines around `hit` that are not sent yet begin, where its own line does, and where they end."""
-    line = first = buffer.rfind(b"\n", sent, hit) + 1 or sent
+def _counts(text: bytearray) -> bool:
+    """Whether a line with a hit may count drafts ('accepted connection' and 'Accept: */*' do not)."""
+    low = text.lower()
+    return (
+        b"acceptance" in low
+        or b"spec" in low
+        or b"draft" in low
+        or b"token" in low
+        or b"accept len" in low
+        or b"accept rate" in low
+        or b"accepted len" in low
+        or b"_accept" in low
+        or b"accept_" in low
+        or b"#acc" in low
+    )
+
+
+def _zone(buffer: bytearray, line: int, end: int, sent: int, filled: int) -> tuple[int, int]:
+    """Where the lines around that of a hit (from `line` to `end`) begin that are not sent yet, and where they end."""
+    first, last = line, end
     for _ in range(LINES_BEFORE):
         if first <= sent:
             break
         first = buffer.rfind(b"\n", sent, first - 1) + 1 or sent
-    last = _line_end(buffer, hit, filled)
     for _ in range(LINES_AFTER):
         last = _line_end(buffer, last, filled)
     # A summary lists its positions on lines of their own.
     while buffer[last : min(last + 64, filled)].lstrip(b" \t").startswith(b"Position "):
         last = _line_end(buffer, last, filled)
-    return first, line, last
+    return first, last
 
 
 def _line_end(buffer: bytearray, offset: int, filled: int) -> int:
