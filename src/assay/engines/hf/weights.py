@@ -11,7 +11,7 @@ from assay.errors import UsageError
 # name: `module:function(model, **options) -> int`, which changes the linear layers of a loaded model in place and
 # returns the bytes that all its parameters would take as stored.
 TRANSFORMS = {
-    "polar": "assay.quant.polar:quantise_model",
+    "polar": "assay.quant.polar:polar_quantise",
     "int": "assay.quant.rounding:quantise_model",
 }
 
