@@ -42,6 +42,11 @@ SPECS = {
     "lattice": 0.09,
     "lattice(lattice=D4, q=38)": 0.03,
     "lattice(lattice=D4, q=2)": 0.47,
+    "kakeya(block=128)": 0.2,
+    "kakeya(block=128, bits=4, pca=random, outlier=2)": 0.6,
+    "kakeya(block=128, bits=2, variance=0.95, levels=calibrated, skeleton=fp32)": 0.36,
+    "kakeya(block=128, k=4, basis=shared, published_norm=true)": 1.0,
+    "qprecond+kakeya(block=100, bits=4)": 0.2,
 }
 SITES = {
     "k64": Site("k", 1, 4, 3, 64),

@@ -25,7 +25,7 @@ def polar_round_trip(weight: torch.Tensor, bits: int, block: int = 128, seed: in
     import torch
 
     _check(bits, block)
-    rows, width = weight.shape
+    width = weight.shape[1]
     padded = torch.nn.functional.pad(weight.float(), (0, -width % block)).unflatten(-1, (-1, block))
     norm = padded.norm(dim=-1, keepdim=True)
     rotation = Rotation(block, seed)
