@@ -124,7 +124,7 @@ def examine(kind: str) -> dict[str, Any]:
         )
         faults[fault.name] = {"wanted": fault.finding, "found": hit, "raised": sorted({f.id for f in raised})}
     return {
-        "kind": kind, "method": config["quantization_config"]["quant_method"], "tensors": len(names), "seconds": seconds,
+        "kind": kind, "method": config.get("quantization_config", {}).get("quant_method"), "tensors": len(names), "seconds": seconds,
         "healthy_errors": [f.title for f in healthy if f.severity is Severity.ERROR],
         "healthy_warnings": [f.title for f in healthy if f.severity is Severity.WARNING],
         "faults": faults,

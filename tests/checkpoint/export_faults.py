@@ -43,7 +43,7 @@ class ExportFault:
 
 
 def _declared(config: Config) -> Config:
-    return config["quantization_config"]
+    return config.get("quantization_config", {})
 
 
 def _first(names: set[str], parameters: Iterable[str]) -> str | None:
@@ -89,12 +89,14 @@ def missing_scale(config: Config, names: set[str]) -> Edit | None:
 def orphan_scale(config: Config, names: set[str]) -> Edit | None:
     carrier, scale = _first(names, CARRIERS), _first(names, SCALES)
     # What torchao and HQQ store beside a weight has no name of its own that only a scale has.
-    if carrier is None or scale is None or scale.endswith(("_weight_scale", "meta", ".scale")):
+    if carrier is None or scale is None or scale.endswith(("_weight_scale", ".scale")):
         return None
     return Edit(config, _mangled(carrier))
 
 
 def undeclared(config: Config, names: set[str]) -> Edit | None:
+    if not _declared(config):
+        return None  # HQQ's own format declares nothing
     return Edit({key: value for key, value in config.items() if key != "quantization_config"})
 
 
@@ -102,7 +104,7 @@ def declared_as(raw: Config) -> Callable[[Config, set[str]], Edit | None]:
     def edit(config: Config, names: set[str]) -> Edit | None:
         declared = _declared(config)
         layout = str(declared.get("packing_format") or "").rpartition("_")[2]
-        if raw["quant_method"] in {declared["quant_method"], layout}:
+        if raw["quant_method"] in {declared.get("quant_method"), layout}:
             return None  # AutoRound's packings are those of GPTQ and AWQ
         return Edit(config | {"quantization_config": raw})
 
@@ -119,12 +121,14 @@ def all_ignored(config: Config, names: set[str]) -> Edit | None:
 
 
 def auto_round_flag(config: Config, names: set[str]) -> Edit | None:
-    return Edit(config) if _declared(config)["quant_method"] == "auto-round" else None
+    return Edit(config) if _declared(config).get("quant_method") == "auto-round" else None
 
 
 def other_flag(config: Config, names: set[str]) -> Edit | None:
     return (
-        Edit(config) if _declared(config)["quant_method"] in {"gptq", "awq", "compressed-tensors"} else None
+        Edit(config)
+        if _declared(config).get("quant_method") in {"gptq", "awq", "compressed-tensors"}
+        else None
     )
 
 

@@ -71,8 +71,12 @@ def findings(subject: Checkpoint, serve_args: str | None = None) -> list[Finding
 def test_a_real_export_raises_nothing(kind: str) -> None:
     export = EXPORTS[kind]
     subject = checkpoint(export["config"], list(tensors(export)))
-    assert parse(subject) is not None
-    assert [f.title for f in findings(subject)] == []
+    raised = [(f.id, f.severity.value) for f in findings(subject)]
+    if kind == "hqq":  # the library declares nothing in config.json, which other engines stumble over
+        assert raised == [("checkpoint.quantization_conflict", "warning")]
+    else:
+        assert parse(subject) is not None
+        assert raised == []
 
 
 @pytest.mark.parametrize("fault", EXPORT_FAULTS, ids=lambda fault: fault.name)
@@ -94,5 +98,8 @@ def test_a_fault_is_found_in_every_export_that_can_have_it(fault: ExportFault) -
 
 
 def test_the_libraries_are_all_there() -> None:
-    methods = {e["config"]["quantization_config"]["quant_method"] for e in EXPORTS.values()}
+    assert "hqq" in EXPORTS
+    methods = {
+        e["config"]["quantization_config"]["quant_method"] for name, e in EXPORTS.items() if name != "hqq"
+    }
     assert {"auto-round", "gptq", "awq", "torchao", "bitsandbytes", "compressed-tensors"} <= methods

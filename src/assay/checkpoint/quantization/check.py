@@ -83,7 +83,13 @@ def check_quantization(
     yield from _routers(checkpoint)
     yield from _unmapped_names(checkpoint)
     if declared is None:
-        if packed:
+        if set(packed) == {Kind.HQQ}:
+            title = f"{packed[Kind.HQQ]} modules in HQQ's own format, which no config declares"
+            detail = (
+                "Each module carries its settings; the hqq library reads them, other engines find no weights."
+            )
+            yield warned("quantization_conflict", title, detail=detail, stored=packed)
+        elif packed:
             names = ", ".join(f"{n} × {k}" for k, n in packed.items())
             title = f"tensors are quantised ({names}), but no file declares a quantisation"
             remedies = ["restore quantization_config in config.json from the original repository"]
@@ -189,6 +195,7 @@ _PARTS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
     Kind.INT8: (("weight_scale", "SCB", "scale", "scales"),),
     Kind.FP8_UNSCALED: (("weight_scale", "weight_scale_inv", "scale"),),
     Kind.BNB4: (("weight.absmax",), ("weight.quant_map",)),
+    Kind.HQQ: (("scale", "scale_q"), ("zero", "zero_q")),
     Kind.TORCHAO: (("_weight_scale", "_weight_scale_and_zero", "_weight_block_scale", "weight_scale"),),
 }
 """Parameters that a stored kind cannot be read without; each tuple names alternatives."""
