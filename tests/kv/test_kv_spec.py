@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from assay.errors import UsageError  # noqa: E402
-from assay.kv.codec import Site  # noqa: E402
-from assay.kv.codecs.hadamard import Hadamard  # noqa: E402
-from assay.kv.registry import CODECS, WRAPPERS, codec_type, wrapper_type  # noqa: E402
-from assay.kv.spec import parse_recipe, parse_spec, with_parameters  # noqa: E402
+from assay.errors import UsageError
+from assay.kv.codec import Site
+from assay.kv.codecs.hadamard import Hadamard
+from assay.kv.registry import CODECS, WRAPPERS, codec_type, wrapper_type
+from assay.kv.spec import parse_recipe, parse_spec, with_parameters
 
 
 def test_both_streams() -> None:

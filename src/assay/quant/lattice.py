@@ -27,8 +27,9 @@ def points(lattice: str, q: int) -> int:
     """How many points of the lattice lie in the cube of half-width `q`; UsageError for a cube that is too large."""
     if lattice not in MAX_Q or not 1 <= q <= MAX_Q[lattice]:
         raise UsageError(f"{lattice} with q={q}: D4 takes q 1 to 2000, E8 1 to 110", finding_id="kv.spec")
-    whole = ((2 * q + 1) ** dimension(lattice) + 1) // 2
-    return whole if lattice == "D4" else whole + (2 * q) ** 8 // 2
+    whole: int = ((2 * q + 1) ** dimension(lattice) + 1) // 2
+    half: int = (2 * q) ** 8 // 2
+    return whole if lattice == "D4" else whole + half
 
 
 def nearest(y: torch.Tensor, lattice: str, q: int) -> torch.Tensor:

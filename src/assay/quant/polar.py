@@ -54,7 +54,7 @@ def polar_quantise(model: Any, bits: int, block: int = 128, seed: int = 1) -> in
     with torch.no_grad():
         for module in _linear_layers(model):
             module.weight.copy_(polar_round_trip(module.weight, bits, block, seed))
-            total += polar_bytes(*module.weight.shape, bits, block)
+            total += polar_bytes(module.out_features, module.in_features, bits, block)
             counted.add(id(module.weight))
     rest = {id(p): p for p in model.parameters() if id(p) not in counted}
     return int(total + sum(p.numel() * p.element_size() for p in rest.values()))
@@ -79,7 +79,7 @@ def _linear_layers(model: Any) -> list[Any]:
     import torch
 
     head = model.get_output_embeddings()
-    found = {}
+    found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and module is not head:
             found.setdefault(id(module.weight), module)

@@ -57,7 +57,6 @@ class Kakeya(Codec):
 
     def fit(self, samples: Samples) -> BlockCoder:
         import numpy as np
-        import torch
 
         from assay.kv.codecs.kakeya_coder import KakeyaCoder
         from assay.kv.spherical import exact_basis, random_basis, ranks
