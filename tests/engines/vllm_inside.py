@@ -66,43 +66,66 @@ def kl(reference: list[Any], candidate: list[Any], skip: int = 0) -> dict[str, f
     }
 
 
-def own_prompt_logprobs(engine: VllmScorer, rows: list[Any]) -> float:
-    """Largest difference from vLLM's own `prompt_logprobs`, the ten likeliest tokens and the one that came."""
+class Watched:
+    """vLLM's own `generate`, with the states of each of its steps: [(tokens of each request, states)]."""
+
+    def __init__(self, engine: VllmScorer) -> None:
+        self.core = engine.core
+        self.steps: list[tuple[list[int], torch.Tensor]] = []
+
+    def generate(self, prompts: list[Any], params: Any) -> list[Any]:
+        self.core._call("assay_watch", self._keep)  # type: ignore[attr-defined]
+        try:
+            given = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
+            return list(self.core._llm.generate(given, params, use_tqdm=False))  # type: ignore[attr-defined]
+        finally:
+            self.core._call("assay_unwatch")  # type: ignore[attr-defined]
+
+    def _keep(self, step: list[Any], states: torch.Tensor) -> None:
+        counts = [len(fed.tokens) for fed in step]
+        self.steps.append((counts, states[: sum(counts)].clone()))
+
+    def logprobs(self, states: torch.Tensor) -> torch.Tensor:
+        return self.core.head.logits(states).double().log_softmax(-1)
+
+
+def own_prompt_logprobs(engine: VllmScorer, windows: list[Window]) -> float:
+    """Largest difference from vLLM's own `prompt_logprobs` of the same states: the likeliest tokens and the one that came."""
     from vllm import SamplingParams
 
-    llm = engine.core._llm  # type: ignore[attr-defined]
-    prompts = [{"prompt_token_ids": list(r.window.tokens)} for r in rows]
-    outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=10), use_tqdm=False)
+    watched = Watched(engine)
+    outputs = watched.generate([w.tokens for w in windows], SamplingParams(max_tokens=1, prompt_logprobs=10))
+    counts, states = watched.steps[0]
     worst = 0.0
-    for r, output in zip(rows, outputs, strict=True):
-        mine = logprobs(r)
+    for output, rows in zip(outputs, states.split(counts), strict=True):
+        mine = watched.logprobs(rows)
         for position, entry in enumerate(output.prompt_logprobs[1:]):
             for token, value in entry.items():
                 worst = max(worst, abs(float(mine[position, token]) - value.logprob))
     return worst
 
 
-def own_decode_logprobs(engine: VllmScorer, rows: list[Any]) -> float:
-    """Largest difference from the raw logprobs that vLLM returns of the same forced decode."""
+def own_decode_logprobs(engine: VllmScorer, window: Window) -> float:
+    """Largest difference from the raw logprobs that vLLM returns while its decode is forced, of the same states."""
     from vllm import SamplingParams
 
-    llm = engine.core._llm  # type: ignore[attr-defined]
-    tokens = rows[0].window.tokens
+    forced = list(window.tokens[PREFIX - 1 :])
     params = SamplingParams(
         temperature=0.0,
-        max_tokens=LENGTH - PREFIX + 1,
+        max_tokens=len(forced),
         ignore_eos=True,
-        logprobs=0,
-        extra_args={"assay_forced": list(tokens[PREFIX - 1 :])},
+        logprobs=5,
+        extra_args={"assay_forced": forced},
     )
-    prompt = {"prompt_token_ids": list(tokens[: PREFIX - 1])}
-    output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-    if list(output.token_ids) != list(tokens[PREFIX - 1 :]):
+    watched = Watched(engine)
+    output = watched.generate([window.tokens[: PREFIX - 1]], params)[0].outputs[0]
+    if list(output.token_ids) != forced or len(watched.steps) != len(forced):
         return float("inf")
-    mine = logprobs(rows[0])
-    # The first generated token is that before `PREFIX`, whose row is not among the scored ones.
-    pairs = zip(tokens[PREFIX:], output.logprobs[1:], strict=True)
-    return max(abs(float(mine[i, token]) - entry[token].logprob) for i, (token, entry) in enumerate(pairs))
+    worst = 0.0
+    for (_, states), entry in zip(watched.steps, output.logprobs, strict=True):
+        mine = watched.logprobs(states[-1:])[0]
+        worst = max(worst, *(abs(float(mine[token]) - value.logprob) for token, value in entry.items()))
+    return worst
 
 
 def measure(checkpoint: str) -> dict[str, Any]:
@@ -132,8 +155,8 @@ def measure(checkpoint: str) -> dict[str, Any]:
     found["decode_bytes_read"] = engine.engagement().bytes_read
     found["decode_again"] = kl(decode, list(engine.score_windows(windows, DECODE)))
     lap("decode")
-    found["own_prompt_logprobs"] = own_prompt_logprobs(engine, prefill[:3])
-    found["own_decode_logprobs"] = own_decode_logprobs(engine, decode)
+    found["own_prompt_logprobs"] = own_prompt_logprobs(engine, windows[:3])
+    found["own_decode_logprobs"] = own_decode_logprobs(engine, windows[0])
     lap("own")
     for name in ("pre_rope", "post_rope"):
         job = ScoreJob(
