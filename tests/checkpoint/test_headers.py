@@ -130,6 +130,23 @@ def test_a_name_given_twice() -> None:
     assert ids(parse(file_of(b"{" + one + b"," + one + b"}", 4))) == ["tensor_duplicate"]
 
 
+def test_names_with_colons_and_braces_are_no_repetition() -> None:
+    names = {'a:{"b":1}': entry(), "c": entry(offsets=[4, 8])}
+    assert parse(file_of({"__metadata__": {"k": "a:b:{"}} | names, 8)).faults == ()
+    inner = b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    assert (
+        parse(file_of(inner, 4)).faults == ()
+    )  # a repeated field is the last one's value, as for the library
+
+
+@settings(max_examples=200)
+@given(names=st.lists(st.sampled_from(["a", "b", 'c":', "d{"]), min_size=1, max_size=6))
+def test_every_repetition_is_found(names: list[str]) -> None:
+    rows = [json.dumps(n) + ":" + json.dumps(entry(offsets=[4 * i, 4 * i + 4])) for i, n in enumerate(names)]
+    header = parse(file_of(("{" + ",".join(rows) + "}").encode(), 4 * len(names)))
+    assert ("tensor_duplicate" in ids(header)) == (len(set(names)) < len(names))
+
+
 def test_an_empty_header_is_valid() -> None:
     assert parse(file_of({})).faults == ()
     assert parse(file_of({"__metadata__": {"format": "pt"}})).metadata == {"format": "pt"}
