@@ -50,7 +50,7 @@ class Pca(Codec):
 
     def fit(self, samples: Samples) -> BlockCoder:
         from assay.kv.codecs.pca_fixed import fit_fixed
-        from assay.kv.codecs.pca_range import fit_range
+        from assay.kv.codecs.pca_range import fit_range, step_for_bits
 
         rows = klt.sampled_rows(samples, str(self))
         predictor = None
@@ -67,14 +67,15 @@ class Pca(Codec):
         settings = (self.classes, self.rdo, _SMALLEST)
         if self.step:
             return fit_range(samples.site, found, rows, self.step * unit, settings, predictor)
-        # Bits fall by about one for every doubling of the step; secant steps on that line find the step.
-        step = unit * 2.0 ** (2.0 - self.bits)
-        for _ in range(6):
+        # A quick estimate finds the step; what it misses (classes, rdo) is measured and aimed off.
+        aim = self.bits
+        for _ in range(3):
+            step = step_for_bits(found, rows, aim, unit)
             coder = fit_range(samples.site, found, rows, step, settings, predictor)
             excess = coder.calibrated_bits - self.bits
-            if abs(excess) < 0.004 * max(self.bits, 0.5):
+            if abs(excess) < 0.01 * self.bits:
                 break
-            step *= 2.0 ** max(-2.0, min(2.0, excess / max(0.3, min(1.0, self.bits / 2))))
+            aim = max(0.02, aim - excess)
         return coder
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     import torch
 
 _COUNT = struct.Struct("<I")
-_FIT_TOKENS = 8192
+_FIT_TOKENS = 4096
+_SEARCH_TOKENS = 1024
 
 
 def fit_range(
@@ -46,7 +47,7 @@ def fit_range(
     loudness = c.abs().clamp_max(64).sum(dim=-1)
     kinds = (loudness.argsort().argsort() * classes // max(1, c.shape[0])).clamp_max(classes - 1)
     coder = None
-    for turn in range(4):
+    for turn in range(3):
         k, kind = numbers.numpy(), kinds.numpy()
         prior = bank.histogram(k) / max(1, k.shape[0])
         # A class borrows from all: a channel it hardly saw keeps a law.
@@ -60,6 +61,33 @@ def fit_range(
     fitted = RangeCoder(site, transform, predictor, {**own, "shrink": _shrinkage(c, numbers)}, rdo)
     fitted.calibrated_bits = float(fitted.lengths(numbers, kinds).mean()) / site.width
     return fitted
+
+
+def step_for_bits(found: Spectrum, rows: torch.Tensor, bits: float, unit: float) -> float:
+    """The step whose nearest numbers take `bits` a value under one law per channel: secant steps in log₂ step."""
+    import numpy as np
+
+    transform = found.with_step(unit, 0.0)
+    c = transform.forward(rows[:: max(1, rows.shape[0] // _SEARCH_TOKENS)].float())
+    lengths = bank.code_lengths().astype(np.float64).T
+
+    def spent(step: float) -> float:
+        numbers = (c * (unit / step)).round().clamp(-bank.RADIUS, bank.RADIUS).long().numpy()
+        return float((bank.histogram(numbers) @ lengths).min(axis=1).sum()) / c.shape[0] / found.mean.numel()
+
+    step: float
+    step, slope = unit * 2.0 ** (2.0 - bits), -0.8
+    last: tuple[float, float] | None = None
+    for _ in range(10):
+        excess = spent(step) - bits
+        if abs(excess) < 0.003 * bits:
+            break
+        at = float(np.log2(step))
+        if last is not None and at != last[0]:
+            slope = min(-0.05, max(-1.1, (excess - last[1]) / (at - last[0])))
+        last = (at, excess)
+        step *= 2.0 ** max(-2.0, min(2.0, -excess / slope))
+    return step
 
 
 def _shrinkage(c: torch.Tensor, numbers: torch.Tensor) -> np.ndarray[Any, Any]:
