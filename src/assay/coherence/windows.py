@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-MIN_WORDS = 24
+MIN_WORDS, MIN_TOKENS = 12, 40
+"""A text with fewer words or tokens (marks counted) is too short to say anything."""
 
 FEATURES = (
     "shape", "letters", "odd_words", "known", "function", "syntax", "script_jumps", "case_jumps", "digit_jumps",
-    "loose_marks", "marks", "repeats", "lines", "word_length",
+    "loose_marks", "marks", "repeats", "lines", "word_length", "singles",
 )  # fmt: skip
 _ENCODED = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
 
@@ -41,7 +42,7 @@ class Windows:
 
 def running_sums(view: TextView) -> Mapping[str, NDArray[np.float64]] | None:
     """Running sums of all measures over the tokens, or None if there are too few to say anything."""
-    if int(view.is_word.sum()) < MIN_WORDS:
+    if len(view.is_word) < MIN_TOKENS or int(view.is_word.sum()) < MIN_WORDS:
         return None
     return {name: _sums(values) for name, values in _token_measures(view).items()}
 
@@ -78,6 +79,7 @@ def measure(view: TextView, sums: Mapping[str, NDArray[np.float64]], window: int
         "repeats": mean("seen_before", "one"),
         "lines": mean("breaks", "one"),
         "word_length": mean("letters", "latin_word"),
+        "singles": mean("single", "one"),
     }
     values = np.stack([columns[name] for name in FEATURES], axis=1)
     return Windows(values, first, end, start_char, end_char)
@@ -130,6 +132,7 @@ def _token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
         "known": known * latin_word,
         "function": function * latin_word,
         "is_word": is_word,
+        "single": (ends - starts == 1) * latin_word,
         "pairs": no_break * weight,
         "pair_bits": pair * no_break * weight,
         "script_jump": _script_jumps(classes, starts, ends) * weight,

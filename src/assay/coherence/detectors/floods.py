@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator
 
 from assay.coherence.detectors.base import Detection
-from assay.coherence.detectors.periodic import has_stretch, true_stretches
-from assay.coherence.textview import TextView
+from assay.coherence.detectors.periodic import has_stretch, running_count, true_stretches
+from assay.coherence.textview import Ending, TextView
 
 MIN_RUN = 8
 _NEWLINES = re.compile(r"\n\s{7,}")
@@ -23,13 +23,21 @@ NEWLINE_LIMIT = 16
 BLANK_LIMIT = 256
 DOMINATED, DOMINANCE = 100, 0.75
 """Characters of a window, and the share of it that one letter may not reach."""
+CUT_WINDOW = 80
+"""Characters at the end of a text that the server cut."""
 NEAR = 120
 """Code points looked at on either side of a run; a longer line is not a line of a drawing."""
 
 
 def detect(view: TextView) -> Detection | None:
     """The first flood of the text."""
-    floods = (_character_flood(view), _dominated(view), _newline_flood(view), _blank_flood(view))
+    floods = (
+        _character_flood(view),
+        _dominated(view),
+        _cut_flood(view),
+        _newline_flood(view),
+        _blank_flood(view),
+    )
     found = [d for d in floods if d]
     return min(found, key=lambda d: d.onset, default=None)
 
@@ -114,6 +122,33 @@ def _dominated(view: TextView) -> Detection | None:
                 {"char": char, "in_window": DOMINATED},
             )
     return None
+
+
+def _cut_flood(view: TextView) -> Detection | None:
+    """One character that fills the end of a text that the server cut: rules and banners come to an end."""
+    import numpy as np
+
+    if view.ending is not Ending.CUT or len(view.codes) < CUT_WINDOW:
+        return None
+    tail = view.codes[-CUT_WINDOW:]
+    known, counts = np.unique(tail, return_counts=True)
+    code = int(known[np.argmax(counts)])
+    char = chr(code)
+    # Zeros in base64 are full of A, and many texts are indented.
+    if counts.max() < DOMINANCE * CUT_WINDOW or char in "A \t\n":
+        return None
+    # Words stand beside a dotted line or a blank to fill in, and drawings have short lines.
+    end = view.text[-CUT_WINDOW:]
+    if char in _RULES and (sum(map(str.isalnum, end)) > 2 or any(map(str.isspace, end))):
+        return None
+    # It begins where the character first takes over, looking back from the end.
+    same = running_count(view.codes == code)
+    share = (same[-1] - same[:-1]) / np.arange(len(view.codes), 0, -1)
+    onset = int(np.argmax((share >= DOMINANCE) & (view.codes == code)))
+    kind = "blank_flood" if char.isspace() else "asterisk_attractor" if char == "*" else "single_char_flood"
+    count = int(same[-1] - same[onset])
+    evidence = {"char": char, "code_point": f"U+{code:04X}", "count": count}
+    return Detection(kind, onset, len(view.codes), evidence)
 
 
 def _newline_flood(view: TextView) -> Detection | None:

@@ -97,7 +97,7 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
     if kind is UnitClass.DECORATION:
         return _decoration_fault(loop)
     if kind is UnitClass.DATA:
-        return _data_fault(loop)
+        return _data_fault(loop, ending)
     if any(c in _CODE for c in loop.unit):
         return loop.repeats >= (8 if loop.cut else 40)
     if is_sentence(loop.unit):
@@ -113,9 +113,11 @@ def _decoration_fault(loop: Loop) -> bool:
     return loop.repeats >= 12 and loop.chars >= (60 if loop.at_end else 400)
 
 
-def _data_fault(loop: Loop) -> bool:
+def _data_fault(loop: Loop, ending: Ending) -> bool:
     if not loop.one_line:
         return loop.repeats >= 64 and loop.cut
+    if ending is Ending.CUT and loop.open_ended and loop.repeats >= 16:
+        return loop.chars >= 40
     return loop.chars >= (160 if loop.open_ended else 1000)
 
 

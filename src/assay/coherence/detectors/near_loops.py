@@ -25,6 +25,8 @@ MIN_REPEATS = 8
 MIN_TOKENS = 48
 MIN_SAME = 0.85
 MIN_CHARS = 200
+LONG_PERIOD = 8
+"""Tokens from which a line says something: shorter ones must come again more often."""
 MAX_MARKS = 0.3
 MIN_LETTERS = 0.6
 
@@ -80,7 +82,8 @@ def _is_prose_loop(
     if int(counts.breaks[b] - counts.breaks[a]) * 4 * period < tokens:
         return True
     at_end = len(view.words) - 1 - last <= period
-    return view.ending is Ending.CUT and at_end and tokens >= 12 * period
+    repeats = MIN_REPEATS if period >= LONG_PERIOD else 12
+    return view.ending is Ending.CUT and at_end and tokens >= repeats * period
 
 
 @dataclass(frozen=True)

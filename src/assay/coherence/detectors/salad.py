@@ -29,7 +29,7 @@ SCALES = ((64, 16), (24, 8))
 """Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
 ROWS = 128
 """Windows that go through the trees together."""
-LIMITS = {64: (2.9, 2, 3.5), 24: (3.5, 3, 5.5)}
+LIMITS = {64: (2.9, 2, 4.0), 24: (3.5, 3, 5.5)}
 """For each scale: the log-odds from which a window counts, how many such windows in a row make a salad, and the
 log-odds that one window needs in a text that holds no more of them."""
 
@@ -96,9 +96,6 @@ def _in_windows(measured: windows.Windows, window: int) -> Detection | None:
     import numpy as np
 
     score = scores(measured.values, trees(window))
-    marks, repeats = (measured.values[:, windows.FEATURES.index(name)] for name in ("marks", "repeats"))
-    # Marks everywhere and hardly a new token: regular code or a table, whatever its letters look like.
-    score = np.where((marks > 0.4) & (repeats > 0.85), -np.inf, score)
     limit, stretch, lone_limit = LIMITS[window]
     # The more windows, the more strange ones by chance: every doubling past 64 asks for one more in a row.
     stretch += max(0, (len(score) // 64).bit_length() - 1) if len(score) >= 128 else 0
@@ -106,6 +103,8 @@ def _in_windows(measured: windows.Windows, window: int) -> Detection | None:
     starts, ends = true_stretches(score > (lone_limit if lone else limit))
     for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if end - first >= (1 if lone else stretch):
+            while first > 0 and score[first - 1] > 0:  # it began where salad became the likelier
+                first -= 1
             worst = first + int(np.argmax(score[first:end]))
             measures = dict(zip(windows.FEATURES, measured.values[worst].round(3).tolist(), strict=True))
             evidence = {

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import random
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from assay.coherence import grade
+from assay.coherence.detectors import floods, recycled_tail
+from assay.coherence.grading import Label
+from assay.coherence.textview import Ending, TextView
+
+
+def changing_items(count: int, choices: int = 5) -> str:
+    """List items of a page whose number is drawn from a few: no period fits them."""
+    rng = random.Random(3)
+    return "\n".join(
+        f'    <li>\n      <a href="https://example.org/page/{rng.randint(1, choices)}" class="item">Read more</a>\n    </li>'
+        for _ in range(count)
+    )
+
+
+def test_a_loop_in_changing_copies_is_found_where_the_server_cut_it() -> None:
+    text = "<ul>\n" + changing_items(40)
+    found = recycled_tail.detect(TextView(text, Ending.CUT))
+    assert found is not None and found.onset < 200
+    assert grade(text, finish_reason="length").label is Label.DEGENERATE
+
+
+def test_items_with_contents_of_their_own_are_left_alone() -> None:
+    names = [
+        f"{a}{b}"
+        for a in ("north", "south", "old", "new", "great")
+        for b in ("field", "bridge", "gate", "well", "ham")
+    ]
+    text = "\n".join(
+        f'<li><a href="https://example.org/{n}" class="item">Read more about {n}</a></li>' for n in names
+    )
+    assert recycled_tail.detect(TextView(text, Ending.CUT)) is None
+
+
+def test_a_numbered_list_of_equal_items_may_be_asked_for_but_comes_to_an_end() -> None:
+    text = "\n".join(f"{i}. I shall water the plants in the hall every morning." for i in range(1, 31))
+    assert recycled_tail.detect(TextView(text, Ending.STOPPED)) is None
+    assert recycled_tail.detect(TextView(text, Ending.CUT)) is not None
+
+
+def test_nothing_is_concluded_from_an_open_text() -> None:
+    assert recycled_tail.detect(TextView(changing_items(40), Ending.OPEN)) is None
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 5))
+def test_earlier_runs_are_those_of_a_dictionary(ids: list[int], length: int) -> None:
+    seen: dict[tuple[int, ...], int] = {}
+    expected = []
+    for at in range(max(0, len(ids) - length + 1)):
+        run = tuple(ids[at : at + length])
+        expected.append(seen.get(run, -1))
+        seen[run] = at
+    assert recycled_tail.earlier_runs(np.array(ids, dtype=np.int64), length).tolist() == expected
+
+
+def test_a_flood_shorter_than_a_rule_counts_where_the_server_cut_it() -> None:
+    text = "The answer is " + "7" * 100
+    assert floods.detect(TextView(text, Ending.STOPPED)) is None
+    found = floods.detect(TextView(text, Ending.CUT))
+    assert found is not None and (found.kind, found.onset) == ("single_char_flood", 14)
+
+
+def test_a_line_to_fill_in_and_a_dotted_line_are_no_flood() -> None:
+    form = "Name: " + "_" * 40 + "\nAddress: " + "_" * 30
+    assert floods.detect(TextView(form, Ending.CUT)) is None
+    assert floods.detect(TextView("7. The harbour " + "." * 62 + " 41", Ending.CUT)) is None
