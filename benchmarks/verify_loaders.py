@@ -32,11 +32,13 @@ GATE = "model.layers.3.mlp.gate_proj.weight"
 
 LOAD = """
 import json, os, sys
+import torch
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
 
+torch.accelerator.empty_cache = lambda: None  # as vLLM's own CPU runner does before it loads
 begun = False
 for folder in json.load(sys.stdin):
     try:

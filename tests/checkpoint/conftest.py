@@ -50,6 +50,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[LoopbackHub
             monkeypatch.delenv(name, raising=False)
         for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(limits, "REQUEST_S", 0.6)
+        monkeypatch.setattr(limits, "REQUEST_S", 5.0)
         monkeypatch.setattr(limits, "PAUSE_S", 0.01)
         yield running

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -209,11 +210,20 @@ def test_a_terabyte_with_nothing_to_hold_it_against_is_not_hashed(ask: Ask, mode
     began = time.monotonic()
     code, report = ask(model, "--allow-unverified")
     assert code == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
     assert any("not hashed" in f["title"] for f in report["findings"])
 
 
 # Interrupts.
+
+
+def remembered(cache: Path) -> int:
+    """How many digests the cache holds by now."""
+    try:
+        with sqlite3.connect(f"file:{cache}?mode=ro", uri=True) as table:
+            return int(table.execute("SELECT count(*) FROM digest").fetchone()[0])
+    except sqlite3.Error:
+        return 0
 
 
 def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, model: Path) -> None:
@@ -226,12 +236,14 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
-    time.sleep(2.5)  # the first file is done, the second is far from it
+    until = time.monotonic() + 60
+    while not remembered(tmp_path / "cache" / "digests.sqlite") and time.monotonic() < until:
+        time.sleep(0.05)  # until the first file is done; the second takes much longer
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
     assert "Traceback" not in err
     report = json.loads(out)
     assert (report["exit_code"], report["verdict"]) == (130, "inconclusive")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from assay.checkpoint.hub import limits
 from checkpoint.asking import Ask, finding, statuses
 from checkpoint.loopback_hub import LoopbackHub, closed_port
 from checkpoint_samples import edit_json, llama
@@ -227,7 +228,7 @@ def test_a_status_is_one_line_and_its_exit_code(
     assert words in report["findings"][0]["title"]
     assert "\n" not in report["findings"][0]["title"]
     assert len(hub.seen) <= 6
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
 
 
 def test_a_hiccup_is_tried_again(ask: Ask, hub: LoopbackHub, model: Path, commit: str) -> None:
@@ -267,13 +268,16 @@ def test_an_answer_that_is_not_the_api(ask: Ask, hub: LoopbackHub, commit: str, 
     assert "cannot read org/tiny" in report["findings"][0]["title"]
 
 
-def test_a_silent_hub_is_inconclusive(ask: Ask, hub: LoopbackHub, commit: str) -> None:
-    hub.twist("/api/models", delay=3)
+def test_a_silent_hub_is_inconclusive(
+    ask: Ask, hub: LoopbackHub, commit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REQUEST_S", 0.5)
+    hub.twist("/api/models", delay=20)
     began = time.monotonic()
     code, report = ask(f"hub:{REPO}")
     assert code == 3
     assert "did not answer" in report["findings"][0]["title"]
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
 
 
 def test_a_shard_whose_bytes_stop_short_is_asked_for_again_and_then_named(
