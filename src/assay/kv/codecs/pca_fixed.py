@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 MAX_WIDTH = 8
+_FIT_TOKENS = 4096
 _LEVEL_SAMPLES = 100_000
 
 
@@ -33,7 +34,7 @@ def fit_fixed(
     import torch
 
     transform = found.with_step(float(found.variances[0].sqrt()) or 1.0, 0.0)
-    c = transform.forward(rows.float())
+    c = transform.forward(rows[:: max(1, rows.shape[0] // _FIT_TOKENS)].float())
     deviation = c.square().mean(dim=0).sqrt().clamp_min(2.0**-24).half().float()
     z = (c / deviation).numpy()
     order = np.random.Generator(np.random.PCG64(0)).permutation(z.size)[:_LEVEL_SAMPLES]

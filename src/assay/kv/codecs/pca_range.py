@@ -73,10 +73,10 @@ def step_for_bits(found: Spectrum, rows: torch.Tensor, bits: float, unit: float)
 
     def spent(step: float) -> float:
         numbers = (c * (unit / step)).round().clamp(-bank.RADIUS, bank.RADIUS).long().numpy()
-        return float((bank.histogram(numbers) @ lengths).min(axis=1).sum()) / c.shape[0] / found.mean.numel()
+        total = float((bank.histogram(numbers) @ lengths).min(axis=1).sum())
+        return total / int(c.shape[0] * found.mean.numel())
 
-    step: float
-    step, slope = unit * 2.0 ** (2.0 - bits), -0.8
+    step, slope = float(unit * 2.0 ** (2.0 - bits)), -0.8
     last: tuple[float, float] | None = None
     for _ in range(10):
         excess = spent(step) - bits
@@ -86,7 +86,7 @@ def step_for_bits(found: Spectrum, rows: torch.Tensor, bits: float, unit: float)
         if last is not None and at != last[0]:
             slope = min(-0.05, max(-1.1, (excess - last[1]) / (at - last[0])))
         last = (at, excess)
-        step *= 2.0 ** max(-2.0, min(2.0, -excess / slope))
+        step *= float(2.0 ** max(-2.0, min(2.0, -excess / slope)))
     return step
 
 
