@@ -200,3 +200,42 @@ def allocate(
         most=most,
     )
     return run_allocate(plan, show)
+
+
+@app.command("encode")
+@verb("kv encode")
+def encode(
+    source: Annotated[
+        Path, typer.Argument(help="KKTV file, or a safetensors file of [KV heads, tokens, head_dim].")
+    ],
+    codec: CodecSpec,
+    out: Annotated[Path, typer.Option(help="Stream that is written.")],
+    heads: Annotated[
+        int, typer.Option(min=1, help="KV heads of a KKTV file, whose rows go token by token.")
+    ] = 1,
+    tensor: Annotated[
+        str | None, typer.Option(help="Tensor of a safetensors file that holds several.")
+    ] = None,
+    stream: Annotated[str, typer.Option(help="k or v.")] = "k",
+    layer: Annotated[int, typer.Option(min=0, help="Layer, for codecs that need a calibration.")] = 0,
+    calibration: Calibration = None,
+) -> Report:
+    """Encode a tensor of keys or values to its serialised stream, and say what was lost."""
+    from assay.kv.files import Place, run_encode
+
+    return run_encode(source, codec, out, Place(stream, layer, calibration), heads=heads, tensor=tensor)
+
+
+@app.command("decode")
+@verb("kv decode")
+def decode(
+    source: Annotated[Path, typer.Argument(help="Stream that `assay kv encode` wrote.")],
+    out: Annotated[Path, typer.Option(help="Tensor that is written: .safetensors, else KKTV.")],
+    stream: Annotated[str, typer.Option(help="k or v.")] = "k",
+    layer: Annotated[int, typer.Option(min=0, help="Layer, for codecs that need a calibration.")] = 0,
+    calibration: Calibration = None,
+) -> Report:
+    """Decode a stream with the codec that its header names."""
+    from assay.kv.files import Place, run_decode
+
+    return run_decode(source, out, Place(stream, layer, calibration))

@@ -1,0 +1,80 @@
+"""`assay kv encode` and `decode` from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from assay.cli.main import invoke  # noqa: E402
+from assay.kv.kktv import read_kktv, write_kktv  # noqa: E402
+
+
+@pytest.fixture
+def kv(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: object) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = invoke(["kv", *map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "k.kktv"
+    write_kktv(path, np.random.default_rng(0).standard_normal((90, 32)).astype(np.float32))
+    return path
+
+
+def test_there_and_back(kv: Any, rows: Path, tmp_path: Path) -> None:
+    code, body = kv("encode", rows, "--codec", "hadamard(bits=6)", "--out", tmp_path / "s", "--heads", 3)
+    assert code == 0
+    assert body["results"]["shape"] == [3, 30, 32]
+    assert body["results"]["bytes"]["stored"] == (tmp_path / "s").stat().st_size
+    assert body["results"]["relative_squared_error"] < 0.005
+    code, body = kv("decode", tmp_path / "s", "--out", tmp_path / "back.kktv")
+    assert code == 0
+    difference = read_kktv(tmp_path / "back.kktv") - read_kktv(rows)
+    assert (difference**2).mean() < 0.005
+    code, _ = kv("decode", tmp_path / "s", "--out", tmp_path / "back.safetensors")
+    code, body = kv("encode", tmp_path / "back.safetensors", "--codec", "identity", "--out", tmp_path / "t")
+    assert body["results"]["shape"] == [3, 30, 32]
+    assert body["results"]["relative_squared_error"] == 0
+
+
+def test_mistakes_end_with_words(kv: Any, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "junk").write_bytes(b"not a tensor at all, but some words")
+    stream = tmp_path / "s"
+    kv("encode", rows, "--codec", "fp8", "--out", stream)
+    cut = tmp_path / "cut"
+    cut.write_bytes(stream.read_bytes()[:-3])
+    out = tmp_path / "o"
+    for arguments, said in (
+        (("encode", tmp_path / "none", "--codec", "fp8", "--out", out), "none"),
+        (("encode", tmp_path / "junk", "--codec", "fp8", "--out", out), "KKTV"),
+        (("encode", rows, "--codec", "fp8", "--out", out, "--heads", 7), "7 heads"),
+        (("encode", rows, "--codec", "pca", "--out", out), "calibration"),
+        (("encode", rows, "--codec", "fp8", "--out", out, "--stream", "q"), "stream"),
+        (("decode", cut, "--out", out), "damaged"),
+        (("decode", tmp_path / "junk", "--out", out), "damaged"),
+        (("decode", tmp_path / "none", "--out", out), "none"),
+    ):
+        code, body = kv(*arguments)
+        assert code == 2, arguments
+        assert said in body["findings"][0]["title"]
+    assert not out.exists()
+
+
+def test_every_codec_and_wrapper_is_listed_with_its_parameters(kv: Any) -> None:
+    code, body = kv("list")
+    assert code == 0
+    names = {e["name"]: e["parameters"] for e in body["results"]["codecs"]}
+    assert set(names) == {"identity", "bf16", "fp8", "int", "hadamard", "lattice", "kakeya", "pca"}
+    assert names["hadamard"]["bits"] == 4
+    assert {"prerope", "sinks", "recent", "mean", "qprecond"} <= {e["name"] for e in body["results"]["wrappers"]}
