@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from zlib import crc32
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -181,7 +179,6 @@ def test_payloads_of_a_wrong_length_are_refused_even_with_a_good_checksum(spec: 
     blocks = from_bytes(codec.encode(tokens(SITES["v64"], 128))).blocks
     block = next((b for b in blocks if not b.exact), blocks[0])
     for payload in (b"", block.payload[:-1], block.payload + b"\0"):
-        assert crc32(payload) is not None
         with pytest.raises(AssayError):
             codec.coder.dequantise(codec.coder.unpack([payload], block.tokens))
 
@@ -222,9 +219,9 @@ def test_streams_of_other_tables_are_refused() -> None:
 
 
 def test_a_codec_that_must_learn_says_so() -> None:
-    with pytest.raises(AssayError, match="calibration"):
-        from assay.kv.codec import Samples
+    from assay.kv.codec import Samples
 
+    with pytest.raises(AssayError, match="calibration"):
         parse_recipe("fp8(scale=head)").fit(Samples(SITES["k64"]))
 
 
