@@ -77,7 +77,7 @@ def measure(
     found = {
         "prefill": rate(lambda: generate(windows, -1, None), scored, args.repeats),
         "top20": rate(
-            lambda: generate(windows[: args.top_windows], None, 20), args.top_windows * (length - 1), 1
+            lambda: generate(windows[: args.top_windows], -1, 20), args.top_windows * (length - 2), 1
         ),
         "all": rate(lambda: generate(windows[:1], args.all_tokens, -1), args.all_tokens - 1, 1),
     }
