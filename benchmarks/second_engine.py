@@ -1,6 +1,6 @@
 """`assay check` on a server of another kind: llama.cpp's own, with the GGUF file that SmolLM2's checkpoint came from.
 
-    bash benchmarks/build_llama_cpp.sh && python benchmarks/second_engine.py [--binary llama-server]
+    bash benchmarks/build_llama_cpp.sh && python benchmarks/second_engine.py [--binary llama-server] [--timeout S]
 
 The weights are the same, so the reference run by transformers should be matched. llama.cpp's server cannot score a
 prompt; the check says so and judges by texts and prompts alone.
@@ -28,9 +28,16 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--binary", type=Path, default=cache_dir("llama.cpp") / "bin" / "llama-server")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds for one answer; more on a busy machine"
+    )
     arguments = parser.parse_args()
     with llama_server(smollm2_gguf(), arguments.binary) as server:
-        options = CheckOptions(plan=Plan(seed=1000, repeats=3), reference_engine=f"hf:{build_smollm2()}")
+        options = CheckOptions(
+            plan=Plan(seed=1000, repeats=3),
+            reference_engine=f"hf:{build_smollm2()}",
+            timeout=arguments.timeout,
+        )
         report = run_check(server.url, options, show)
     print_report(report)
     kept = report.to_json()
