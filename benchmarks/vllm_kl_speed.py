@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pydoc_data.topics
 import statistics
 import time
@@ -134,6 +135,7 @@ def main() -> None:
             "length": args.length,
             "batch": args.batch,
             **found,
+            "load_average": os.getloadavg(),
             "environment": describe(),
         }
     finally:
