@@ -62,7 +62,7 @@ def test_mistakes_end_with_words(kv: Any, rows: Path, tmp_path: Path) -> None:
         (("encode", rows, "--codec", "pca", "--out", out), "calibration"),
         (("encode", rows, "--codec", "fp8", "--out", out, "--stream", "q"), "stream"),
         (("decode", cut, "--out", out), "damaged"),
-        (("decode", tmp_path / "junk", "--out", out), "damaged"),
+        (("decode", tmp_path / "junk", "--out", out), "no KV stream"),
         (("decode", tmp_path / "none", "--out", out), "none"),
     ):
         code, body = kv(*arguments)
