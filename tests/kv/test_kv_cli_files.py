@@ -77,4 +77,6 @@ def test_every_codec_and_wrapper_is_listed_with_its_parameters(kv: Any) -> None:
     names = {e["name"]: e["parameters"] for e in body["results"]["codecs"]}
     assert set(names) == {"identity", "bf16", "fp8", "int", "hadamard", "lattice", "kakeya", "pca"}
     assert names["hadamard"]["bits"] == 4
-    assert {"prerope", "sinks", "recent", "mean", "qprecond"} <= {e["name"] for e in body["results"]["wrappers"]}
+    assert {"prerope", "sinks", "recent", "mean", "qprecond"} <= {
+        e["name"] for e in body["results"]["wrappers"]
+    }
