@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from assay.engines.scoring import ScoringPath
-from assay.errors import UsageError
+from assay.errors import AssayError, UsageError
 from assay.fidelity.identity import fingerprint, label_of
 from assay.fidelity.plan import Plan, fraction, plan_from, read_plan
 
@@ -89,3 +89,13 @@ def test_a_changed_file_has_another_fingerprint(tmp_path: Path) -> None:
     assert fingerprint(f"hf:{tmp_path}?dtype=float32") == before
     (tmp_path / "model.safetensors").write_bytes(b"12")
     assert fingerprint(f"hf:{tmp_path}?dtype=float32") != before
+
+
+def test_engines_that_cannot_be_compared_are_refused_with_the_reason() -> None:
+    from assay.engines.opening import open_scorer
+
+    with pytest.raises(AssayError, match="whole distributions") as error:
+        open_scorer("http://localhost:8000")
+    assert error.value.finding_id == "fidelity.missing_capability"
+    with pytest.raises(UsageError, match="names no engine"):
+        open_scorer("ollama:model")

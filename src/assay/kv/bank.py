@@ -179,6 +179,6 @@ def library() -> Any:
         raise AssayError(
             "entropy coding needs the package constriction, which is not installed",
             finding_id="kv.package_missing",
-            remedy="pip install 'assay[kv]', or use pca(coding=fixed)",
+            remedy="install the extra kv (pip install '.[kv]' in assay's folder), or use pca(coding=fixed)",
         ) from error
     return constriction

@@ -96,7 +96,7 @@ def find_python(named: str = "") -> Path | None:
     raise AssayError(
         "vllm: needs vLLM, which this Python does not have",
         finding_id="fidelity.engine_missing",
-        remedy=f"pip install 'assay[vllm]', or name a Python that has vLLM in {PYTHON}",
+        remedy=f"install the extra vllm (pip install '.[vllm]' in assay's folder), or name a Python that has vLLM in {PYTHON}",
     )
 
 
