@@ -158,6 +158,13 @@ def test_binary_and_missing_manifests(ask: Ask, model: Path, tmp_path: Path) -> 
     assert ask(model, "--manifest", tmp_path / "nowhere")[0] == 2
 
 
+def test_a_manifest_that_knows_no_file_here_proves_nothing(ask: Ask, model: Path, tmp_path: Path) -> None:
+    listing = tmp_path / "foreign.sha256"
+    listing.write_text("a" * 64 + "  elsewhere.txt\n")
+    assert ask(model, "--manifest", listing)[0] == 3
+    assert ask(model, "--manifest", listing, "--allow-unverified")[0] == 0
+
+
 def test_the_text_form_is_one_file_a_line() -> None:
     text = dump(Manifest({"b": Entry(GOOD, 2), "a": Entry(GOOD, 1)}))
     assert text.splitlines()[1] == f'{{"path": "a", "size": 1, "sha256": "{GOOD}"}},'

@@ -61,5 +61,7 @@ class Outcome:
             return Verdict.ERROR
         if self.unreachable or self.interrupted:
             return Verdict.INCONCLUSIVE
-        loose = any(f.status == "unverified" for f in self.files)
+        statuses = {f.status for f in self.files}
+        strangers = "extra" in statuses and "verified" not in statuses
+        loose = "unverified" in statuses or strangers
         return Verdict.INCONCLUSIVE if loose and not self.options.allow_unverified else Verdict.PASS
