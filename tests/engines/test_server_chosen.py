@@ -124,3 +124,22 @@ def test_a_server_that_scores_no_prompt_is_refused_with_the_reason(stub: StubSer
 def test_rows_must_fit_the_tokens(engine: ServerEngine) -> None:
     with pytest.raises(ValueError, match="need 2 rows"):
         engine.score_chosen(TOKENS, CHOSEN[:1])
+
+
+def test_one_forbidden_route_leaves_the_others_and_all_forbidden_says_so() -> None:
+    from assay.engines.server.chosen import ChosenScores
+    from assay.engines.server.chosen import score_chosen as by_routes
+    from assay.engines.server.errors import Unauthorized
+
+    scores = ChosenScores(1, (-1.0,), ({5: -1.0},), "candidate")
+
+    def forbidden(*_: object) -> ChosenScores:
+        raise Unauthorized("http://server/inference answered 403: switched off")
+
+    def open_to_all(*_: object) -> ChosenScores:
+        return scores
+
+    found, route = by_routes(None, "m", (4, 5), [[5]], 1, [forbidden, open_to_all])  # type: ignore[arg-type]
+    assert (found, route) == (scores, open_to_all)
+    with pytest.raises(Unauthorized, match="403"):
+        by_routes(None, "m", (4, 5), [[5]], 1, [forbidden, forbidden])  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from assay.engines.server.errors import BadScores, NotFound, RequestRefused
+from assay.engines.server.errors import BadScores, NotFound, RequestRefused, Unauthorized
 from assay.engines.server.fields import as_count, as_number, as_object, first_choice
 from assay.engines.server.transport import Transport
 
@@ -174,11 +174,19 @@ def score_chosen(
     if first < 1 or len(tokens) - first != len(chosen) or not chosen:
         raise ValueError(f"{len(tokens)} tokens from {first} on need {len(tokens) - first} rows of ids")
     reasons = []
+    refusals: list[Unauthorized] = []
     for route in routes:
         try:
             return route(transport, model, tokens, chosen, first), route
+        except (
+            Unauthorized
+        ) as error:  # a server may forbid one route only: vLLM's scale-out endpoints are off
+            refusals.append(error)
+            reasons.append(error.message)
         except (NotFound, RequestRefused, BadScores) as error:
             reasons.append(str(error.evidence.get("said") or error.message))
+    if len(refusals) == len(routes):
+        raise refusals[-1]
     raise BadScores("the server cannot score a prompt: " + "; ".join(reasons))
 
 
