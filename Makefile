@@ -27,12 +27,12 @@ system:          ## Install the Debian packages that the tests use (Chromium, to
 demo: install    ## Check a real server, whole and broken, side by side
 	$(BIN)/assay demo
 
-test: install system  ## All tests but the slow ones, real engines included (under 15 minutes on 2 cores)
+test: install system  ## All tests but the slow ones, real engines included (15 to 20 minutes on 2 cores)
 	$(MAKE) lint types
 	$(BIN)/python -m assay.cli.prepare
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" --durations=15
 
-test-fast: install  ## Tests without engines (under 2 minutes)
+test-fast: install  ## Tests without engines (a few minutes)
 	$(BIN)/python -m pytest -m "not engine and not slow"
 
 test-slow: install system  ## The rest
