@@ -170,7 +170,7 @@ def _candidate(
             seen,
             engine.engagement(),
             path=ScoringPath(plan.path),
-            hooked=plan.job.hook is not None,
+            hooked=False,
             same=same or cut,
             label=label,
         )

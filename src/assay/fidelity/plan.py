@@ -6,7 +6,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class Plan:
     """Of the bootstrap and of the noise floor."""
     draws: int = 10_000
     floors: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.candidates:
@@ -75,8 +74,7 @@ class Plan:
         """Plain JSON types, every field, so that equal plans are written equally."""
         data = asdict(self)
         data["candidates"], data["text"] = list(self.candidates), list(self.text)
-        data.pop("extra")
-        return data | dict(self.extra)
+        return data
 
     @property
     def sha256(self) -> str:
@@ -98,7 +96,7 @@ def read_plan(path: Path, overrides: Mapping[str, Any]) -> Plan:
 def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Plan:
     """A plan from plain data, such as a TOML file or the plan echoed in a result."""
     defaults = Plan(reference="-", candidates=("-",))
-    known = {f.name: type(getattr(defaults, f.name)) for f in fields(Plan) if f.name != "extra"}
+    known = {f.name: type(getattr(defaults, f.name)) for f in fields(Plan)}
     values: dict[str, Any] = {}
     for name, value in {**data, **overrides}.items():
         key = name.replace("-", "_")

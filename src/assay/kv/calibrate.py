@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from assay.engines.hf.scorer import HfScorer
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.fidelity.plan import Plan
-from assay.fidelity.reference import plan_windows
 from assay.kv.calibration import Calibration, write_calibration
 from assay.kv.capture import capture
-from assay.kv.model import cache_shape
+from assay.kv.session import session
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
 
@@ -41,16 +38,12 @@ class CalibrationPlan:
 
 def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROGRESS) -> Report:
     """Run the text through the model, and write one calibration file."""
-    spec = plan.model if plan.model.startswith("hf:") else f"hf:{plan.model}"
-    scorer = HfScorer.load(spec)
-    try:
-        comparison = Plan(spec, (spec,), plan.text, windows=plan.windows, length=plan.length)
-        windows, text = plan_windows(comparison, scorer.tokenizer)
-        shape = cache_shape(scorer.engine.model)
-        tensors = capture(scorer, windows, shape, tokens=plan.tokens, batch=plan.batch, progress=progress)
-        engine = scorer.describe()
-    finally:
-        scorer.close()
+    with session(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
+        windows, text, shape = opened.windows, opened.text, opened.bench.shape
+        tensors = capture(
+            opened.scorer, windows, shape, tokens=plan.tokens, batch=plan.batch, progress=progress
+        )
+        engine = opened.scorer.describe()
     provenance = {
         "cache": shape.to_json(),
         "engine": engine,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.environment import describe
 from assay.errors import UsageError
@@ -17,13 +16,11 @@ from assay.fidelity.floors import Floors
 from assay.fidelity.identity import label_of
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.plan import Plan
-from assay.fidelity.reference import plan_windows
 from assay.kv.accounting import TABLE_TOKENS
 from assay.kv.hook import Mode
-from assay.kv.lab import Lab, Measured
-from assay.kv.model import CacheShape, cache_shape
-from assay.kv.rope import Rotary
-from assay.kv.setup import Bench, kept_layers, open_calibration
+from assay.kv.lab import Measured
+from assay.kv.session import engine_spec, session
+from assay.kv.setup import kept_layers
 from assay.kv.spec import parse_spec
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
@@ -80,24 +77,22 @@ class EvalPlan:
     @property
     def spec(self) -> str:
         """The model as an engine of transformers."""
-        return self.model if self.model.startswith("hf:") else f"hf:{self.model}"
+        return engine_spec(self.model)
 
 
 def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal: bool = False) -> Report:
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
     spec = parse_spec(plan.codec)
-    scorer = HfScorer.load(plan.spec)
     seen: list[WindowObservation] = []
     interrupted = False
     measured: Measured | None = None
-    try:
-        windows, text = plan_windows(plan.comparison, scorer.tokenizer)
-        shape = cache_shape(scorer.engine.model)
-        layers = kept_layers(shape, plan.skip_layers)
-        calibration = open_calibration(plan.calibration, shape, text, [w.sha256 for w in windows])
-        bench = Bench(shape, Rotary(scorer.engine.model, plan.length), calibration)
+    with session(
+        plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
+    ) as opened:
+        bench, text = opened.bench, opened.text
+        layers = kept_layers(bench.shape, plan.skip_layers)
         coders = bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams)
-        lab = Lab(scorer, windows, Mode(plan.mode), plan.batch)
+        lab = opened.lab(opened.windows, Mode(plan.mode), plan.batch)
         try:
             measured = lab.measure(
                 coders.by_stream,
@@ -108,17 +103,15 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
             )
         except KeyboardInterrupt:
             interrupted = True
-        facts, decode = scorer.describe(), scorer.tokenizer.decode
-    finally:
-        scorer.close()
+        facts, decode = opened.scorer.describe(), opened.scorer.tokenizer.decode
     results: dict[str, Any] = {
         "codec": str(spec),
         "mode": plan.mode,
         "streams": plan.streams,
         "skip_layers": list(plan.skip_layers),
         "text": {**text, "length": plan.length},
-        "cache": shape.to_json(),
-        "calibration": calibration.provenance if calibration else None,
+        "cache": bench.shape.to_json(),
+        "calibration": bench.calibration.provenance if bench.calibration else None,
         "table_tokens": plan.table_tokens,
     }
     subject = {"model": plan.model, "plan": asdict(plan)}
@@ -134,7 +127,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
         label=plan.codec,
     )
     result = assess(plan.comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
-    return _report(plan, result, results, subject, measured, shape, interrupted, allow_marginal)
+    return _report(plan, result, results, subject, measured, interrupted, allow_marginal)
 
 
 def _report(
@@ -143,7 +136,6 @@ def _report(
     results: dict[str, Any],
     subject: dict[str, Any],
     measured: Measured | None,
-    shape: CacheShape,
     interrupted: bool,
     allow_marginal: bool,
 ) -> Report:

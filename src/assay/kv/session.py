@@ -33,6 +33,11 @@ class Session:
         return Lab(self.scorer, windows, mode, batch)
 
 
+def engine_spec(model: str) -> str:
+    """A model as an engine of transformers, whether or not it is written as one."""
+    return model if model.startswith("hf:") else f"hf:{model}"
+
+
 @contextmanager
 def session(
     model: str,
@@ -44,7 +49,7 @@ def session(
     calibration: str | None,
 ) -> Iterator[Session]:
     """Load the model and cut the text; the calibration is checked against both. Everything is closed at the end."""
-    spec = model if model.startswith("hf:") else f"hf:{model}"
+    spec = engine_spec(model)
     scorer = HfScorer.load(spec)
     try:
         plan = Plan(spec, (spec,), tuple(text), windows=windows + fresh, length=length)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.errors import UsageError
 from assay.quant.hadamard import Rotation
+from assay.quant.linear import linear_layers, replace_weights
 from assay.quant.lloyd_max import gaussian_levels
 from assay.quant.packing import packed_bytes
 
@@ -47,17 +48,12 @@ def polar_bytes(rows: int, width: int, bits: int, block: int = 128) -> int:
 
 def polar_quantise(model: Any, bits: int, block: int = 128, seed: int = 1) -> int:
     """Replace the weights of every linear layer but the output head; returns the bytes of all parameters."""
-    import torch
-
     _check(bits, block)
-    total, counted = 0, set[int]()
-    with torch.no_grad():
-        for module in _linear_layers(model):
-            module.weight.copy_(polar_round_trip(module.weight, bits, block, seed))
-            total += polar_bytes(module.out_features, module.in_features, bits, block)
-            counted.add(id(module.weight))
-    rest = {id(p): p for p in model.parameters() if id(p) not in counted}
-    return int(total + sum(p.numel() * p.element_size() for p in rest.values()))
+    return replace_weights(
+        model,
+        lambda weight: polar_round_trip(weight, bits, block, seed),
+        lambda weight: polar_bytes(weight.shape[0], weight.shape[1], bits, block),
+    )
 
 
 @contextmanager
@@ -65,25 +61,13 @@ def polar_weights(model: Any, bits: int, block: int = 128, seed: int = 1) -> Ite
     """`polar_quantise` for the time of the context, which gives the stored bytes; the weights come back after it."""
     import torch
 
-    kept = [(module, module.weight.detach().clone()) for module in _linear_layers(model)]
+    kept = [(module, module.weight.detach().clone()) for module in linear_layers(model)]
     try:
         yield polar_quantise(model, bits, block, seed)
     finally:
         with torch.no_grad():
             for module, weight in kept:
                 module.weight.copy_(weight)
-
-
-def _linear_layers(model: Any) -> list[Any]:
-    """The linear layers but the output head; a weight that several share is named once."""
-    import torch
-
-    head = model.get_output_embeddings()
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            found.setdefault(id(module.weight), module)
-    return list(found.values())
 
 
 def _check(bits: int, block: int) -> None:

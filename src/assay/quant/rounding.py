@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import UsageError
+from assay.quant.linear import replace_weights
 
 if TYPE_CHECKING:
     import torch
@@ -58,22 +59,13 @@ def quantise_model(model: Any, bits: int = 4, group: int = 128, symmetric: bool 
 
     UsageError for a width that is not 1 … 8 bits or a group below 1.
     """
-    import torch
-
     if not 1 <= bits <= 8 or group < 1:
         raise UsageError(
             f"int(bits={bits}, group={group}): bits must be 1 to 8 and group at least 1",
             finding_id="fidelity.usage",
         )
-    head = model.get_output_embeddings()
-    total: int = 0
-    counted = set[int]()
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, torch.nn.Linear) and module is not head:
-                module.weight.copy_(quantise_dequantise(module.weight, bits, group, symmetric=symmetric))
-                total += stored_bytes(module.weight, bits, group, symmetric=symmetric)
-                counted.add(id(module.weight))
-    rest = {id(p): p for p in model.parameters() if id(p) not in counted}
-    total += sum(p.numel() * p.element_size() for p in rest.values())
-    return total
+    return replace_weights(
+        model,
+        lambda weight: quantise_dequantise(weight, bits, group, symmetric=symmetric),
+        lambda weight: stored_bytes(weight, bits, group, symmetric=symmetric),
+    )
