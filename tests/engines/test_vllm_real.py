@@ -91,9 +91,8 @@ def windows(engine: VllmScorer, count: int = 3) -> list[Window]:
     ids = engine.tokenizer.encode(
         "The old bridge over the river was built of stone, long before the war. " * 20
     )
-    bos = engine.tokenizer.bos_id
-    assert bos is not None
-    return [Window(i, (bos, *ids[i * 5 : i * 5 + LENGTH - 1])) for i in range(count)]
+    assert engine.tokenizer.bos_id is None  # it names <|im_start|> and puts none
+    return [Window(i, tuple(ids[i * 5 : i * 5 + LENGTH])) for i in range(count)]
 
 
 def test_a_worker_gives_what_transformers_gives(engine: VllmScorer, smollm2: Path) -> None:

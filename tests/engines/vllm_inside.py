@@ -38,12 +38,10 @@ class ScaleV(IdentityKv):
 
 
 def windows_of(engine: VllmScorer) -> list[Window]:
-    """Windows of plain text that begin with the start token."""
+    """Windows of plain text."""
     topics = pydoc_data.topics.topics
     ids = engine.tokenizer.encode("\n".join(topics[name] for name in ("class", "assert", "import")))
-    body = LENGTH - 1
-    bos = engine.tokenizer.bos_id
-    return [Window(i, (bos, *ids[i * body : (i + 1) * body])) for i in range(COUNT)]
+    return [Window(i, tuple(ids[i * LENGTH : (i + 1) * LENGTH])) for i in range(COUNT)]
 
 
 def logprobs(rows: Any) -> torch.Tensor:
