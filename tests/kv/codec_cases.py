@@ -47,6 +47,7 @@ SPECS = {
     "kakeya(block=128, bits=2, variance=0.95, levels=calibrated, skeleton=fp32)": 0.36,
     "kakeya(block=128, k=4, basis=shared, published_norm=true)": 1.0,
     "qprecond+kakeya(block=100, bits=4)": 0.2,
+    "noise(sigma=0.1)": 0.11,
 }
 SITES = {
     "k64": Site("k", 1, 4, 3, 64),

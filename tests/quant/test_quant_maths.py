@@ -17,7 +17,15 @@ from scipy.linalg import hadamard  # noqa: E402
 from scipy.stats import norm  # noqa: E402
 
 from assay.errors import UsageError  # noqa: E402
-from assay.quant.hadamard import Rotation, random_normal, random_signs, random_words, wht  # noqa: E402
+from assay.quant.hadamard import (  # noqa: E402
+    Rotation,
+    normal_of_words,
+    random_normal,
+    random_signs,
+    random_words,
+    wht,
+    words_of_keys,
+)
 from assay.quant.lattice import nearest, number, point, points  # noqa: E402
 from assay.quant.lloyd_max import (  # noqa: E402
     empirical_levels,
@@ -61,6 +69,21 @@ def test_words_are_those_of_splitmix64() -> None:
     words = random_words(7, 64)
     expected = [-1.0 if int(w) >> 63 else 1.0 for w in words]
     assert random_signs(7, 64).tolist() == expected
+
+
+def test_words_of_many_keys_are_those_of_each() -> None:
+    keys = [0, 7, 2**63 - 1, -1, -(2**63)]
+    found = words_of_keys(torch.tensor(keys), 5)
+    for key, row in zip(keys, found.tolist(), strict=True):
+        assert [word % 2**64 for word in row] == random_words(key, 5).tolist()
+
+
+def test_normal_values_of_words_are_normal() -> None:
+    from scipy import stats
+
+    x = normal_of_words(words_of_keys(torch.arange(1000), 100)).flatten().double().numpy()
+    assert stats.kstest(x, "norm").pvalue > 1e-3
+    assert np.isfinite(x).all() and abs(stats.kurtosis(x)) < 0.05
 
 
 def test_normal_values_are_normal() -> None:

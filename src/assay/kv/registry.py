@@ -18,6 +18,7 @@ CODECS = {
     "lattice": "lattice:Lattice",
     "kakeya": "kakeya:Kakeya",
     "pca": "pca:Pca",
+    "noise": "noise:Noise",
 }
 WRAPPERS = {
     "prerope": "placement:PreRope",

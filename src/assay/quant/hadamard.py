@@ -49,6 +49,38 @@ def random_normal(seed: int, count: int) -> torch.Tensor:
     return torch.from_numpy(both[:count].astype(np.float32))
 
 
+def words_of_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
+    """`count` words of SplitMix64 started at each key, int64 bit patterns: [...] → [..., count], on any device."""
+    import torch
+
+    steps = torch.arange(1, count + 1, device=keys.device) * _signed(_GOLDEN)
+    state = keys[..., None] + steps
+    state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
+    state = (state ^ _shifted(state, 27)) * _signed(0x94D049BB133111EB)
+    return state ^ _shifted(state, 31)
+
+
+def normal_of_words(words: torch.Tensor) -> torch.Tensor:
+    """Standard normal values from an even number of words: Box-Muller on their upper 24 bits, float32."""
+    import torch
+
+    uniform = (_shifted(words, 40).float() + 0.5) / 2.0**24
+    first, second = uniform.chunk(2, dim=-1)
+    radius = torch.sqrt(-2.0 * torch.log(first))
+    angle = 2.0 * torch.pi * second
+    return torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)], dim=-1)
+
+
+def _shifted(words: torch.Tensor, by: int) -> torch.Tensor:
+    """Words shifted right with zeros coming in."""
+    return (words >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same bits: torch multiplies no uint64."""
+    return word - 2**64 if word >= 2**63 else word
+
+
 def wht(x: torch.Tensor) -> torch.Tensor:
     """The orthonormal transform of the last dimension, whose length is a power of two; its own inverse."""
     import torch
