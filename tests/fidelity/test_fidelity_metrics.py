@@ -96,3 +96,40 @@ def test_different_tokens_are_refused() -> None:
     rows = LogitRows(Window(0, (1, 2, 3)), 1, torch.randn(2, 5))
     with pytest.raises(ValueError, match="different tokens"):
         window_statistics(rows, LogitRows(Window(0, (1, 2, 4)), 1, torch.randn(2, 5)))
+
+
+@given(seed=st.integers(0, 2**32 - 1), vocab=st.integers(4, 300), kept=st.integers(1, 299))
+@settings(max_examples=60, deadline=None)
+def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept: int) -> None:
+    """Against float64 by brute force, and never above the KL of the whole distributions."""
+    kept = min(kept, vocab - 1)
+    rng = np.random.default_rng(seed)
+    whole = rng.standard_normal((6, vocab)) * 4
+    whole -= np.log(np.exp(whole).sum(1, keepdims=True))
+    cand = (whole + rng.standard_normal((6, vocab)) * 0.3 + 7).astype(np.float32)
+    order = np.argsort(-whole, axis=1)
+    part = whole.copy()
+    np.put_along_axis(part, order[:, kept:], -np.inf, axis=1)
+    gold = order[:, 0].copy()
+    found = row_statistics(torch.from_numpy(part), torch.from_numpy(cand), torch.from_numpy(gold), rest=True)
+
+    p, q = np.exp(whole), np.exp(cand.astype(np.float64))
+    q /= q.sum(1, keepdims=True)
+    lumped_p, lumped_q = (
+        np.concatenate(
+            [
+                np.take_along_axis(x, order[:, :kept], 1),
+                np.take_along_axis(x, order[:, kept:], 1).sum(1)[:, None],
+            ],
+            1,
+        )
+        for x in (p, q)
+    )
+    kl = (lumped_p * np.log(lumped_p / lumped_q)).sum(1)
+    np.testing.assert_allclose(found.kl.numpy(), kl, atol=5e-6)
+    np.testing.assert_allclose(
+        found.kl_rev.numpy(), (lumped_q * np.log(lumped_q / lumped_p)).sum(1), atol=5e-6
+    )
+    np.testing.assert_allclose(found.nll_ref.numpy(), -np.log(p[np.arange(6), gold]), atol=1e-6)
+    np.testing.assert_allclose(found.conf.numpy(), p.max(1), atol=1e-6)
+    assert (kl <= (p * np.log(p / q)).sum(1) + 1e-9).all()

@@ -186,11 +186,15 @@ class StateRows:
 
 @dataclass(frozen=True)
 class LogitRows:
-    """Rows as logits [count, V], where an engine gives no states."""
+    """Rows as logits [count, V], where an engine gives no states.
+
+    `rest`: they are log-probabilities of a part of the distribution, −inf for every id that is not in it.
+    """
 
     window: Window
     first: int
     values: torch.Tensor
+    rest: bool = False
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,10 @@ differences are small numbers where the distributions are close; then
     KL = Σ_v e^{a(v)} (a(v) − b(v)) / S_a − (log S_a − log S_b),   a = logits_ref − max, S_a = Σ_v e^{a(v)},
 
 needs one exponential a logit and no large terms that cancel.
+
+Where the reference gives only a part of its distribution (`rest`: log-probabilities, −inf for what it leaves out), the ids
+it leaves out are one bucket on both sides: KL = Σ_kept p (log p − log q) + m_p log(m_p / m_q), a lower bound by the
+data-processing inequality, tight to the size of m_p.
 """
 
 from __future__ import annotations
@@ -45,11 +49,14 @@ class RowStatistics:
     conf: torch.Tensor
 
 
-def row_statistics(ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: torch.Tensor) -> RowStatistics:
+def row_statistics(
+    ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: torch.Tensor, *, rest: bool = False
+) -> RowStatistics:
     """Statistics of n tokens from logits [n, V] of both sides and the ids [n] of the tokens that came.
 
     A token that the reference rules out (logit −inf) contributes nothing to KL; one that only the candidate rules out
-    makes KL infinite, as it is. Rows with a NaN or +inf on either side come back as NaN, `top1` False.
+    makes KL infinite, as it is. Rows with a NaN or +inf on either side come back as NaN, `top1` False. With `rest` the
+    reference's values are log-probabilities of a part of its distribution, and −inf stands for one of the rest.
     """
     import torch
 
@@ -60,11 +67,18 @@ def row_statistics(ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: to
     index = gold.to(ref.device).long().unsqueeze(-1)
     gold_a, gold_b = a.gather(-1, index).squeeze(-1).double(), b.gather(-1, index).squeeze(-1).double()
     difference = a - b
+    left_out = a.isneginf() if rest else None
     p, q = a.exp_(), b.exp_()  # not yet divided by their sums
     p_sum, q_sum = p.sum(-1).double(), q.sum(-1).double()
+    p_kept = q_kept = torch.ones_like(p_sum)
+    if left_out is not None:
+        p_kept = torch.where(left_out.any(-1), p_sum * ref_max.double().exp(), 1.0).clamp(max=1.0)
+        p_sum = (-ref_max).double().exp()  # the values are normalised already, over more than is kept
+        q_kept = 1.0 - (q * left_out).sum(-1).double() / q_sum
+        difference, q = difference.masked_fill(left_out, 0.0), q.masked_fill(left_out, 0.0)
     log_ratio = p_sum.log() - q_sum.log()
-    kl = _dot(p, difference) / p_sum - log_ratio
-    kl_rev = -_dot(q, difference) / q_sum + log_ratio
+    kl = _dot(p, difference) / p_sum - log_ratio * p_kept + _bucket(1.0 - p_kept, 1.0 - q_kept)
+    kl_rev = -_dot(q, difference) / q_sum + log_ratio * q_kept + _bucket(1.0 - q_kept, 1.0 - p_kept)
     log_p, log_q = gold_a - p_sum.log(), gold_b - q_sum.log()
     bad = ~(p_sum.isfinite() & q_sum.isfinite())
 
@@ -81,6 +95,13 @@ def row_statistics(ref_logits: torch.Tensor, cand_logits: torch.Tensor, gold: to
         p_cand=clean(log_q.exp()),
         conf=clean(1.0 / p_sum),
     )
+
+
+def _bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """p log(p / q) of one bucket; 0 where either side has nothing in it, as rounding may leave it."""
+    import torch
+
+    return torch.where((p > 0) & (q > 0), p * (p / q).log(), 0.0)
 
 
 def _dot(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -113,7 +134,7 @@ def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatis
     while lo < count:
         hi = min(count, lo + rows)
         ref, cand = reference.logits(lo, hi)[:, :vocab], candidate.logits(lo, hi)[:, :vocab]
-        parts.append(row_statistics(ref, cand, gold[lo:hi]))
+        parts.append(row_statistics(ref, cand, gold[lo:hi], rest=getattr(reference, "rest", False)))
         lo = hi
         rows = max(1, BLOCK_BYTES.get(ref.device.type, 32 << 20) // (4 * vocab))
     return RowStatistics(

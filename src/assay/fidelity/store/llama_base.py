@@ -9,7 +9,7 @@ Layout, little-endian (tools/perplexity/perplexity.cpp):
               f32 scale, f32 min_log_prob, u16 q [V] (one more where V is odd);  log p(v) = scale · q(v) + min_log_prob
 
 Logits more than 16 below the largest are raised to that; q has 65,536 steps. Taken at their word the raised ones would
-add up to V · e⁻¹⁶ (0.5 % of the mass for 50,000 entries), so `rows` rules them out, as llama.cpp leaves them out of KL.
+add up to V · e⁻¹⁶ (0.5 % of the mass for 50,000 entries), so `rows` makes them one bucket; llama.cpp leaves them out of KL.
 Where a model has a start token, llama.cpp puts it in place of the first token of each window when it scores; the file
 keeps the token of the text.
 """
@@ -73,7 +73,8 @@ class BaseFile:
     def rows(self, windows: Sequence[Window]) -> Iterator[LogitRows]:
         """The rows of the given windows, one window in memory at a time.
 
-        Raised entries are −∞, but for the token that came: its log-probability is then an upper bound.
+        Raised entries are −∞, one bucket of the rest, but for the token that came: its log-probability is then an upper
+        bound.
         """
         import numpy as np
         import torch
@@ -83,7 +84,7 @@ class BaseFile:
             gold = np.array(window.tokens[self.scored_from :])
             raised[np.arange(len(gold)), gold] = False
             values[raised] = -np.inf
-            yield LogitRows(window, self.scored_from, torch.from_numpy(values))
+            yield LogitRows(window, self.scored_from, torch.from_numpy(values), rest=True)
 
     def _decoded(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Log-probabilities of one window, and which of them stand for anything below."""
