@@ -75,7 +75,7 @@ def test_every_codec_and_wrapper_is_listed_with_its_parameters(kv: Any) -> None:
     code, body = kv("list")
     assert code == 0
     names = {e["name"]: e["parameters"] for e in body["results"]["codecs"]}
-    assert set(names) == {"identity", "bf16", "fp8", "int", "hadamard", "lattice", "kakeya", "pca"}
+    assert set(names) == {"identity", "bf16", "fp8", "int", "hadamard", "lattice", "kakeya", "pca", "noise"}
     assert names["hadamard"]["bits"] == 4
     assert {"prerope", "sinks", "recent", "mean", "qprecond"} <= {
         e["name"] for e in body["results"]["wrappers"]
