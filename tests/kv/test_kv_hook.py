@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from assay.engines.hf.window_scoring import window_states  # noqa: E402
 from assay.engines.scoring import ScoreJob, ScoringPath, Window  # noqa: E402
+from assay.kv.accounting import measured_bytes, stream_facts  # noqa: E402
 from assay.kv.hook import CodecHook, Mode  # noqa: E402
 
 LAYERS, LENGTH = 4, 40
@@ -37,10 +39,11 @@ class Rounding:
     def encode(self, x: Any) -> bytes:
         tokens = x.shape[1]
         exact = min(tokens, self.exact_first + self.exact_last)
+        self.held = x.float()
         return bytes(x[:, : tokens - exact].numel() + 2 * x[:, :exact].numel())
 
     def decode(self, stream: bytes) -> Any:
-        raise NotImplementedError
+        return self.held + self.step
 
 
 def model(kind: str = "llama") -> Any:
@@ -200,6 +203,15 @@ def test_bytes_count_every_stream_and_the_exact_ones() -> None:
     _, hook = states(net, Mode.DECODE, coders)
     assert hook is not None
     tokens, values = LENGTH - 1, 2 * 16
-    assert hook.sizes[0, "k"] == [(tokens - 2) * values + 2 * 2 * values] * 3
-    assert hook.sizes[0, "v"] == [2 * tokens * values] * 3
-    assert hook.exact_sizes[3, "k"] == [2 * tokens * values] * 3
+    assert [f.stored for f in hook.facts[0, "k"]] == [(tokens - 2) * values + 2 * 2 * values] * 3
+    assert [f.stored for f in hook.facts[0, "v"]] == [2 * tokens * values] * 3
+    assert [f.exact for f in hook.facts[3, "k"]] == [2 * tokens * values] * 3
+    assert hook.facts[0, "v"][0].error == 0 < hook.facts[0, "v"][0].power
+    assert hook.facts[0, "k"][0].error == pytest.approx(0.25 * tokens * values)
+    # What an engine hands over is the same, by way of JSON.
+    engagement = hook.engagement()
+    sent = replace(engagement, notes=json.loads(json.dumps(engagement.notes)))
+    assert stream_facts(sent) == hook.facts
+    assert measured_bytes(sent, tokens).ratio == pytest.approx(
+        16 * tokens / (16 * tokens - (tokens - 2)), rel=1e-6
+    )

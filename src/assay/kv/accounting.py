@@ -1,4 +1,4 @@
-"""Bytes of a compressed cache, and the ratio they give.
+"""Bytes of a compressed cache, and the ratio they give; how a hook hands over what it measured.
 
 Stored bytes are those of the real streams at the end of a window, over all layers, exact tokens, headers and
 uncompressed layers included; calibration tables are counted in full against one cache of `table_tokens` tokens.
@@ -7,10 +7,17 @@ uncompressed layers included; calibration tables are counted in full against one
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from assay.engines.scoring import Engagement
+from assay.errors import AssayError
+from assay.kv.model import CacheShape
+from assay.kv.track import Coders, Key, StreamFacts
+
 TABLE_TOKENS = 32_768
+NOTE = "kv"
+"""Key of `Engagement.notes` under which a codec's hook leaves what it measured."""
 
 
 @dataclass(frozen=True)
@@ -65,3 +72,46 @@ def cache_bytes(
     }
     share = tables * tokens / table_tokens
     return CacheBytes(stored + share, exact, tables, tokens, windows, by_layer)
+
+
+def streams_note(
+    facts: Mapping[Key, Sequence[StreamFacts]], coders: Coders, shape: CacheShape
+) -> dict[str, Any]:
+    """What a hook measured, as plain JSON: facts of the first windows' streams by `layer.stream`."""
+    return {
+        "streams": {
+            f"{layer}.{stream}": [asdict(f) for f in found] for (layer, stream), found in facts.items()
+        },
+        "tables": sum(coder.table_bytes for coder in coders.values()),
+        "lossless": all(coder.lossless for coder in coders.values()),
+        "coded": sorted(f"{layer}.{stream}" for layer, stream in coders),
+        "cache": shape.to_json(),
+    }
+
+
+def stream_facts(engagement: Engagement) -> dict[Key, list[StreamFacts]]:
+    """The facts of the first windows' streams, read back; AssayError where no codec's hook was in place."""
+    try:
+        note = engagement.notes[NOTE]["streams"]
+    except KeyError as error:
+        raise AssayError(
+            "no codec was in the KV cache, so that there are no streams to count",
+            finding_id="fidelity.not_engaged",
+        ) from error
+    keys = {name: name.partition(".") for name in note}
+    return {
+        (int(layer), stream): [StreamFacts(**f) for f in note[name]]
+        for name, (layer, _, stream) in keys.items()
+    }
+
+
+def measured_bytes(engagement: Engagement, tokens: int, table_tokens: int = TABLE_TOKENS) -> CacheBytes:
+    """Bytes of the cache that a codec's hook measured, at the end of windows of `tokens` cached tokens."""
+    facts = stream_facts(engagement)
+    return cache_bytes(
+        {key: [f.stored for f in found] for key, found in facts.items()},
+        {key: [f.exact for f in found] for key, found in facts.items()},
+        engagement.notes[NOTE]["tables"],
+        tokens,
+        table_tokens,
+    )

@@ -53,8 +53,8 @@ class Calibration:
             states = Rotation(whole.cos.cpu()[positions], whole.sin.cpu()[positions]).apply(states)
         return Samples(site, states, positions, metric)
 
-    def check(self, shape: CacheShape, text: Mapping[str, Any], windows: Sequence[str]) -> None:
-        """AssayError where it is of another model, or where evaluation text is among the calibration text."""
+    def check_model(self, shape: CacheShape) -> None:
+        """AssayError where it is of another model."""
         mine = self.provenance.get("cache", {})
         theirs = json.loads(json.dumps(shape.to_json()))
         if mine != theirs:
@@ -65,6 +65,9 @@ class Calibration:
                 remedy="calibrate this model: assay kv calibrate MODEL --out FILE --text FILE",
                 evidence={k: [mine.get(k), theirs[k]] for k in differing},
             )
+
+    def check_text(self, text: Mapping[str, Any], windows: Sequence[str]) -> None:
+        """AssayError where evaluation text, given by its facts and the hashes of its windows, was calibrated on."""
         shared = set(self.provenance.get("windows", ())) & set(windows)
         if shared or self.provenance.get("text", {}).get("sha256") == text.get("sha256"):
             raise AssayError(

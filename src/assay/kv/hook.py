@@ -16,9 +16,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.scoring import Engagement
+from assay.kv.accounting import NOTE, streams_note
 from assay.kv.layers import kept_from, observed_cache
+from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
-from assay.kv.track import Coders, Key, Track
+from assay.kv.track import Coders, Key, StreamFacts, Track
 
 if TYPE_CHECKING:
     import torch
@@ -35,8 +37,8 @@ class Mode(StrEnum):
 class CodecHook:
     """Puts coders into the KV cache of one run, and counts what they did.
 
-    The first `measure_windows` windows are also encoded for real, whole, when their batch is done: `sizes` holds the
-    bytes of their streams by (layer, stream), `exact_sizes` those of the same tokens in bf16.
+    The first `measure_windows` windows are also encoded for real, whole, when their batch is done: `facts` holds what
+    their streams came to by (layer, stream), and `engagement().notes` the same as JSON.
     """
 
     def __init__(self, coders: Coders, mode: Mode, length: int, *, measure_windows: int = 8) -> None:
@@ -44,12 +46,12 @@ class CodecHook:
         self.mode = Mode(mode)
         self.length = length
         self.passes = 2 if self.mode is Mode.SNAPSHOT else 1
-        self.sizes: dict[Key, list[int]] = {}
-        self.exact_sizes: dict[Key, list[int]] = {}
+        self.facts: dict[Key, list[StreamFacts]] = {}
         self._to_measure = measure_windows
         self._fires: dict[int, int] = {}
         self._bytes_read = 0
         self._model: Any = None
+        self._shape: CacheShape | None = None
         self._rotary: Rotary | None = None
         self._tracks: dict[Key, Track] = {}
         self._armed = False
@@ -58,7 +60,7 @@ class CodecHook:
     @contextmanager
     def attach(self, model: Any) -> Iterator[None]:
         """Remember the model while the hook is in place; the cache of each batch carries the rest."""
-        self._model = model
+        self._model, self._shape = model, cache_shape(model)
         if any(coder.before_rope for coder in self.coders.values()):
             self._rotary = Rotary(model, self.length)
         try:
@@ -86,7 +88,8 @@ class CodecHook:
 
     def engagement(self) -> Engagement:
         """Calls of coders by layer, and bytes of replaced cache that later tokens read."""
-        return Engagement(sum(self._fires.values()), self._bytes_read, dict(self._fires))
+        notes = {NOTE: streams_note(self.facts, self.coders, self._shape)} if self._shape else {}
+        return Engagement(sum(self._fires.values()), self._bytes_read, dict(self._fires), notes)
 
     def _on_update(
         self, layer: int, position: int, keys: torch.Tensor, values: torch.Tensor
@@ -158,6 +161,4 @@ class CodecHook:
         for key, track in self._tracks.items():
             layer = self._cache.layers[key[0]]
             for window in range(windows):
-                size, exact = track.stored_bytes(window, kept_from(layer))
-                self.sizes.setdefault(key, []).append(size)
-                self.exact_sizes.setdefault(key, []).append(exact)
+                self.facts.setdefault(key, []).append(track.facts(window, kept_from(layer)))

@@ -10,7 +10,7 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Engagement, ScoreJob, ScoringPath, Window, WindowRows
 from assay.fidelity.metrics import window_statistics
 from assay.fidelity.observations import WindowObservation, observation
-from assay.kv.accounting import CacheBytes, cache_bytes
+from assay.kv.accounting import CacheBytes, measured_bytes
 from assay.kv.hook import CodecHook, Mode
 from assay.kv.track import Coders
 from assay.progress import NO_PROGRESS, Progress
@@ -75,6 +75,5 @@ class Lab:
                 seen.append(found)
                 on_window(found)
                 advance()
-        tables = sum(coder.table_bytes for coder in coders.values())
-        sizes = cache_bytes(hook.sizes, hook.exact_sizes, tables, self.length - 1, table_tokens)
-        return Measured(seen, hook.engagement(), sizes)
+        engagement = hook.engagement()
+        return Measured(seen, engagement, measured_bytes(engagement, self.length - 1, table_tokens))

@@ -79,6 +79,11 @@ class Rotary:
             cos, sin = module(probe, positions, kind) if by_type else module(probe, positions)
             self._by_type[kind] = Rotation(cos[0].float(), sin[0].float())
 
+    @property
+    def device(self) -> torch.device:
+        """Where its rotations are."""
+        return next(iter(self._by_type.values())).cos.device
+
     def at(self, layer: int, lo: int, hi: int) -> Rotation:
         """The rotation of positions lo … hi − 1 in a layer."""
         whole = self._by_type[self._types[layer]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,18 @@ class Bench:
     shape: CacheShape
     rotary: Rotary | None = None
     calibration: Calibration | None = None
+    _fitted: dict[tuple[Recipe, int, str], FittedCodec] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def fit(self, recipe: Recipe, layer: int, stream: str) -> FittedCodec:
-        """One coder. AssayError where the recipe needs a calibration and there is none."""
+        """One coder, the same one if asked again. AssayError where the recipe needs a calibration and there is none."""
+        key = (recipe, layer, stream)
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(recipe, layer, stream)
+        return self._fitted[key]
+
+    def _fit(self, recipe: Recipe, layer: int, stream: str) -> FittedCodec:
         site = Site(stream, layer, self.shape.layers, self.shape.kv_heads, self.shape.head_dim)
         samples = Samples(site)
         if self.calibration:
@@ -85,5 +94,6 @@ def open_calibration(
     if path is None:
         return None
     calibration = read_calibration(Path(path))
-    calibration.check(shape, text, windows)
+    calibration.check_model(shape)
+    calibration.check_text(text, windows)
     return calibration

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from assay.kv.coder import StreamCoder
@@ -19,6 +21,20 @@ Coders = Mapping[Key, StreamCoder]
 """Coders by layer and stream. One that is not there stays exact."""
 
 BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class StreamFacts:
+    """One window's real stream: its bytes, those of the same tokens in bf16, Σx², Σ(x − x̂)² and the stream's SHA-256.
+
+    The hash is empty where no coder is at work.
+    """
+
+    stored: int
+    exact: int
+    power: float
+    error: float
+    sha256: str
 
 
 class Track:
@@ -94,12 +110,21 @@ class Track:
         self._done = max(self._done, hi)
         return result.to(x.dtype)
 
-    def stored_bytes(self, window: int, start: int) -> tuple[int, int]:
-        """Bytes of the real stream of one window's tokens from `start` on, and of the same tokens in bf16."""
-        x = self.exact[window, :, start:, :].float()
+    def facts(self, window: int, start: int) -> StreamFacts:
+        """The real stream of one window's tokens from `start` on, encoded and decoded again."""
+        x = self.exact[window, :, start:, :]
+        values = x.float()
         exact = x.numel() * BF16_BYTES
         if self.coder is None:
-            return exact, exact
+            return StreamFacts(exact, exact, float(values.square().sum()), 0.0, "")
         if self.key[1] == "k" and self.coder.before_rope and self._rotary:
-            x = self._rotary.at(self.key[0], start, start + x.shape[-2]).remove(x)
-        return len(self.coder.encode(x)), exact
+            x = values = self._rotary.at(self.key[0], start, start + x.shape[-2]).remove(values)
+        stream = self.coder.encode(x)
+        error = values - self.coder.decode(stream).to(values.device)
+        return StreamFacts(
+            len(stream),
+            exact,
+            float(values.square().sum()),
+            float(error.square().sum()),
+            sha256(stream).hexdigest(),
+        )
