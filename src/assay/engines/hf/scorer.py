@@ -85,12 +85,6 @@ class HfScorer:
         self.engine.close()
 
 
-def _start_token(tokenizer: Any) -> int | None:
-    """The id that the tokenizer puts before a text; None where it puts none, although it may name one."""
-    bos = tokenizer.bos_token_id
-    return bos if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else None
-
-
 def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int:
     """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0 for prefill."""
     if job.path is ScoringPath.PREFILL:
