@@ -19,12 +19,23 @@ from assay.progress import NO_PROGRESS, Progress
 
 VERSION = "0.32.0"
 _UNWANTED = ("torchvision", "torchaudio", "torchcodec")
-_STAMP = ".ready"
+_CODECS = ("scipy", "constriction")
+"""What assay's KV codecs need beside what vLLM brings."""
+_STAMP, _CODECS_STAMP = ".ready", ".codecs"
 
 
 def vllm_python(progress: Progress = NO_PROGRESS) -> Path:
     """The Python of the environment, which is made on the first call (a few minutes, 3 GB)."""
     folder = cache_dir(".") / f"vllm-{VERSION}"
+    python = _made(folder, progress)
+    if not (folder / _CODECS_STAMP).exists():
+        with locked(folder.name):
+            run_pip(["install", *_CODECS], log_name="vllm-codecs.log", python=python)
+            (folder / _CODECS_STAMP).touch()
+    return python
+
+
+def _made(folder: Path, progress: Progress) -> Path:
     python = folder / "bin" / "python"
     if (folder / _STAMP).exists():
         return python
