@@ -140,10 +140,14 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of numbers: bars or lines over `x`, or a forest of intervals, one row a point."""
+    """A picture of numbers: bars or lines over `x`, or a forest of intervals, one row a point.
+
+    In a waterfall the points of the first series are changes, each drawn from where the last one ended; those of a
+    further series are levels, drawn from zero.
+    """
 
     title: str
-    kind: Literal["bar", "line", "scatter", "forest"]
+    kind: Literal["bar", "line", "scatter", "forest", "waterfall"]
     series: Sequence[Series]
     x_label: str = ""
     y_label: str = ""

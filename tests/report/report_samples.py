@@ -150,7 +150,7 @@ points = st.builds(
 charts = st.builds(
     Chart,
     odd_text,
-    st.sampled_from(["bar", "line", "scatter", "forest"]),
+    st.sampled_from(["bar", "line", "scatter", "forest", "waterfall"]),
     st.lists(st.builds(Series, odd_text, st.lists(points, max_size=6)), max_size=8),
     odd_text,
     odd_text,

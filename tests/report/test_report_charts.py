@@ -176,3 +176,41 @@ def test_svg_holds_only_finite_places(chart):
     assert "nan" not in numbers and "inf" not in numbers
     if drawn:
         ET.fromstring(drawn)
+
+
+def waterfall():
+    steps = [Point("engine", 1.0, 0.5, 1.5), Point("codec", 3.0), Point("interaction", -2.0)]
+    return Chart(
+        "t", "waterfall", (Series("change", steps), Series("level", [Point("total", 2.0, 1.0, 3.0)]))
+    )
+
+
+def test_text_waterfall_begins_each_change_where_the_last_one_ended():
+    drawn = {line.split()[0]: line for line in lines(waterfall()) if "█" in line}
+    ends = {name: (line.index("█"), line.rindex("█")) for name, line in drawn.items()}
+    # A bar may end in a half cell, which is another character.
+    assert ends["codec"][0] == pytest.approx(ends["engine"][1], abs=2)
+    assert ends["interaction"][1] == pytest.approx(ends["codec"][1], abs=2)
+    assert ends["interaction"][0] == pytest.approx(ends["total"][1], abs=2)
+    assert ends["total"][0] == ends["engine"][0]
+    assert drawn["interaction"].split()[-1] == "-2"
+
+
+def test_svg_waterfall_draws_bars_and_their_intervals_at_the_same_places():
+    root = svg(waterfall())
+    bars = [(float(r.get("x")), float(r.get("width"))) for r in marked(root, "rect", "s0")]
+    (engine, codec, interaction) = [b for b in bars if b[1] > 14.5]
+    ((total_x, total_width),) = [
+        (float(r.get("x")), float(r.get("width")))
+        for r in marked(root, "rect", "s1")
+        if float(r.get("height")) > 10 and float(r.get("width")) > 14.5
+    ]
+    assert codec[0] == pytest.approx(engine[0] + engine[1], abs=0.2)
+    assert codec[1] == pytest.approx(3 * engine[1], abs=0.3)
+    assert interaction[0] + interaction[1] == pytest.approx(codec[0] + codec[1], abs=0.3)
+    assert total_x == pytest.approx(engine[0], abs=0.2)
+    assert total_x + total_width == pytest.approx(interaction[0], abs=0.3)
+    first = marked(root, "path", "error")[0].get("d")
+    low, high = (float(x) for x in re.findall(r"M([\d.]+) [\d.]+(?:H([\d.]+))?", first)[1])
+    assert low == pytest.approx(engine[0] + 0.5 * engine[1], abs=0.3)
+    assert high == pytest.approx(engine[0] + 1.5 * engine[1], abs=0.3)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from assay.report import svg_plane, svg_rows
-from assay.report.scale import drawable, drawable_bands
+from assay.report.scale import ROWS, drawable, drawable_bands
 from assay.report.svg_parts import CHAR, WIDTH, label, mark, tag, text
 from assay.verdict import Chart, Point
 
-_KINDS = {"bar": "Bar chart", "line": "Line chart", "scatter": "Scatter plot", "forest": "Chart of intervals"}
+_KINDS = {
+    "bar": "Bar chart", "line": "Line chart", "scatter": "Scatter plot", "forest": "Chart of intervals",
+    "waterfall": "Waterfall chart",
+}  # fmt: skip
 
 
 def draw(chart: Chart, identifier: str) -> str:
@@ -25,7 +28,7 @@ def draw(chart: Chart, identifier: str) -> str:
     if not any(points):
         return ""
     legend, top = _legend(chart)
-    body, height = (svg_rows if chart.kind in ("bar", "forest") else svg_plane).draw(chart, points, top)
+    body, height = (svg_rows if chart.kind in ROWS else svg_plane).draw(chart, points, top)
     title = tag("title", label(chart.title), id=f"{identifier}-t")
     described = tag("desc", label(_description(chart, points), 500), id=f"{identifier}-d")
     return tag(
@@ -38,7 +41,7 @@ def thinned(chart: Chart) -> int:
     """How many drawable points the picture leaves out because there are too many to see."""
     points, _ = drawable(chart)
     total = sum(map(len, points))
-    if chart.kind in ("bar", "forest"):
+    if chart.kind in ROWS:
         return max(0, total - svg_rows.MAX_ROWS)
     return total - sum(len(svg_plane.sample(series)) for series in points)
 

@@ -12,6 +12,7 @@ from itertools import pairwise
 from rich.cells import cell_len, set_cell_size
 
 from assay.report.scale import (
+    ROWS,
     Axis,
     are_numbers,
     categories,
@@ -20,6 +21,7 @@ from assay.report.scale import (
     fit,
     interval,
     name,
+    starts,
     value_axis,
     with_interval,
 )
@@ -44,7 +46,7 @@ def draw(chart: Chart, width: int) -> list[Line]:
     points, _ = drawable(chart)
     if not any(points):
         return [[("nothing to draw", "dim")]]
-    drawn = _rows(chart, points, width) if chart.kind in ("bar", "forest") else _plane(chart, points, width)
+    drawn = _rows(chart, points, width) if chart.kind in ROWS else _plane(chart, points, width)
     return [*_legend(chart, width), *drawn] if drawn else listing(chart)
 
 
@@ -96,10 +98,14 @@ def _cropped(text: str, width: int) -> str:
 
 def _rows(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[Line]:
     axis = value_axis(chart, points)
-    found = [{p.x: p for p in reversed(series)} for series in points]
-    rows = [(x, i, by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x]
-    labels = {x: one_line(name(x)) for x, _, _ in rows}
-    values = {id(p): with_interval(p) for _, _, p in rows}
+    begins = starts(chart, points)
+    found = [
+        {p.x: (p, b) for p, b in zip(reversed(series), reversed(begins[i]), strict=True)}
+        for i, series in enumerate(points)
+    ]
+    rows = [(x, i, *by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x]
+    labels = {x: one_line(name(x)) for x, _, _, _ in rows}
+    values = {id(p): with_interval(p) for _, _, p, _ in rows}
     label_width = min(max(cell_len(label) for label in labels.values()), width // 3)
     value_width = max(map(len, values.values()))
     span = width - label_width - value_width - 4
@@ -108,9 +114,13 @@ def _rows(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[L
     bands = _band_cells(chart, axis, span)
     lines: list[Line] = []
     shown: float | str | None = None
-    for x, i, point in rows:
+    for x, i, point, begin in rows:
         label = set_cell_size("" if x == shown else labels[x], label_width)
-        cells = (_bar if chart.kind == "bar" else _whisker)(point, axis, span, _MARKS[i % PALETTE])
+        cells = (
+            _whisker(point, axis, span, _MARKS[i % PALETTE])
+            if chart.kind == "forest"
+            else _bar(point, begin, axis, span)
+        )
         parts = [
             (c, role(i)) if c != " " else ("░", "band") if k in bands else (" ", "")
             for k, c in enumerate(cells)
@@ -120,9 +130,8 @@ def _rows(chart: Chart, points: Sequence[Sequence[Point]], width: int) -> list[L
     return [*_cut(lines), *_axis_lines(axis, span, label_width + 2, one_line(chart.y_label))]
 
 
-def _bar(point: Point, axis: Axis, span: int, _mark: str) -> str:
-    base = axis.at(0.0)
-    low, high = sorted((base, axis.at(point.y)))
+def _bar(point: Point, begin: float, axis: Axis, span: int) -> str:
+    low, high = sorted((axis.at(begin), axis.at(begin + point.y)))
     first, last = round(low * span * 2), round(high * span * 2)
     halves = [first <= k < last for k in range(span * 2)]
     return "".join(" ▐▌█"[2 * left + right] for left, right in zip(halves[::2], halves[1::2], strict=True))

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from assay.verdict import Band, Chart, Point
 
+ROWS = ("bar", "forest", "waterfall")
+"""Kinds that have one row for each point."""
+
 # Outside this range arithmetic on spans overflows or loses all digits; such values sit at the edge, or at zero.
 _HUGE = 1e150
 
@@ -51,7 +54,7 @@ def drawable(chart: Chart) -> tuple[list[list[Point]], int]:
 def _has_place(point: Point, chart: Chart) -> bool:
     if not math.isfinite(point.y) or (chart.log_y and point.y <= 0):
         return False
-    if isinstance(point.x, str) or chart.kind in ("bar", "forest"):
+    if isinstance(point.x, str) or chart.kind in ROWS:
         return True
     return math.isfinite(point.x) and not (chart.log_x and point.x <= 0)
 
@@ -68,15 +71,26 @@ def drawable_bands(chart: Chart) -> list[Band]:
     return [b for b in chart.bands if not (math.isnan(b.lo) or math.isnan(b.hi))]
 
 
+def starts(chart: Chart, points: Sequence[Sequence[Point]]) -> list[list[float]]:
+    """Where the bar of each point begins: at zero, but in a waterfall where the change before it ended."""
+    found = [[0.0] * len(series) for series in points]
+    if chart.kind == "waterfall" and points:
+        level = 0.0
+        for k, point in enumerate(points[0]):
+            found[0][k] = level
+            level += _tame(point.y)
+    return found
+
+
 def value_axis(chart: Chart, points: Sequence[Sequence[Point]]) -> Axis:
     """The axis of `y`: holds every point, interval and band; bars on a linear axis start at zero."""
-    values = [p.y for series in points for p in series]
-    for series in points:
-        for point in series:
-            values += interval(point) or ()
+    values: list[float] = []
+    for series, begins in zip(points, starts(chart, points), strict=True):
+        for point, begin in zip(series, begins, strict=True):
+            values += [begin + v for v in (point.y, *(interval(point) or ()))]
     for band in drawable_bands(chart):
         values += (band.lo, band.hi)
-    if chart.kind == "bar" and not chart.log_y:
+    if chart.kind in ("bar", "waterfall") and not chart.log_y:
         values.append(0.0)
     return fit(values, log=chart.log_y)
 
