@@ -9,7 +9,7 @@ blocks of tokens into tensors of codes and back; `pack`/`unpack` turn those into
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from assay.errors import AssayError
@@ -99,6 +99,20 @@ def _missing(who: str, site: Site, what: str) -> AssayError:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What one stage of a coder did to blocks [blocks, heads, tokens, head_dim], for diagnosis.
+
+    `decoded`: what would come back if all later stages lost nothing. `values` [blocks, heads, n]: what the next stage
+    takes, NaN where a block has fewer. `figures`: what else there is to say, [blocks, heads] by name.
+    """
+
+    name: str
+    decoded: torch.Tensor
+    values: torch.Tensor | None = None
+    figures: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Codec:
     """Base of all codecs: the fields of a subclass are its parameters, in the order of its SPEC."""
 
@@ -168,6 +182,10 @@ class BlockCoder:
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
         """The codes in `payloads`, blocks of `tokens` tokens each; AssayError where a payload is damaged."""
         raise NotImplementedError
+
+    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+        """The stages that blocks go through, the last of which is the whole round trip; none where it is one step."""
+        return []
 
     def to(self, device: torch.device) -> None:
         """Move what was learnt to `device`."""

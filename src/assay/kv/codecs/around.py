@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from assay.kv.codec import BlockCoder, Parts, Tables, damaged
+from assay.kv.codec import BlockCoder, Parts, Stage, Tables, damaged
 from assay.kv.payload import join_fields, split_fields
 
 if TYPE_CHECKING:
@@ -33,6 +34,28 @@ class Around(BlockCoder):
         """Its own tables and what the coder inside counts."""
         own = sum(int(t.nbytes) for name, t in self.tables.items() if not name.startswith("inner."))
         return own + self.inner.table_bytes
+
+    def enter(self, x: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        """The wrapper's codes of blocks x (float32), and what the coder inside sees of them."""
+        raise NotImplementedError
+
+    def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
+        """What the coder inside gave back, with the wrapper undone."""
+        raise NotImplementedError
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        """The wrapper's codes, then those of the coder inside."""
+        own, inside = self.enter(x.float())
+        return (*own, *self.inner.quantise(inside, side))
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        """The other way round."""
+        return self.leave(parts[: self.own_parts], self.inner.dequantise(parts[self.own_parts :], side))
+
+    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+        """Those of the coder inside, seen from outside."""
+        own, inside = self.enter(x.float())
+        return [replace(s, decoded=self.leave(own, s.decoded)) for s in self.inner.stages(inside, side)]
 
     def own_fields(self, own: Parts) -> list[torch.Tensor]:
         """The wrapper's codes as fields of bytes."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site
+from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
 from assay.kv.payload import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
 from assay.quant.hadamard import Rotation
 from assay.quant.lloyd_max import gaussian_levels, mixed_widths
@@ -55,7 +55,22 @@ class HadamardCoder(BlockCoder):
         self._narrow = site.head_dim - wide
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        x = x.float()
+        _, low, high, factor = self._analysed(x.float())
+        return low, high, *to_halves(factor)
+
+    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+        """rotation loses nothing; levels with the factor unrounded; factor: as it is stored."""
+        z, low, high, factor = self._analysed(x.float())
+        levels = self._rotation.inverse(self._shape(low, high)) * factor[..., None]
+        whole = self.dequantise((low, high, *to_halves(factor)))
+        return [
+            Stage("rotation", x.float(), z.flatten(2)),
+            Stage("levels", levels),
+            Stage("factor", whole),
+        ]
+
+    def _analysed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotated vectors of variance 1, their narrow and wide levels, and the factor, not yet rounded."""
         # Scaled by the largest value first: squares of huge values would overflow.
         top = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
         unit = x / top
@@ -72,8 +87,7 @@ class HadamardCoder(BlockCoder):
             factor = inner / square
         else:
             factor = length[..., 0].square() / inner.clamp_min(1e-30)
-        half, exponent = to_halves(factor * top[..., 0])
-        return low, high, half, exponent
+        return z, low, high, factor * top[..., 0]
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
         low, high, half, exponent = parts

@@ -7,9 +7,10 @@ levels and outliers. What lies beyond a set's rank, or its padded length L, is z
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from assay.kv.codec import BlockCoder, Parts, Site, Tables
+from assay.kv.codec import BlockCoder, Parts, Site, Stage, Tables
 from assay.kv.codecs import kakeya_payload
 from assay.kv.payload import from_halves, to_halves
 from assay.kv.spherical import exact_basis, random_basis, ranks, spherical_centres
@@ -20,6 +21,27 @@ if TYPE_CHECKING:
     import torch
 
     from assay.kv.codecs.kakeya import Kakeya
+
+
+@dataclass(frozen=True)
+class _Analysis:
+    """Everything up to the levels: c = U (x − μ), `near` = t g_s, `residual` = c − t g_s of length `size`, z of it."""
+
+    rank: torch.Tensor
+    mean: torch.Tensor
+    basis: torch.Tensor
+    centres: torch.Tensor
+    segment: torch.Tensor
+    t: tuple[torch.Tensor, torch.Tensor]
+    c: torch.Tensor
+    near: torch.Tensor
+    residual: torch.Tensor
+    size: torch.Tensor
+    z: torch.Tensor
+
+    def rows(self, c: torch.Tensor) -> torch.Tensor:
+        """Tokens [G, n, d] of coefficients."""
+        return self.mean[:, None] + c @ self.basis
 
 
 class KakeyaCoder(BlockCoder):
@@ -44,25 +66,17 @@ class KakeyaCoder(BlockCoder):
         import torch
 
         rows = x.float().flatten(0, 1)
-        mean, basis, rank = self._skeleton(rows)
-        c = (rows - mean[:, None]) @ basis.mT
-        centres = self._stored(spherical_centres(c, min(self.codec.k, c.shape[1]), self.codec.seed))
-        cosine = c @ centres.mT
-        segment = cosine.abs().argmax(dim=-1)
-        t, t_exponent = to_halves(cosine.gather(-1, segment[..., None])[..., 0])
-        near = centres.gather(1, segment[..., None].expand(-1, -1, centres.shape[-1]))
-        residual = c - from_halves(t, t_exponent)[..., None] * near
-        size = _length(residual)
-        z = self._turned(residual, size, rank)
-        levels = self._levels.to(z.device)
-        codes = torch.bucketize(z, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
-        apart = z.abs() > self.codec.outlier if self.codec.outlier else torch.zeros_like(z, dtype=torch.bool)
-        kept = torch.where(apart, z, 0.0).half()
-        told = _length(rows) if self.codec.published_norm else size
-        norm, norm_exponent = to_halves(told[..., 0])
-        heads = (x.shape[0], x.shape[1])
-        parts = (rank, mean, basis, centres, segment, t, t_exponent, norm, norm_exponent, codes, apart, kept)
-        return tuple(part.unflatten(0, heads) for part in parts)
+        a = self._analysed(rows)
+        levels = self._levels.to(a.z.device)
+        codes = torch.bucketize(a.z, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+        apart = (
+            a.z.abs() > self.codec.outlier if self.codec.outlier else torch.zeros_like(a.z, dtype=torch.bool)
+        )
+        kept = torch.where(apart, a.z, 0.0).half()
+        told = _length(rows) if self.codec.published_norm else a.size
+        norm = to_halves(told[..., 0])
+        parts = (a.rank, a.mean, a.basis, a.centres, a.segment, *a.t, *norm, codes, apart, kept)
+        return tuple(part.unflatten(0, x.shape[:2]) for part in parts)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
         import torch
@@ -71,31 +85,49 @@ class KakeyaCoder(BlockCoder):
         rank, mean, basis, centres, segment, t, t_exponent, norm, norm_exponent, codes, apart, kept = (
             part.flatten(0, 1) for part in parts
         )
-        z = torch.where(apart, kept.float(), self._levels.to(codes.device)[codes.int()])
+        z = self._z(codes, apart, kept)
         factor = from_halves(norm, norm_exponent)[..., None]
         if self.codec.published_norm:
             factor = torch.ones_like(factor)
         residual = self._turned_back(z, rank, centres.shape[-1]) * factor
-        near = centres.gather(1, segment.long()[..., None].expand(-1, -1, centres.shape[-1]))
-        c = from_halves(t, t_exponent)[..., None] * near + residual
-        rows = mean[:, None] + c @ basis
+        near = from_halves(t, t_exponent)[..., None] * self._chosen(centres, segment)
+        rows = mean[:, None] + (near + residual) @ basis
         return rows.unflatten(0, heads)
 
     def residuals(self, x: torch.Tensor) -> torch.Tensor:
         """Rotated unit residuals of blocks, those of this very recipe, flat: what levels are fitted to."""
+        a = self._analysed(x.float().flatten(0, 1))
+        return a.z[self._used(a)]
+
+    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+        """pca leaves out components and rounds the skeleton; kmeans and wht lose nothing; levels; norm as stored."""
         import torch
 
-        rows = x.float().flatten(0, 1)
-        mean, basis, rank = self._skeleton(rows)
-        c = (rows - mean[:, None]) @ basis.mT
-        centres = self._stored(spherical_centres(c, min(self.codec.k, c.shape[1]), self.codec.seed))
-        cosine = c @ centres.mT
-        segment = cosine.abs().argmax(dim=-1, keepdim=True)
-        near = centres.gather(1, segment.expand(-1, -1, centres.shape[-1]))
-        residual = c - cosine.gather(-1, segment) * near
-        z = self._turned(residual, _length(residual), rank)
-        used = torch.arange(z.shape[-1], device=z.device) < _padded(rank)[:, None]
-        return z[used[:, None].expand_as(z)]
+        shape, nan = x.shape[:2], torch.nan
+        a = self._analysed(x.float().flatten(0, 1))
+        parts = self.quantise(x)
+        codes, apart, kept = (part.flatten(0, 1) for part in parts[9:])
+        used = self._used(a)
+        unit = torch.where(used[..., : a.residual.shape[-1]], a.residual / a.size.clamp_min(1e-30), nan)
+        energy = a.c.square().sum((1, 2)).clamp_min(1e-30)
+        explained = 1 - a.residual.square().sum((1, 2)) / energy
+        outliers = apart.sum((1, 2)) / used.sum((1, 2))
+
+        def stage(name: str, c: torch.Tensor, values: torch.Tensor | None, **figures: torch.Tensor) -> Stage:
+            taken = None if values is None else values.flatten(1).unflatten(0, shape)
+            found = {k: v.unflatten(0, shape) for k, v in figures.items()}
+            return Stage(name, a.rows(c).unflatten(0, shape), taken, found)
+
+        def coded(z: torch.Tensor) -> torch.Tensor:
+            return a.near + self._turned_back(z, a.rank, a.c.shape[-1]) * a.size
+
+        return [
+            stage("pca", a.c, None, rank=a.rank.float()),
+            stage("kmeans", a.near + a.residual, unit, explained=explained),
+            stage("wht", coded(a.z), torch.where(used, a.z, nan)),
+            stage("levels", coded(self._z(codes, apart, kept)), None, outliers=outliers),
+            Stage("norm", self.dequantise(parts)),
+        ]
 
     def pack(self, parts: Parts) -> list[bytes]:
         return [
@@ -105,6 +137,37 @@ class KakeyaCoder(BlockCoder):
 
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
         return kakeya_payload.unpack_blocks(payloads, tokens, self.site, self.codec, self._shared())
+
+    def _analysed(self, rows: torch.Tensor) -> _Analysis:
+        """Rows [G, n, d] through skeleton, segments and rotation."""
+        mean, basis, rank = self._skeleton(rows)
+        c = (rows - mean[:, None]) @ basis.mT
+        centres = self._stored(spherical_centres(c, min(self.codec.k, c.shape[1]), self.codec.seed))
+        cosine = c @ centres.mT
+        segment = cosine.abs().argmax(dim=-1)
+        t = to_halves(cosine.gather(-1, segment[..., None])[..., 0])
+        near = from_halves(*t)[..., None] * self._chosen(centres, segment)
+        residual = c - near
+        size = _length(residual)
+        z = self._turned(residual, size, rank)
+        return _Analysis(rank, mean, basis, centres, segment, t, c, near, residual, size, z)
+
+    def _chosen(self, centres: torch.Tensor, segment: torch.Tensor) -> torch.Tensor:
+        """The centre of each row's segment [G, n, R]."""
+        return centres.gather(1, segment.long()[..., None].expand(-1, -1, centres.shape[-1]))
+
+    def _used(self, a: _Analysis) -> torch.Tensor:
+        """Which coordinates of z are within their set's padded length [G, n, L]."""
+        import torch
+
+        used = torch.arange(a.z.shape[-1], device=a.z.device) < _padded(a.rank)[:, None]
+        return used[:, None].expand_as(a.z)
+
+    def _z(self, codes: torch.Tensor, apart: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        """What levels and outliers stand for."""
+        import torch
+
+        return torch.where(apart, kept.float(), self._levels.to(codes.device)[codes.int()])
 
     def _shared(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         import torch

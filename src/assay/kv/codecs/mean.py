@@ -61,11 +61,10 @@ class MeanCoder(Around):
         small = values.astype(np.float16) if np.abs(values).max(initial=0) < 65504 else values
         return {**super().tables, "mean": small}
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        return self.inner.quantise(x.float() - self._mean.to(x.device)[:, None], side)
+    def enter(self, x: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        return (), x - self._mean.to(x.device)[:, None]
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        values = self.inner.dequantise(parts, side)
+    def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
         return values + self._mean.to(values.device)[:, None]
 
 
@@ -78,14 +77,12 @@ class BlockMeanCoder(Around):
         super().__init__(inner)
         self.granularity = self.block_tokens
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        half, exponent = to_halves(x.float().mean(dim=2))
-        mean = from_halves(half, exponent)
-        return half, exponent, *self.inner.quantise(x.float() - mean[:, :, None], side)
+    def enter(self, x: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        half, exponent = to_halves(x.mean(dim=2))
+        return (half, exponent), x - from_halves(half, exponent)[:, :, None]
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        values = self.inner.dequantise(parts[2:], side)
-        return values + from_halves(parts[0], parts[1])[:, :, None].to(values.device)
+    def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
+        return values + from_halves(*own)[:, :, None].to(values.device)
 
     def own_fields(self, own: Parts) -> list[torch.Tensor]:
         return [as_bytes(own[0]), own[1]]

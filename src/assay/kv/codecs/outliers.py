@@ -54,16 +54,14 @@ class OutlierCoder(Around):
         self._n = min(n, self.site.head_dim)
         self._width = max(1, (self.site.head_dim - 1).bit_length())
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        x = x.float()
+    def enter(self, x: torch.Tensor) -> tuple[Parts, torch.Tensor]:
         channels = x.abs().topk(self._n, dim=-1).indices
-        half, exponent = to_halves(x.gather(-1, channels))
-        return channels, half, exponent, *self.inner.quantise(x.scatter(-1, channels, 0.0), side)
+        return (channels, *to_halves(x.gather(-1, channels))), x.scatter(-1, channels, 0.0)
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        values = self.inner.dequantise(parts[3:], side)
-        kept = from_halves(parts[1], parts[2]).to(values.device)
-        return values.scatter(-1, parts[0].to(values.device).long(), kept)
+    def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
+        channels, half, exponent = own
+        kept = from_halves(half, exponent).to(values.device)
+        return values.scatter(-1, channels.to(values.device).long(), kept)
 
     def own_fields(self, own: Parts) -> list[torch.Tensor]:
         return [pack(own[0].flatten(1), self._width), as_bytes(own[1]), own[2]]

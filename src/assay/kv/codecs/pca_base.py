@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from assay.errors import UsageError
-from assay.kv.codec import BlockCoder, Site, Tables
+from assay.kv.codec import BlockCoder, Site, Stage, Tables
 from assay.kv.klt import Klt, Predictor, rows_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,24 @@ class TransformCoder(BlockCoder):
     def table_bytes(self) -> int:
         """The encoder's `analysis` follows from the rest and the metric; no decoder holds it."""
         return super().table_bytes - int(self.tables["analysis"].nbytes)
+
+    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+        """transform: what its rank leaves out; quantisation: the rest. All heads share the coefficients."""
+        import torch
+
+        c = self.coefficients(x, side)
+        rank = torch.full(x.shape[:2], float(self.rank), device=x.device)
+        apart = self.apart(c)[:, None].expand_as(rank)
+        values = c.flatten(1)[:, None].expand(-1, x.shape[1], -1)
+        whole = self.dequantise(self.quantise(x, side), side)
+        return [
+            Stage("transform", self.tokens_of(c, side), values, {"rank": rank}),
+            Stage("quantisation", whole, None, {"outliers": apart}),
+        ]
+
+    def apart(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """Share of coefficients [blocks, tokens, rank] that are coded apart from the others, [blocks]."""
+        return coefficients.new_zeros(coefficients.shape[0])
 
     def coefficients(self, x: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
         """[blocks, heads, tokens, head_dim] → [blocks, tokens, rank]."""

@@ -145,6 +145,11 @@ class RangeCoder(TransformCoder):
         beyond = numbers.abs() > self._radius[kinds]
         return torch.where(beyond, bank.ESCAPE, numbers), kinds
 
+    def apart(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """Share of escapes."""
+        numbers, _ = self.choose(coefficients)
+        return (numbers == bank.ESCAPE).float().mean(dim=(1, 2))
+
     def lengths(self, numbers: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         """Bits of each token."""
         return self._bits(numbers, kinds).sum(-1) + self._kind_bits[kinds]

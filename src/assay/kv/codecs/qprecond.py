@@ -62,11 +62,10 @@ class QPrecondCoder(Around):
         rows, columns = np.tril_indices(self.site.head_dim)
         return {**super().tables, "chol": self._chol.numpy()[:, rows, columns]}
 
-    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        return self.inner.quantise(x.float() @ self._chol.to(x.device), side)
+    def enter(self, x: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+        return (), x @ self._chol.to(x.device)
 
-    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        values = self.inner.dequantise(parts, side)
+    def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
         return values @ self._inverse.to(values.device)
 
 
