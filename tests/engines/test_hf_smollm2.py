@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from assay.engines.base import Capability, Message, Request
 from assay.engines.hf import HfEngine
+from assay.errors import AssayError
 
 pytestmark = pytest.mark.engine
 
@@ -52,3 +54,15 @@ def test_describe_names_versions_but_no_path(engine: HfEngine, smollm2: Path) ->
     assert described["dtype"] == "bfloat16"
     assert described["model"] == smollm2.name
     assert str(smollm2) not in repr(described)
+
+
+def test_a_quantiser_that_is_not_installed_is_named(smollm2: Path, tmp_path: Path) -> None:
+    for file in smollm2.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((smollm2 / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(AssayError, match="gptqmodel") as raised:
+        HfEngine.load(f"hf:{tmp_path}")
+    assert raised.value.finding_id == "fidelity.engine_missing"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from assay.engines.hf.cache_name import with_cache
 from assay.engines.hf.sampling import draw_tokens
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def decode_batch(model: Any, rows: Sequence[Row], pad_id: int) -> None:
                 input_ids=tokens[:, None],
                 attention_mask=mask,
                 position_ids=mask.sum(dim=1, keepdim=True) - 1,
-                past_key_values=cache,
+                **with_cache(model, cache),
                 use_cache=True,
             ).logits[:, -1]
 
@@ -88,7 +89,7 @@ def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> t
             input_ids=ids[:, start:end],
             attention_mask=mask[:, :end],
             position_ids=positions[:, start:end],
-            past_key_values=cache,
+            **with_cache(model, cache),
             use_cache=True,
             logits_to_keep=1,
         ).logits

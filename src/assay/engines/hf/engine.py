@@ -13,6 +13,7 @@ from assay.engines.hf.batching import plan_batches
 from assay.engines.hf.packages import missing_package
 from assay.engines.hf.spec import HfSpec, parse_spec
 from assay.engines.hf.weights import transform_weights, weight_bytes
+from assay.engines.setup import setup_facts
 from assay.errors import AssayError, UsageError
 
 _PRESENT = (
@@ -60,7 +61,13 @@ class HfEngine:
             )
             model = model.to(spec.device).eval()
             size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except ImportError as error:  # a quantised checkpoint needs its quantiser's library
+            raise AssayError(
+                f"cannot load the model {spec.model}: {str(error).strip().partition(chr(10))[0]}",
+                finding_id="fidelity.engine_missing",
+                remedy="install the library that the checkpoint names, or score it with vllm:",
+            ) from error
+        except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise AssayError(
                 f"cannot load the model {spec.model} on {spec.device}: {reason}",
@@ -101,6 +108,7 @@ class HfEngine:
             "device": self.spec.device,
             "attention": self._model.config._attn_implementation,
             "weights": self.spec.weights or "as stored",
+            "setup": setup_facts(self._model.config),
             "weight_bytes": self._weight_bytes,
             "transformers": transformers.__version__,
             "torch": torch.__version__,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from assay.engines.hf.cache_name import with_cache
+
 _LOGITS_AT_ONCE = 2**25
 """Bound on tokens × vocabulary of the logits in memory (128 MiB as float32)."""
 
@@ -22,7 +24,9 @@ def token_logprobs(model: Any, ids: tuple[int, ...]) -> tuple[float | None, ...]
     with torch.inference_mode():
         for start in range(0, len(ids) - 1, chunk):
             end = min(start + chunk, len(ids) - 1)
-            logits = model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0]
+            logits = model(input_ids=tokens[:, start:end], **with_cache(model, cache), use_cache=True).logits[
+                0
+            ]
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             found += logprobs.gather(1, tokens[0, start + 1 : end + 1, None]).squeeze(1).tolist()
     return tuple(found)

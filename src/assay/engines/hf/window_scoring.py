@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from assay.engines.hf.cache_name import with_cache
 from assay.engines.scoring import EngineHook, ScoreJob, ScoringPath, Window
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def _batch_states(
 
 def _forward(model: Any, ids: torch.Tensor, cache: Any | None) -> torch.Tensor:
     """Final states [B, T, d] of a block of tokens that follows what is in `cache`."""
-    output = model.base_model(input_ids=ids, past_key_values=cache, use_cache=cache is not None)
+    base = model.base_model
+    output = base(input_ids=ids, **with_cache(base, cache), use_cache=cache is not None)
     states: torch.Tensor = output.last_hidden_state
     return states
 
