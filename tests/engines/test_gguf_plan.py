@@ -28,7 +28,7 @@ def test_specs() -> None:
     [
         ("gguf:", "names no file"),
         ("gguf:m.gguf?", "without options"),
-        ("gguf:m.gguf?dtype=f16", "unknown option 'dtype'"),
+        ("gguf:m.gguf?dtype=f16", "the unknown option 'dtype'"),
         ("gguf:m.gguf?kv=q3", "unknown cache type 'q3'"),
         ("gguf:m.gguf?threads=many", "threads='many' is not a whole number"),
         ("gguf:m.gguf?ubatch=0", "ubatch='0'"),

@@ -23,7 +23,7 @@ def test_engine_strings() -> None:
         ("hf:?dtype=float32", "names no model"),
         ("hf:m?", "without options"),
         ("hf:m?dtype=int4", "unknown dtype 'int4'"),
-        ("hf:m?speed=9", "unknown option 'speed'"),
+        ("hf:m?speed=9", "the unknown option 'speed'"),
     ],
 )
 def test_wrong_engine_strings_say_what_is_wrong(spec: str, reason: str) -> None:

@@ -166,7 +166,11 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
     job = ScoreJob(scored_from=10, batch=2)
     rows = list(engine.score_windows(WINDOWS, job))
     references = [StateRows(r.window, r.first, r.states + 0.1, r.head) for r in rows]
-    reduced = list(engine.reduce_windows(references, job, "assay.fidelity.metrics:window_statistics"))
+    reduced = list(
+        engine.reduce_windows(
+            [r.window for r in references], iter(references), job, "assay.fidelity.metrics:window_statistics"
+        )
+    )
     assert [window for window, _ in reduced] == WINDOWS
     for row, reference, (_, found) in zip(rows, references, reduced, strict=True):
         p = reference.logits(0, 14).double().log_softmax(-1)

@@ -110,7 +110,14 @@ def test_a_worker_gives_what_transformers_gives(engine: VllmScorer, smollm2: Pat
         assert float(statistics.kl.mean()) < 0.01
         assert float(statistics.top1.double().mean()) > 0.95
     # Where only the statistics come back, they are the same.
-    reduced = list(engine.reduce_windows(wanted, job, "assay.fidelity.metrics:window_statistics"))
+    reduced = list(
+        engine.reduce_windows(
+            windows(engine),
+            iter(wanted),
+            job,
+            "assay.fidelity.metrics:window_statistics",  # type: ignore[arg-type]
+        )
+    )
     for (window, values), one, other in zip(reduced, wanted, found, strict=True):
         assert window == one.window
         here = window_statistics(one, StateRows(window, 1, other.states, other.head))

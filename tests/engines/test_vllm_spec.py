@@ -31,7 +31,7 @@ def test_options_are_read_by_type() -> None:
     [
         ("vllm:", "names no model"),
         ("vllm:m?", "without options"),
-        ("vllm:m?speed=9", "unknown option 'speed'"),
+        ("vllm:m?speed=9", "the unknown option 'speed'"),
         ("vllm:m?max_model_len=long", "is not a whole number"),
         ("vllm:m?enforce_eager=maybe", "neither true nor false"),
         ("vllm:m?args=[1]", "is not a JSON object"),

@@ -141,9 +141,9 @@ def test_a_short_text_is_refused(compare: Compare, smollm2: Path, tmp_path: Path
 def test_an_interrupted_run_goes_on_where_it_stopped(
     compare: Compare, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import assay.fidelity.observe as observe_module
+    import assay.fidelity.measure as measure_module
 
-    real, calls = observe_module.window_statistics, []
+    real, calls = measure_module.window_statistics, []
 
     def cut_after_four(reference: Any, candidate: Any) -> Any:
         if len(calls) == 4:
@@ -152,13 +152,13 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
         return real(reference, candidate)
 
     arguments = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=4,group=64)", *SMALL)
-    monkeypatch.setattr(observe_module, "window_statistics", cut_after_four)
+    monkeypatch.setattr(measure_module, "window_statistics", cut_after_four)
     code, body = compare(*arguments)
     assert code == 130
     assert body["results"]["windows"] == 4
     calls.clear()
     monkeypatch.setattr(
-        observe_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b)
+        measure_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b)
     )
     code, body = compare(*arguments)
     assert calls == [4, 5, 6, 7]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from assay.engines.id_scoring import IdScorer
 from assay.engines.scoring import ScoringEngine
+from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
 
 # prefix: `module:class` with a `load(spec)`.
@@ -22,14 +24,29 @@ def open_scorer(spec: str) -> ScoringEngine:
             module, _, name = target.partition(":")
             engine: ScoringEngine = getattr(import_module(module), name).load(spec)
             return engine
-    if spec.startswith(("http://", "https://")):
+    if is_server(spec):
         raise AssayError(
-            f"{spec} gives log-probabilities of a few tokens at most, a comparison needs whole distributions",
+            f"{without_credentials(spec)} cannot be the reference: a server gives log-probabilities of a few ids, "
+            "from which no distribution can be rebuilt",
             finding_id="fidelity.missing_capability",
-            remedy="run the engine in process (vllm:MODEL with the server's options), or check the server: assay check URL",
+            remedy="run the reference in process (hf:MODEL, vllm:MODEL, gguf:FILE); a server can be a candidate",
         )
     raise UsageError(
         f"{spec!r} names no engine that scores whole distributions",
-        remedy="write hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR",
+        remedy="write hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR; a candidate may be http://…",
         finding_id="fidelity.usage",
     )
+
+
+def is_server(spec: str) -> bool:
+    """Whether `spec` names a server."""
+    return spec.startswith(("http://", "https://"))
+
+
+def open_candidate(spec: str) -> ScoringEngine | IdScorer:
+    """The engine that `spec` names: a server, or one that `open_scorer` opens."""
+    if not is_server(spec):
+        return open_scorer(spec)
+    from assay.engines.server.candidate import ServerCandidate
+
+    return ServerCandidate.load(spec)

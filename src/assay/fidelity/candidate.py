@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from assay.fidelity.bounded_summary import Bounds
 from assay.fidelity.breakdown import Bin
 from assay.fidelity.engaged import Engaged
 from assay.fidelity.floors import Floors
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.summary import Summary, per_window
+from assay.stats.cluster import ClusterEstimate
 from assay.stats.equivalence import Grade
 from assay.verdict import Finding, Severity, Verdict
 
@@ -67,7 +70,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
     evidence = {
         "candidate": result.label,
         "dppl_pct": [judged.dppl_pct.value, judged.dppl_pct.lo, judged.dppl_pct.hi],
-        "top1_pct": [judged.top1_pct.value, judged.top1_pct.lo, judged.top1_pct.hi],
+        "top1_pct": [summary.top1_value, judged.top1_pct.lo, judged.top1_pct.hi],
         "windows": summary.windows,
         "tokens": summary.tokens,
     }
@@ -95,9 +98,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             )
         )
         return found
-    what = (
-        f"Δppl {interval_text(judged.dppl_pct, '%')}, top-1 {interval_text(judged.top1_pct, '%', plus=False)}"
-    )
+    what = f"Δppl {interval_text(judged.dppl_pct, '%')}, top-1 {top1_text(summary)}"
     if judged.grade is Grade.REJECT:
         found.append(
             Finding(
@@ -133,7 +134,9 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 remedies=(_more_windows(judged.windows_needed),),
             )
         )
-    if result.floor and summary.kl.value < 2 * result.floor:
+    if summary.bounds:
+        found.append(_lower_bound(result, summary.bounds))
+    elif result.floor and summary.kl.value < 2 * result.floor:
         found.append(
             Finding(
                 "fidelity.below_floor",
@@ -143,6 +146,36 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             )
         )
     return found
+
+
+def _lower_bound(result: CandidateResult, bounds: Bounds) -> Finding:
+    upper = f"at most {bounds.upper:.3g}" if math.isfinite(bounds.upper) else "bounded by nothing"
+    top1 = "" if bounds.top1_exact else " Its likeliest token is not always known, so top-1 has bounds only."
+    return Finding(
+        "fidelity.lower_bound",
+        Severity.INFO,
+        f"{result.label}: KL is a lower bound, from log-probabilities of a few ids at each token",
+        f"All other ids are one bucket: on average {bounds.tail_reference:.2%} of the reference's probability and "
+        f"{bounds.tail_candidate:.2%} of the candidate's. Above, KL is {upper}; the total variation is between "
+        f"{bounds.tv_lo:.3g} and {bounds.tv_hi:.3g}.{top1}",
+        evidence={"candidate": result.label, **bounds.kld_json()},
+        remedies=(
+            "score more ids (?ids=N, with vLLM's --max-logprobs N), or run the engine in process: vllm:MODEL",
+        ),
+    )
+
+
+def top1_text(summary: Summary) -> str:
+    """Top-1 with its interval; the interval alone where the candidate's likeliest token is not always known."""
+    agreement = summary.judgement.top1_pct
+    if summary.bounds and not summary.bounds.top1_exact:
+        return f"{agreement.lo:.2f} … {agreement.hi:.2f} %"
+    return interval_text(agreement, "%", plus=False)
+
+
+def kl_text(estimate: ClusterEstimate) -> str:
+    """`0.0123 [0.0120, 0.0126]`."""
+    return f"{estimate.value:.3g} [{estimate.interval.lo:.3g}, {estimate.interval.hi:.3g}]"
 
 
 def interval_text(interval: Any, unit: str, *, plus: bool = True) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from assay.cache import cache_dir
-from assay.engines.opening import open_scorer
-from assay.engines.scoring import ScoringPath
+from assay.engines.id_scoring import IdScorer
+from assay.engines.opening import is_server, open_candidate
+from assay.engines.scoring import Engagement, ScoringPath
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
@@ -17,13 +19,14 @@ from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
 from assay.fidelity.compare_blocks import blocks, headline
 from assay.fidelity.engaged import Engaged, engaged
 from assay.fidelity.floors import Floors
-from assay.fidelity.identity import fingerprint, label_of
+from assay.fidelity.identity import fingerprint, label_of, printable
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.observe import observe
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import Reference, open_reference
 from assay.fidelity.summary import summarise
 from assay.fidelity.token_classes import token_class
+from assay.fidelity.tokenizer_proof import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats.bootstrap import Resampling
 from assay.stats.cluster import cluster_mean
@@ -34,6 +37,7 @@ from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]
 """Told one line of text that a person may want to read while the run goes on."""
+Decode = Callable[[Sequence[int]], str]
 
 
 def run_compare(
@@ -50,6 +54,7 @@ def run_compare(
     `keep` they stay. Interrupted, the report holds what was measured.
     """
     folder = cache_dir("compare") / plan_key(plan)
+    _refuse_early(plan)
     results: list[CandidateResult] = []
     interrupted = False
     reference = open_reference(plan, folder, progress)
@@ -68,12 +73,21 @@ def run_compare(
     return report(plan, reference, results, interrupted=interrupted, allow_marginal=allow_marginal)
 
 
+def _refuse_early(plan: Plan) -> None:
+    """AssayError for a server that cannot be compared, before the reference is scored."""
+    for spec in filter(is_server, plan.candidates):
+        server = open_candidate(spec)
+        try:
+            if isinstance(server, IdScorer):
+                server.require(plan.job, plan.length)
+        finally:
+            server.close()
+
+
 def plan_key(plan: Plan) -> str:
     """Name of the folder of a run: the plan, and the state of the files that it names."""
-    import hashlib
-
     parts = [plan.sha256, *(fingerprint(spec) for spec in (plan.reference, *plan.candidates, *plan.text))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+    return sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def report(
@@ -109,9 +123,9 @@ def report(
         verdict=verdict,
         subject={
             "reference": plan.reference,
-            "candidates": list(plan.candidates),
+            "candidates": [printable(spec) for spec in plan.candidates],
             "text": list(plan.text),
-            "plan": plan.normalised(),
+            "plan": plan.normalised() | {"candidates": [printable(spec) for spec in plan.candidates]},
         },
         findings=findings,
         results=body | shared,
@@ -136,7 +150,7 @@ def _candidate(
 ) -> tuple[CandidateResult | None, bool]:
     """One candidate, and whether the run was interrupted in the middle of it."""
     label = label_of(spec, plan.candidates)
-    engine = open_scorer(spec)
+    engine = open_candidate(spec)
     seen: list[WindowObservation] = []
     cut = False
 
@@ -146,9 +160,17 @@ def _candidate(
             say(f"{label}: {_power_line(seen, len(reference.windows))}")
 
     try:
-        tokenizer = engine.tokenizer
-        reference.check(tokenizer, label)
+        facts = engine.describe()
         kept = folder / f"candidate-{plan.candidates.index(spec):02d}"
+        if isinstance(engine, IdScorer):
+            proof = prove_tokenizer(engine, reference.probe_ids, reference.windows, label)
+            facts["tokenizer"] = proof.to_json()
+            # Another server may answer at the same address when an interrupted run goes on.
+            kept = kept.with_name(
+                f"{kept.name}-{sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}"
+            )
+        else:
+            reference.check(engine.tokenizer, label)
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
             try:
@@ -168,31 +190,40 @@ def _candidate(
         same = spec == plan.reference
         took_part = engaged(
             seen,
-            engine.engagement(),
+            Engagement() if isinstance(engine, IdScorer) else engine.engagement(),
             path=ScoringPath(plan.path),
             hooked=False,
             same=same or cut,
             label=label,
         )
         # The engine stays open until here: its tokenizer says what tokens are.
+        decode = _texts(engine, seen) if isinstance(engine, IdScorer) else engine.tokenizer.decode
         return assess(
             plan,
             reference.floors,
-            tokenizer.decode,
+            decode,
             seen,
             label,
             took_part,
-            engine.describe(),
+            {**facts, **engine.describe()},
             self_test=same,
         ), cut
     finally:
         engine.close()
 
 
+def _texts(server: IdScorer, seen: Sequence[WindowObservation]) -> Decode | None:
+    """What turns ids into text at a server, the tokens of the windows asked for in advance; None where it cannot."""
+    import numpy as np
+
+    ids = [int(i) for i in np.unique(np.concatenate([w.tokens for w in seen]))]
+    return server.decode if server.read_texts(ids) else None
+
+
 def assess(
     plan: Plan,
     floors: Floors,
-    decode: Callable[[Sequence[int]], str],
+    decode: Decode | None,
     seen: Sequence[WindowObservation],
     label: str,
     took_part: Engaged,
@@ -200,7 +231,10 @@ def assess(
     *,
     self_test: bool,
 ) -> CandidateResult:
-    """Figures, breakdowns and floors of what was seen. AssayError where not one token is finite."""
+    """Figures, breakdowns and floors of what was seen. AssayError where not one token is finite.
+
+    Without `decode` nobody knows the texts of tokens: there is no breakdown by kind, and tokens stand as their ids.
+    """
     if not any(w.finite.any() for w in seen):
         raise AssayError(
             f"{label}: the logits of all {sum(w.kl.size for w in seen):,} tokens are not finite",
@@ -220,9 +254,9 @@ def assess(
         breakdowns={
             "depth": by_depth(seen),
             "confidence": by_confidence(seen),
-            "class": by_class(seen, lambda token: token_class(decode([token]))),
+            "class": by_class(seen, lambda token: token_class(decode([token]))) if decode else [],
         },
-        worst=worst_tokens(seen, decode),
+        worst=worst_tokens(seen, decode or (lambda ids: " ".join(map(str, ids)))),
         floors=floors,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from assay.fidelity.candidate import CandidateResult, interval_text
+from assay.fidelity.candidate import CandidateResult, interval_text, kl_text, top1_text
 from assay.fidelity.observations import pooled
 from assay.fidelity.plan import Plan
 from assay.stats.equivalence import Grade
@@ -22,10 +22,8 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
         return [
             Metric("grade", s.judgement.grade.value, valid=valid),
             Metric("Δppl", interval_text(s.judgement.dppl_pct, "%"), valid=valid),
-            Metric(
-                "KL", f"{s.kl.value:.3g} [{s.kl.interval.lo:.3g}, {s.kl.interval.hi:.3g}] nats", valid=valid
-            ),
-            Metric("top-1", interval_text(s.judgement.top1_pct, "%", plus=False), valid=valid),
+            Metric(s.kl_name, f"{kl_text(s.kl)} nats", valid=valid),
+            Metric("top-1", top1_text(s), valid=valid),
             Metric("scored", f"{s.tokens:,} tokens in {s.windows} windows"),
         ]
     return [Metric(r.label, r.summary.judgement.grade.value) for r in results]
@@ -37,14 +35,13 @@ def blocks(results: Sequence[CandidateResult], plan: Plan) -> list[Block]:
     if len(results) > 1:
         found.append(_forest_of_candidates(results, plan))
         found += _pareto(results)
-        found.append(_pairs(results))
+        found += _pairs(results)
     for result in results:
         prefix = "" if len(results) == 1 else f"{result.label}: "
         found.append(_windows(result, plan, prefix))
         found += _depth(result, prefix)
         found.append(_histogram(result, prefix))
-        for name in ("confidence", "class"):
-            found.append(_bins(result, name, prefix))
+        found += [_bins(result, name, prefix) for name in ("confidence", "class") if result.breakdowns[name]]
         found += _worst(result, prefix)
     return found
 
@@ -58,9 +55,9 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
                 r.label,
                 s.judgement.grade.value,
                 interval_text(s.judgement.dppl_pct, "%"),
-                f"{s.kl.value:.3g} [{s.kl.interval.lo:.3g}, {s.kl.interval.hi:.3g}]",
+                f"{'≥ ' if s.bounds else ''}{kl_text(s.kl)}",
                 f"{s.quantiles['median'].value:.2g} / {s.quantiles['p99'].value:.2g} / {s.kl_max:.2g}",
-                interval_text(s.judgement.top1_pct, "%", plus=False),
+                top1_text(s),
                 f"{r.floor:.1g}" if r.floor else "–",
                 f"{s.dnll.design_effect:.1f}" if math.isfinite(s.dnll.design_effect) else "–",
             ]
@@ -105,7 +102,7 @@ def _pareto(results: Sequence[CandidateResult]) -> list[Block]:
         Point(size / 2**20, r.summary.kl.value, r.summary.kl.interval.lo, r.summary.kl.interval.hi)
         for r in results
         if isinstance(size := r.engine.get("weight_bytes"), int)
-        if r.summary.kl.value > 0 and not r.self_test
+        if r.summary.kl.value > 0 and not r.self_test and not r.summary.bounds
     ]
     if len(points) < 2:
         return []
@@ -121,9 +118,12 @@ def _pareto(results: Sequence[CandidateResult]) -> list[Block]:
     ]
 
 
-def _pairs(results: Sequence[CandidateResult]) -> Table:
-    """Every two candidates on the same windows, with Holm's correction over all pairs."""
-    pairs = [(a, b) for i, a in enumerate(results) for b in results[i + 1 :]]
+def _pairs(results: Sequence[CandidateResult]) -> list[Block]:
+    """Every two candidates on the same windows, with Holm's correction over all pairs; a bound is no party to this."""
+    measured = [r for r in results if not r.summary.bounds]
+    pairs = [(a, b) for i, a in enumerate(measured) for b in measured[i + 1 :]]
+    if not pairs:
+        return []
     differences = [
         paired_difference(_kl_sums(a), _kl_sums(b), [w.finite.sum() for w in a.seen]) for a, b in pairs
     ]
@@ -137,12 +137,14 @@ def _pairs(results: Sequence[CandidateResult]) -> Table:
         ]
         for (a, b), d, p in zip(pairs, differences, adjusted, strict=True)
     ]
-    return Table(
-        "Candidates against each other",
-        ("pair", "difference of mean KL", "p (Holm)"),
-        rows,
-        note="Paired by window: what the windows have in common cancels.",
-    )
+    return [
+        Table(
+            "Candidates against each other",
+            ("pair", "difference of mean KL", "p (Holm)"),
+            rows,
+            note="Paired by window: what the windows have in common cancels.",
+        )
+    ]
 
 
 def _kl_sums(result: CandidateResult) -> list[float]:
@@ -172,11 +174,11 @@ def _depth(result: CandidateResult, prefix: str) -> list[Block]:
     bands = [Band("floor", 0.0, result.floor)] if result.floor else []
     return [
         Chart(
-            f"{prefix}KL by depth in the context",
+            f"{prefix}{result.summary.kl_name}, by depth in the context",
             "line",
             [Series("mean KL", points)],
             x_label="tokens before",
-            y_label="KL (nats)",
+            y_label=f"{result.summary.kl_name} (nats)",
             bands=bands,
         )
     ]
@@ -195,7 +197,7 @@ def _histogram(result: CandidateResult, prefix: str) -> Chart:
         Point(f"1e{edge:+.1f}", 100 * int(c) / kl.size) for edge, c in zip(edges[:-1], counts, strict=True)
     ]
     return Chart(
-        f"{prefix}KL of single tokens",
+        f"{prefix}{result.summary.kl_name}, of single tokens",
         "bar",
         [Series("share of tokens", points)],
         x_label="KL from (nats)",
@@ -209,7 +211,7 @@ def _bins(result: CandidateResult, name: str, prefix: str) -> Table:
         [
             b.name,
             f"{b.tokens:,}",
-            f"{b.kl.value:.3g} [{b.kl.interval.lo:.3g}, {b.kl.interval.hi:.3g}]",
+            kl_text(b.kl),
             f"{100 * math.expm1(b.dnll.value):+.2f}",
             f"{100 * b.top1:.2f}",
         ]
@@ -217,7 +219,7 @@ def _bins(result: CandidateResult, name: str, prefix: str) -> Table:
     ]
     return Table(
         f"{prefix}{titles[name]}",
-        ("tokens", "n", "KL (nats)", "Δppl (%)", "top-1 (%)"),
+        ("tokens", "n", f"{result.summary.kl_name} (nats)", "Δppl (%)", "top-1 (%)"),
         rows,
         numeric=frozenset({1, 3, 4}),
     )

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from assay.engines.server.endpoint import without_credentials
+
 _PREFIXES = ("hf:", "vllm:", "gguf:", "run:", "jsonl:", "datasets:")
 
 
@@ -19,10 +21,16 @@ def label_of(spec: str, among: Sequence[str] = ()) -> str:
 
 def _short(spec: str) -> str:
     if "://" in spec:
-        return spec
+        return printable(spec)
     head, mark, options = spec.partition("?")
     prefix = next((p for p in _PREFIXES if head.startswith(p)), "")
     return f"{prefix}{Path(head.removeprefix(prefix)).name}{mark}{options}"
+
+
+def printable(spec: str) -> str:
+    """A spec without a user and a password, which the URL of a server may hold."""
+    head, mark, options = spec.partition("?")
+    return f"{without_credentials(head)}{mark}{options}" if "://" in head else spec
 
 
 def fingerprint(spec: str) -> str:

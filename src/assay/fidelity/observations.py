@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,12 +47,27 @@ class WindowObservation:
         return self.nll_cand - self.nll_ref
 
 
+@dataclass(frozen=True)
+class BoundedObservation(WindowObservation):
+    """A window of which the candidate is known at a few ids only; names as in `BoundedStatistics`.
+
+    `kl` and `kl_rev` are lower bounds, `top1` holds where both certainly have the same likeliest token.
+    """
+
+    top1_possible: NDArray[np.bool_]
+    tail_ref: NDArray[np.float64]
+    tail_cand: NDArray[np.float64]
+    kl_upper: NDArray[np.float64]
+    tv_lo: NDArray[np.float64]
+    tv_hi: NDArray[np.float64]
+
+
 def observation(window: Window, first: int, statistics: RowStatistics) -> WindowObservation:
     """Put the statistics of one window into numpy arrays."""
     import numpy as np
 
     arrays = {f.name: getattr(statistics, f.name).numpy() for f in fields(statistics)}
-    return WindowObservation(window.index, first, np.asarray(window.tokens, np.int32), **arrays)
+    return _observed(arrays, index=window.index, first=first, tokens=np.asarray(window.tokens, np.int32))
 
 
 def save(path: Path, seen: WindowObservation) -> None:
@@ -71,7 +86,13 @@ def load(path: Path) -> WindowObservation:
 
     with np.load(path, allow_pickle=False) as file:
         values = {name: file[name] for name in file.files}
-    return WindowObservation(int(values.pop("index")), int(values.pop("first")), **values)
+    return _observed(values, index=int(values.pop("index")), first=int(values.pop("first")))
+
+
+def _observed(arrays: Mapping[str, Any], **facts: Any) -> WindowObservation:
+    """The observation that these arrays make: a bounded one where they hold bounds."""
+    kind = BoundedObservation if "tail_ref" in arrays else WindowObservation
+    return kind(**facts, **arrays)
 
 
 def pooled(seen: Sequence[WindowObservation], name: str) -> NDArray[np.float64]:

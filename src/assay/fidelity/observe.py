@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from assay.engines.id_scoring import IdScorer
 from assay.engines.scoring import ScoreJob, ScoringEngine, Window, WindowRows
 from assay.errors import AssayError
-from assay.fidelity.metrics import window_statistics
-from assay.fidelity.observations import WindowObservation, load, observation, save
+from assay.fidelity.measure import Candidate, measure
+from assay.fidelity.observations import WindowObservation, load, save
 from assay.progress import Advance
 
 
@@ -36,7 +37,7 @@ class LiveRows:
 
 def observe(
     reference: ReferenceRows,
-    candidate: ScoringEngine,
+    candidate: Candidate,
     windows: Sequence[Window],
     job: ScoreJob,
     *,
@@ -49,7 +50,10 @@ def observe(
     With `keep_in`, every window is written there as it is done, and what is there already is not scored again.
     `on_window` sees each observation as it comes, those that were kept first.
     """
-    require_path(candidate, job)
+    if isinstance(candidate, IdScorer):
+        candidate.require(job, len(windows[0].tokens))
+    else:
+        require_path(candidate, job)
     seen: dict[int, WindowObservation] = {}
     for window in windows:
         path = keep_in / f"{window.index:06d}.npz" if keep_in else None
@@ -59,8 +63,7 @@ def observe(
             advance()
     todo = [w for w in windows if w.index not in seen]
     if todo:
-        for ref, cand in zip(reference.rows(todo), candidate.score_windows(todo, job), strict=True):
-            found = observation(ref.window, ref.first, window_statistics(ref, cand))
+        for found in measure(iter(reference.rows(todo)), candidate, todo, job):
             if keep_in:
                 save(keep_in / f"{found.index:06d}.npz", found)
             seen[found.index] = found

@@ -19,6 +19,7 @@ from assay.fidelity.observe import LiveRows, ReferenceRows, require_path
 from assay.fidelity.plan import Plan
 from assay.fidelity.store import Store, StoreHeader, StoreWriter
 from assay.fidelity.text import read_text
+from assay.fidelity.tokenizer_proof import probe_ids
 from assay.fidelity.windows import available_windows, cut_windows
 from assay.progress import Progress
 
@@ -36,6 +37,8 @@ class Reference:
     facts: Mapping[str, Any]
     text_facts: Mapping[str, Any]
     floors: Floors = field(default_factory=Floors)
+    probe_ids: Sequence[int] | None = None
+    """Its ids of the probe text (`assay.fidelity.tokenizer_proof`), None where nobody knows them."""
     engine: ScoringEngine | None = None
 
     def close(self) -> None:
@@ -58,15 +61,17 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
         windows, text_facts = plan_windows(plan, engine.tokenizer)
         check = tokenizer_check(engine.tokenizer.sha256, engine.tokenizer.vocab_size)
         facts = {"label": label_of(plan.reference), **engine.describe()}
+        probe = probe_ids(engine.tokenizer.encode)
         if keep_open:
-            return Reference(windows, LiveRows(engine, plan.job), check, facts, text_facts, engine=engine)
+            rows = LiveRows(engine, plan.job)
+            return Reference(windows, rows, check, facts, text_facts, probe_ids=probe, engine=engine)
         store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
         floors = (
             _floors(plan, engine, store, windows, folder / "floors.json", progress)
             if plan.floors
             else Floors()
         )
-        return Reference(windows, store, check, facts, text_facts, floors)
+        return Reference(windows, store, check, facts, text_facts, floors, probe)
     except BaseException:
         keep_open = False
         raise
@@ -114,7 +119,11 @@ def store_states(
             states, head = rows.states, rows.head  # type: ignore[attr-defined]
             header = StoreHeader(
                 engine=engine.describe(),
-                tokenizer={"sha256": engine.tokenizer.sha256, "vocab_size": engine.tokenizer.vocab_size},
+                tokenizer={
+                    "sha256": engine.tokenizer.sha256,
+                    "vocab_size": engine.tokenizer.vocab_size,
+                    "probe_ids": probe_ids(engine.tokenizer.encode),
+                },
                 text=dict(text_facts),
                 path=plan.path,
                 scored_from=plan.job.scored_from,

@@ -34,7 +34,7 @@ def _store(plan: Plan, path: Path) -> Reference:
     text = {**header.text, "windows_available": len(store.windows), "windows_sha256": hash_of(windows)}
     facts = {"label": label_of(plan.reference), **header.engine, "states": header.dtype}
     check = tokenizer_check(str(tokenizer["sha256"]), int(tokenizer["vocab_size"]))
-    return Reference(windows, store, check, facts, text)
+    return Reference(windows, store, check, facts, text, probe_ids=tokenizer.get("probe_ids"))
 
 
 def _base_file(plan: Plan, path: Path) -> Reference:

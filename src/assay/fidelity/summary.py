@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from assay.fidelity.bounded_summary import Bounds, bounds_of
 from assay.fidelity.observations import WindowObservation, pooled
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles
 from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_ratio
@@ -41,6 +42,19 @@ class Summary:
     tokens: int
     windows: int
     nonfinite: int
+    bounds: Bounds | None = None
+    """Where the candidate is known at a few ids only; `kl`, `kl_rev` and `quantiles` are then lower bounds."""
+
+    @property
+    def top1_value(self) -> float | None:
+        """Top-1 agreement in percent, None where only bounds of it are known."""
+        known = self.bounds is None or self.bounds.top1_exact
+        return self.judgement.top1_pct.value if known else None
+
+    @property
+    def kl_name(self) -> str:
+        """KL as tables and texts call it."""
+        return "KL, at least" if self.bounds else "KL"
 
     def to_json(self) -> dict[str, Any]:
         """The part of `results` that `assay compare` promises for one candidate."""
@@ -61,9 +75,11 @@ class Summary:
                 **{name: q.value for name, q in self.quantiles.items()},
                 "max": self.kl_max,
                 "quantile_intervals": {name: [q.lo, q.hi] for name, q in self.quantiles.items()},
+                **(self.bounds.kld_json() if self.bounds else {"kind": "exact"}),
             },
             "kld_reverse": _bounds(self.kl_rev.interval),
-            "top1_pct": _bounds(judged.top1_pct),
+            "top1_pct": _bounds(judged.top1_pct)
+            | (self.bounds.top1_json() if self.bounds else {"kind": "exact"}),
             "mean_abs_dp": _bounds(self.dp.interval),
             "design_effect": self.dnll.design_effect,
             "windows_needed": judged.windows_needed,
@@ -77,7 +93,12 @@ def summarise(seen: Sequence[WindowObservation], margins: Margins, resampling: R
 
     dnll = cluster_mean(_by_window(seen, "dnll"))
     kl_values = pooled(seen, "kl")
-    top1 = cluster_proportion([int(w.top1[w.finite].sum()) for w in seen if w.finite.any()], _counts(seen))
+    bounds = bounds_of(seen)
+    top1 = (
+        bounds.top1
+        if bounds
+        else cluster_proportion([int(w.top1[w.finite].sum()) for w in seen if w.finite.any()], _counts(seen))
+    )
     names = list(QUANTILES)
     quantiles = bootstrap_quantiles(
         _by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling
@@ -95,6 +116,7 @@ def summarise(seen: Sequence[WindowObservation], margins: Margins, resampling: R
         tokens=int(kl_values.size),
         windows=sum(1 for w in seen if w.finite.any()),
         nonfinite=sum(int((~w.finite).sum()) for w in seen),
+        bounds=bounds,
     )
 
 
@@ -134,5 +156,5 @@ def _counts(seen: Sequence[WindowObservation]) -> list[int]:
     return [int(w.finite.sum()) for w in seen if w.finite.any()]
 
 
-def _bounds(interval: Interval) -> dict[str, float]:
+def _bounds(interval: Interval) -> dict[str, float | None]:
     return {"value": interval.value, "lo": interval.lo, "hi": interval.hi}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from urllib.parse import parse_qsl
 
+from assay.engines.options import read_options
 from assay.errors import UsageError
 
 # Of ggml's types, those that a KV cache may have, and their numbers (ggml.h).
@@ -32,18 +32,13 @@ class GgufSpec:
 
 def parse_spec(spec: str) -> GgufSpec:
     """Read `gguf:FILE?option=value&…`; `kv` sets `k` and `v`. UsageError on an unknown option or value."""
-    model, mark, query = spec.removeprefix("gguf:").partition("?")
-    if not model:
-        raise _usage(f"{spec!r} names no file", "write gguf:FILE, such as gguf:./model.Q4_K_M.gguf")
-    pairs = parse_qsl(query, keep_blank_values=True)
-    if mark and not pairs:
-        raise _usage(f"{spec!r} ends in a '?' without options", "write gguf:FILE?kv=q8_0")
+    known = ["kv", *(f.name for f in fields(GgufSpec)[1:])]
+    model, given = read_options(
+        spec, "gguf:", known, example="gguf:FILE, such as gguf:./model.Q4_K_M.gguf?kv=q8_0", what="file"
+    )
     options: dict[str, str] = {}
-    for name, value in pairs:
+    for name, value in given:
         options |= {"k": value, "v": value} if name == "kv" else {name: value}
-    known = [f.name for f in fields(GgufSpec)[1:]]
-    if unknown := [name for name in options if name not in known]:
-        raise _usage(f"{spec!r}: unknown option {unknown[0]!r}", f"options are kv, {', '.join(known)}")
     for name in ("k", "v"):
         if options.get(name, "f16") not in CACHE_TYPES:
             raise _usage(

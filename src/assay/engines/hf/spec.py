@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from urllib.parse import parse_qsl
 
+from assay.engines.options import read_options
 from assay.errors import UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -26,18 +26,16 @@ class HfSpec:
 
 def parse_spec(spec: str) -> HfSpec:
     """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
-    body = spec.removeprefix("hf:")
-    model, mark, query = body.partition("?")
-    if not model:
-        raise UsageError(f"{spec!r} names no model", remedy="write hf:PATH, such as hf:./model?dtype=float32")
     options: dict[str, str] = {field.name: str(field.default) for field in fields(HfSpec)[1:]}
-    pairs = parse_qsl(query, keep_blank_values=True)
-    if mark and not pairs:
-        raise UsageError(f"{spec!r} ends in a '?' without options", remedy="write hf:PATH?dtype=float32")
-    for name, value in pairs:
-        if name not in options:
-            raise UsageError(f"{spec!r}: unknown option {name!r}", remedy=f"options are {', '.join(options)}")
-        options[name] = value
+    # A model of transformers is also the reference of `assay check`, whose errors these are then.
+    model, given = read_options(
+        spec,
+        "hf:",
+        list(options),
+        example="hf:PATH, such as hf:./model?dtype=float32",
+        finding_id="server.usage",
+    )
+    options |= dict(given)
     if options["dtype"] not in DTYPES:
         raise UsageError(
             f"{spec!r}: unknown dtype {options['dtype']!r}", remedy=f"one of {', '.join(DTYPES)}"

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.engines.server.errors import BadScores, NotFound, RequestRefused, Unauthorized
-from assay.engines.server.fields import as_count, as_number, as_object, first_choice
+from assay.engines.server.fields import as_count, as_number, as_object
+from assay.engines.server.scoring import complete, sglang_meta
 from assay.engines.server.transport import Transport
 
 _ROUNDING = 1e-3
@@ -36,6 +37,15 @@ class ChosenScores:
     gold: tuple[float, ...]
     rows: tuple[Mapping[int, float], ...]
     chosen_by: Literal["reference", "candidate"]
+
+    @property
+    def lists_best(self) -> bool:
+        """Whether the candidate's own likeliest id is among those of every row.
+
+        It is where the candidate chose and lists anything besides the token that came: a server whose list is named
+        by text only, or empty, leaves that token alone.
+        """
+        return self.chosen_by == "candidate" and all(len(row) > 1 for row in self.rows)
 
 
 Chosen = Sequence[Sequence[int]]
@@ -77,15 +87,9 @@ def by_top_logprobs(
     transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
 ) -> ChosenScores:
     """vLLM: `prompt_logprobs` gives each prompt token and the candidate's own most likely ids."""
-    body = {
-        "model": model,
-        "prompt": list(tokens),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "prompt_logprobs": max(map(len, chosen)),
-    }
-    answer = transport.post_json(transport.endpoint.api + "/completions", body)
-    entries = (first_choice(as_object(answer)) or {}).get("prompt_logprobs")
+    entries = complete(transport, model, tokens, {"prompt_logprobs": max(map(len, chosen))}).get(
+        "prompt_logprobs"
+    )
     if not isinstance(entries, list):
         raise BadScores("the server ignores prompt_logprobs: its answer holds none")
     _same_count(entries, tokens)
@@ -104,17 +108,7 @@ def by_sglang_top(
     It can score given ids too, but one set for the whole prompt, which for ids chosen at each position would be
     thousands of ids at thousands of positions.
     """
-    answer = transport.post_json(
-        transport.endpoint.root + "/generate",
-        {
-            "input_ids": list(tokens),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "top_logprobs_num": max(map(len, chosen)),
-        },
-    )
-    meta = as_object(as_object(answer).get("meta_info"))
+    meta = sglang_meta(transport, tokens, top_logprobs_num=max(map(len, chosen)))
     own, top = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
     if not isinstance(own, list) or not isinstance(top, list):
         raise BadScores("the server ignores top_logprobs_num: its answer holds no input_top_logprobs")
@@ -132,17 +126,8 @@ def by_echo_top(
     transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
 ) -> ChosenScores:
     """The completions API: the prompt echoed with `logprobs`, tokens named by id where the server can."""
-    body = {
-        "model": model,
-        "prompt": list(tokens),
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "echo": True,
-        "logprobs": max(map(len, chosen)),
-        "return_tokens_as_token_ids": True,
-    }
-    answer = transport.post_json(transport.endpoint.api + "/completions", body)
-    held = as_object((first_choice(as_object(answer)) or {}).get("logprobs"))
+    fields = {"echo": True, "logprobs": max(map(len, chosen)), "return_tokens_as_token_ids": True}
+    held = as_object(complete(transport, model, tokens, fields).get("logprobs"))
     own, top = held.get("token_logprobs"), held.get("top_logprobs")
     if not isinstance(own, list) or len(own) < len(tokens):
         raise BadScores("the server ignores echo with logprobs: its answer holds too few token_logprobs")

@@ -60,7 +60,7 @@ class ServerEngine:
         self._lock = Lock()
         self._probed: Probed | None = None
         self._chosen_routes: tuple[ChosenRoute, ...] = ()
-        self._text_of = lru_cache(maxsize=256)(self._detokenize)
+        self._text_of = lru_cache(maxsize=256)(lambda token: self.detokenize((token,)))
         self.identity = identity
 
     @classmethod
@@ -116,6 +116,11 @@ class ServerEngine:
     def max_model_len(self) -> int | None:
         """The longest context in tokens, where the server says it."""
         return self._card.max_model_len or self.identity.max_model_len
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Entries of the vocabulary, where the list of models says so."""
+        return self._card.vocab_size
 
     @property
     def capabilities(self) -> CapabilityReport:
@@ -228,9 +233,10 @@ class ServerEngine:
         self._chosen_routes = (route,)
         return scores
 
-    def _detokenize(self, token: int) -> str:
+    def detokenize(self, ids: tuple[int, ...]) -> str:
+        """The text of token ids; empty where the server cannot tell."""
         try:
-            return detokenize(self._transport, self.model, (token,)) or ""
+            return detokenize(self._transport, self.model, ids) or ""
         except AssayError:
             return ""
 

@@ -19,6 +19,7 @@ class ModelCard:
     root: str | None = None
     owned_by: str | None = None
     max_model_len: int | None = None
+    vocab_size: int | None = None
     aliases: tuple[str, ...] = ()
 
 
@@ -50,6 +51,7 @@ def _card(entry: Any) -> ModelCard | None:
         root=as_name(card.get("root")),
         owned_by=as_name(card.get("owned_by")),
         max_model_len=as_count(card.get("max_model_len")),
+        vocab_size=as_count(as_object(card.get("meta")).get("n_vocab")),
         aliases=tuple(a for a in aliases if isinstance(a, str)) if isinstance(aliases, list) else (),
     )
 

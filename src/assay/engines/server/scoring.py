@@ -23,7 +23,7 @@ _ROUNDING = 1e-3
 
 def by_prompt_logprobs(transport: Transport, model: str, source: Source) -> TokenScores:
     """vLLM: a completion with `prompt_logprobs`, which 0 asks for without alternatives."""
-    choice = _complete(transport, model, source, {"prompt_logprobs": 0, "return_token_ids": True})
+    choice = complete(transport, model, source, {"prompt_logprobs": 0, "return_token_ids": True})
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list):
         raise BadScores("the server ignores prompt_logprobs: its answer holds none")
@@ -36,7 +36,7 @@ def by_prompt_logprobs(transport: Transport, model: str, source: Source) -> Toke
 
 def by_echo(transport: Transport, model: str, source: Source) -> TokenScores:
     """The legacy completions API: the prompt echoed with its `logprobs`, and one generated token to cut off."""
-    choice = _complete(transport, model, source, {"echo": True, "logprobs": 1})
+    choice = complete(transport, model, source, {"echo": True, "logprobs": 1})
     held = as_object(choice.get("logprobs"))
     values, offsets = held.get("token_logprobs"), held.get("text_offset")
     if not isinstance(values, list):
@@ -58,16 +58,7 @@ def by_echo(transport: Transport, model: str, source: Source) -> TokenScores:
 
 def by_sglang(transport: Transport, model: str, source: Source) -> TokenScores:
     """SGLang's native route: `/generate` with `input_token_logprobs` from the first token on."""
-    answer = transport.post_json(
-        transport.endpoint.root + "/generate",
-        {
-            **({"text": source} if isinstance(source, str) else {"input_ids": list(source)}),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-        },
-    )
-    rows = as_object(as_object(answer).get("meta_info")).get("input_token_logprobs")
+    rows = sglang_meta(transport, source).get("input_token_logprobs")
     if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
         raise BadScores("the server ignores return_logprob: its answer holds no input_token_logprobs")
     ids = _ids([row[1] for row in rows])
@@ -76,9 +67,10 @@ def by_sglang(transport: Transport, model: str, source: Source) -> TokenScores:
     return TokenScores(_checked([row[0] for row in rows]), len(rows), _bytes(source), ids)
 
 
-def _complete(
-    transport: Transport, model: str, source: Source, fields: Mapping[str, Any]
+def complete(
+    transport: Transport, model: str, source: str | Sequence[int], fields: Mapping[str, Any]
 ) -> Mapping[str, Any]:
+    """The first choice of a greedy completion of one token, asked for with more `fields`; empty if there is none."""
     body = {
         "model": model,
         "prompt": source if isinstance(source, str) else list(source),
@@ -87,6 +79,21 @@ def _complete(
         **fields,
     }
     return first_choice(as_object(transport.post_json(transport.endpoint.api + "/completions", body))) or {}
+
+
+def sglang_meta(transport: Transport, source: str | Sequence[int], **fields: Any) -> Mapping[str, Any]:
+    """`meta_info` of SGLang's native route for one token after `source`, log-probabilities from its first token on."""
+    answer = transport.post_json(
+        transport.endpoint.root + "/generate",
+        {
+            **({"text": source} if isinstance(source, str) else {"input_ids": list(source)}),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            **fields,
+        },
+    )
+    return as_object(as_object(answer).get("meta_info"))
 
 
 def _entry(entry: Mapping[str, Any], token: int | None) -> Any:

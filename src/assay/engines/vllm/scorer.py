@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,20 +67,19 @@ class VllmScorer:
                 yield StateRows(window, job.scored_from, states, self.core.head)
 
     def reduce_windows(
-        self, references: Sequence[StateRows], job: ScoreJob, target: str
+        self, windows: Sequence[Window], references: Iterator[StateRows], job: ScoreJob, target: str
     ) -> Iterator[tuple[Window, Mapping[str, torch.Tensor]]]:
         """Statistics of every window against a reference's states, computed on the engine's device.
 
-        `target` is the import path of a function of (reference rows, candidate rows) that gives a dataclass of
-        tensors, such as `assay.fidelity.metrics:window_statistics`. For a worker only the states travel to it and
-        the statistics back; in this process it is what `score_windows` and that function do.
+        `references` are the reference's rows of `windows`, taken batch by batch. `target` is the import path of a
+        function of (reference rows, candidate rows) that gives a dataclass of tensors, such as
+        `assay.fidelity.metrics:window_statistics`. For a worker only the states travel to it and the statistics
+        back; in this process it is what `score_windows` and that function do.
         """
-        windows = [reference.window for reference in references]
-        done = 0
         for part in self._batches(windows, job):
-            side = references[done : done + len(part)]
-            done += len(part)
-            yield from zip(part, self.core.reduce(part, side, target), strict=True)
+            yield from zip(
+                part, self.core.reduce(part, list(islice(references, len(part))), target), strict=True
+            )
 
     def _batches(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[Sequence[Window]]:
         """Batches of windows, with the job's hook in place; the engagement is booked as each is done."""

