@@ -300,3 +300,10 @@ def test_what_may_not_be_read(ask: Ask, readable_by_all: Path, what: str) -> Non
     if what == "file":  # a partial failure still reports the rest
         assert statuses(report)[TWO] == "unverified"
         assert {f["path"]: f["sha256"] for f in report["results"]["files"]}[TWO]
+
+
+@pytest.mark.parametrize("option", [("--target", "nope"), ("--revision", "0123abc")])
+def test_an_option_that_would_say_nothing_is_refused(ask: Ask, model: Path, option: tuple[str, str]) -> None:
+    code, report = ask(model, *option)
+    assert (code, report["findings"][0]["id"]) == (2, "checkpoint.usage")
+    assert report["findings"][0]["remedies"]

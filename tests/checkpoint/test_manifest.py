@@ -68,6 +68,19 @@ def test_written_then_held_against(ask: Ask, model: Path, tmp_path: Path) -> Non
     assert (code, statuses(report)[TWO], statuses(report)["more.json"]) == (1, "missing", "extra")
 
 
+def test_weights_that_the_manifest_does_not_know_are_not_verified(
+    ask: Ask, model: Path, tmp_path: Path
+) -> None:
+    listing = tmp_path / "list.json"
+    ask(model, "--write-manifest", listing)
+    body = json.loads(listing.read_text(encoding="utf-8"))
+    body["files"] = [f for f in body["files"] if f["path"] != TWO]
+    listing.write_text(json.dumps(body), encoding="utf-8")
+    (model / "more.json").write_text("{}")
+    code, report = ask(model, "--manifest", listing)
+    assert (code, statuses(report)[TWO], statuses(report)["more.json"]) == (3, "unverified", "extra")
+
+
 def test_a_manifest_beside_the_weights_is_not_a_file_of_the_checkpoint(ask: Ask, model: Path) -> None:
     ask(model, "--write-manifest", model / "list.json")
     code, report = ask(model, "--manifest", model / "list.json")

@@ -177,3 +177,10 @@ def test_options_that_make_no_sense(
 ) -> None:
     code, out = spec(capsys, log(tmp_path, lines.vllm_v1([80, 60], 100)), *arguments)
     assert (code, out["findings"][0]["id"]) == (2, "speculation.usage")
+
+
+@pytest.mark.parametrize("arguments", [("-", "-"), ("-", "--baseline", "-")])
+def test_standard_input_is_read_once(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    code, out = spec(capsys, *arguments)
+    assert (code, out["findings"][0]["id"]) == (2, "speculation.usage")
+    assert "read once" in out["findings"][0]["title"]

@@ -23,6 +23,11 @@ def weight_map(checkpoint: Checkpoint) -> dict[str, str] | None:
     return mapped
 
 
+def loaded_files(checkpoint: Checkpoint) -> set[str]:
+    """The weight files that a loader reads: those that the index names, or `model.safetensors`."""
+    return set((weight_map(checkpoint) or {"": "model.safetensors"}).values())
+
+
 def check_index(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Findings on the index, on the numbering of shards and on tensors stored twice."""
     index = checkpoint.document(INDEX)

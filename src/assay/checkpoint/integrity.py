@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -76,8 +76,12 @@ def judge(
     digests: Mapping[str, Digest],
     sources: Sequence[Source],
     dangling: Sequence[str] = (),
+    loaded: Collection[str] = (),
 ) -> tuple[list[FileResult], list[Finding]]:
-    """A result for every file, and findings for those that are wrong, missing, extra or unverified."""
+    """A result for every file, and findings for those that are wrong, missing, extra or unverified.
+
+    A file that a complete list does not know is extra; one of `loaded`, which the model is made of, is unverified.
+    """
     results: list[FileResult] = []
     findings: list[Finding] = []
     complete = [s for s in sources if s.complete]
@@ -91,7 +95,7 @@ def judge(
             findings.append(_mismatch(path, size, digest, wrong[0]))
         elif any(_agrees(e, digest) for e in expected):
             status = "verified"
-        elif complete and not expected:
+        elif complete and not expected and path not in loaded:
             status = "extra"
         against = expected[0].source if expected else None
         results.append(FileResult(path, size, digest.sha256, status, against))

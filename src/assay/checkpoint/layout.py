@@ -40,6 +40,9 @@ class Layout:
     """Digest that the Hub gave at download time, by path: a sha256 (64 digits) or a git blob id (40)."""
 
 
+_REMEDY = "give a folder, a .gguf file or hub:ORG/NAME"
+
+
 def unreadable(message: str, remedy: str = "") -> AssayError:
     """The error for a subject that cannot be examined at all."""
     return AssayError(message, finding_id="checkpoint.not_examined", remedy=remedy)
@@ -52,15 +55,16 @@ def locate(path: Path, revision: str | None = None) -> Layout:
         if path.is_file():
             return _single_file(path)
         if not path.is_dir():
-            raise unreadable(f"{path} is neither a folder nor a file")
+            raise unreadable(f"{path} is neither a folder nor a file", _REMEDY)
         return _folder(path, revision)
     except FileNotFoundError as error:
-        remedy = "give a folder, a .gguf file or hub:ORG/NAME"
+        remedy = _REMEDY
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
             remedy = f"write hub:{path} if it is a repository on the Hub"
         raise unreadable(f"no such path: {path}", remedy) from error
     except (OSError, ValueError) as error:  # ValueError: a path with a zero byte
-        raise unreadable(f"cannot open {path}: {getattr(error, 'strerror', None) or error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise unreadable(f"cannot open {path}: {reason}", _REMEDY) from error
 
 
 def _folder(path: Path, revision: str | None) -> Layout:

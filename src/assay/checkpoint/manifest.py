@@ -52,7 +52,11 @@ def write(path: Path, manifest: Manifest) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         message = f"cannot write the manifest {path.name}: {error.strerror}"
-        raise AssayError(message, finding_id="checkpoint.not_examined") from error
+        raise AssayError(
+            message,
+            finding_id="checkpoint.not_examined",
+            remedy="name a file in a folder that you can write to",
+        ) from error
 
 
 def dump(manifest: Manifest) -> str:

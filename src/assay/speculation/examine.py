@@ -77,24 +77,28 @@ def examine(sources: Sequence[str], options: Options | None = None) -> Report:
     chosen = options or Options()
     if not sources:
         raise UsageError("no source given", finding_id="speculation.usage", remedy="assay spec LOG")
-    urls = [s for s in sources if is_url(s)]
-    _validate(chosen, urls)
+    _validate(chosen, sources)
     run = _read(sources, chosen)
     base = _read(chosen.baseline, replace(chosen, requests=0)) if chosen.baseline else None
     report = judge_run(run, list(sources), chosen, base)
     if chosen.lossless:
         from assay.speculation.lossless import check_lossless
 
-        report = check_lossless(report, urls[0], chosen)
+        report = check_lossless(report, next(filter(is_url, sources)), chosen)
     return report
 
 
-def _validate(options: Options, urls: Sequence[str]) -> None:
+def _validate(options: Options, sources: Sequence[str]) -> None:
     """Refuse what makes no sense before anything is waited for."""
+    urls = [s for s in sources if is_url(s)]
 
     def refuse(message: str, remedy: str = "") -> UsageError:
         return UsageError(message, finding_id="speculation.usage", remedy=remedy)
 
+    if [*sources, *options.baseline].count("-") > 1:
+        raise refuse(
+            "standard input can be read once only, and it is named twice", "write one of them to a file"
+        )
     if options.lossless and len(urls) != 1:
         raise refuse("--lossless compares two running servers", "assay spec URL --lossless OTHER_URL")
     if options.requests and not urls:
@@ -106,7 +110,9 @@ def _validate(options: Options, urls: Sequence[str]) -> None:
     if options.prompts < 1 or options.samples < 0:
         raise refuse("--prompts must be at least 1, --samples at least 0")
     if options.cost_ratio is not None and not 0 <= options.cost_ratio < 100:
-        raise refuse("--cost-ratio is a draft token's cost in target steps, such as 0.1")
+        raise refuse(
+            f"--cost-ratio takes 0 to 100 target steps a draft token, got {options.cost_ratio:g}", "0.1"
+        )
 
 
 def judge_run(run: Examined, names: Sequence[str], options: Options, base: Examined | None = None) -> Report:

@@ -10,6 +10,7 @@ from assay.checkpoint.digest_cache import DigestCache
 from assay.checkpoint.digests import Digest, hash_files
 from assay.checkpoint.findings import found, noted, plural
 from assay.checkpoint.hub.listing import list_revision
+from assay.checkpoint.index import loaded_files
 from assay.checkpoint.integrity import Source
 from assay.checkpoint.layout import Layout
 from assay.checkpoint.options import AUTO_BYTES, Options, Show
@@ -30,7 +31,8 @@ def examine(outcome: Outcome, stated: manifest.Manifest | None, show: Show) -> N
         _hash(outcome, layout, sizes, sources, show, digests)
     finally:  # after an interrupt, what was hashed until then is judged too
         findings = list(_unread(digests))
-        outcome.files, judged = integrity.judge(sizes, digests, sources, layout.dangling)
+        loaded = loaded_files(outcome.opened.checkpoint)
+        outcome.files, judged = integrity.judge(sizes, digests, sources, layout.dangling, loaded)
         outcome.findings[:0] = findings + judged
     outcome.add(_unhashed(outcome, digests))
     if options.write_manifest is not None:
