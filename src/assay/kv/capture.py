@@ -100,18 +100,19 @@ class Capture:
         return keys, values
 
     def _watch(self, layer: int) -> Any:
-
-        heads, groups, width = self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim
+        heads, width = self.shape.query_heads, self.shape.head_dim
 
         def watch(_: Any, __: Any, output: torch.Tensor) -> None:
-            # Projections put out [B, T, H·d], norms [B, T, H, d].
-            queries = output.float().reshape(-1, heads, width)
-            grouped = queries.reshape(-1, groups, heads // groups, width).transpose(0, 1).flatten(1, 2)
-            moment = (grouped.mT @ grouped).double().cpu()
-            before = self.moments.get(layer)
-            self.moments[layer] = moment if before is None else before + moment
+            self.on_queries(layer, queries_of(output, heads, width, self.length - 1))
 
         return watch
+
+    def on_queries(self, layer: int, queries: torch.Tensor) -> None:
+        """Add the second moment of queries [B, H, T, d] before RoPE, over the group of each KV head."""
+        grouped = queries.float().unflatten(1, (self.shape.kv_heads, -1)).transpose(0, 1).flatten(1, 3)
+        moment = (grouped.mT @ grouped).double().cpu()
+        before = self.moments.get(layer)
+        self.moments[layer] = moment if before is None else before + moment
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What the calibration file holds."""
@@ -136,6 +137,17 @@ class Capture:
         parts = weight.detach().float().cpu().reshape(-1, groups, heads // groups, width)
         grouped = parts.permute(1, 2, 0, 3).flatten(1, 2)  # [groups, share · hidden, d]
         return grouped.mT @ grouped
+
+
+def queries_of(output: torch.Tensor, heads: int, width: int, tokens: int) -> torch.Tensor:
+    """Queries [B, H, T, d] from what their projection or norm put out.
+
+    Projections put out [B, T, H·d]; norms [B, T, H, d] (Qwen3) or [B, H, T, d] (Gemma 3).
+    """
+    if output.ndim == 3:
+        output = output.unflatten(-1, (heads, width))
+    by_token = tuple(output.shape[1:3]) == (tokens, heads)
+    return output.transpose(1, 2) if by_token else output
 
 
 def averaged(sigma: torch.Tensor, rotary: Rotary, layer: int, length: int) -> torch.Tensor:

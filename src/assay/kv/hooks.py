@@ -24,7 +24,7 @@ from assay.kv.rope import Rotary
 from assay.kv.setup import Bench, CoderSet, kept_layers
 from assay.kv.spec import Recipe, parse_spec
 
-_FACTORIES = {"hf": "assay.kv.hooks:for_transformers"}
+_FACTORIES = {"hf": "assay.kv.hooks:for_transformers", "vllm": "assay.kv.in_vllm.hook:for_vllm"}
 
 
 @dataclass(frozen=True)
@@ -144,12 +144,12 @@ def for_transformers(**config: Any) -> PlannedHook:
     return PlannedHook(HookPlan.from_config(config))
 
 
-def bench_of(shape: CacheShape, plan: HookPlan, rotary: Rotary) -> Bench:
+def bench_of(shape: CacheShape, plan: HookPlan, rotary: Rotary | None) -> Bench:
     """The bench of a model and calibration; AssayError where the calibration is of another model.
 
     The last few are kept, so that coders which many plans share are fitted once.
     """
-    key = (shape, str(rotary.device), plan.length, plan.calibration, _stamp(plan.calibration))
+    key = (shape, str(rotary and rotary.device), plan.length, plan.calibration, _stamp(plan.calibration))
     if key not in _BENCHES:
         while len(_BENCHES) >= _KEPT:
             _BENCHES.pop(next(iter(_BENCHES)))

@@ -58,26 +58,29 @@ class Rotary:
     """The rotations of every layer of a model, computed once for positions 0 … `length` − 1."""
 
     def __init__(self, model: Any, length: int) -> None:
-        import torch
-
-        decoder = model.get_decoder()
-        module = getattr(decoder, "rotary_emb", None)
+        module = getattr(model.get_decoder(), "rotary_emb", None)
         if module is None:
             raise AssayError(
                 f"{type(model).__name__} has no rotary embedding that could be taken off its keys",
                 finding_id="kv.rope_unknown",
                 remedy="leave prerope out of the codec",
             )
-        positions = torch.arange(length, device=model.device).unsqueeze(0)
-        probe = torch.zeros(1, device=model.device, dtype=torch.float32)
-        by_type = "layer_type" in inspect.signature(module.forward).parameters
-        config = model.config.get_text_config()
-        types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
-        self._types = types if by_type else ["all"] * len(types)
-        self._by_type = {}
-        for kind in set(self._types):
-            cos, sin = module(probe, positions, kind) if by_type else module(probe, positions)
-            self._by_type[kind] = Rotation(cos[0].float(), sin[0].float())
+        self._by_type, self._types = _rotations(module, model.config.get_text_config(), length, model.device)
+
+    @classmethod
+    def of_config(cls, config: Any, length: int) -> Rotary:
+        """The rotations that transformers' model of this configuration has, without its weights; on the CPU."""
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        decoder = skeleton.get_decoder()
+        text = config.get_text_config()
+        decoder.rotary_emb = type(decoder.rotary_emb)(config=text)
+        found = cls.__new__(cls)
+        found._by_type, found._types = _rotations(decoder.rotary_emb, text, length, torch.device("cpu"))
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -88,3 +91,21 @@ class Rotary:
         """The rotation of positions lo … hi − 1 in a layer."""
         whole = self._by_type[self._types[layer]]
         return Rotation(whole.cos[lo:hi], whole.sin[lo:hi])
+
+
+def _rotations(
+    module: Any, config: Any, length: int, device: torch.device
+) -> tuple[dict[str, Rotation], list[str]]:
+    """The rotations of each type of layer, and the type of every layer."""
+    import torch
+
+    positions = torch.arange(length, device=device).unsqueeze(0)
+    probe = torch.zeros(1, device=device, dtype=torch.float32)
+    by_type = "layer_type" in inspect.signature(module.forward).parameters
+    types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
+    types = types if by_type else ["all"] * len(types)
+    found = {}
+    for kind in set(types):
+        cos, sin = module(probe, positions, kind) if by_type else module(probe, positions)
+        found[kind] = Rotation(cos[0].float(), sin[0].float())
+    return found, types

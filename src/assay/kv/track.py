@@ -8,6 +8,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from assay.kv.coder import StreamCoder
+from assay.kv.growing import Growing
 
 if TYPE_CHECKING:
     import torch
@@ -47,27 +48,22 @@ class Track:
         self.key = key
         self.coder = coder
         self._rotary = rotary
-        self._room: torch.Tensor | None = None
-        self._length = 0
+        self._states = Growing()
         self._done = 0
 
     @property
     def exact(self) -> torch.Tensor:
         """The exact states so far; ValueError before the first."""
-        if self._room is None:
-            raise ValueError("nothing has gone through this stream yet")
-        return self._room[..., : self._length, :]
+        return self._states.states
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self._states.length
 
     def append(self, new: torch.Tensor) -> None:
-        """New tokens [B, h, n, d]. Room grows by doubling, so that a token at a time does not copy all each time."""
-        need = self._length + new.shape[-2]
-        if self._room is None or need > self._room.shape[-2]:
-            room = new.new_empty((*new.shape[:2], max(need, 2 * self._length), new.shape[-1]))
-            if self._room is not None:
-                room[..., : self._length, :] = self.exact
-            self._room = room
-        self._room[..., self._length : need, :] = new
-        self._length = need
+        """New tokens [B, h, n, d]."""
+        self._states.append(new)
 
     def codes_at_once(self, position: int) -> bool:
         """Whether a token at `position` is coded as it comes."""
@@ -88,8 +84,12 @@ class Track:
         """As `whole_blocks`, but only those that were not given out before."""
         lo, hi = self.whole_blocks(end)
         lo = max(lo, self._done)
-        self._done = max(self._done, hi)
+        self.mark(hi)
         return lo, hi
+
+    def mark(self, hi: int) -> None:
+        """Positions below `hi` are not given out by `next_blocks` again."""
+        self._done = max(self._done, hi)
 
     def code(self, lo: int, hi: int) -> torch.Tensor:
         """Positions lo … hi − 1 of all windows as the codec gives them back, [B, h, hi − lo, d]."""
@@ -97,8 +97,7 @@ class Track:
         if self.coder is None or self.coder.lossless:
             return x
         batch, heads, tokens, width = x.shape
-        values = x.float()
-        rotation = None
+        values, rotation = x, None
         if self.key[1] == "k" and self.coder.before_rope and self._rotary:
             rotation = self._rotary.at(self.key[0], lo, hi)
             values = rotation.remove(values)
@@ -107,7 +106,7 @@ class Track:
         result = self.coder.reconstruct(folded).reshape(heads, batch, tokens, width).transpose(0, 1)
         if rotation is not None:
             result = rotation.apply(result)
-        self._done = max(self._done, hi)
+        self.mark(hi)
         return result.to(x.dtype)
 
     def facts(self, window: int, start: int) -> StreamFacts:

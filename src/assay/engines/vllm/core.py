@@ -17,10 +17,12 @@ from assay.engines.scoring import (
     Engagement,
     Head,
     ScoreJob,
+    ScoringPath,
     StateRows,
     TokenizerFacts,
     Window,
 )
+from assay.engines.setup import setup_facts
 from assay.engines.vllm.blocks import WindowPlan, batch_size, cache_reads, plan_window
 from assay.engines.vllm.extension import WINDOW
 from assay.engines.vllm.head import check_head, output_head
@@ -28,6 +30,7 @@ from assay.engines.vllm.kv_hook import KvHooks
 from assay.engines.vllm.ledger import Fed, RowLedger
 from assay.engines.vllm.spec import VllmSpec
 from assay.engines.vllm.start import reason_of, start_llm
+from assay.engines.vllm.steps import Steps
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
@@ -91,6 +94,7 @@ class VllmCore:
             "max_model_len": int(model.max_model_len),
             "seed": self.spec.seed,
             "args": dict(self.spec.args),
+            "setup": setup_facts(model.hf_text_config),
         }
 
     def begin(self, job: ScoreJob, length: int) -> None:
@@ -105,7 +109,14 @@ class VllmCore:
         self.end()
         self._job, self._bytes_read = job, 0.0
         if job.hook:
-            self._hooks = KvHooks(job.hook, self._call("assay_model"), eager=self.spec.enforce_eager)
+            # By prefill nothing is fed after a prefix.
+            prefix = length if job.path is ScoringPath.PREFILL else job.scored_from - 1
+            self._hooks = KvHooks(
+                job.hook,
+                self._call("assay_model"),
+                eager=self.spec.enforce_eager,
+                steps=Steps(self._call("assay_runner"), prefix),
+            )
 
     def end(self) -> Engagement:
         """Take the hook off; what took part since `begin`."""

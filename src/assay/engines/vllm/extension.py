@@ -24,10 +24,12 @@ class ScoringExtension:
     """Methods for `collective_rpc`. Names begin with `assay_`, as vLLM refuses a name that its worker has."""
 
     model_runner: Any
+    _before_watch: Any = None
 
     def assay_watch(self, on_step: OnStep) -> None:
         """Hand the states of every step to `on_step`, until `assay_unwatch`."""
         runner = self.model_runner
+        self._before_watch = runner.__dict__.get("execute_model")
         inner = runner.execute_model
 
         def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,8 +42,10 @@ class ScoringExtension:
         runner.execute_model = execute_model
 
     def assay_unwatch(self) -> None:
-        """Take the watch off again."""
+        """Take the watch off again; what was around the method before it stays."""
         self.model_runner.__dict__.pop("execute_model", None)
+        if self._before_watch is not None:
+            self.model_runner.execute_model = self._before_watch
 
     def assay_reset(self) -> None:
         """Forget a step that failed between the model and the sampler."""
@@ -50,6 +54,10 @@ class ScoringExtension:
     def assay_model(self) -> Any:
         """The model itself; of use only where the worker is in the caller's process."""
         return self.model_runner.get_model()
+
+    def assay_runner(self) -> Any:
+        """The model runner, likewise."""
+        return self.model_runner
 
     def assay_cache_facts(self) -> dict[str, Any]:
         """What the engine has reserved for K and V, from the memory that it really allocated."""

@@ -7,10 +7,12 @@ KV cache, so later tokens read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from assay.engines.scoring import Engagement, HookSpec, load_hook
+from assay.engines.vllm.steps import Rewrite, Steps
 from assay.errors import AssayError
 
 if TYPE_CHECKING:
@@ -25,8 +27,15 @@ class KvHook(Protocol):
 
     `k` and `v` are [tokens, kv_heads, head_dim], the packed tokens of all requests of the step; `positions` [tokens].
     Both returned tensors keep shape, type and device. `placement` says whether `k` comes before or after RoPE (norms
-    of queries and keys are applied before). A hook that must see a batch more than once sets `passes`, and is told
-    which pass begins by `start_pass(index)` if it has that method.
+    of queries and keys are applied before).
+
+    What else a hook may have, each called where it is there:
+    `passes` and `start_pass(index)`, for one that must see a batch more than once;
+    `bind(model, context)`, called once before anything else, with the model and the engine's `HookContext`;
+    `placement_of(layer)`, where `placement` differs by layer;
+    `on_query(layer, q, positions)`, which sees the queries [tokens, heads, head_dim] of the same place, before `on_kv`;
+    `commit()` and `discard()`, when a batch went through or failed half-way;
+    `engagement()`, instead of the count of calls, and `notes`.
     """
 
     placement: Literal["pre_rope", "post_rope"]
@@ -38,12 +47,41 @@ class KvHook(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class HookContext:
+    """What the engine offers a hook: the step that runs, and the cache of each layer.
+
+    `attentions` are the attention modules by layer number, `rotary` their RoPE.
+    """
+
+    steps: Steps
+    attentions: Mapping[int, Any]
+    rotary: Mapping[int, Any]
+
+    def rewrite(self, layer: int, changes: Sequence[Rewrite], *, rotate: bool) -> None:
+        """Replace K and V of earlier tokens in the cache of a layer; with `rotate` K is given before RoPE."""
+        import torch
+
+        turned = list(changes)
+        if rotate and changes:
+            keys = torch.cat([change.k for change in changes])
+            positions = torch.cat([torch.arange(c.lo, c.lo + c.k.shape[0]) for c in changes])
+            flat = keys.flatten(1).contiguous()
+            # RoPE works in place, and some kernels take no key alone.
+            _, rotated = self.rotary[layer](positions.to(flat.device), flat.clone(), flat)
+            parts = rotated.view(keys.shape).split([c.k.shape[0] for c in changes])
+            turned = [replace(c, k=k) for c, k in zip(changes, parts, strict=True)]
+        if turned:
+            self.steps.rewrite(self.attentions[layer].attn, turned)
+
+
 class KvHooks:
     """One hook in place in all layers of a model of vLLM, until `remove`."""
 
-    def __init__(self, spec: HookSpec, model: Any, *, eager: bool) -> None:
+    def __init__(self, spec: HookSpec, model: Any, *, eager: bool, steps: Steps | None = None) -> None:
         self._hook = load_hook(spec)
         self.passes = int(getattr(self._hook, "passes", 1))
+        self._steps = steps
         self._fires: dict[int, int] = {}
         self._pending: dict[int, int] = {}
         self._undo: list[Callable[[], None]] = []
@@ -52,6 +90,13 @@ class KvHooks:
         if not eager:
             raise _refused("compiled models and CUDA graphs run no hooks", "leave out enforce_eager=false")
         layers = attention_layers(model)
+        if hasattr(self._hook, "bind"):
+            if steps is None:
+                raise _refused(f"the hook {spec.target} must know the engine's steps", "use it with vllm:")
+            rotary = {layer: module.rotary_emb for layer, module in layers.items()}
+            self._hook.bind(model, HookContext(steps, layers, rotary))
+        if steps is not None:
+            self._undo.append(steps.watch(self.check if steps.serving else lambda: None))
         for layer, module in layers.items():
             self._fires[layer] = self._pending[layer] = 0
             self._undo.append(_hook_layer(module, layer, self))
@@ -62,10 +107,21 @@ class KvHooks:
             self._hook.start_pass(index)
 
     def apply(
-        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, heads: int
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        heads: int,
+        query: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the hook with K and V [tokens, heads · head_dim] by head; check and flatten what it returns."""
         shape = (k.shape[0], heads, -1)
+        if self._steps is not None:
+            self._steps.check(positions)
+        if query is not None and hasattr(self._hook, "on_query"):
+            width = k.shape[-1] // heads
+            self._hook.on_query(layer, query.reshape(query.shape[0], -1, width), positions)
         found = self._hook.on_kv(layer, k.reshape(shape), v.reshape(shape), positions)
         for name, old, new in zip("kv", (k, v), found, strict=True):
             if new.numel() != old.numel() or new.dtype != old.dtype or new.device != old.device:
@@ -77,13 +133,19 @@ class KvHooks:
         self._pending[layer] += 1
         return found[0].reshape(k.shape), found[1].reshape(v.shape)
 
-    @property
-    def after_rope(self) -> bool:
-        """Whether K is handed over with positions in it."""
-        return bool(self._hook.placement == "post_rope")
+    def after_rope(self, layer: int) -> bool:
+        """Whether K of a layer is handed over with positions in it."""
+        by_layer = getattr(self._hook, "placement_of", None)
+        return bool((by_layer(layer) if by_layer else self._hook.placement) == "post_rope")
 
     def commit(self) -> None:
         """Count the fires of a batch that went through; AssayError where some layers fired and others did not."""
+        self.check()
+        if hasattr(self._hook, "commit"):
+            self._hook.commit()
+
+    def check(self) -> None:
+        """Count the fires so far; AssayError where some layers fired and others did not."""
         most = max(self._pending.values())
         skipped = [layer for layer, fires in self._pending.items() if fires != most or not fires]
         if skipped:
@@ -95,14 +157,19 @@ class KvHooks:
             )
         for layer, fires in self._pending.items():
             self._fires[layer] += fires
-        self.discard()
+        self._pending = dict.fromkeys(self._pending, 0)
 
     def discard(self) -> None:
         """Forget the fires of a batch that failed half-way."""
         self._pending = dict.fromkeys(self._pending, 0)
+        if hasattr(self._hook, "discard"):
+            self._hook.discard()
 
     def engagement(self) -> Engagement:
-        """Fires of each layer in all batches that went through."""
+        """What the hook counted in all batches that went through, its calls in each layer if it counts nothing."""
+        if hasattr(self._hook, "engagement"):
+            found: Engagement = self._hook.engagement()
+            return found
         notes: Mapping[str, Any] = getattr(self._hook, "notes", {})
         return Engagement(sum(self._fires.values()), None, dict(self._fires), dict(notes))
 
@@ -141,12 +208,12 @@ def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> Callable[[], None]:
     Before RoPE V is not at hand yet, so RoPE is put off: its module only notes what it was called with, and the hook
     and then the real RoPE run when attention itself is called.
     """
-    rotary = module.rotary_emb
+    rotary, after_rope = module.rotary_emb, hooks.after_rope(layer)
     noted: dict[str, Any] = {}
 
     def note(positions: Any, query: Any, key: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         noted["call"] = (positions, args, kwargs)
-        return rotary(positions, query, key, *args, **kwargs) if hooks.after_rope else (query, key)
+        return rotary(positions, query, key, *args, **kwargs) if after_rope else (query, key)
 
     def before_attention(attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         query, key, value, *rest = inputs
@@ -155,8 +222,8 @@ def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> Callable[[], None]:
                 f"layer {layer} called no RoPE before its attention", "use a Llama, Qwen2 or Qwen3 model"
             )
         positions, args, kwargs = noted.pop("call")
-        key, value = hooks.apply(layer, key, value, positions, module.num_kv_heads)
-        if not hooks.after_rope:
+        key, value = hooks.apply(layer, key, value, positions, module.num_kv_heads, query)
+        if not after_rope:
             query, key = rotary(positions, query, key, *args, **kwargs)
         return (query, key, value, *rest)
 

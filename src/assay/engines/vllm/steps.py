@@ -1,0 +1,182 @@
+"""What a hook may know of the step that runs: whose rows are whose, and where earlier tokens lie in the paged cache.
+
+vLLM packs the requests of a step one after the other, in the order of its batch. K and V of a token lie in a slot: block
+`table[request][position // size]`, place `position % size`. Slots are written through the attention backend's own
+function, so that the layout and number format of the cache stay its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from assay.engines.vllm.extension import WINDOW
+from assay.errors import AssayError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Request:
+    """What one request has in a step: rows `offset` … of the packed tensors are its tokens `start` … `end` − 1.
+
+    `key` stays the same over all steps (and passes, where windows are scored). The first `prefix` tokens are what a
+    scoring path prefills, the prompt where the engine serves. `row` is its place in the batch.
+    """
+
+    key: str
+    start: int
+    count: int
+    offset: int
+    prefix: int
+    row: int
+
+    @property
+    def end(self) -> int:
+        """Position after its last token of this step."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """K and V [tokens, kv_heads, head_dim] for earlier tokens of a request, from position `lo` on, after RoPE."""
+
+    request: Request
+    lo: int
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+class Steps:
+    """Follows the steps of a model runner while they run. Between `watch` and `unwatch` it is around its forward."""
+
+    def __init__(self, runner: Any, prefix: int | None) -> None:
+        """`prefix` is that of every request, None for each its prompt."""
+        self._runner = runner
+        self._prefix = prefix
+        self._scheduled: Mapping[str, int] | None = None
+        self._requests: tuple[Request, ...] | None = None
+        self._checked = False
+        self._groups = {
+            name: number
+            for number, group in enumerate(getattr(runner, "kv_cache_config", _NO_CACHE).kv_cache_groups)
+            for name in group.layer_names
+        }
+
+    @property
+    def serving(self) -> bool:
+        """Whether requests come and go, each with its own prompt."""
+        return self._prefix is None
+
+    def watch(self, after: Callable[[], None] = lambda: None) -> Callable[[], None]:
+        """Follow every step from now on; `after` is called when one is done. Returns what undoes it."""
+        runner = self._runner
+        before = runner.__dict__.get("execute_model")
+        inner = runner.execute_model
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self._scheduled, self._requests = scheduler_output.num_scheduled_tokens, None
+            self._checked = False
+            try:
+                output = inner(scheduler_output, *args, **kwargs)
+                if self._scheduled:
+                    after()
+                return output
+            finally:
+                self._scheduled = self._requests = None
+
+        runner.execute_model = execute_model
+
+        def undo() -> None:
+            runner.__dict__.pop("execute_model", None)
+            if before is not None:
+                runner.execute_model = before
+
+        return undo
+
+    @property
+    def requests(self) -> tuple[Request, ...] | None:
+        """The requests of the step that runs; None where none does (vLLM also runs its model to measure memory)."""
+        if self._scheduled is None:
+            return None
+        if self._requests is None:
+            self._requests = self._read()
+        return self._requests
+
+    def _read(self) -> tuple[Request, ...]:
+        found, offset = [], 0
+        for row, name in enumerate(self._runner.input_batch.req_ids):
+            state = self._runner.requests[name]
+            extra = getattr(state.sampling_params, "extra_args", None) or {}
+            count = int((self._scheduled or {})[name])
+            prefix = int(state.num_prompt_tokens) if self._prefix is None else self._prefix
+            found.append(
+                Request(
+                    str(extra.get(WINDOW, name)), int(state.num_computed_tokens), count, offset, prefix, row
+                )
+            )
+            offset += count
+        return tuple(found)
+
+    def check(self, positions: torch.Tensor) -> None:
+        """Hold the positions [tokens] that the model was given against the requests, once a step."""
+        import numpy as np
+
+        requests = self.requests
+        if self._checked or requests is None:
+            return
+        expected = np.concatenate([np.arange(r.start, r.end) for r in requests])
+        given = positions.detach().cpu().numpy()
+        if given.ndim != 1 or not np.array_equal(given[: len(expected)], expected):
+            raise AssayError(
+                "vLLM's positions are not those of its requests, so that tokens cannot be told apart",
+                finding_id="fidelity.engine_failed",
+                remedy="use a model with plain positions, without speculative decoding",
+            )
+        self._checked = True
+
+    def alive(self) -> frozenset[str]:
+        """Ids of the requests that the engine still holds."""
+        return frozenset(self._runner.requests)
+
+    def rewrite(self, attention: Any, changes: Sequence[Rewrite]) -> None:
+        """Put K and V into the slots of earlier tokens of one layer's cache."""
+        import torch
+
+        update = getattr(attention.impl, "do_kv_cache_update", None)
+        if update is None:
+            raise AssayError(
+                f"{type(attention.impl).__name__} has no way to write into its cache outside attention",
+                finding_id="fidelity.hook_missing",
+                remedy="choose another attention_backend, such as FLASH_ATTN or TRITON_ATTN",
+            )
+        slots = torch.from_numpy(self._slots(attention.layer_name, changes)).to(changes[0].k.device)
+        keys = torch.cat([change.k for change in changes]).contiguous()
+        values = torch.cat([change.v for change in changes]).contiguous()
+        update(attention, keys, values, attention.kv_cache, slots)
+
+    def _slots(self, layer_name: str, changes: Sequence[Rewrite]) -> NDArray[np.int64]:
+        import numpy as np
+
+        table = self._runner.input_batch.block_table[self._groups[layer_name]]
+        blocks, size = table.get_numpy_array(), int(table.block_size)
+        found = []
+        for change in changes:
+            positions = np.arange(change.lo, change.lo + change.k.shape[0])
+            if change.lo + change.k.shape[0] > change.request.start:
+                raise ValueError("tokens of the running step go back through attention, not into the cache")
+            found.append(
+                blocks[change.request.row, positions // size].astype(np.int64) * size + positions % size
+            )
+        return np.concatenate(found)
+
+
+class _NoCache:
+    kv_cache_groups: tuple[Any, ...] = ()
+
+
+_NO_CACHE = _NoCache()

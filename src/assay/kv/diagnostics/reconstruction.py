@@ -1,0 +1,120 @@
+"""Error of reconstructed keys or values by head, and the stages that it comes from.
+
+Tensors are [windows, heads, tokens, head_dim]. Errors are squared and relative to the variance: the squared distance of
+the values from the mean of their channel. An error of 1 is that of storing nothing but the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from assay.kv.diagnostics.distribution import MOST, Distribution, distribution
+
+if TYPE_CHECKING:
+    import torch
+
+    from assay.kv.codec import Stage
+    from assay.kv.fitted import FittedCodec
+
+FAR = 4.0
+"""Standard deviations beyond which a value is an outlier: 0.006 % of normal ones."""
+
+
+@dataclass(frozen=True)
+class StageError:
+    """Mean over heads of the error after one stage, what that stage added, what entered the next, and other figures."""
+
+    name: str
+    relative_mse: float
+    added: float
+    values: Distribution | None
+    figures: dict[str, float]
+
+
+def coded(fitted: FittedCodec, x: torch.Tensor) -> torch.Tensor:
+    """What comes back of each window [windows, heads, tokens, head_dim], its exact ends as they were, float32."""
+    import torch
+
+    lo, hi = span(fitted, x.shape[2])
+    result = x.float().clone()
+    if hi > lo:
+        result[:, :, lo:hi] = torch.stack([fitted.reconstruct(window[:, lo:hi]) for window in x.float()])
+    return result
+
+
+def span(fitted: FittedCodec, tokens: int) -> tuple[int, int]:
+    """The tokens of a sequence that are coded: not the exact ones at both ends."""
+    lo = min(fitted.exact_first, tokens)
+    return lo, max(lo, tokens - fitted.exact_last)
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """Σ (x − mean of its channel)² of each head [heads], over windows and tokens."""
+    return (x - x.mean(dim=(0, 2), keepdim=True)).square().sum(dim=(0, 2, 3)).clamp_min(1e-30)
+
+
+def relative_mse(x: torch.Tensor, back: torch.Tensor) -> torch.Tensor:
+    """Squared error over variance of each head [heads]."""
+    return (x - back).square().sum(dim=(0, 2, 3)) / spread(x)
+
+
+def outlier_share(x: torch.Tensor) -> torch.Tensor:
+    """Share of each head's values [heads] more than `FAR` deviations of the head from the mean of their channel."""
+    import torch
+
+    off = x - x.mean(dim=(0, 2), keepdim=True)
+    deviation = off.square().mean(dim=(0, 2, 3), keepdim=True).sqrt()
+    return (off.abs() > FAR * deviation).to(torch.float32).mean(dim=(0, 2, 3))
+
+
+def stage_errors(fitted: FittedCodec, x: torch.Tensor) -> list[StageError]:
+    """The stages of the coded tokens of all windows; none where the codec is one step."""
+    import torch
+
+    lo, hi = span(fitted, x.shape[2])
+    whole = spread(x[:, :, lo:hi])
+    lost: dict[str, torch.Tensor] = {}
+    entering: dict[str, list[torch.Tensor]] = {}
+    figures: dict[str, dict[str, float]] = {}
+    tokens = 0
+    for blocks in _batches(x[:, :, lo:hi], fitted.granularity):
+        count = blocks.shape[0] * blocks.shape[2]
+        tokens += count
+        for stage in fitted.coder.stages(blocks):
+            error = (blocks - stage.decoded).square().sum(dim=(0, 2, 3))
+            lost[stage.name] = lost.get(stage.name, torch.zeros_like(error)) + error
+            kept = figures.setdefault(stage.name, {})
+            for name, value in stage.figures.items():
+                kept[name] = kept.get(name, 0.0) + float(value.mean()) * count
+            if stage.values is not None:
+                entering.setdefault(stage.name, []).append(_standard(stage, x.shape[0]))
+    found, before = [], 0.0
+    for name, total in lost.items():
+        error_now = float((total / whole).mean())
+        values = distribution(torch.cat(entering[name])) if name in entering else None
+        shares = {key: value / tokens for key, value in figures[name].items()}
+        found.append(StageError(name, error_now, error_now - before, values, shares))
+        before = error_now
+    return found
+
+
+def _batches(x: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Windows as blocks [blocks, heads, tokens, head_dim] of `size` tokens, then what is left of each."""
+    if size == 1:
+        yield x
+        return
+    whole = x.shape[2] // size * size
+    for lo in range(0, whole, size):
+        yield x[:, :, lo : lo + size]
+    if whole < x.shape[2]:
+        yield x[:, :, whole:]
+
+
+def _standard(stage: Stage, windows: int) -> torch.Tensor:
+    """Some of the values that leave a stage, flat."""
+    import torch
+
+    flat = (stage.values if stage.values is not None else torch.empty(0)).flatten()
+    return flat[:: max(1, flat.numel() * windows // MOST)].float().cpu()

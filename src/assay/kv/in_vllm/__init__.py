@@ -1,0 +1,1 @@
+"""KV codecs inside vLLM: what `assay.kv.hook` is for transformers."""

@@ -1,0 +1,197 @@
+"""The hook of vLLM that puts fitted coders into its forward: the modes of `assay.kv.hook`, in a paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from assay.engines.scoring import Engagement
+from assay.engines.vllm.kv_hook import HookContext
+from assay.engines.vllm.steps import Request, Rewrite
+from assay.errors import AssayError
+from assay.kv.accounting import NOTE, streams_note
+from assay.kv.hook import Mode
+from assay.kv.hooks import HookPlan, bench_of
+from assay.kv.in_vllm.lane import Lane, Spans
+from assay.kv.model import CacheShape, cache_shape
+from assay.kv.rope import Rotary
+from assay.kv.track import Coders, Key, StreamFacts
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VllmCodecHook:
+    """A codec in the KV cache of vLLM: see `assay.engines.vllm.kv_hook.KvHook`.
+
+    Keys are coded before RoPE in the layers whose recipe says so, where vLLM has them in the model's type.
+    """
+
+    placement: Literal["pre_rope", "post_rope"] = "post_rope"
+
+    def __init__(self, plan: HookPlan) -> None:
+        self.plan = plan
+        self.mode = Mode(plan.mode)
+        self.passes = 2 if self.mode is Mode.SNAPSHOT else 1
+        self.facts: dict[Key, list[StreamFacts]] = {}
+        self._lanes: dict[Key, Lane] = {}
+        self._measured: list[str] = []
+        self._to_measure = plan.measure_windows
+        self._second = False
+        self._running: tuple[Request, ...] | None = None
+
+    def bind(self, model: Any, context: HookContext) -> None:
+        """Fit the coders to the model; AssayError for a model whose cache they do not fit."""
+        self._context = context
+        self._shape = shape = cache_shape(model)
+        _check(shape, context)
+        serving = context.steps.serving
+        if serving and self.mode is Mode.SNAPSHOT:
+            raise AssayError(
+                "snapshot needs every request twice, which no server has",
+                finding_id="kv.unsupported",
+                remedy="serve with --mode inforward or decode",
+            )
+        # The model's rotation is needed only to put the calibration's keys where the codec is.
+        rotary = Rotary.of_config(model.config, self.plan.length) if self.plan.calibration else None
+        self._coders: Coders = self.plan.coders(bench_of(shape, self.plan, rotary)).by_stream
+        self._to_measure = 0 if serving else self._to_measure
+        for layer in range(shape.layers):
+            coders = {stream: self._coders.get((layer, stream)) for stream in ("k", "v")}
+            stateful = self.mode is not Mode.INFORWARD or any(
+                c is not None and (c.granularity > 1 or c.exact_last > 0) for c in coders.values()
+            )
+            for stream, coder in coders.items():
+                self._lanes[layer, stream] = Lane(
+                    (layer, stream),
+                    coder,
+                    self.mode,
+                    stateful=stateful and any(c is not None for c in coders.values()),
+                )
+
+    def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:
+        """Where a layer's keys are coded."""
+        coder = self._coders.get((layer, "k"))
+        return "pre_rope" if coder is not None and coder.before_rope else "post_rope"
+
+    def start_pass(self, index: int) -> None:
+        """Told by the engine before each pass over a batch."""
+        self._second = index == 1
+
+    def on_kv(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [tokens, h, d] of a step as they go to attention; earlier tokens are changed in the cache."""
+        requests = self._context.steps.requests
+        if requests is None:
+            return k, v
+        if requests is not self._running:
+            self._begin(requests)
+        new: dict[str, torch.Tensor] = {}
+        changed: dict[str, Spans] = {}
+        for stream, x in (("k", k), ("v", v)):
+            if x.shape[1:] != (self._shape.kv_heads, self._shape.head_dim):
+                raise AssayError(
+                    f"layer {layer} has {stream.upper()} of shape {tuple(x.shape)}, "
+                    f"not [tokens, {self._shape.kv_heads}, {self._shape.head_dim}]",
+                    finding_id="kv.unsupported",
+                    remedy="use a model whose layers have one shape of cache, on one GPU",
+                )
+            lane = self._lanes[layer, stream]
+            new[stream], changed[stream] = lane.feed(requests, x, self._is_measured, second=self._second)
+        self._rewrite(layer, requests, changed)
+        return new["k"], new["v"]
+
+    def commit(self) -> None:
+        """A batch went through: all its layers must have coded as much; its first windows are encoded for real."""
+        groups: dict[tuple[Any, ...], dict[int, int]] = {}
+        for (layer, stream), lane in self._lanes.items():
+            if (coder := lane.coder) is not None:
+                alike = (stream, coder.granularity, coder.exact_first, coder.exact_last)
+                groups.setdefault(alike, {})[layer] = lane.coded
+        for (stream, *_), coded in groups.items():
+            if len(set(coded.values())) > 1:
+                raise AssayError(
+                    f"not all layers coded as many tokens of {stream.upper()}",
+                    finding_id="fidelity.not_engaged",
+                    remedy="run with enforce_eager in one engine process",
+                    evidence={"coded": {str(layer): tokens for layer, tokens in coded.items()}},
+                )
+        for key, lane in self._lanes.items():
+            for window in self._measured:
+                self.facts.setdefault(key, []).append(lane.histories[window].track.facts(0, 0))
+        self._to_measure -= len(self._measured)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the batch."""
+        self._measured.clear()
+        for lane in self._lanes.values():
+            lane.forget()
+
+    def engagement(self) -> Engagement:
+        """Calls of coders by layer, and what the first windows' streams came to."""
+        fires: dict[int, int] = {}
+        for layer, stream in self._coders:
+            fires[layer] = fires.get(layer, 0) + self._lanes[layer, stream].fires
+        return Engagement(
+            sum(fires.values()), None, fires, {NOTE: streams_note(self.facts, self._coders, self._shape)}
+        )
+
+    def _begin(self, requests: tuple[Request, ...]) -> None:
+        """The first layer of a step: note which windows are measured; a server's requests that are gone are dropped."""
+        self._running = requests
+        steps = self._context.steps
+        if steps.serving:
+            alive = steps.alive()
+            for lane in self._lanes.values():
+                lane.forget([key for key in lane.histories if key not in alive])
+        for request in requests:
+            if request.start == 0 and not self._second and len(self._measured) < self._to_measure:
+                self._measured.append(request.key)
+
+    def _is_measured(self, request: Request) -> bool:
+        return request.key in self._measured
+
+    def _rewrite(self, layer: int, requests: tuple[Request, ...], changed: Mapping[str, Spans]) -> None:
+        """Write what changed of earlier tokens into the cache; a slot takes K and V together."""
+        changes = []
+        for request in requests:
+            spans = [c[request.key] for c in changed.values() if request.key in c]
+            if spans:
+                lo, hi = min(s[0] for s in spans), max(s[1] for s in spans)
+                k, v = (
+                    self._lanes[layer, stream].histories[request.key].held.states[:, lo:hi].transpose(0, 1)
+                    for stream in ("k", "v")
+                )
+                changes.append(Rewrite(request, lo, k, v))
+        self._context.rewrite(layer, changes, rotate=self.placement_of(layer) == "pre_rope")
+
+
+def for_vllm(**config: Any) -> VllmCodecHook:
+    """Factory of `assay.kv.hooks.hook_spec` for `vllm:`."""
+    return VllmCodecHook(HookPlan.from_config(config))
+
+
+def _check(shape: CacheShape, context: HookContext) -> None:
+    """AssayError for caches that coders of whole tokens do not fit."""
+    for layer, module in context.attentions.items():
+        attention = module.attn
+        if getattr(attention, "sliding_window", None) is not None:
+            raise AssayError(
+                f"layer {layer} is sliding-window attention, whose cache lets go of tokens that a codec still has to change",
+                finding_id="kv.unsupported",
+                remedy="measure the codec on such a model with hf:",
+            )
+        if getattr(attention, "kv_sharing_target_layer_name", None) is not None:
+            raise AssayError(
+                f"layer {layer} reads another layer's cache",
+                finding_id="kv.unsupported",
+                remedy="use a model whose layers each have their own cache",
+            )
+        if module.num_kv_heads != shape.kv_heads:
+            raise AssayError(
+                f"layer {layer} has {module.num_kv_heads} of {shape.kv_heads} KV heads here, a codec must see all together",
+                finding_id="kv.unsupported",
+                remedy="run on one GPU, without tensor parallelism",
+            )

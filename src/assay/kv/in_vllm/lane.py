@@ -1,0 +1,195 @@
+"""One stream (K or V) of one layer inside vLLM, for all requests whose tokens are packed into a step.
+
+Tokens of a request are coded in blocks of its own; the coder sees the due blocks of all requests in one call. What a
+coder gives back for tokens of the running step goes to attention, which also writes it into the cache; what it gives
+back for earlier tokens (a block that became full, a token that is recent no longer, the prefix that *decode* left
+exact) must be written into the cache by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from assay.engines.vllm.steps import Request
+from assay.errors import AssayError
+from assay.kv.coder import StreamCoder
+from assay.kv.growing import Growing
+from assay.kv.hook import Mode
+from assay.kv.track import Key, Track
+
+if TYPE_CHECKING:
+    import torch
+
+Spans = Mapping[str, tuple[int, int]]
+"""First and past the last position, by the key of a request."""
+
+
+@dataclass
+class History:
+    """Tokens of one request: as they came, and as they lie in the cache. Tensors are [1, h, tokens, d] and [h, tokens, d]."""
+
+    track: Track
+    held: Growing = field(default_factory=Growing)
+    replaced: torch.Tensor | None = None
+    """What *snapshot* puts in place of all of them."""
+
+
+class Lane:
+    """One stream of one layer. `stateful`: earlier tokens may change, so that all are kept."""
+
+    def __init__(self, key: Key, coder: StreamCoder | None, mode: Mode, *, stateful: bool) -> None:
+        self.key = key
+        self.coder = coder
+        self.mode = mode
+        self.stateful = stateful
+        self.histories: dict[str, History] = {}
+        self.fires = 0
+        self.coded = 0
+        """Tokens that were coded since `forget`."""
+
+    def feed(
+        self, requests: Sequence[Request], x: torch.Tensor, kept: Callable[[Request], bool], *, second: bool
+    ) -> tuple[torch.Tensor, Spans]:
+        """What attention gets instead of `x` [tokens, h, d], and which earlier tokens of whom are now others.
+
+        `kept` says of whom the tokens are kept although nothing needs them; `second` is the second pass of *snapshot*.
+        """
+        if second:
+            return (self._replaced(requests, x), {}) if self.coder else (x, {})
+        for request in requests:
+            if self.stateful or kept(request):
+                rows = x[request.offset : request.offset + request.count].transpose(0, 1)
+                self._history(request).track.append(rows.unsqueeze(0))
+        changed: Spans = {}
+        if self.coder is None or self.mode is Mode.SNAPSHOT:
+            out = x
+        elif self.stateful:
+            out, changed = self._due(requests, x)
+        else:
+            out = self._at_once(requests, x)
+        if self.stateful and self.mode is not Mode.SNAPSHOT:
+            for request in requests:
+                rows = out[request.offset : request.offset + request.count].transpose(0, 1)
+                self.histories[request.key].held.append(rows)
+        return out, changed
+
+    def forget(self, keys: Sequence[str] | None = None) -> None:
+        """Drop what is kept of these requests, by default of all."""
+        if keys is None:
+            self.histories.clear()
+            self.coded = 0
+        for key in keys or ():
+            self.histories.pop(key, None)
+
+    def _history(self, request: Request) -> History:
+        """The history of a request, whose next token is the first of the step. A request that begins again is new."""
+        found = self.histories.get(request.key)
+        if found is None or request.start == 0:
+            found = self.histories[request.key] = History(Track(self.key, self.coder, None))
+        if found.track.length != request.start:
+            raise AssayError(
+                f"{found.track.length} tokens of request {request.key} have passed layer {self.key[0]}, but it goes on "
+                f"at token {request.start}: some came from another request's cache",
+                finding_id="kv.unsupported",
+                remedy="switch prefix caching off",
+            )
+        return found
+
+    def _at_once(self, requests: Sequence[Request], x: torch.Tensor) -> torch.Tensor:
+        """All tokens but sinks, each coded as it comes."""
+        import torch
+
+        if self.coder is None:
+            return x
+        first = self.coder.exact_first
+        total = requests[-1].offset + requests[-1].count
+        if all(request.start >= first for request in requests):
+            rows: torch.Tensor | slice = slice(0, total)
+        else:
+            index = [
+                i
+                for r in requests
+                for i in range(r.offset + min(r.count, max(0, first - r.start)), r.offset + r.count)
+            ]
+            if not index:
+                return x
+            rows = torch.tensor(index, device=x.device)
+        result = self._code(x[rows].transpose(0, 1)).transpose(0, 1)
+        if isinstance(rows, slice) and total == x.shape[0]:
+            return result
+        out = x.clone()
+        out[rows] = result
+        return out
+
+    def _due(self, requests: Sequence[Request], x: torch.Tensor) -> tuple[torch.Tensor, Spans]:
+        """Code what has become due of each request, in the cache and in the step."""
+        import torch
+
+        due = [
+            (r, lo, hi)
+            for r in requests
+            for lo, hi in self._ranges(r, self.histories[r.key].track)
+            if lo < hi
+        ]
+        if not due:
+            return x, {}
+        results = self._code(
+            torch.cat([self.histories[r.key].track.exact[0, :, lo:hi] for r, lo, hi in due], 1)
+        )
+        out, changed, done = x.clone(), dict[str, tuple[int, int]](), 0
+        for request, lo, hi in due:
+            result = results[:, done : done + hi - lo]
+            done += hi - lo
+            middle = min(hi, max(lo, request.start))
+            if lo < middle:
+                self.histories[request.key].held.states[:, lo:middle] = result[:, : middle - lo]
+                before = changed.get(request.key, (lo, middle))
+                changed[request.key] = min(lo, before[0]), max(middle, before[1])
+            if middle < hi:
+                row = request.offset + middle - request.start
+                out[row : row + hi - middle] = result[:, middle - lo :].transpose(0, 1)
+        return out, changed
+
+    def _ranges(self, request: Request, track: Track) -> list[tuple[int, int]]:
+        """Positions of a request that are due: as the hook of transformers decides it."""
+        if self.mode is Mode.INFORWARD:
+            return [track.next_blocks(request.end)]
+        if request.start < request.prefix or self.coder is None:
+            return []
+        ranges = [track.next_blocks(request.start)]
+        if track.codes_at_once(max(request.start, self.coder.exact_first)):
+            ranges.append((max(request.start, self.coder.exact_first), request.end))
+            track.mark(request.end)
+        return ranges
+
+    def _replaced(self, requests: Sequence[Request], x: torch.Tensor) -> torch.Tensor:
+        """The second pass of *snapshot*: what the first one captured, reconstructed once per request."""
+        import torch
+
+        histories = [self.histories[r.key] for r in requests]
+        fresh = [h for h in histories if h.replaced is None]
+        spans = [h.track.whole_blocks(h.track.length) for h in fresh]
+        parts = [h.track.exact[0, :, lo:hi] for h, (lo, hi) in zip(fresh, spans, strict=True) if lo < hi]
+        results = self._code(torch.cat(parts, dim=1)) if parts else None
+        done = 0
+        for history, (lo, hi) in zip(fresh, spans, strict=True):
+            history.replaced = history.track.exact[0].clone()
+            if results is not None and lo < hi:
+                history.replaced[:, lo:hi] = results[:, done : done + hi - lo]
+                done += hi - lo
+        out = x.clone()
+        for request, history in zip(requests, histories, strict=True):
+            if history.replaced is not None:
+                rows = history.replaced[:, request.start : request.end].transpose(0, 1)
+                out[request.offset : request.offset + request.count] = rows
+        return out
+
+    def _code(self, x: torch.Tensor) -> torch.Tensor:
+        """Whole blocks [h, tokens, d] as the codec gives them back, in the same type."""
+        self.fires += 1
+        self.coded += x.shape[1]
+        if self.coder is None or self.coder.lossless:
+            return x
+        return self.coder.reconstruct(x).to(x.dtype)
