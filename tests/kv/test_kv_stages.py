@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,7 +21,7 @@ def test_the_last_stage_is_the_round_trip(spec: str) -> None:
     torch.testing.assert_close(stages[-1].decoded[0], codec.reconstruct(x), rtol=1e-4, atol=1e-4)
     errors = [float((s.decoded[0] - x).square().mean()) for s in stages]
     # No stage loses less than those before it.
-    assert all(a <= b * 1.001 + 1e-6 for a, b in zip(errors, errors[1:], strict=False))
+    assert all(a <= b * 1.001 + 1e-6 for a, b in pairwise(errors))
 
 
 def test_codecs_of_one_step_have_no_stages() -> None:

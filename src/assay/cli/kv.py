@@ -7,41 +7,18 @@ from typing import Annotated
 
 import typer
 
+from assay.cli import kv_diagnose
+from assay.cli.kv_options import Batch, Calibration, CodecSpec, Length, Model, Text, Windows, layers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
 
 app = typer.Typer(
-    help="KV-cache codecs: list, evaluate, calibrate, attribute, allocate, encode, decode.",
+    help="KV-cache codecs: evaluate, sweep, calibrate, diagnose, attribute, allocate, encode, decode.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
 
-Model = Annotated[str, typer.Argument(help="hf:MODEL or a folder, with options after '?'.")]
-CodecSpec = Annotated[str, typer.Option("--codec", help="SPEC, such as sinks(n=4)+hadamard(bits=4).")]
-Text = Annotated[list[str] | None, typer.Option(help="File, glob, FILE.jsonl or datasets:NAME.")]
-Calibration = Annotated[Path | None, typer.Option(help="File of `assay kv calibrate`.")]
-Windows = Annotated[int, typer.Option(min=1, help="Passages that are scored.")]
-Length = Annotated[int, typer.Option(min=8, help="Tokens of a passage.")]
-Batch = Annotated[int, typer.Option(min=1, help="Windows that run together.")]
-
-
-def layers_of(text: str | None) -> tuple[int, ...]:
-    """`0,1,28-29` as numbers; UsageError where it is not."""
-    from assay.errors import UsageError
-
-    found: list[int] = []
-    for part in (text or "").split(","):
-        if not part.strip():
-            continue
-        lo, dash, hi = part.strip().partition("-")
-        if not lo.isdigit() or (dash and not hi.isdigit()):
-            raise UsageError(
-                f"--skip-layers {text!r}: {part.strip()!r} is no layer",
-                remedy="write 0,1,28-29",
-                finding_id="kv.usage",
-            )
-        found += range(int(lo), int(hi or lo) + 1)
-    return tuple(dict.fromkeys(found))
+app.command("diagnose")(kv_diagnose.command)
 
 
 @app.command("list")
