@@ -29,6 +29,7 @@ VERBS = {
     "spec": "assay.cli.spec",
     "compare": "assay.cli.compare",
     "reference": "assay.cli.reference",
+    "gap": "assay.cli.gap",
     "rerun": "assay.cli.rerun",
     "demo": "assay.cli.demo",
 }

@@ -1,0 +1,1 @@
+"""Where does the difference between two deployments come from? A decomposition that sums, with intervals."""

@@ -1,0 +1,296 @@
+"""The tables and charts of a decomposition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from assay.gap.amounts import Amount
+from assay.gap.buckets import Bucket
+from assay.gap.outcome import Outcome, dppl
+from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
+
+
+def headline(outcome: Outcome) -> list[Metric]:
+    """The few figures that are read first."""
+    d = outcome.decomposition
+    change = dppl(d.total.dnll)
+    gap = outcome.codec_gap.gap
+    figures = [
+        Metric(
+            "total",
+            f"KL {_span(d.total.kl)} nats, Δppl {change['value']:+.2f} % [{change['lo']:+.2f}, {change['hi']:+.2f}]",
+        ),
+        Metric(
+            "left over", f"KL {_span(d.closure.kl, plus=True)} nats, ΔNLL {_span(d.closure.dnll, plus=True)}"
+        ),
+        Metric(
+            "codec, candidate − reference",
+            f"ΔNLL {_span(gap.dnll, plus=True)}, KL {_span(gap.kl, plus=True)} nats",
+        ),
+        Metric("separated from zero", ", ".join(outcome.causes) or "nothing"),
+        Metric("scored", f"{d.tokens:,} tokens in {d.windows} windows"),
+    ]
+    if outcome.bytes:
+        figures.append(Metric("cache", f"{outcome.bytes['ratio']:.2f}× smaller than bf16"))
+    return figures
+
+
+def blocks(outcome: Outcome) -> list[Block]:
+    """Everything under the headline."""
+    found: list[Block] = [_buckets(outcome), _waterfall(outcome), _orders(outcome)]
+    found += _layers(outcome)
+    found += _noise(outcome)
+    found += _residual(outcome)
+    found += _harness(outcome)
+    found += _recommendations(outcome)
+    return found
+
+
+def _span(amount: Amount, *, plus: bool = False) -> str:
+    sign = "+" if plus else ""
+    return f"{amount.value:{sign}.3g} [{amount.lo:{sign}.3g}, {amount.hi:{sign}.3g}]"
+
+
+def _share(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:+.1f} %"
+
+
+def _buckets(outcome: Outcome) -> Table:
+    d = outcome.decomposition
+    rows = [_row(b, outcome.causes, indent) for top in d.buckets for b, indent in _nested(top)]
+    for name, found in (("sum of the buckets", d.by_path), ("left over", d.closure), ("total", d.total)):
+        rows.append([name, _span(found.kl, plus=True), "", _span(found.dnll, plus=True), "", ""])
+    return Table(
+        "Where the difference comes from",
+        ("bucket", "KL (nats)", "share", "ΔNLL (nats)", "share", "separated from zero"),
+        rows,
+        numeric=frozenset({2, 4}),
+        note="KL from the one reference is the primary column; parts sum to their bucket. Intervals are two-sided 95 %, "
+        "by window; the last column is Holm-adjusted over the buckets of its level. The total comes from a run of its own.",
+    )
+
+
+def _nested(bucket: Bucket) -> list[tuple[Bucket, str]]:
+    return [(bucket, ""), *((part, "  ") for part in bucket.parts)]
+
+
+def _row(bucket: Bucket, causes: Sequence[str], indent: str) -> list[str]:
+    return [
+        indent + bucket.name,
+        _span(bucket.effect.kl, plus=True),
+        _share(bucket.share_kl),
+        _span(bucket.effect.dnll, plus=True),
+        _share(bucket.share),
+        bucket.note or ("yes" if bucket.name in causes else "no"),
+    ]
+
+
+def _waterfall(outcome: Outcome) -> Chart:
+    d = outcome.decomposition
+    changes = [(b.name, b.effect.kl) for b in d.buckets] + [("left over", d.closure.kl)]
+    return Chart(
+        "From the reference to the candidate",
+        "waterfall",
+        [
+            Series("change", [Point(name, a.value, a.lo, a.hi) for name, a in changes]),
+            Series("total", [Point("total", d.total.kl.value, d.total.kl.lo, d.total.kl.hi)]),
+        ],
+        y_label="KL (nats)",
+        bands=[Band("floor", 0.0, outcome.floors.repeat_kl)] if outcome.floors.repeat_kl > 0 else [],
+    )
+
+
+def _orders(outcome: Outcome) -> Table:
+    names = {
+        "engine_first": "engine, then codec",
+        "codec_first": "codec, then engine",
+        "shapley": "mean of both (Shapley)",
+    }
+    rows = [
+        [
+            title,
+            _span(found["engine"].kl, plus=True),
+            _span(found["codec"].kl, plus=True),
+            _span(found["engine"].dnll, plus=True),
+            _span(found["codec"].dnll, plus=True),
+        ]
+        for order, title in names.items()
+        for found in [outcome.decomposition.orders[order]]
+    ]
+    return Table(
+        "Both orders",
+        ("order", "engine, KL", "codec, KL", "engine, ΔNLL", "codec, ΔNLL"),
+        rows,
+        note="What the order in which two things are changed makes of their shares; the interaction is the difference.",
+    )
+
+
+def _layers(outcome: Outcome) -> list[Block]:
+    if not outcome.layers:
+        return []
+    series = [
+        Series(
+            side,
+            [
+                Point(p.name.removeprefix("codec."), p.effect.kl.value, p.effect.kl.lo, p.effect.kl.hi)
+                for p in found.parts
+            ],
+        )
+        for side, found in outcome.layers.items()
+    ]
+    rows = [
+        [
+            side,
+            _span(found.joint.kl),
+            f"{sum(p.effect.kl.value for p in found.parts):.3g}",
+            "–"
+            if found.additivity is None
+            else f"{found.additivity.value:.2f} [{found.additivity.lo:.2f}, {found.additivity.hi:.2f}]",
+        ]
+        for side, found in outcome.layers.items()
+    ]
+    return [
+        Chart("KL of layers coded alone", "forest", series, y_label="KL (nats)"),
+        Table(
+            "Do layers add up?",
+            ("engine", "all together, KL (nats)", "sum of the single ones", "joint / sum"),
+            rows,
+            numeric=frozenset({2}),
+        ),
+    ]
+
+
+def _noise(outcome: Outcome) -> list[Block]:
+    series = [
+        Series(
+            side,
+            [
+                Point(s, e.kl.value, e.kl.lo, e.kl.hi)
+                for s, e in zip(found.sigmas, found.effects, strict=True)
+            ],
+        )
+        for side, found in outcome.noise.items()
+    ]
+    if not series:
+        return []
+    note = "; ".join(
+        f"{side}: "
+        + (
+            "no linear range"
+            if found.linear is None
+            else f"linear from σ {found.linear[0]:g} to {found.linear[1]:g}"
+        )
+        for side, found in outcome.noise.items()
+    )
+    chart = Chart(
+        "Noise in place of the codec's error",
+        "line",
+        series,
+        x_label="σ over the root mean square",
+        y_label="KL (nats)",
+        log_x=True,
+        log_y=True,
+        note=note,
+    )
+    rows = [
+        [
+            side,
+            f"{m['sigma']:.3g}",
+            f"{m['codec_kl']:.3g}",
+            "–" if m["noise_kl"] is None else f"{m['noise_kl']:.3g}",
+        ]
+        for side, m in outcome.matched.items()
+    ]
+    return [
+        chart,
+        Table(
+            "The codec's error against noise of its size",
+            ("engine", "relative error", "codec, KL (nats)", "noise, KL (nats)"),
+            rows,
+            numeric=frozenset({1, 2, 3}),
+        ),
+    ]
+
+
+def _residual(outcome: Outcome) -> list[Block]:
+    found = [r for r in outcome.residuals if r.error_ratio is not None]
+    if not found:
+        return []
+    worst = sorted(found, key=lambda r: -abs(r.error_ratio.value - 1) if r.error_ratio else 0.0)[:12]
+    rows = [
+        [
+            f"{r.layer}.{r.stream}",
+            f"{r.relative_reference:.4f}",
+            f"{r.relative_candidate:.4f}",
+            _bounds(r.power_ratio),
+            _bounds(r.error_ratio),
+            f"{r.equal_streams} of {r.windows}",
+        ]
+        for r in worst
+    ]
+    return [
+        Table(
+            "What the codec is given and leaves out, where engines differ most",
+            (
+                "layer",
+                "relative error, reference",
+                "candidate",
+                "power, cand./ref.",
+                "error, cand./ref.",
+                "equal streams",
+            ),
+            rows,
+            numeric=frozenset({1, 2}),
+            note=f"{len(found)} streams in all; ratios with intervals by window.",
+        )
+    ]
+
+
+def _bounds(interval: Any) -> str:
+    return "–" if interval is None else f"{interval.value:.4f} [{interval.lo:.4f}, {interval.hi:.4f}]"
+
+
+def _harness(outcome: Outcome) -> list[Block]:
+    rows = [
+        [side, name, _entry(entry["kl"]), _entry(entry)]
+        for side, found in outcome.harness.items()
+        for name, entry in found.items()
+    ]
+    if not rows:
+        return []
+    return [
+        Table(
+            "The codec by every way of measuring",
+            ("engine", "how", "KL (nats)", "ΔNLL (nats)"),
+            rows,
+            note="Each against the same engine without codec, by the same path, on the second half of each window.",
+        )
+    ]
+
+
+def _entry(found: Mapping[str, float]) -> str:
+    return f"{found['value']:.3g} [{found['lo']:.3g}, {found['hi']:.3g}]"
+
+
+def _recommendations(outcome: Outcome) -> list[Block]:
+    rows = [
+        [
+            r["action"],
+            f"{r['bytes_ratio']:.2f}× (now {r['bytes_ratio_before']:.2f}×)",
+            f"{r['kld']:.3g} [{r['kld_lo']:.3g}, {r['kld_hi']:.3g}]",
+            _entry(r["saving_kld"]),
+            "yes" if r["helps"] else "not shown",
+        ]
+        for r in outcome.recommendations
+    ]
+    if not rows:
+        return []
+    return [
+        Table(
+            "What would help, on fresh windows",
+            ("instead", "smaller than bf16", "KL (nats)", "saving (nats)", "helps"),
+            rows,
+            note=f"{outcome.recommendations[0]['windows']} windows that took no part above, on the candidate.",
+        )
+    ]

@@ -1,0 +1,127 @@
+"""One way to run the model: an engine, and what is in its KV cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+
+from assay.engines.scoring import HookSpec, ScoreJob
+from assay.fidelity.identity import fingerprint, label_of
+from assay.kv.hooks import hook_spec, path_of
+from assay.kv.spec import KvSpec, Recipe, parse_spec
+
+ROUNDING = "assay.fidelity.floors:RoundingNoise"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """An engine with a codec (`""`: none), by one mode. Only `layers` are coded (None: all).
+
+    `layer_codecs` gives some layers another SPEC. `again` is an independent run: the engine opened anew, windows in
+    reverse, another batch. `rounding` adds the noise of one bf16 rounding after every layer instead of a codec.
+    """
+
+    engine: str
+    mode: str
+    codec: str = ""
+    streams: str = "kv"
+    layers: tuple[int, ...] | None = None
+    layer_codecs: tuple[tuple[int, str], ...] = ()
+    skip_layers: tuple[int, ...] = ()
+    calibration: str | None = None
+    again: bool = False
+    other_batch: bool = False
+    rounding: bool = False
+    measured: int = 1
+    """Windows whose streams are encoded for real."""
+
+    @property
+    def plain(self) -> Configuration:
+        """The same engine and path without a codec."""
+        return Configuration(self.engine, self.mode, again=self.again)
+
+    @property
+    def path(self) -> str:
+        """The scoring path of its mode."""
+        return path_of(self.mode).value
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its codec cannot change anything (all of SPEC is identity)."""
+        return not self.codec or all(
+            r is None or r.codec.name == "identity" for r in _recipes(parse_spec(self.codec))
+        )
+
+    @property
+    def label(self) -> str:
+        """Engine, codec and what is special, without folders."""
+        parts = [label_of(self.engine)]
+        if self.codec:
+            parts.append(self.codec)
+            parts.append(self.mode)
+        if self.streams != "kv":
+            parts.append(f"{self.streams} only")
+        if self.layers is not None:
+            parts.append(f"layers {span(self.layers)}")
+        if self.skip_layers:
+            parts.append(f"layers {span(self.skip_layers)} exact")
+        if self.rounding:
+            parts.append("bf16 rounding noise")
+        if self.again or self.other_batch:
+            parts.append("again")
+        return ", ".join(parts)
+
+    def key(self, extra: str = "") -> str:
+        """Content key: the settings, and the state of the files that they name."""
+        body = json.dumps(asdict(self) | {"mode": self.mode if self.codec else self.path}, sort_keys=True)
+        files = [fingerprint(p) for p in (self.engine, self.calibration) if p]
+        return hashlib.sha256("\n".join([body, *files, extra]).encode()).hexdigest()[:32]
+
+    def hooked(self, job: ScoreJob, length: int, seed: int) -> ScoreJob:
+        """The job with what goes into the cache. UsageError where the engine takes no codec."""
+        if self.rounding:
+            return replace(job, hook=HookSpec(ROUNDING, {"sigma": 2.0**-9, "seed": seed}))
+        if not self.codec:
+            return job
+        hook = hook_spec(
+            self.engine,
+            codec=self.codec,
+            mode=self.mode,
+            length=length,
+            calibration=self.calibration,
+            streams=self.streams,
+            skip_layers=self.skip_layers,
+            layers=self.layers,
+            layer_codecs=dict(self.layer_codecs),
+            measure_windows=self.measured,
+        )
+        return replace(job, hook=hook)
+
+
+def with_placement(codec: str, placement: str) -> str:
+    """A SPEC with a placement (`recent(n=8)`) around both streams."""
+    spec = parse_spec(codec)
+    return ";".join(
+        f"{s}:{placement}+{r}" for s, r in zip("kv", _recipes(spec), strict=True) if r is not None
+    )
+
+
+def _recipes(spec: KvSpec) -> tuple[Recipe | None, Recipe | None]:
+    return spec.k, spec.v
+
+
+def span(layers: Sequence[int]) -> str:
+    """`0-5`, `3`, `0,2,4`."""
+    if len(layers) > 2 and list(layers) == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}-{layers[-1]}"
+    return ",".join(map(str, layers))
+
+
+def grouped(layers: int, groups: int) -> list[tuple[int, ...]]:
+    """Layers in so many groups of neighbours, as equal as can be (0, or more than there are layers: each alone)."""
+    count = layers if groups == 0 else min(groups, layers)
+    edges = [round(i * layers / count) for i in range(count + 1)]
+    return [tuple(range(lo, hi)) for lo, hi in pairwise(edges)]

@@ -1,0 +1,79 @@
+"""Phase 4: every layer (or group of neighbours) coded alone, on both engines, and how the parts add up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from assay.gap.amounts import Effect, effect, ratio
+from assay.gap.baseline import Corners
+from assay.gap.bench import Bench, Measured
+from assay.gap.configuration import grouped
+from assay.gap.sums import WindowSums, aligned
+from assay.stats.interval import Interval
+
+
+@dataclass(frozen=True)
+class LayerEffect:
+    """A group of layers coded alone on one engine, against that engine without codec."""
+
+    layers: tuple[int, ...]
+    name: str
+    effect: Effect
+    sums: WindowSums
+
+    def to_json(self) -> dict[str, Any]:
+        """Layers and both currencies."""
+        return {"layers": list(self.layers), "name": self.name, **self.effect.to_json()}
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """All groups of one engine, and all together. `additivity` is joint KL over the sum of the single ones:
+    near 1 where errors do not meet, above where they feed each other, below where they drown each other."""
+
+    parts: Sequence[LayerEffect]
+    joint: Effect
+    additivity: Interval | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.layers.ENGINE`."""
+        found = self.additivity
+        return {
+            "parts": [p.to_json() for p in self.parts],
+            "joint": self.joint.to_json(),
+            "additivity": None if found is None else {"value": found.value, "lo": found.lo, "hi": found.hi},
+        }
+
+    def hottest(self) -> list[LayerEffect]:
+        """Groups by KL, the worst first."""
+        return sorted(self.parts, key=lambda p: -p.effect.kl.value)
+
+
+def group_name(group: Sequence[int]) -> str:
+    """`codec.layer.07`, or `codec.layers.00-05`."""
+    if len(group) == 1:
+        return f"codec.layer.{group[0]:02d}"
+    return f"codec.layers.{group[0]:02d}-{group[-1]:02d}"
+
+
+def measure_layers(bench: Bench, corners: Corners, engine: str, layers: int) -> dict[str, Measured]:
+    """Each group alone against the engine without codec, by name."""
+    anchor = corners.with_codec(engine).plain
+    return {
+        group_name(group): bench.measure(corners.with_codec(engine, layers=group), anchor)
+        for group in grouped(layers, bench.plan.groups)
+    }
+
+
+def attribute(layers: int, groups: int, alone: Mapping[str, Measured], joint: Measured) -> Attribution:
+    """Effects of all groups and of all layers together, on the same tokens."""
+    sums = aligned({"joint": joint.seen, **{name: m.seen for name, m in alone.items()}})
+    parts = [
+        LayerEffect(group, name, effect(sums[name]), sums[name])
+        for group in grouped(layers, groups)
+        if (name := group_name(group)) in sums
+    ]
+    single = sum(p.sums.kl for p in parts)
+    return Attribution(parts, effect(sums["joint"]), ratio(sums["joint"].kl, single))

@@ -1,0 +1,151 @@
+"""Everything that one decomposition found, and its machine-readable form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from assay.gap.amounts import Amount, Effect
+from assay.gap.buckets import Decomposition
+from assay.gap.closure import Closed
+from assay.gap.layers import Attribution
+from assay.gap.noise import NoiseCurve
+from assay.gap.plan import GapPlan
+from assay.gap.residual import StreamResidual
+from assay.stats.interval import Interval, percent_change
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What would be there anyway: each engine scored again at another batch, and noise of one bf16 rounding a layer."""
+
+    reference: Effect
+    candidate: Effect
+    rounding: Effect | None
+
+    @property
+    def repeat_kl(self) -> float:
+        """KL of an engine against itself, the larger one."""
+        return max(self.reference.kl.value, self.candidate.kl.value, 0.0)
+
+    @property
+    def repeat_dnll(self) -> float:
+        """How far |ΔNLL| of an engine against itself may be from zero."""
+        return max(self.reference.dnll.largest, self.candidate.dnll.largest)
+
+    @property
+    def largest_kl(self) -> float:
+        """The largest known floor in KL, rounding included."""
+        return max(self.repeat_kl, self.rounding.kl.value if self.rounding else 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.floors`."""
+        return {
+            "reference": self.reference.to_json(),
+            "candidate": self.candidate.to_json(),
+            "rounding_bf16": self.rounding.to_json() if self.rounding else None,
+        }
+
+
+@dataclass(frozen=True)
+class CodecGap:
+    """The codec's effect on each engine, each against itself, and the difference of the differences."""
+
+    reference: Effect
+    candidate: Effect
+    gap: Effect
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.codec_gap`: ΔNLL, KL, and what each engine loses in percent of perplexity."""
+        return {
+            **self.gap.to_json(),
+            "reference": {**self.reference.to_json(), "dppl_pct": dppl(self.reference.dnll)},
+            "candidate": {**self.candidate.to_json(), "dppl_pct": dppl(self.candidate.dnll)},
+        }
+
+
+@dataclass
+class Outcome:
+    """What was found. Phases that were not run are absent; `skipped` says why others gave nothing."""
+
+    plan: GapPlan
+    decomposition: Decomposition
+    floors: Floors
+    codec_gap: CodecGap
+    closed_kl: Closed
+    closed_nll: Closed
+    same: bool
+    setup: Mapping[str, tuple[Any, Any]]
+    text: Mapping[str, Any]
+    engines: Mapping[str, Mapping[str, Any]]
+    bytes: Mapping[str, Any] | None = None
+    residuals: Sequence[StreamResidual] = ()
+    noise: Mapping[str, NoiseCurve] = field(default_factory=dict)
+    noise_ratio: Sequence[Mapping[str, Any]] = ()
+    matched: Mapping[str, Any] = field(default_factory=dict)
+    layers: Mapping[str, Attribution] = field(default_factory=dict)
+    harness: Mapping[str, Any] = field(default_factory=dict)
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    recommendations: Sequence[Mapping[str, Any]] = ()
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def causes(self) -> list[str]:
+        """Buckets and parts that KL tells from zero, Holm-adjusted, and that stand above twice the repeat floor."""
+        floor = 2 * self.floors.repeat_kl
+        every = [b for top in self.decomposition.buckets for b in (top, *top.parts)]
+        return [b.name for b in every if b.separated and abs(b.effect.kl.value) > floor]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `results` of `assay gap`."""
+        d = self.decomposition
+        return {
+            "codec": self.plan.codec,
+            "mode": self.plan.mode,
+            "base_mode": self.plan.base_mode,
+            "windows": d.windows,
+            "tokens": d.tokens,
+            "total": {**d.total.to_json(), "dppl_pct": dppl(d.total.dnll)},
+            "total_by_path": d.by_path.to_json(),
+            "buckets": [b.to_json() for b in d.buckets],
+            "closure": {
+                **d.closure.to_json(),
+                "closed": self.closed_kl.ok and self.closed_nll.ok,
+                "bound": {"dnll": self.closed_nll.bound, "kl": self.closed_kl.bound},
+            },
+            "causes": self.causes,
+            "codec_gap": self.codec_gap.to_json(),
+            "orders": {
+                order: {name: e.to_json() for name, e in effects.items()}
+                for order, effects in d.orders.items()
+            },
+            "floors": self.floors.to_json(),
+            "setup_differences": {k: list(v) for k, v in self.setup.items()},
+            "self_test": self.same,
+            "bytes": self.bytes,
+            "residual": {"streams": [r.to_json() for r in self.residuals]},
+            "noise": {
+                **{name: c.to_json() for name, c in self.noise.items()},
+                "ratio": list(self.noise_ratio),
+                "matched": dict(self.matched),
+            },
+            "layers": {name: a.to_json() for name, a in self.layers.items()},
+            "harness": dict(self.harness),
+            "calibration": dict(self.calibration),
+            "recommendations": list(self.recommendations),
+            "phases": list(self.plan.phases),
+            "skipped": dict(self.skipped),
+            "text": {**self.text, "length": self.plan.length, "scored": "second-half"},
+            "engines": {name: dict(facts) for name, facts in self.engines.items()},
+        }
+
+
+def dppl(amount: Amount) -> dict[str, float]:
+    """A mean ΔNLL as a change of perplexity in percent."""
+    found = percent_change(Interval(amount.value, amount.lo, amount.hi))
+    return {
+        name: x if math.isfinite(x) else math.nan
+        for name, x in zip(("value", "lo", "hi"), (found.value, found.lo, found.hi), strict=True)
+    }

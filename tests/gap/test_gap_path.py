@@ -1,0 +1,123 @@
+"""From engine to engine by steps of one change each; configurations and their keys."""
+
+from __future__ import annotations
+
+import pytest
+
+from assay.engines.scoring import ScoreJob
+from assay.errors import UsageError
+from assay.gap.configuration import Configuration, grouped, span, with_placement
+from assay.gap.path import engine_name, engine_steps
+from assay.gap.plan import GapPlan
+
+
+def steps(reference: str, candidate: str, *dtypes: str | None) -> list[tuple[str, str]]:
+    return [(s.name, s.engine) for s in engine_steps(reference, candidate, dtypes or (None, None))]
+
+
+def test_within_one_engine_every_option_is_a_step() -> None:
+    assert steps("hf:m?dtype=float32", "hf:m?attention=eager") == [
+        ("engine.rounding", "hf:m"),
+        ("engine.attention", "hf:m?attention=eager"),
+    ]
+    assert steps("vllm:m", "vllm:m?kv_cache_dtype=fp8&attention_backend=TRITON_ATTN") == [
+        ("engine.attention", "vllm:m?attention_backend=TRITON_ATTN"),
+        ("engine.cache", "vllm:m?kv_cache_dtype=fp8&attention_backend=TRITON_ATTN"),
+    ]
+
+
+def test_between_engines_the_number_format_comes_first() -> None:
+    assert steps("hf:m?dtype=float32", "vllm:m", "float32", "bfloat16") == [
+        ("engine.rounding", "hf:m?dtype=bfloat16"),
+        ("engine.kernels", "vllm:m"),
+    ]
+    assert steps("hf:m", "vllm:m", "bfloat16", "bfloat16") == [("engine.kernels", "vllm:m")]
+
+
+def test_another_checkpoint_and_other_settings_have_their_steps() -> None:
+    assert [name for name, _ in steps("hf:a", "hf:b?weights=polar(bits=4)")] == [
+        "engine.weights",
+        "engine.model",
+    ]
+    assert [name for name, _ in steps("vllm:a", "vllm:a?max_num_seqs=4")] == ["engine.settings"]
+    assert steps("hf:a", "hf:a") == [("engine.none", "hf:a")]
+
+
+def test_the_last_step_leads_to_the_candidate_as_it_was_written() -> None:
+    written = 'vllm:m?args={"hf_overrides":{"rope_theta":5000}}'
+    assert steps("vllm:m", written)[-1] == ("engine.settings", written)
+    assert str(engine_name(written)) == written
+    assert str(engine_name("hf:./m?weights=int(bits=4,group=128)")) == "hf:./m?weights=int(bits=4,group=128)"
+
+
+def test_a_folder_is_a_model_of_transformers() -> None:
+    assert engine_name("./some/model?dtype=float32") == engine_name("hf:./some/model?dtype=float32")
+
+
+@pytest.mark.parametrize(
+    "spec", ["gguf:m.gguf", "run:stored", "http://localhost:8000", "hf:", "vllm:?dtype=auto"]
+)
+def test_engines_without_codecs_are_refused_in_one_line(spec: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        engine_name(spec)
+    assert caught.value.finding_id == "gap.usage"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("layers", "groups"), [(30, 5), (30, 0), (7, 3), (3, 5), (1, 1)])
+def test_groups_hold_every_layer_once_in_order(layers: int, groups: int) -> None:
+    found = grouped(layers, groups)
+    assert [layer for group in found for layer in group] == list(range(layers))
+    assert len(found) == (layers if groups == 0 else min(groups, layers))
+    sizes = [len(g) for g in found]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_spans_and_placements_are_written_shortly() -> None:
+    assert [span(s) for s in ((3,), (0, 1), (0, 1, 2), (0, 2, 4))] == ["3", "0,1", "0-2", "0,2,4"]
+    assert with_placement("prerope+hadamard(bits=4)", "recent(n=8)").startswith(
+        "k:recent(n=8)+prerope+hadamard"
+    )
+    assert with_placement("v:fp8", "recent(n=8)") == "v:recent(n=8)+fp8"
+
+
+def test_a_key_holds_what_changes_numbers_and_nothing_else() -> None:
+    base = Configuration("hf:m", "inforward", "fp8")
+    assert base.key() == Configuration("hf:m", "inforward", "fp8").key()
+    others = [
+        Configuration("hf:m", "snapshot", "fp8"),
+        Configuration("hf:m", "inforward", "fp8", streams="k"),
+        Configuration("hf:m", "inforward", "fp8", layers=(0,)),
+        Configuration("hf:m", "inforward", "fp8", again=True),
+        Configuration("hf:n", "inforward", "fp8"),
+    ]
+    assert len({c.key() for c in (base, *others)}) == 6
+    # Without a codec in-forward and snapshot are one thing: prefill.
+    assert Configuration("hf:m", "inforward").key() == Configuration("hf:m", "snapshot").key()
+    assert Configuration("hf:m", "inforward").key() != Configuration("hf:m", "decode").key()
+
+
+def test_a_codec_becomes_a_hook_and_none_leaves_the_job_alone() -> None:
+    job = ScoreJob()
+    assert Configuration("hf:m", "inforward").hooked(job, 64, 0) is job
+    hook = Configuration("hf:m", "inforward", "fp8", layers=(1, 2)).hooked(job, 64, 0).hook
+    assert hook is not None and list(hook.config["layers"]) == [1, 2] and hook.config["length"] == 64
+    assert not Configuration("hf:m", "inforward", "fp8").lossless
+    assert Configuration("hf:m", "inforward", "identity").lossless
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"mode": "sideways"}, "sideways"),
+        ({"codec": "hadamrd"}, "hadamrd"),
+        ({"phases": (1, 9)}, "phase 9"),
+        ({"windows": 1}, "windows"),
+        ({"candidate": "gguf:x"}, "gguf:x"),
+        ({"margin": 0.0}, "margin"),
+        ({"sweep": ()}, "noise"),
+    ],
+)
+def test_mistakes_in_a_plan_end_with_words(changed: dict, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        GapPlan(**{"reference": "hf:m", "candidate": "hf:m", "codec": "fp8"} | changed)

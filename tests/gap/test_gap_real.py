@@ -1,0 +1,108 @@
+"""`assay gap` from the command line on real weights: float32 arithmetic against bf16, with a codec."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from assay.cli.main import invoke
+from assay.gap import bench
+
+pytestmark = pytest.mark.engine
+
+SMALL = ("--windows", 4, "--length", 32, "--fresh", 2, "--batch", 4, "--groups", 2)
+Gap = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def gap(capsys: pytest.CaptureFixture[str]) -> Gap:
+    def run(*arguments: object) -> tuple[int, dict[str, Any]]:
+        capsys.readouterr()
+        code = invoke(["gap", *map(str, arguments), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def test_a_gap_sums_is_kept_and_goes_on_from_there(
+    gap: Gap, smollm2: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(cache))
+    opened: list[str] = []
+    real = bench.open_scorer
+    monkeypatch.setattr(bench, "open_scorer", lambda spec: opened.append(spec) or real(spec))
+    command = (f"hf:{smollm2}?dtype=float32", f"hf:{smollm2}", "--codec", "hadamard(bits=4)", *SMALL)
+    code, body = gap(*command, "--phases", "1,2,4", "--keep")
+    assert code == 3  # four windows decide nothing
+    assert body["verdict"] == "inconclusive"
+    results = body["results"]
+    buckets = {b["name"]: b for b in results["buckets"]}
+    assert list(buckets) == ["engine", "codec", "interaction", "harness"]
+    assert sum(b["dnll"] for b in buckets.values()) + results["closure"]["value"] == pytest.approx(
+        results["total"]["value"], abs=1e-12
+    )
+    assert sum(b["kl"]["value"] for b in buckets.values()) + results["closure"]["kl"][
+        "value"
+    ] == pytest.approx(results["total"]["kl"]["value"], abs=1e-12)
+    assert 0 < buckets["engine"]["kl"]["value"] < buckets["codec"]["kl"]["value"]
+    assert [p["name"] for p in buckets["codec"]["parts"]] == [
+        "codec.layers.00-14", "codec.layers.15-29", "codec.together",
+    ]  # fmt: skip
+    assert (
+        results["floors"]["reference"]["kl"]["value"]
+        < 1e-6
+        < results["floors"]["rounding_bf16"]["kl"]["value"]
+    )
+    assert results["setup_differences"] == {}
+    assert results["codec_gap"]["value"] == pytest.approx(buckets["interaction"]["dnll"])
+    assert len(results["residual"]["streams"]) == 60
+    assert all(0.03 < s["relative_error"]["reference"] < 0.3 for s in results["residual"]["streams"])
+    assert {r["action"] for r in results["recommendations"]} >= {"one bit more everywhere", "fp8 instead"}
+    assert all(r["windows"] == 2 and r["bytes_ratio"] > 1 for r in results["recommendations"])
+    assert str(smollm2) not in json.dumps(results)
+    # Again: everything is there, but for the reference's tokenizer no engine is opened.
+    assert len(opened) == 4  # reference, candidate, and both ends once more
+    opened.clear()
+    code, again = gap(*command, "--phases", "1,2,4")
+    assert code == 3
+    assert again["results"] == results
+    assert opened == [f"hf:{smollm2}?dtype=float32"]
+    assert not list((cache / "gap").iterdir())  # without --keep nothing stays
+
+
+def test_an_engine_against_itself_with_an_identity_is_a_self_test(
+    gap: Gap, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    spec = f"hf:{smollm2}?dtype=float32"
+    few = ("--windows", 2, "--length", 24, "--fresh", 0, "--batch", 2, "--phases", "1", "--mode", "inforward")
+    code, body = gap(spec, spec, "--codec", "identity", *few)
+    assert (code, body["verdict"]) == (0, "pass")
+    results = body["results"]
+    assert results["self_test"] is True
+    assert all(b["dnll"] == 0 and b["kl"]["value"] == 0 for b in results["buckets"])
+    assert abs(results["closure"]["value"]) < 1e-5  # another batch
+    assert body["findings"][0]["id"] == "gap.self_test"
+
+
+def test_mistakes_end_with_words(gap: Gap, smollm2: Path) -> None:
+    for arguments, said in (
+        ((smollm2, "gguf:model.gguf", "--codec", "fp8"), "gguf:model.gguf"),
+        ((smollm2, smollm2, "--codec", "hadamrd"), "hadamrd"),
+        ((smollm2, smollm2, "--codec", "fp8", "--phases", "x"), "'x' is no phase"),
+        ((smollm2, smollm2, "--codec", "fp8", "--mode", "sideways"), "sideways"),
+        ((smollm2, smollm2), "--codec"),
+    ):
+        code, body = gap(*arguments)
+        assert code == 2
+        assert said in body["findings"][0]["title"]
+        assert body["findings"][0]["id"].partition(".")[0] in ("gap", "kv")
