@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from scipy import stats
@@ -19,6 +19,7 @@ values = hnp.arrays(np.float64, 6, elements=st.floats(-5, 5, width=32))
 window_sums = st.builds(lambda d, k: sums(d, np.abs(k)), values, values)
 
 
+@settings(max_examples=30)
 @given(window_sums, window_sums, window_sums, window_sums, window_sums, window_sums)
 def test_buckets_and_closure_sum_to_the_total_whatever_the_numbers(
     half, cand, codec, both, asked, total
@@ -32,6 +33,7 @@ def test_buckets_and_closure_sum_to_the_total_whatever_the_numbers(
         assert sum(pick(p.effect) for p in engine.parts) == pytest.approx(pick(engine.effect), abs=1e-9)
 
 
+@settings(max_examples=30)
 @given(window_sums, window_sums, window_sums, window_sums)
 def test_parts_of_the_codec_sum_to_it(one, two, codec, both) -> None:
     layers = [("codec.layer.00", one), ("codec.layer.01", two)]
@@ -40,6 +42,7 @@ def test_parts_of_the_codec_sum_to_it(one, two, codec, both) -> None:
     assert sum(p.effect.kl.value for p in found.parts) == pytest.approx(found.effect.kl.value, abs=1e-9)
 
 
+@settings(max_examples=30)
 @given(window_sums, window_sums, window_sums)
 def test_both_orders_end_at_the_same_place_and_shapley_lies_between(engine, codec, both) -> None:
     found = decompose([("engine.kernels", engine)], codec, both, both).orders

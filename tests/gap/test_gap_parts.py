@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ from assay.gap.baseline import Corners
 from assay.gap.bench import Measured
 from assay.gap.closure import Place, closed, closed_nll, place
 from assay.gap.layers import Attribution, LayerEffect, attribute, group_name
-from assay.gap.noise import curve, kl_at, linear_range, noise_codec, sigmas_of
+from assay.gap.noise import curve, kl_at, noise_codec, sigmas_of
 from assay.gap.plan import GapPlan
 from assay.gap.recommend import hot_layers, judged, proposals, with_more_bits
 from assay.gap.residual import relative_error, residuals
@@ -71,26 +70,19 @@ def test_layers_that_add_up_have_additivity_one() -> None:
 
 
 def test_a_linear_answer_has_slope_two_and_its_range_is_found() -> None:
-    found = curve({s: measured("a", s) for s in (0.05, 0.1, 0.2, 0.4)}, floor=0.0)
-    assert all(s is not None and abs(s.value - 2) < 0.25 for s in found.slopes)
-    assert found.linear == (0.05, 0.4)
-    between = kl_at(found, 0.14)
-    assert between == pytest.approx(effect_at(0.14), rel=0.05)
+    runs = {s: measured("a", s) for s in (0.05, 0.1, 0.2, 0.4)}
+    found = curve(runs, floor=0.0)
+    assert found.growth.slope is not None and found.growth.slope.value == pytest.approx(2, abs=0.1)
+    assert found.linear == pytest.approx((0.05, 0.4))
+    assert kl_at(found, 0.14) == pytest.approx(
+        curve({0.14: measured("a", 0.14)}, 0.0).effects[0].kl.value, rel=0.05
+    )
     assert kl_at(found, 0.5) is None
     assert kl_at(found, 0.05) == pytest.approx(found.effects[0].kl.value)
-
-
-def effect_at(scale: float) -> float:
-    return curve({scale: measured("a", scale), 2 * scale: measured("a", 2 * scale)}, 0.0).effects[0].kl.value
-
-
-def test_the_floor_and_saturation_are_outside_the_linear_range() -> None:
-    sigmas = (0.001, 0.01, 0.1, 1.0)
-    kls = (2e-6, 1e-4, 1e-2, 0.05)
-    effects = [effect(sums(np.full(8, k), np.full(8, k))) for k in kls]
-    slopes = [SimpleNamespace(value=math.log(b / a) / math.log(10), lo=0, hi=0) for a, b in pairwise(kls)]
-    assert linear_range(sigmas, effects, slopes, floor=0.0) == (0.01, 0.1)
-    assert linear_range(sigmas, effects, slopes, floor=1e-3) is None
+    # What drowns in the floor says nothing of a slope.
+    high = curve(runs, floor=found.effects[1].kl.value / 1.9)
+    assert high.linear == pytest.approx((0.2, 0.4))
+    assert curve(runs, floor=10.0).growth.slope is None
 
 
 def test_noise_stands_where_the_codec_stands() -> None:

@@ -145,6 +145,7 @@ class Bench:
         AssayError where the codec took no part in the numbers.
         """
         folder = self._folder("seen", config, windows, anchor.plain)
+        self._folder("anchor", anchor.plain, windows)  # part of this run, whether or not it is read again
         done = folder / _DONE
         chosen = self._ordered(config, windows)
         if not done.exists():

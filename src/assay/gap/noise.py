@@ -1,49 +1,52 @@
 """Phase 3: what an error of known size does, on both engines.
 
-Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small error, so its slope over
-σ in log–log is 2 as long as the model answers linearly; the codec's own error, put on that line, tells whether the
-codec's error is worse than noise of its size.
+Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small error
+(`assay.kv.diagnostics.curve`); the codec's own error, put on that curve, tells whether it is worse than noise of its
+size.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from assay.gap.amounts import Effect, effect, ratio
+from assay.gap.amounts import Effect, effect
 from assay.gap.baseline import Corners
 from assay.gap.bench import Bench, Measured
 from assay.gap.sums import WindowSums, aligned
+from assay.kv.diagnostics.curve import Sensitivity, sensitivity
 from assay.kv.spec import parse_spec
-from assay.stats.interval import Interval
+from assay.stats.bootstrap import Resampling
 
-LINEAR = 0.25
-"""How far a slope may be from 2."""
 _FALLBACK = 0.02
 """σ of a codec without error: something to sweep around."""
 
 
 @dataclass(frozen=True)
 class NoiseCurve:
-    """KL of a sweep on one engine. `slopes` are those between neighbours, `linear` the σ where the answer is linear."""
+    """KL of a sweep on one engine, and how it grows: only levels whose KL stands above the floor say that."""
 
     sigmas: tuple[float, ...]
     effects: tuple[Effect, ...]
-    slopes: tuple[Interval | None, ...]
-    linear: tuple[float, float] | None
+    growth: Sensitivity
     sums: Mapping[float, WindowSums]
+
+    @property
+    def linear(self) -> tuple[float, float] | None:
+        """The σ between which the answer is linear: KL grows as σ²."""
+        found = self.growth
+        return None if found.lo is None or found.hi is None else (found.lo, found.hi)
 
     def to_json(self) -> dict[str, Any]:
         """As `results.noise.ENGINE`."""
+        slope, level = self.growth.slope, self.growth.coefficient
         return {
             "points": [{"sigma": s, **e.to_json()} for s, e in zip(self.sigmas, self.effects, strict=True)],
-            "slopes": [
-                None if s is None else {"value": s.value, "lo": s.lo, "hi": s.hi} for s in self.slopes
-            ],
+            "slope": None if slope is None else asdict(slope),
             "linear_range": None if self.linear is None else list(self.linear),
+            "kld_per_squared_sigma": None if level is None else asdict(level),
         }
 
 
@@ -81,39 +84,18 @@ def measure_noise(
     }
 
 
-def curve(measured: Mapping[float, Measured], floor: float) -> NoiseCurve:
-    """The curve of one engine; KL under twice the floor says nothing of a slope."""
-    names = {str(sigma): m.seen for sigma, m in measured.items()}
-    by_name = aligned(names)
-    sums = {sigma: by_name[str(sigma)] for sigma in measured}
-    sigmas = tuple(sorted(sums))
+def curve(measured: Mapping[float, Measured], floor: float, seed: int = 0) -> NoiseCurve:
+    """The curve of one engine; a KL under twice the floor says nothing of how it grows."""
+    by_name = aligned({str(sigma): m.seen for sigma, m in measured.items()})
+    sigmas = tuple(sorted(measured))
+    sums = {sigma: by_name[str(sigma)] for sigma in sigmas}
     effects = tuple(effect(sums[s]) for s in sigmas)
-    slopes = tuple(_slope(sums[a].kl, sums[b].kl, a, b) for a, b in pairwise(sigmas))
-    return NoiseCurve(sigmas, effects, slopes, linear_range(sigmas, effects, slopes, floor), sums)
-
-
-def _slope(low: Any, high: Any, a: float, b: float) -> Interval | None:
-    """d log KL / d log σ between two levels, from the ratio of their KL on the same windows."""
-    found = ratio(high, low)
-    if found is None or not found.value > 0:
-        return None
-    span = math.log(b / a)
-    lo, hi = (math.log(x) / span if x > 0 else -math.inf for x in (found.lo, found.hi))
-    return Interval(math.log(found.value) / span, lo, hi)
-
-
-def linear_range(
-    sigmas: Sequence[float], effects: Sequence[Effect], slopes: Sequence[Interval | None], floor: float
-) -> tuple[float, float] | None:
-    """The longest run of neighbours with a slope of 2 ± 0.25 and a KL above twice the floor."""
-    best: tuple[float, float] | None = None
-    start: float | None = None
-    for (a, b), left, slope in zip(pairwise(sigmas), effects[:-1], slopes, strict=True):
-        good = slope is not None and abs(slope.value - 2) <= LINEAR and left.kl.value > 2 * floor
-        start = (start if start is not None else a) if good else None
-        if start is not None and (best is None or b / start > best[1] / best[0]):
-            best = (start, b)
-    return best
+    above = [s for s, e in zip(sigmas, effects, strict=True) if e.kl.value > 2 * floor]
+    growth = Sensitivity(None, None, None, None)
+    if above:
+        tokens = [int(t) for t in sums[sigmas[0]].tokens]
+        growth = sensitivity(above, [list(sums[s].kl) for s in above], tokens, Resampling(2000, seed))
+    return NoiseCurve(sigmas, effects, growth, sums)
 
 
 def kl_at(found: NoiseCurve, sigma: float) -> float | None:

@@ -125,7 +125,9 @@ def _measure(bench: Bench) -> Outcome:
         effect(sums["codec.candidate"] - sums["codec"]),
     )
     curves = {
-        side: curve(phases[side]["noise"], floors.repeat_kl) for side in SIDES if phases[side].get("noise")
+        side: curve(phases[side]["noise"], floors.repeat_kl, plan.seed)
+        for side in SIDES
+        if phases[side].get("noise")
     }
     facts = {side: bench.facts.get(spec, {}) for side, spec in _specs(plan).items()}
     size = runs.get("asked", runs["codec.candidate"]).bytes
