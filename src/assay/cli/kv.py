@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli import kv_diagnose, kv_noise
+from assay.cli import kv_diagnose, kv_noise, kv_sweep
 from assay.cli.kv_options import Batch, Calibration, CodecSpec, Length, Model, Text, Windows, layers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
@@ -20,6 +20,7 @@ app = typer.Typer(
 
 app.command("diagnose")(kv_diagnose.command)
 app.command("noise")(kv_noise.command)
+app.command("sweep")(kv_sweep.command)
 
 
 @app.command("list")

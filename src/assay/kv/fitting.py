@@ -1,0 +1,86 @@
+"""Coders of many layers and streams fitted by several processes: transforms and code tables take seconds each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from assay.errors import AssayError
+from assay.kv.fitted import FittedCodec
+from assay.kv.setup import Bench, CoderSet
+from assay.kv.spec import KvSpec
+
+_Item = tuple[KvSpec, int, str]
+
+
+@dataclass(frozen=True)
+class Fitters:
+    """Fits coders on a bench, in this process or in a pool of others."""
+
+    bench: Bench
+    pool: Any = None
+
+    def fit(self, spec: KvSpec, layers: Iterable[int], streams: str = "kv") -> CoderSet:
+        """As `Bench.fit_all`; an error of a worker is raised here."""
+        if self.pool is None:
+            return self.bench.fit_all(lambda _, stream: spec.of(stream), layers, streams)
+        work = [(spec, layer, stream) for layer in layers for stream in streams if spec.of(stream)]
+        found = {}
+        for (_, layer, stream), coder in zip(work, self.pool.map(_fit_one, work, chunksize=1), strict=True):
+            if isinstance(coder, _Refused):
+                raise coder.error()
+            found[layer, stream] = coder
+        return CoderSet(found)
+
+
+@contextmanager
+def fitters(bench: Bench, jobs: int) -> Iterator[Fitters]:
+    """`jobs` processes that each have the bench, with one thread; 1 is this process.
+
+    They are started afresh: a copy of a process whose torch already has threads may hang.
+    """
+    if jobs <= 1:
+        yield Fitters(bench)
+        return
+    with multiprocessing.get_context("spawn").Pool(jobs, _begin, (bench,)) as pool:
+        yield Fitters(bench, pool)
+
+
+@dataclass(frozen=True)
+class _Refused:
+    """An error of a worker in parts: exceptions with named arguments do not survive the way between processes."""
+
+    message: str
+    finding_id: str
+    remedy: str
+    evidence: Mapping[str, Any]
+
+    def error(self) -> AssayError:
+        return AssayError(
+            self.message, finding_id=self.finding_id, remedy=self.remedy, evidence=self.evidence
+        )
+
+
+_BENCH: list[Bench] = []
+"""That of a worker."""
+
+
+def _begin(bench: Bench) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    _BENCH.append(bench)
+
+
+def _fit_one(item: _Item) -> FittedCodec | _Refused:
+    spec, layer, stream = item
+    recipe = spec.of(stream)
+    if recipe is None:
+        raise ValueError(f"{spec} leaves {stream} exact")
+    try:
+        return _BENCH[0].fit(recipe, layer, stream)
+    except AssayError as error:
+        return _Refused(error.message, error.finding_id, error.remedy, error.evidence)
