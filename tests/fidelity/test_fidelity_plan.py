@@ -81,6 +81,7 @@ def test_labels_hold_no_folder_and_are_distinct() -> None:
         "hf:model?dtype=float32 #2",
         "gguf:y.gguf",
     ]
+    assert label_of("vllm:a/b?python=/home/me/bin/python&dtype=auto") == "vllm:b?python=python&dtype=auto"
 
 
 def test_a_changed_file_has_another_fingerprint(tmp_path: Path) -> None:

@@ -24,7 +24,14 @@ def _short(spec: str) -> str:
         return printable(spec)
     head, mark, options = spec.partition("?")
     prefix = next((p for p in _PREFIXES if head.startswith(p)), "")
-    return f"{prefix}{Path(head.removeprefix(prefix)).name}{mark}{options}"
+    kept = "&".join(_without_folders(option) for option in options.split("&"))
+    return f"{prefix}{Path(head.removeprefix(prefix)).name}{mark}{kept}"
+
+
+def _without_folders(option: str) -> str:
+    """`python=/a/b/python` as `python=python`: a folder of this machine has no place in a result."""
+    name, mark, value = option.partition("=")
+    return f"{name}={Path(value).name}" if mark and Path(value).is_absolute() else option
 
 
 def printable(spec: str) -> str:
