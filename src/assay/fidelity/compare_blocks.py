@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from assay.fidelity.candidate import CandidateResult, interval_text, kl_text, top1_text
+from assay.fidelity.greedy_blocks import greedy_blocks
 from assay.fidelity.observations import pooled
 from assay.fidelity.plan import Plan
 from assay.stats.equivalence import Grade
@@ -42,6 +43,8 @@ def blocks(results: Sequence[CandidateResult], plan: Plan) -> list[Block]:
         found += _depth(result, prefix)
         found.append(_histogram(result, prefix))
         found += [_bins(result, name, prefix) for name in ("confidence", "class") if result.breakdowns[name]]
+        if result.greedy:
+            found += greedy_blocks(result.greedy, prefix)
         found += _worst(result, prefix)
     return found
 

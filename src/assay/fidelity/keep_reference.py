@@ -12,6 +12,7 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.identity import label_of
 from assay.fidelity.observe import require_path
+from assay.fidelity.own_text import write_own_text
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows, store_states
 from assay.fidelity.store.llama_base import write_base
@@ -33,7 +34,8 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
     engine = open_scorer(plan.reference)
     try:
         require_path(engine, plan.job)
-        windows, text_facts = plan_windows(plan, engine.tokenizer)
+        own = write_own_text(plan, engine, progress)
+        windows, text_facts = plan_windows(plan, engine.tokenizer, own)
         if form == "llama.cpp":
             return _write_base(plan, out, engine, windows, text_facts, progress)
         if not engine.ability.states:

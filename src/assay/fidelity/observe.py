@@ -50,10 +50,7 @@ def observe(
     With `keep_in`, every window is written there as it is done, and what is there already is not scored again.
     `on_window` sees each observation as it comes, those that were kept first.
     """
-    if isinstance(candidate, IdScorer):
-        candidate.require(job, len(windows[0].tokens))
-    else:
-        require_path(candidate, job)
+    require(candidate, job, len(windows[0].tokens))
     seen: dict[int, WindowObservation] = {}
     for window in windows:
         path = keep_in / f"{window.index:06d}.npz" if keep_in else None
@@ -70,6 +67,14 @@ def observe(
             on_window(found)
             advance()
     return [seen[w.index] for w in windows]
+
+
+def require(candidate: Candidate, job: ScoreJob, length: int) -> None:
+    """AssayError where the candidate cannot score windows of `length` tokens as `job` asks."""
+    if isinstance(candidate, IdScorer):
+        candidate.require(job, length)
+    else:
+        require_path(candidate, job)
 
 
 def require_path(engine: ScoringEngine, job: ScoreJob) -> None:

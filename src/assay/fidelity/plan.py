@@ -40,6 +40,8 @@ class Plan:
     """Of the bootstrap and of the noise floor."""
     draws: int = 10_000
     floors: bool = True
+    greedy: int = 0
+    """Tokens that reference and candidates generate greedily after a few prefixes; 0: none."""
 
     def __post_init__(self) -> None:
         if not self.candidates:
@@ -48,7 +50,14 @@ class Plan:
             raise _usage(f"unknown path {self.path!r}", f"one of {', '.join(ScoringPath)}")
         if self.scored not in PROTOCOLS:
             raise _usage(f"unknown protocol {self.scored!r}", f"one of {', '.join(PROTOCOLS)}")
-        for name, least in (("windows", 1), ("length", 8), ("chunk", 1), ("batch", 1), ("draws", 100)):
+        for name, least in (
+            ("windows", 1),
+            ("length", 8),
+            ("chunk", 1),
+            ("batch", 1),
+            ("draws", 100),
+            ("greedy", 0),
+        ):
             if getattr(self, name) < least:
                 raise _usage(f"{name} must be at least {least}, got {getattr(self, name)}", "")
         if not 0 < self.margin_ppl <= self.marginal_ppl:

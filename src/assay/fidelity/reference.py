@@ -14,8 +14,10 @@ from assay.engines.scoring import ScoringEngine, TokenizerFacts, Window
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.floors import Floors, measure_floors
+from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.identity import label_of
 from assay.fidelity.observe import LiveRows, ReferenceRows, require_path
+from assay.fidelity.own_text import OwnText, write_own_text
 from assay.fidelity.plan import Plan
 from assay.fidelity.store import Store, StoreHeader, StoreWriter
 from assay.fidelity.text import read_text
@@ -39,6 +41,8 @@ class Reference:
     floors: Floors = field(default_factory=Floors)
     probe_ids: Sequence[int] | None = None
     """Its ids of the probe text (`assay.fidelity.tokenizer_proof`), None where nobody knows them."""
+    greedy: Continued = field(default_factory=lambda: Continued(reason="a stored reference has no model"))
+    """Its greedy continuations, where the plan asks for them."""
     engine: ScoringEngine | None = None
 
     def close(self) -> None:
@@ -58,20 +62,25 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
     keep_open = not engine.ability.states
     try:
         require_path(engine, plan.job)
-        windows, text_facts = plan_windows(plan, engine.tokenizer)
+        own = write_own_text(plan, engine, progress, folder)
+        windows, text_facts = plan_windows(plan, engine.tokenizer, own)
         check = tokenizer_check(engine.tokenizer.sha256, engine.tokenizer.vocab_size)
         facts = {"label": label_of(plan.reference), **engine.describe()}
         probe = probe_ids(engine.tokenizer.encode)
         if keep_open:
             rows = LiveRows(engine, plan.job)
-            return Reference(windows, rows, check, facts, text_facts, probe_ids=probe, engine=engine)
+            greedy = _greedy(plan, engine, windows, folder, progress)
+            return Reference(
+                windows, rows, check, facts, text_facts, probe_ids=probe, greedy=greedy, engine=engine
+            )
         store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
         floors = (
             _floors(plan, engine, store, windows, folder / "floors.json", progress)
             if plan.floors
             else Floors()
         )
-        return Reference(windows, store, check, facts, text_facts, floors, probe)
+        greedy = _greedy(plan, engine, windows, folder, progress)
+        return Reference(windows, store, check, facts, text_facts, floors, probe, greedy)
     except BaseException:
         keep_open = False
         raise
@@ -80,13 +89,19 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
             engine.close()
 
 
-def plan_windows(plan: Plan, tokenizer: TokenizerFacts) -> tuple[list[Window], dict[str, Any]]:
-    """The windows of the plan's text, and what a result says of them. AssayError where there is no whole one."""
-    text = read_text(plan.text)
+def plan_windows(
+    plan: Plan, tokenizer: TokenizerFacts, own: OwnText | None = None
+) -> tuple[list[Window], dict[str, Any]]:
+    """The windows of the plan's text (`own`, where the reference wrote it), and what a result says of them.
+
+    AssayError where there is no whole one.
+    """
+    text = own.text if own else read_text(plan.text)
     ids = tokenizer.encode(text.text)
     windows = cut_windows(ids, plan.cut, tokenizer.bos_id, plan.windows)
     return windows, {
         **text.describe(),
+        **(own.origin if own else {}),
         "tokens": len(ids),
         "windows_available": available_windows(len(ids), plan.cut, tokenizer.bos_id),
         "windows_sha256": hash_of(windows),
@@ -156,6 +171,19 @@ def tokenizer_check(sha256: str, vocab_size: int) -> Callable[[TokenizerFacts, s
             )
 
     return check
+
+
+def _greedy(
+    plan: Plan, engine: ScoringEngine, windows: Sequence[Window], folder: Path, progress: Progress
+) -> Continued:
+    """The reference's greedy continuations; none where the plan asks for none."""
+    if not plan.greedy:
+        return Continued()
+    folder.mkdir(parents=True, exist_ok=True)
+    with progress(f"continuing with {label_of(plan.reference)}", 1) as advance:
+        continued = continue_greedily(engine, windows, plan.greedy, folder / "greedy.json")
+        advance()
+    return continued
 
 
 def _floors(

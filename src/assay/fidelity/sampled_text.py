@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 from assay.engines.base import Capability, Engine, Reply, Request
 from assay.errors import AssayError
 from assay.fidelity.text import SELF, Text
+from assay.progress import Advance
 
 _ROUND = 16
 """Texts that are asked for at once."""
@@ -19,12 +20,19 @@ class _Batched(Protocol):
 
 
 def generate_text(
-    engine: Engine, *, start: tuple[int, ...], tokens: int, per_text: int = 1024, seed: int = 0
+    engine: Engine,
+    *,
+    start: tuple[int, ...],
+    tokens: int,
+    per_text: int = 1024,
+    seed: int = 0,
+    advance: Advance = lambda: None,
 ) -> Text:
     """At least `tokens` tokens sampled at temperature 1 from `engine`, in texts of `per_text` tokens.
 
     `start` are the ids that every text continues: the start token, or whatever separates documents for the model.
-    Text i has the seed `seed` + i, and goes on past the end-of-text token. AssayError where the engine writes nothing.
+    Text i has the seed `seed` + i, and goes on past the end-of-text token. `advance` is called after each text.
+    AssayError where the engine writes nothing.
     """
     for needed in (Capability.TOKEN_IDS_PROMPT, Capability.IGNORE_EOS):
         engine.capabilities.require(needed, "text sampled from the reference")
@@ -42,6 +50,8 @@ def generate_text(
             )
         written += new
         texts += [reply.content for reply in replies]
+        for _ in replies:
+            advance()
     return Text((SELF,), "\n\n".join(texts))
 
 

@@ -7,9 +7,12 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
+from assay.engines.base import Engine
+from assay.engines.continuing import GreedyStep
 from assay.engines.hf.engine import HfEngine
+from assay.engines.hf.greedy import greedy_steps
 from assay.engines.hf.head import output_head
-from assay.engines.hf.tokenizer import tokenizer_facts
+from assay.engines.hf.tokenizer import document_start, tokenizer_facts
 from assay.engines.hf.window_scoring import window_states
 from assay.engines.scoring import (
     Engagement,
@@ -74,6 +77,14 @@ class HfScorer:
         self._engagement = (
             hook.engagement() if hook else Engagement(bytes_read=_bytes_read(self.engine.model, windows, job))
         )
+
+    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """`count` greedy tokens after each of the equally long prefixes."""
+        return greedy_steps(self.engine.model, self.head, prefixes, count)
+
+    def sampler(self) -> tuple[Engine, tuple[int, ...]]:
+        """The model, and what separates documents for it: its start token, or the end-of-text token."""
+        return self.engine, (document_start(self.engine.tokenizer),)
 
     def engagement(self) -> Engagement:
         """What the hook counted; without one, the cache bytes that the path reads."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.base import Capability
+from assay.engines.continuing import GreedyStep
 from assay.engines.options import read_options
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.chosen import ChosenScores
@@ -143,6 +144,11 @@ class ServerCandidate:
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             list(pool.map(lambda token: self.decode((token,)), ids))
         return True
+
+    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """`count` greedy tokens after each prefix; AssayError where the server does not name its likeliest ids."""
+        with ThreadPoolExecutor(len(prefixes)) as pool:
+            return list(pool.map(lambda prefix: self.engine.generate_greedy(prefix, count), prefixes))
 
     def close(self) -> None:
         """Close the connections."""

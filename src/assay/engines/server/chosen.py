@@ -135,7 +135,7 @@ def by_echo_top(
         top = [{}] * len(tokens)
     rows = []
     for i in range(first, len(tokens)):
-        named = {_id_of(name): value for name, value in as_object(top[i]).items()}
+        named = {token_id(name): value for name, value in as_object(top[i]).items()}
         rows.append((tokens[i], {k: v for k, v in named.items() if k is not None} | {tokens[i]: own[i]}))
     return _scores(first, rows, "candidate")
 
@@ -210,7 +210,7 @@ def _same_count(entries: Sequence[Any], tokens: Sequence[int]) -> None:
         )
 
 
-def _id_of(name: str) -> int | None:
+def token_id(name: str) -> int | None:
     """`token_id:123` is token 123; a text names no id."""
     kind, _, number = name.partition(":")
     return as_count(int(number)) if kind == "token_id" and number.isdecimal() else None

@@ -11,10 +11,13 @@ from types import TracebackType
 from typing import Any
 
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
+from assay.engines.continuing import GreedyStep
 from assay.engines.server.capabilities import Probed, probe_capabilities
 from assay.engines.server.chosen import ChosenRoute, ChosenScores, routes_for, score_chosen
 from assay.engines.server.endpoint import Endpoint, parse_url
 from assay.engines.server.errors import Failing, ModelUnknown, NotFound, NotJson, RequestRefused
+from assay.engines.server.fields import as_object, first_choice
+from assay.engines.server.greedy import greedy_request, read_greedy
 from assay.engines.server.identify import Identity, identify
 from assay.engines.server.metrics import Metrics, corrupted_requests, kv_cache_dtype, parse_metrics
 from assay.engines.server.models import ModelCard, choose_model, list_models
@@ -232,6 +235,11 @@ class ServerEngine:
         scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
         self._chosen_routes = (route,)
         return scores
+
+    def generate_greedy(self, prefix: tuple[int, ...], count: int) -> list[GreedyStep]:
+        """`count` greedy tokens after a prefix, with the two likeliest at each; BadScores where it does not say."""
+        url, body = self._body(greedy_request(prefix, count), stream=False)
+        return read_greedy(first_choice(as_object(self._transport.post_json(url, body))) or {}, count)
 
     def detokenize(self, ids: tuple[int, ...]) -> str:
         """The text of token ids; empty where the server cannot tell."""

@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.engines.continuing import GreedyStep
 from assay.engines.hf.tokenizer import tokenizer_facts
 from assay.engines.scoring import (
     Engagement,
@@ -101,11 +102,7 @@ class VllmCore:
         """Get ready for windows of `length` tokens; puts the hook of the job in place."""
         longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         if length > longest:
-            raise UsageError(
-                f"windows of {length} tokens do not fit into max_model_len={longest}",
-                remedy=f"write vllm:{Path(self.spec.model).name}?max_model_len={length}, or use shorter windows",
-                finding_id="fidelity.usage",
-            )
+            raise self._too_little_room(length, longest)
         self.end()
         self._job, self._bytes_read = job, 0.0
         if job.hook:
@@ -259,6 +256,20 @@ class VllmCore:
             found.append({field: values.cpu() for field, values in result.items()})
         return found
 
+    def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """`count` greedy tokens after each prefix, with vLLM's own log-probabilities of the two likeliest."""
+        from vllm import SamplingParams
+
+        longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+        if len(prefixes[0]) + count > longest:
+            raise self._too_little_room(len(prefixes[0]) + count, longest)
+        asked = SamplingParams(
+            temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=2, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": list(map(int, prefix))} for prefix in prefixes]
+        answers = self._llm.generate(prompts, asked, use_tqdm=False)
+        return [_steps(answer.outputs[0]) for answer in answers]
+
     def close(self) -> None:
         """Shut the engine down and give its memory back."""
         llm, self._llm = self._llm, None
@@ -270,6 +281,13 @@ class VllmCore:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
+
+    def _too_little_room(self, length: int, longest: int) -> UsageError:
+        return UsageError(
+            f"windows of {length} tokens do not fit into max_model_len={longest}",
+            remedy=f"write vllm:{Path(self.spec.model).name}?max_model_len={length}, or use shorter windows",
+            finding_id="fidelity.usage",
+        )
 
     def _too_long(self, plan: WindowPlan, length: int) -> AssayError:
         return AssayError(
@@ -295,6 +313,16 @@ def _params(key: int, tokens: Any, plan: WindowPlan) -> Any:
     return SamplingParams(
         temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra
     )
+
+
+def _steps(output: Any) -> list[GreedyStep]:
+    """The steps of one continuation of vLLM, whose log-probabilities are the true ones (`raw_logprobs`)."""
+    steps = []
+    for token, entries in zip(output.token_ids, output.logprobs, strict=True):
+        values = {int(key): float(entry.logprob) for key, entry in entries.items()}
+        runner_up = max((key for key in values if key != token), key=lambda key: values[key])
+        steps.append(GreedyStep(int(token), runner_up, values[token], values[runner_up]))
+    return steps
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from assay.engines.continuing import GreedyStep
     from assay.engines.scoring import Engagement, Head, ScoreJob, StateRows, TokenizerFacts, Window
 
 PYTHON = "ASSAY_VLLM_PYTHON"
@@ -50,6 +51,10 @@ class Core(Protocol):
         self, windows: Sequence[Window], references: Sequence[StateRows], target: str
     ) -> list[dict[str, torch.Tensor]]:
         """Statistics of each window against reference states."""
+        ...
+
+    def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """Greedy tokens after each prefix."""
         ...
 
     def engagement(self) -> Engagement:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import assay
+from assay.engines.continuing import GreedyStep
 from assay.engines.scoring import Engagement, Head, ScoreJob, StateRows, TokenizerFacts, Window
 from assay.engines.vllm.spec import VllmSpec
 from assay.engines.vllm.wire import (
@@ -120,6 +121,11 @@ class RemoteCore:
             target=target,
         )
         return [load_tensors(self._folder / name) for name in files]
+
+    def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """Greedy tokens after each prefix."""
+        rows = self._call("greedy", prefixes=[list(map(int, p)) for p in prefixes], count=count)
+        return [[GreedyStep(**step) for step in row] for row in rows]
 
     def _send(self, tensors: dict[str, torch.Tensor]) -> str:
         self._sent += 1

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from assay.engines.continuing import GreedyStep
 from assay.engines.scoring import (
     Engagement,
     ScoreJob,
@@ -80,6 +81,10 @@ class VllmScorer:
             yield from zip(
                 part, self.core.reduce(part, list(islice(references, len(part))), target), strict=True
             )
+
+    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """`count` greedy tokens after each prefix, as vLLM generates them."""
+        return self.core.greedy(prefixes, count)
 
     def _batches(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[Sequence[Window]]:
         """Batches of windows, with the job's hook in place; the engagement is booked as each is done."""

@@ -96,6 +96,11 @@ class Session:
         ]
         return [self._keep(found) for found in self.core.reduce(windows, references, request["target"])]
 
+    def greedy(self, request: Request) -> Any:
+        """Greedy tokens after each prefix."""
+        rows = self.core.greedy([tuple(p) for p in request["prefixes"]], request["count"])
+        return [[asdict(step) for step in row] for row in rows]
+
     def engagement(self, request: Request) -> Any:
         """What took part so far."""
         return asdict(self.core.engagement())
@@ -120,7 +125,19 @@ class Session:
         return path.name
 
 
-CALLS = ("open", "encode", "decode", "head", "begin", "score", "reduce", "engagement", "end", "close")
+CALLS = (
+    "open",
+    "encode",
+    "decode",
+    "head",
+    "begin",
+    "score",
+    "reduce",
+    "greedy",
+    "engagement",
+    "end",
+    "close",
+)
 
 
 def answer(session: Session, line: str) -> dict[str, Any]:
