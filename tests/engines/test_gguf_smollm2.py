@@ -141,3 +141,20 @@ def test_hooks_are_refused(scorer: GgufScorer, windows: list[Window]) -> None:
 
     with pytest.raises(UsageError, match="no hooks"):
         list(scorer.score_windows(windows, ScoreJob(hook=HookSpec("a:b"))))
+
+
+def test_greedy_steps_are_what_scoring_says_of_the_same_tokens(
+    scorer: GgufScorer, windows: list[Window]
+) -> None:
+    found = scorer.generate_greedy([w.tokens[:12] for w in windows], 6)
+    grown = [
+        Window(w.index, (*w.tokens[:12], *(s.token for s in steps)))
+        for w, steps in zip(windows, found, strict=True)
+    ]
+    # Token by token on both sides: a quantised product of many tokens at once rounds in another way.
+    scored = logits(scorer, grown, ScoreJob(ScoringPath.DECODE, scored_from=12, batch=3))
+    for rows, steps in zip(scored, found, strict=True):
+        for row, step in zip(rows.astype(np.float64), steps, strict=True):
+            assert int(row.argmax()) == step.token
+            assert row[step.token] - row[step.runner_up] == pytest.approx(step.gap, abs=2e-2)
+            assert row[step.runner_up] >= np.sort(row)[-2] - 2e-2

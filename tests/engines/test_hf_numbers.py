@@ -166,3 +166,44 @@ def test_greedy_rows_and_dead_rows() -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0], [0.0, float("nan"), 1.0], [0.0, float("nan"), 1.0]])
     heat, one = torch.tensor([0.0, 0.0, 1.0]), torch.ones(3)
     assert draw_tokens(logits, heat, one, one / 2).tolist() == [1, 0, 0]
+
+
+def test_greedy_steps_are_those_of_transformers_with_its_two_likeliest(engine: HfEngine, model: Any) -> None:
+    import torch
+
+    from assay.engines.hf.scorer import HfScorer
+
+    prefixes = [tuple(int(t) for t in row) for row in np.random.default_rng(2).integers(3, 123, size=(4, 9))]
+    found = HfScorer(engine).generate_greedy(prefixes, 12)
+    for prefix, steps in zip(prefixes, found, strict=True):
+        ids = list(prefix)
+        assert len(steps) == 12
+        for step in steps:
+            with torch.inference_mode():
+                logprobs = model(torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+            values, order = logprobs.topk(2)
+            assert [step.token, step.runner_up] == order.tolist()
+            assert [step.logprob, step.runner_up_logprob] == pytest.approx(values.tolist(), abs=1e-4)
+            ids.append(step.token)
+
+
+def test_a_text_of_its_own_begins_after_the_start_token_or_what_separates_documents() -> None:
+    from types import SimpleNamespace
+
+    from assay.engines.hf.tokenizer import document_start
+
+    def tokenizer(vocabulary: dict[str, int], puts: list[int], **names: int | None) -> Any:
+        class Tokenizer(SimpleNamespace):
+            def __call__(self, text: str) -> dict[str, list[int]]:
+                return {"input_ids": [*puts, 7]}
+
+        return Tokenizer(
+            get_vocab=lambda: vocabulary, **{"bos_token_id": None, "eos_token_id": None, **names}
+        )
+
+    assert document_start(tokenizer({"<|endoftext|>": 5}, [1], bos_token_id=1)) == 1
+    assert document_start(tokenizer({"<|endoftext|>": 5}, [], bos_token_id=1)) == 5
+    assert document_start(tokenizer({}, [], bos_token_id=1, eos_token_id=2)) == 1
+    assert document_start(tokenizer({}, [], eos_token_id=2)) == 2
+    with pytest.raises(AssayError, match="no token that a text could begin after"):
+        document_start(tokenizer({}, []))

@@ -133,10 +133,29 @@ def test_a_worker_decodes(engine: VllmScorer) -> None:
     assert engine.describe()["placement"] == "worker"
 
 
+def test_a_worker_goes_on_greedily(engine: VllmScorer) -> None:
+    some = windows(engine)
+    found = engine.generate_greedy([w.tokens[:PREFIX] for w in some], 8)
+    assert [len(steps) for steps in found] == [8] * 3
+    grown = [
+        Window(w.index, (*w.tokens[:PREFIX], *(s.token for s in steps)))
+        for w, steps in zip(some, found, strict=True)
+    ]
+    for rows, steps in zip(engine.score_windows(grown, ScoreJob(scored_from=PREFIX)), found, strict=True):
+        logprobs = rows.logits(0, 8).double().log_softmax(-1)
+        for row, step in zip(logprobs, steps, strict=True):
+            # bf16 logits: one unit at 16 … 32 is 0.125, by which a token and the next may change places.
+            assert step.gap >= 0
+            assert float(row[step.token]) == pytest.approx(step.logprob, abs=0.2)
+            assert float(row.max() - row[step.token]) < 0.2
+
+
 def test_errors_come_through_and_the_worker_goes_on(engine: VllmScorer) -> None:
     long = [Window(0, tuple([1] * 200))]
     with pytest.raises(UsageError, match="max_model_len=128"):
         list(engine.score_windows(long, ScoreJob()))
+    with pytest.raises(UsageError, match="do not fit into max_model_len=128"):
+        engine.generate_greedy([tuple([1] * 100)], 50)
     assert len(list(engine.score_windows(windows(engine), ScoreJob()))) == 3
 
 

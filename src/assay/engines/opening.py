@@ -26,10 +26,9 @@ def open_scorer(spec: str) -> ScoringEngine:
             return engine
     if is_server(spec):
         raise AssayError(
-            f"{without_credentials(spec)} cannot be the reference: a server gives log-probabilities of a few ids, "
-            "from which no distribution can be rebuilt",
+            f"{without_credentials(spec)} gives log-probabilities of a few ids, from which no distribution can be rebuilt",
             finding_id="fidelity.missing_capability",
-            remedy="run the reference in process (hf:MODEL, vllm:MODEL, gguf:FILE); a server can be a candidate",
+            remedy="run the engine in process (hf:MODEL, vllm:MODEL, gguf:FILE); assay compare takes a server as candidate",
         )
     raise UsageError(
         f"{spec!r} names no engine that scores whole distributions",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from assay.engines.id_scoring import IdScorer
@@ -15,6 +16,8 @@ from assay.fidelity.observations import WindowObservation, observation
 
 if TYPE_CHECKING:
     import torch
+
+    from assay.engines.server.chosen import ChosenScores
 
 Candidate = ScoringEngine | IdScorer
 _STATISTICS = "assay.fidelity.metrics:window_statistics"
@@ -60,13 +63,19 @@ def _by_reduction(
 def _by_ids(rows: Iterator[WindowRows], candidate: IdScorer, job: ScoreJob) -> Iterator[WindowObservation]:
     """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once."""
     pool = ThreadPoolExecutor(job.batch)
+    asked: deque[tuple[WindowRows, Future[ChosenScores]]] = deque()
+
+    def oldest() -> WindowObservation:
+        row, scores = asked.popleft()
+        return observation(row.window, row.first, window_bounds(row, scores.result()))
+
     try:
-        while batch := list(islice(rows, job.batch)):
-            asked = [
-                pool.submit(candidate.score_ids, r.window, choose_ids(r, candidate.ids), r.first)
-                for r in batch
-            ]
-            for row, scores in zip(batch, asked, strict=True):
-                yield observation(row.window, row.first, window_bounds(row, scores.result()))
+        for row in rows:
+            chosen = choose_ids(row, candidate.ids)
+            asked.append((row, pool.submit(candidate.score_ids, row.window, chosen, row.first)))
+            if len(asked) > job.batch:
+                yield oldest()
+        while asked:
+            yield oldest()
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
