@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from assay.engines.scoring import Engagement, ScoringPath
+from assay.engines.scoring import Engagement
 from assay.environment import describe
 from assay.errors import UsageError
 from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
@@ -16,11 +16,11 @@ from assay.fidelity.floors import Floors
 from assay.fidelity.identity import label_of
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.plan import Plan
-from assay.kv.accounting import TABLE_TOKENS
+from assay.kv.accounting import NOTE, TABLE_TOKENS
 from assay.kv.hook import Mode
-from assay.kv.lab import Measured
-from assay.kv.session import engine_spec, session
-from assay.kv.setup import kept_layers
+from assay.kv.hooks import hook_spec, path_of
+from assay.kv.lab import Measured, Trials
+from assay.kv.session import engine_spec, scoring
 from assay.kv.spec import parse_spec
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
@@ -58,14 +58,13 @@ class EvalPlan:
     @property
     def comparison(self) -> Plan:
         """The plan of the comparison that this is: the model with its exact cache against itself with the codec."""
-        path = ScoringPath.DECODE if self.mode == Mode.DECODE else ScoringPath.PREFILL
         return Plan(
             reference=self.spec,
             candidates=(self.spec,),
             text=self.text,
             windows=self.windows,
             length=self.length,
-            path=path.value,
+            path=path_of(self.mode).value,
             batch=self.batch,
             seed=self.seed,
             margin_ppl=self.margin_ppl,
@@ -76,26 +75,32 @@ class EvalPlan:
 
     @property
     def spec(self) -> str:
-        """The model as an engine of transformers."""
+        """The model as an engine."""
         return engine_spec(self.model)
 
 
 def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal: bool = False) -> Report:
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
     spec = parse_spec(plan.codec)
+    hook = hook_spec(
+        plan.spec,
+        codec=plan.codec,
+        mode=plan.mode,
+        length=plan.length,
+        calibration=plan.calibration,
+        streams=plan.streams,
+        skip_layers=plan.skip_layers,
+    )
     seen: list[WindowObservation] = []
     interrupted = False
     measured: Measured | None = None
-    with session(
+    with scoring(
         plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
     ) as opened:
-        bench, text = opened.bench, opened.text
-        layers = kept_layers(bench.shape, plan.skip_layers)
-        coders = bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams)
-        lab = opened.lab(opened.windows, Mode(plan.mode), plan.batch)
+        trials = Trials(opened.engine, opened.windows, Mode(plan.mode), plan.batch)
         try:
-            measured = lab.measure(
-                coders.by_stream,
+            measured = trials.measure_hook(
+                hook,
                 table_tokens=plan.table_tokens,
                 progress=progress,
                 label=plan.codec,
@@ -103,30 +108,32 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
             )
         except KeyboardInterrupt:
             interrupted = True
-        facts, decode = opened.scorer.describe(), opened.scorer.tokenizer.decode
-    results: dict[str, Any] = {
-        "codec": str(spec),
-        "mode": plan.mode,
-        "streams": plan.streams,
-        "skip_layers": list(plan.skip_layers),
-        "text": {**text, "length": plan.length},
-        "cache": bench.shape.to_json(),
-        "calibration": bench.calibration.provenance if bench.calibration else None,
-        "table_tokens": plan.table_tokens,
-    }
-    subject = {"model": plan.model, "plan": asdict(plan)}
-    if not seen:
-        return Report("kv eval", Verdict.INCONCLUSIVE, subject, results=results, interrupted=interrupted)
-    same = coders.lossless
-    took_part = engaged(
-        seen,
-        measured.engagement if measured else Engagement(),
-        path=lab.job.path,
-        hooked=measured is not None,
-        same=same or interrupted,
-        label=plan.codec,
-    )
-    result = assess(plan.comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
+        note = measured.engagement.notes[NOTE] if measured else {}
+        results: dict[str, Any] = {
+            "codec": str(spec),
+            "mode": plan.mode,
+            "streams": plan.streams,
+            "skip_layers": list(plan.skip_layers),
+            "text": {**opened.text, "length": plan.length},
+            "cache": note.get("cache"),
+            "calibration": opened.calibration,
+            "table_tokens": plan.table_tokens,
+        }
+        subject = {"model": plan.model, "plan": asdict(plan)}
+        if not seen:
+            return Report("kv eval", Verdict.INCONCLUSIVE, subject, results=results, interrupted=interrupted)
+        same = bool(note.get("lossless"))
+        took_part = engaged(
+            seen,
+            measured.engagement if measured else Engagement(),
+            path=trials.job.path,
+            hooked=measured is not None,
+            same=same or interrupted,
+            label=plan.codec,
+        )
+        # The engine stays open until here: its tokenizer says what tokens are.
+        facts, decode = opened.engine.describe(), opened.engine.tokenizer.decode
+        result = assess(plan.comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
     return _report(plan, result, results, subject, measured, interrupted, allow_marginal)
 
 

@@ -1,16 +1,20 @@
-"""A loaded model with its windows, its coders' bench and its lab: what every command of the laboratory starts from."""
+"""A loaded model with its windows: what every command of the laboratory starts from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.scoring import Window
+from assay.engines.opening import open_scorer
+from assay.engines.scoring import ScoringEngine, Window
+from assay.errors import UsageError
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
+from assay.kv.calibration import read_calibration
 from assay.kv.hook import Mode
 from assay.kv.lab import Lab
 from assay.kv.model import cache_shape
@@ -33,9 +37,37 @@ class Session:
         return Lab(self.scorer, windows, mode, batch)
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Any engine that takes codecs, with the windows that it scores. `calibration` is the provenance of a file."""
+
+    engine: ScoringEngine
+    windows: Sequence[Window]
+    text: dict[str, Any]
+    calibration: Mapping[str, Any] | None = None
+
+
 def engine_spec(model: str) -> str:
-    """A model as an engine of transformers, whether or not it is written as one."""
-    return model if model.startswith("hf:") else f"hf:{model}"
+    """A model as an engine: of transformers, unless it is written as one of vLLM."""
+    return model if model.startswith(("hf:", "vllm:")) else f"hf:{model}"
+
+
+@contextmanager
+def scoring(
+    model: str, text: Sequence[str], *, windows: int, length: int, calibration: str | None
+) -> Iterator[Scoring]:
+    """Open an engine and cut the text, which must not have been calibrated on. It is closed at the end."""
+    known = read_calibration(Path(calibration)) if calibration else None
+    spec = engine_spec(model)
+    engine = open_scorer(spec)
+    try:
+        plan = Plan(spec, (spec,), tuple(text), windows=windows, length=length)
+        found, facts = plan_windows(plan, engine.tokenizer)
+        if known:
+            known.check_text(facts, [w.sha256 for w in found])
+        yield Scoring(engine, found, facts, known.provenance if known else None)
+    finally:
+        engine.close()
 
 
 @contextmanager
@@ -48,8 +80,14 @@ def session(
     length: int,
     calibration: str | None,
 ) -> Iterator[Session]:
-    """Load the model and cut the text; the calibration is checked against both. Everything is closed at the end."""
+    """Load a model of transformers and cut the text; the calibration is checked against both. All is closed at the end."""
     spec = engine_spec(model)
+    if not spec.startswith("hf:"):
+        raise UsageError(
+            f"{spec.partition(':')[0]}: is for `assay kv eval` and `assay gap`; this command takes models of transformers",
+            remedy="write hf:MODEL",
+            finding_id="kv.usage",
+        )
     scorer = HfScorer.load(spec)
     try:
         plan = Plan(spec, (spec,), tuple(text), windows=windows + fresh, length=length)
