@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from vllm_stand_in import VOCAB, Engine, install  # noqa: E402
 
-from assay.engines.scoring import ScoreJob, ScoringPath, StateRows, Window  # noqa: E402
+from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, StateRows, Window, WindowRows  # noqa: E402
 from assay.engines.vllm.core import VllmCore  # noqa: E402
 from assay.engines.vllm.scorer import VllmScorer  # noqa: E402
 from assay.engines.vllm.spec import VllmSpec  # noqa: E402
@@ -179,3 +181,48 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
         gold = torch.tensor(row.window.tokens[10:])[:, None]
         torch.testing.assert_close(found["nll_cand"], -q.gather(1, gold)[:, 0], atol=1e-6, rtol=1e-5)
         assert math.isfinite(float(found["conf"].sum()))
+
+
+class Stored:
+    """A reference's rows that are there already; says for which windows it was asked."""
+
+    def __init__(self, rows: list[StateRows], as_logits: bool = False) -> None:
+        self._rows = {r.window.index: r for r in rows}
+        self._as_logits = as_logits
+        self.asked: list[int] = []
+
+    def rows(self, windows: Sequence[Window]) -> Iterator[WindowRows]:
+        for window in windows:
+            self.asked.append(window.index)
+            row = self._rows[window.index]
+            yield LogitRows(window, row.first, row.logits(0, 99)) if self._as_logits else row
+
+
+def test_a_comparison_reduces_where_the_engine_is_and_goes_on_after_a_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.fidelity.observe import observe
+
+    engine, _ = scorer()
+    monkeypatch.setattr(engine, "describe", lambda: {"engine": "vllm"})
+    job = ScoreJob(scored_from=10, batch=2)
+    rows = list(engine.score_windows(WINDOWS, job))
+    reference = Stored([StateRows(r.window, r.first, r.states + 0.1, r.head) for r in rows])
+    by_rows = observe(Stored(list(reference._rows.values()), as_logits=True), engine, WINDOWS, job)
+    monkeypatch.setattr(engine, "score_windows", None)  # states must not travel any more
+    seen: list[int] = []
+
+    def cut(found: Any) -> None:
+        seen.append(found.index)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        observe(reference, engine, WINDOWS, job, keep_in=tmp_path, on_window=cut)
+    reference.asked.clear()
+    reduced = observe(reference, engine, WINDOWS, job, keep_in=tmp_path)
+    assert reference.asked == [3, 4]
+    assert [w.index for w in reduced] == [0, 1, 2, 3, 4]
+    for one, other in zip(reduced, by_rows, strict=True):
+        for name in ("kl", "nll_ref", "nll_cand", "top1", "conf"):
+            np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-5, atol=1e-7)
