@@ -212,7 +212,7 @@ def _candidate(
             label=label,
         )
         # The engine stays open until here: its tokenizer says what tokens are.
-        decode = _texts(engine, seen) if isinstance(engine, IdScorer) else engine.tokenizer.decode
+        decode = _texts(engine, seen, cut)
         result = assess(
             plan,
             reference.floors,
@@ -233,12 +233,24 @@ def _candidate(
         engine.close()
 
 
-def _texts(server: IdScorer, seen: Sequence[WindowObservation]) -> Decode | None:
-    """What turns ids into text at a server, the tokens of the windows asked for in advance; None where it cannot."""
+def _texts(engine: Candidate, seen: Sequence[WindowObservation], cut: bool) -> Decode | None:
+    """What turns ids into text, None where nothing can.
+
+    A server is asked for the tokens of the windows in advance, but not when somebody waits for an interrupted run to
+    end; a worker has ended with the interrupt.
+    """
     import numpy as np
 
     ids = [int(i) for i in np.unique(np.concatenate([w.tokens for w in seen]))]
-    return server.decode if server.read_texts(ids) else None
+    if isinstance(engine, IdScorer):
+        return engine.decode if not cut and engine.read_texts(ids) else None
+    try:
+        engine.tokenizer.decode(ids[:1])
+    except AssayError:
+        if not cut:
+            raise
+        return None
+    return engine.tokenizer.decode
 
 
 def assess(
