@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from synthetic import configurations, observed, sums
+from synthetic import configurations, observed
 
 from assay.engines.scoring import Engagement
 from assay.engines.setup import setup_differences, setup_facts
@@ -15,7 +15,7 @@ from assay.gap.amounts import Amount, effect
 from assay.gap.baseline import Corners
 from assay.gap.bench import Measured
 from assay.gap.closure import Place, closed, closed_nll, place
-from assay.gap.layers import Attribution, LayerEffect, attribute, group_name
+from assay.gap.layers import attribute, group_name
 from assay.gap.noise import curve, kl_at, noise_codec, sigmas_of
 from assay.gap.plan import GapPlan
 from assay.gap.recommend import hot_layers, judged, proposals, with_more_bits
@@ -116,29 +116,21 @@ def test_residuals_are_paired_by_window() -> None:
     assert residuals(a, noted({}, (5,))) == []
 
 
-def attribution(kls: list[float]) -> Attribution:
-    parts = [
-        LayerEffect((i,), group_name((i,)), effect(s), s)
-        for i, k in enumerate(kls)
-        for s in [sums(np.full(8, k), np.full(8, k))]
-    ]
-    return Attribution(parts, parts[0].effect, None)
-
-
 def test_the_hottest_layers_are_proposed_exact_and_with_more_bits() -> None:
-    found = attribution([0.1, 0.9, 0.2, 0.8, *([0.01] * 10)])
-    assert hot_layers(found, 14) == (1, 3)
+    sizes = [0.1, 0.9, 0.2, 0.8, *([0.01] * 10)]
+    alone = {group_name((i,)): measured("a", size) for i, size in enumerate(sizes)}
+    joint = measured("a", 1.0)
+    assert hot_layers(attribute(14, 0, alone, joint), 14) == (1, 3)
     plan = GapPlan("hf:m", "vllm:m", "sinks(n=4)+hadamard(bits=4)")  # 4 sinks are the default
-    offered = {p.action: p.config for p in proposals(Corners(plan), found, 14)}
+    offered = {p.action: p.config for p in proposals(Corners(plan), alone, joint, 14)}
     assert offered["keep layers 1,3 exact"].skip_layers == (1, 3)
     assert offered["one bit more in layers 1,3"].layer_codecs == (
         (1, "sinks+hadamard(bits=5)"), (3, "sinks+hadamard(bits=5)"),
     )  # fmt: skip
     assert offered["one bit more everywhere"].codec == "sinks+hadamard(bits=5)"
     assert all(c.engine == "vllm:m" for c in offered.values())
-    assert "fp8 instead" not in {
-        p.action for p in proposals(Corners(GapPlan("hf:m", "hf:m", "fp8")), None, 14)
-    }
+    other = proposals(Corners(GapPlan("hf:m", "hf:m", "fp8")), {}, joint, 14)
+    assert "fp8 instead" not in {p.action for p in other}
 
 
 def test_bits_grow_where_there_are_any() -> None:
@@ -149,7 +141,11 @@ def test_bits_grow_where_there_are_any() -> None:
 
 def test_a_proposal_is_judged_by_its_saving_on_the_same_windows() -> None:
     plan = GapPlan("hf:m", "hf:m", "hadamard(bits=4)")
-    offered = [p for p in proposals(Corners(plan), None, 30) if p.action == "one bit more everywhere"]
+    offered = [
+        p
+        for p in proposals(Corners(plan), {}, measured("a", 0.6), 30)
+        if p.action == "one bit more everywhere"
+    ]
     size = SimpleNamespace(stored=100.0, ratio=4.0)
     runs = {
         "as it is": measured("a", 0.6, bytes=size),

@@ -9,6 +9,7 @@ from assay.errors import UsageError
 from assay.gap.configuration import Configuration, grouped, span, with_placement
 from assay.gap.path import engine_name, engine_steps
 from assay.gap.plan import GapPlan
+from assay.gap.switches import switches
 
 
 def steps(reference: str, candidate: str, *dtypes: str | None) -> list[tuple[str, str]]:
@@ -121,3 +122,15 @@ def test_a_codec_becomes_a_hook_and_none_leaves_the_job_alone() -> None:
 def test_mistakes_in_a_plan_end_with_words(changed: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         GapPlan(**{"reference": "hf:m", "candidate": "hf:m", "codec": "fp8"} | changed)
+
+
+def test_attention_is_switched_alone_in_the_format_where_engines_meet() -> None:
+    path = engine_steps("hf:m?dtype=float32", "vllm:m", ("float32", "bfloat16"))
+    facts = {"vllm:m": {"device": "cuda:0", "attention_backend": "FLASH_ATTN"}}
+    found = {s.name: (s.base, s.switched) for s in switches("hf:m?dtype=float32", "vllm:m", path, facts)}
+    assert found == {
+        "hf.attention": ("hf:m?dtype=bfloat16", "hf:m?dtype=bfloat16&attention=eager"),
+        "vllm.attention": ("vllm:m", "vllm:m?attention_backend=TRITON_ATTN"),
+    }
+    on_cpu = switches("hf:m", "vllm:m", [], {"vllm:m": {"device": "cpu"}})
+    assert [s.name for s in on_cpu] == ["hf.attention"]

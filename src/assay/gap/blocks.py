@@ -39,6 +39,7 @@ def headline(outcome: Outcome) -> list[Metric]:
 def blocks(outcome: Outcome) -> list[Block]:
     """Everything under the headline."""
     found: list[Block] = [_buckets(outcome), _waterfall(outcome), _orders(outcome)]
+    found += _floors(outcome)
     found += _layers(outcome)
     found += _noise(outcome)
     found += _residual(outcome)
@@ -124,6 +125,23 @@ def _orders(outcome: Outcome) -> Table:
         rows,
         note="What the order in which two things are changed makes of their shares; the interaction is the difference.",
     )
+
+
+def _floors(outcome: Outcome) -> list[Block]:
+    floors = outcome.floors
+    named = {"reference, another batch": floors.reference, "candidate, another batch": floors.candidate}
+    if floors.rounding:
+        named["bf16 rounding after every layer"] = floors.rounding
+    rows = [[name, _span(e.kl), _span(e.dnll, plus=True)] for name, e in named.items()]
+    rows += [[f"switched alone: {s['name']}", _entry(s["kl"]), _entry(s)] for s in outcome.switches]
+    return [
+        Table(
+            "What would be there anyway",
+            ("against itself", "KL (nats)", "ΔNLL (nats)"),
+            rows,
+            note="Each engine scored again, under noise, or with one option switched; none of it is part of the sum.",
+        )
+    ]
 
 
 def _layers(outcome: Outcome) -> list[Block]:

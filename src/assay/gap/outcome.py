@@ -81,6 +81,7 @@ class Outcome:
     text: Mapping[str, Any]
     engines: Mapping[str, Mapping[str, Any]]
     bytes: Mapping[str, Any] | None = None
+    switches: Sequence[Mapping[str, Any]] = ()
     residuals: Sequence[StreamResidual] = ()
     noise: Mapping[str, NoiseCurve] = field(default_factory=dict)
     noise_ratio: Sequence[Mapping[str, Any]] = ()
@@ -124,6 +125,7 @@ class Outcome:
             "floors": self.floors.to_json(),
             "setup_differences": {k: list(v) for k, v in self.setup.items()},
             "self_test": self.same,
+            "switches": list(self.switches),
             "bytes": self.bytes,
             "residual": {"streams": [r.to_json() for r in self.residuals]},
             "noise": {

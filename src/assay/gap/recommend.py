@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,7 +11,7 @@ from assay.gap.amounts import effect
 from assay.gap.baseline import Corners
 from assay.gap.bench import Bench, Measured
 from assay.gap.configuration import Configuration, span
-from assay.gap.layers import Attribution
+from assay.gap.layers import Attribution, attribute
 from assay.gap.sums import aligned
 from assay.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 
@@ -27,13 +27,15 @@ class Proposal:
     config: Configuration
 
 
-def proposals(corners: Corners, attribution: Attribution | None, layers: int) -> list[Proposal]:
-    """From the hottest groups of layers, from the codec's bits, and from the other codec of the same kind of size."""
+def proposals(
+    corners: Corners, alone: Mapping[str, Measured], joint: Measured, layers: int
+) -> list[Proposal]:
+    """From the hottest groups of layers on the candidate, from the codec's bits, and another codec."""
     engine, codec = corners.plan.candidate, corners.plan.codec
     found: list[Proposal] = []
     more = with_more_bits(codec)
-    if attribution and len(attribution.parts) > 1:
-        hot = hot_layers(attribution, layers)
+    if len(alone) > 1:
+        hot = hot_layers(attribute(layers, corners.plan.groups, alone, joint), layers)
         found.append(
             Proposal(
                 f"keep layers {span(hot)} exact", corners.with_codec(engine, skip_layers=hot, measured=2)
@@ -99,7 +101,7 @@ def measure_proposals(
     return runs, skipped
 
 
-def judged(found: Sequence[Proposal], runs: dict[str, Measured]) -> list[dict[str, Any]]:
+def judged(found: Sequence[Proposal], runs: Mapping[str, Measured]) -> list[dict[str, Any]]:
     """`results.recommendations`: effect, bytes, and the saving against the codec as it is, the largest saving first.
 
     `helps` says that the saving in KL is separated from zero on fresh windows.
