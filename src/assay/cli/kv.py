@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli import kv_diagnose, kv_noise, kv_sweep
+from assay.cli import kv_diagnose, kv_import, kv_noise, kv_serve, kv_sweep
 from assay.cli.kv_options import Batch, Calibration, CodecSpec, Length, Model, Text, Windows, layers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
@@ -20,7 +20,9 @@ app = typer.Typer(
 
 app.command("diagnose")(kv_diagnose.command)
 app.command("noise")(kv_noise.command)
+app.command("serve")(kv_serve.command)
 app.command("sweep")(kv_sweep.command)
+app.command("import")(kv_import.command)
 
 
 @app.command("list")

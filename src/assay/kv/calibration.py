@@ -7,6 +7,10 @@ One safetensors file. For every layer l:
     layer_{l}_sigma_rope   the same averaged over the rotations of relative positions
     layer_{l}_gram    f32 [KV heads, d, d], Gram matrix of the output projection, summed over the group
     positions         int32 [tokens], where in its window each sample stood
+    levels_{k|v}_{b}  f32 [2^b], levels of residuals for the codec `kakeya`
+
+A file that was imported from older tools (`assay kv import`) has only sigma of some layers, and levels; one of `assay kv
+calibrate` has all but levels.
 
 The metadata holds the model's cache shape, a fingerprint of the model, and the hashes of the text and of every window.
 """
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
 FORMAT = "assay-kv-calibration"
 VERSION = "1"
+_POSITIONS = 2048
+"""Positions that a moment is averaged over where the file does not have the average."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +46,38 @@ class Calibration:
 
     def samples(self, site: Site, *, before_rope: bool, rotary: Rotary | None) -> Samples:
         """What a codec may learn from at one site; keys are put through RoPE unless `before_rope`."""
-        states = self.tensors[f"layer_{site.layer}_{site.stream}"].float()
-        positions = self.tensors["positions"].long()
+        states = self.tensors.get(f"layer_{site.layer}_{site.stream}")
+        positions = None if states is None else self.tensors["positions"].long()
+        levels = self._levels(site.stream)
         if site.stream == "v":
-            return Samples(site, states, positions, self.tensors[f"layer_{site.layer}_gram"])
-        # After RoPE channels of a pair mix over positions, so there too only the averaged moment has a meaning.
-        metric = self.tensors[f"layer_{site.layer}_sigma_rope"]
-        if not before_rope:
+            return Samples(
+                site, _float(states), positions, self.tensors.get(f"layer_{site.layer}_gram"), levels=levels
+            )
+        if states is not None and positions is not None and not before_rope:
             if rotary is None:
                 raise ValueError("keys after RoPE need the model's rotary embedding")
             whole = rotary.at(site.layer, 0, int(positions.max()) + 1)
             states = Rotation(whole.cos.cpu()[positions], whole.sin.cpu()[positions]).apply(states)
-        return Samples(site, states, positions, metric)
+        metric = self._metric(site.layer, before_rope, rotary)
+        return Samples(site, _float(states), positions, metric, levels=levels)
+
+    def _metric(self, layer: int, before_rope: bool, rotary: Rotary | None) -> torch.Tensor | None:
+        """The queries' second moment of a layer, averaged over rotations.
+
+        After RoPE channels of a pair mix over positions, so there too only the averaged one has a meaning. Files of older
+        tools hold the plain one: before RoPE it is taken as it stands, which is what those tools did.
+        """
+        found = self.tensors.get(f"layer_{layer}_sigma_rope")
+        plain = self.tensors.get(f"layer_{layer}_sigma")
+        if found is not None or plain is None or before_rope or rotary is None:
+            return plain if found is None else found
+        from assay.kv.capture import averaged
+
+        return averaged(plain.float(), rotary, layer, rotary.at(layer, 0, _POSITIONS).cos.shape[0])
+
+    def _levels(self, stream: str) -> dict[int, torch.Tensor]:
+        start = f"levels_{stream}_"
+        return {int(n.removeprefix(start)): t for n, t in self.tensors.items() if n.startswith(start)}
 
     def check_model(self, shape: CacheShape) -> None:
         """AssayError where it is of another model."""
@@ -76,6 +102,10 @@ class Calibration:
                 remedy="evaluate on other text: a score on calibration text says nothing",
                 evidence={"shared_windows": len(shared)},
             )
+
+
+def _float(states: torch.Tensor | None) -> torch.Tensor | None:
+    return None if states is None else states.float()
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:

@@ -54,6 +54,7 @@ class Samples:
     projection.
     `side` [side heads, tokens, side head_dim]: what the decoder has before it decodes these tokens, such as the
     values of the layer below.
+    `levels` by bits [2^bits]: ready levels for unit residuals, in place of those that samples would give.
     """
 
     site: Site
@@ -61,6 +62,7 @@ class Samples:
     positions: torch.Tensor | None = None
     metric: torch.Tensor | None = None
     side: torch.Tensor | None = None
+    levels: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def need_x(self, who: str) -> torch.Tensor:
         """The sampled tokens as float32; AssayError where there are none."""

@@ -73,7 +73,9 @@ class Kakeya(Codec):
             kind = np.float16 if self.skeleton == "fp16" else np.float32
             tables["mean"] = mean[0].numpy().astype(np.float32)
             tables["basis"] = components[0, :kept].numpy().astype(kind)
-        if self.levels == "calibrated":
+        if self.levels == "calibrated" and self.bits in samples.levels:
+            tables["levels"] = samples.levels[self.bits].cpu().numpy()
+        elif self.levels == "calibrated":
             plain = KakeyaCoder(samples.site, replace(self, levels="gaussian"), tables)
             x = samples.need_x(str(self)).cpu()
             size = min(self.block, x.shape[1])
