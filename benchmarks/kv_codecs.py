@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import time
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,13 @@ from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.summary import summarise
 from assay.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.kv.calibration import Calibration, read_calibration
+from assay.kv.calibration import read_calibration
+from assay.kv.fitting import fitters
 from assay.kv.hook import Mode
 from assay.kv.lab import Lab
-from assay.kv.model import CacheShape, cache_shape
+from assay.kv.model import cache_shape
 from assay.kv.rope import Rotary
-from assay.kv.setup import Bench, CoderSet
+from assay.kv.setup import Bench
 from assay.kv.spec import parse_spec
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Margins
@@ -59,9 +59,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further row after so long")
     parser.add_argument("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     parser.add_argument("--mode", default="decode")
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="processes that fit codecs before the model is loaded"
-    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that fit codecs")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     out = arguments.out or RESULTS / f"kv_codecs_{arguments.model}.json"
@@ -77,7 +75,6 @@ def main() -> None:
     document: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
     done = {(r["text"], r["codec"], r["mode"]) for r in document["rows"]}
     calibration = read_calibration(table)
-    fitted = fit_ahead(specs, calibration, arguments.jobs) if arguments.jobs > 1 else {}
     scorer = HfScorer.load(spec)
     plan = Plan(spec, (spec,), (str(arguments.text),), windows=arguments.windows, length=arguments.length)
     windows, text = plan_windows(plan, scorer.tokenizer)
@@ -87,81 +84,48 @@ def main() -> None:
     bench = Bench(shape, Rotary(scorer.engine.model, arguments.length), calibration)
     mode = Mode(arguments.mode)
     lab = Lab(scorer, windows, mode, arguments.batch)
-    for line in specs:
-        if not line.strip() or line.startswith("#"):
-            continue
-        parsed = parse_spec(line)
-        if (arguments.text.name, str(parsed), mode.value) in done:
-            continue
-        if time.monotonic() - began > 60 * arguments.minutes:
-            print("out of time")
-            break
-        fitted_at = time.perf_counter()
-        coders = fitted.get(line) or bench.fit_all(lambda _, stream, parsed=parsed: parsed.of(stream))
-        started = time.perf_counter()
-        measured = lab.measure(
-            coders.by_stream, table_tokens=32_768, measure_windows=4, progress=show, label=line
-        )
-        ended = time.perf_counter()
-        figures = summarise(measured.seen, Margins(), Resampling(2000, 0)).to_json()
-        row = {
-            "codec": str(parsed),
-            "mode": mode.value,
-            "text": arguments.text.name,
-            "bytes": measured.bytes.to_json(),
-            **{
-                k: figures[k]
-                for k in ("grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "windows_needed")
-            },
-            "fires": measured.engagement.fires,
-            "fit_s": round(started - fitted_at, 1),
-            "score_s": round(ended - started, 1),
-        }
-        document["rows"].append(row)
-        document |= {"model": arguments.model, "length": arguments.length, "machine": machine()}
-        document["calibration"] = {k: calibration.provenance[k] for k in ("text", "samples")}
-        out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        print(
-            f"{row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
-            f"dppl {row['dppl_pct']['value']:+.2f} [{row['dppl_pct']['lo']:+.2f}, {row['dppl_pct']['hi']:+.2f}] "
-            f"top-1 {row['top1_pct']['value']:.2f} {row['grade']} ({row['fit_s']} + {row['score_s']} s)",
-            flush=True,
-        )
+    with fitters(bench, arguments.jobs) as pool:
+        for line in specs:
+            if not line.strip() or line.startswith("#"):
+                continue
+            parsed = parse_spec(line)
+            if (arguments.text.name, str(parsed), mode.value) in done:
+                continue
+            if time.monotonic() - began > 60 * arguments.minutes:
+                print("out of time")
+                break
+            fitted_at = time.perf_counter()
+            coders = pool.fit(parsed, range(shape.layers))
+            started = time.perf_counter()
+            measured = lab.measure(
+                coders.by_stream, table_tokens=32_768, measure_windows=4, progress=show, label=line
+            )
+            ended = time.perf_counter()
+            figures = summarise(measured.seen, Margins(), Resampling(2000, 0)).to_json()
+            row = {
+                "codec": str(parsed),
+                "mode": mode.value,
+                "text": arguments.text.name,
+                "bytes": measured.bytes.to_json(),
+                **{
+                    k: figures[k]
+                    for k in ("grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "windows_needed")
+                },
+                "fires": measured.engagement.fires,
+                "fit_s": round(started - fitted_at, 1),
+                "score_s": round(ended - started, 1),
+            }
+            document["rows"].append(row)
+            document |= {"model": arguments.model, "length": arguments.length, "machine": machine()}
+            document["calibration"] = {k: calibration.provenance[k] for k in ("text", "samples")}
+            out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            print(
+                f"{row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
+                f"dppl {row['dppl_pct']['value']:+.2f} [{row['dppl_pct']['lo']:+.2f}, {row['dppl_pct']['hi']:+.2f}] "
+                f"top-1 {row['top1_pct']['value']:.2f} {row['grade']} ({row['fit_s']} + {row['score_s']} s)",
+                flush=True,
+            )
     scorer.close()
-
-
-def fit_ahead(specs: list[str], calibration: Calibration, jobs: int) -> dict[str, CoderSet]:
-    """Coders of all specs that need only the calibration, fitted by several processes; the others are left out."""
-    shape = CacheShape(
-        **{k: tuple(v) if k == "windows" else v for k, v in calibration.provenance["cache"].items()}
-    )
-    bench = Bench(shape, None, calibration)
-    work = [
-        (line, layer, stream)
-        for line in specs
-        if line.strip() and not line.startswith("#") and "prerope" in line
-        for layer in range(shape.layers)
-        for stream in "kv"
-    ]
-    found: dict[str, dict[tuple[int, str], Any]] = {}
-    _shared.append(bench)
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for (line, layer, stream), coder in zip(work, pool.imap(_fit_one, work, chunksize=1), strict=True):
-            found.setdefault(line, {})[layer, stream] = coder
-    return {line: CoderSet(coders) for line, coders in found.items()}
-
-
-_shared: list[Bench] = []
-"""What forked workers share, so that it is not sent to them."""
-
-
-def _fit_one(item: tuple[str, int, str]) -> Any:
-    import torch
-
-    torch.set_num_threads(1)
-    line, layer, stream = item
-    recipe = parse_spec(line).of(stream)
-    return _shared[0].fit(recipe, layer, stream) if recipe else None
 
 
 def machine() -> dict[str, Any]:
