@@ -110,6 +110,34 @@ def test_mistakes_end_with_words(gap: Gap, smollm2: Path) -> None:
 
 
 @pytest.mark.slow
+def test_another_rope_is_a_difference_of_set_up(
+    gap: Gap, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in smollm2.iterdir():
+        (other / file.name).symlink_to(file)
+    config = json.loads((smollm2 / "config.json").read_text())
+    (other / "config.json").unlink()
+    changed = config | {
+        "rope_theta": 10_000.0,
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
+    }
+    (other / "config.json").write_text(json.dumps(changed))
+    code, body = gap(
+        f"hf:{smollm2}?dtype=float32", f"hf:{other}?dtype=float32", "--codec", "fp8",
+        "--windows", 8, "--length", 48, "--fresh", 0, "--phases", 2, "--mode", "inforward",
+    )  # fmt: skip
+    assert code == 1
+    (finding,) = [f for f in body["findings"] if f["id"] == "gap.setup_difference"]
+    assert finding["severity"] == "error"
+    assert list(finding["evidence"]["differences"]) == ["rope"]
+    engine = body["results"]["buckets"][0]
+    assert engine["separated_from_zero"] and engine["kl"]["share"] > 0.5
+
+
+@pytest.mark.slow
 def test_every_phase_between_transformers_and_vllm(
     gap: Gap, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,7 +149,7 @@ def test_every_phase_between_transformers_and_vllm(
     )  # fmt: skip
     assert code in (0, 1, 3)
     results = body["results"]
-    engine, codec, interaction, harness = results["buckets"]
+    engine, codec = results["buckets"][:2]
     assert [p["name"] for p in engine["parts"]] == ["engine.rounding", "engine.kernels"]
     whole = sum(b["kl"]["value"] for b in results["buckets"]) + results["closure"]["kl"]["value"]
     assert whole == pytest.approx(results["total"]["kl"]["value"], abs=1e-12)
