@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+
 transformers = pytest.importorskip("transformers")
 
 from test_kv_hook import LAYERS, LENGTH, model, windows  # noqa: E402
@@ -14,12 +18,13 @@ from test_kv_hook import LAYERS, LENGTH, model, windows  # noqa: E402
 from assay.engines.hf.window_scoring import window_states  # noqa: E402
 from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
 from assay.errors import AssayError, UsageError  # noqa: E402
+from assay.kv.codec import Samples, Site  # noqa: E402
 from assay.kv.hook import CodecHook, Mode  # noqa: E402
 from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.resident import resident_cache  # noqa: E402
+from assay.kv.resident import HeldStream, resident_cache  # noqa: E402
 from assay.kv.rope import Rotary  # noqa: E402
 from assay.kv.setup import Bench  # noqa: E402
-from assay.kv.spec import parse_spec  # noqa: E402
+from assay.kv.spec import parse_recipe, parse_spec  # noqa: E402
 
 # Small tensors: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -83,9 +88,16 @@ def held(cache: Any) -> int:
     return found
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("prefix", [PREFIX, pytest.param(3, marks=pytest.mark.slow)])
+slowly = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "prefix"),
+    [("llama", spec, PREFIX) for spec in SPECS]
+    + [("gemma3", spec, PREFIX) for spec in SPECS[2::2]]
+    + [slowly("gemma3", spec, PREFIX) for spec in SPECS[:2] + SPECS[3::2]]
+    + [slowly(kind, spec, 3) for kind in ("llama", "gemma3") for spec in SPECS],
+)
 def test_attention_sees_what_the_laboratory_measures(kind: str, spec: str, prefix: int) -> None:
     net = model(kind)
     expected = laboratory(net, spec, prefix)
@@ -93,6 +105,49 @@ def test_attention_sees_what_the_laboratory_measures(kind: str, spec: str, prefi
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
     assert cache.get_seq_length() == LENGTH - 1
     assert held(cache) == cache.resident_bytes
+
+
+def expected(coder: Any, x: Any, start: int, end: int, window: int | None) -> Any:
+    """What tokens from `start` on see, from all exact tokens: coded where that is due, exact elsewhere."""
+    at_once = coder.granularity == 1 and coder.exact_last == 0 and start >= coder.exact_first
+    lo = coder.exact_first
+    hi = (end if at_once else start) - coder.exact_last
+    hi -= max(0, hi - lo) % coder.granularity
+    seen = x[..., :end, :].clone()
+    if start and hi > lo:
+        seen[..., lo:hi, :] = torch.stack([coder.reconstruct(row[:, lo:hi]) for row in x])
+    return seen if window is None or start == 0 else seen[..., max(0, start - window + 1) :, :]
+
+
+@pytest.mark.parametrize("window", [None, 12])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "sinks(n=3)+hadamard",
+        "recent(n=5)+fp8",
+        "sinks(n=2)+int(bits=3, group=4, residual=3)",
+        "int(residual=0, group=8)",
+    ],
+)
+@given(chunks=st.lists(st.integers(1, 30), min_size=1, max_size=9))
+@settings(max_examples=10, deadline=None)
+def test_any_chunks_see_what_is_due(spec: str, window: int | None, chunks: list[int]) -> None:
+    coder = parse_recipe(spec).fit(Samples(Site("k", 0, 1, 2, 16)))
+    coder.coder.block_tokens = 8  # small, so that many blocks fill up and are let go of
+    stream = HeldStream(0, coder, None, window, 300)  # type: ignore[arg-type]
+    x = torch.randn(2, 2, sum(chunks), 16, generator=torch.Generator().manual_seed(len(chunks)))
+    start = 0
+    for count in chunks:
+        seen = stream.update(x[..., start : start + count, :])
+        torch.testing.assert_close(
+            seen, expected(coder, x, start, start + count, window), rtol=1e-5, atol=1e-5
+        )
+        start += count
+    # No more exact tokens than a block, the recent ones, the sinks.
+    exact = sum(t.shape[-2] for t in (stream._tail, stream._sinks) if t is not None)
+    assert exact <= 7 + coder.exact_last + coder.exact_first
+    if window is not None:
+        assert len(stream._blocks) <= (window - 1) // 8 + 2
 
 
 def test_a_codec_that_loses_something_changes_the_states() -> None:

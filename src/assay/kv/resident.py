@@ -133,7 +133,7 @@ class HeldStream:
 
         tail = self._held_tail()
         parts = [] if self._sinks is None else [self._sinks]
-        coder, first = self._coder, self.length - tail.shape[-2]
+        coder, first = self._coder, self._first
         if coder is None:
             parts.append(tail)
         else:
@@ -178,14 +178,7 @@ class HeldStream:
             keep = self.length - oldest
             self._tail = tail[..., -keep:, :].clone() if keep < tail.shape[-2] else tail
             return
-        if (
-            self.length >= coder.exact_first > 0
-            and self._sinks is None
-            and not self._blocks
-            and self._first == 0
-        ):
-            self._sinks = tail[..., : coder.exact_first, :].clone()
-            tail = tail[..., coder.exact_first :, :]
+        tail = self._without_sinks(tail, coder.exact_first)
         first = self.length - tail.shape[-2]
         size = coder.coder.block_tokens
         count = max(0, tail.shape[-2] - coder.exact_last) // size if first >= coder.exact_first else 0
@@ -201,6 +194,13 @@ class HeldStream:
         rest = tail[..., count * size :, :]
         # A view would hold on to all that was there.
         self._tail = rest if rest.untyped_storage().nbytes() == rest.nbytes else rest.clone()
+
+    def _without_sinks(self, tail: torch.Tensor, count: int) -> torch.Tensor:
+        """The tail once its first `count` tokens of all, when they are there, have been put aside."""
+        if self._first > 0 or not 0 < count <= self.length:
+            return tail
+        self._sinks = tail[..., :count, :].clone()
+        return tail[..., count:, :]
 
     @property
     def _first(self) -> int:
