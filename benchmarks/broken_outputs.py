@@ -4,13 +4,15 @@ A label is given by rules that share nothing with the detectors under test; none
 
 - `empty`: no visible character.
 - `flood`: one character makes up more than half of the last 200 visible ones, or blanks two thirds of the text.
-- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text before; or the text ends in
-  four exact copies, 40 characters and more; or deflate packs its last 400 characters to a quarter.
+- `loop`: of the last 400 characters at least 70 % begin a piece of 24 that stood in the text before, and 35 % one that
+  stood there twice (what is said a second time may be a quotation, or a function like the last one); or the text ends
+  in four exact copies, 40 characters and more; or deflate packs its last 400 characters to a quarter.
 - `salad`: none of these, 100 characters and more, and the undamaged SmolLM2 needs 2 bits and more for each byte of it
   (`corpus/teacher.py`; the outputs of undamaged models on the tune half need 0.15 to 1.06).
 - `subtle`: the same from 1.1 bits: partly sane; reported apart.
-- `unsure`: of the last 400 characters 35 to 70 % stood before, or deflate packs them to a third, or the text is too
-  short, or it was not scored.
+- `unsure`: of the last 400 characters 35 % and more stood before, or deflate packs them to a third, or four exact copies
+  of a word or more, together 20 characters, stand anywhere (a loop that the model left again, or a short one), or the
+  text is too short, or it was not scored.
 - `ok`: the rest. `unsure` texts count neither as hits nor as false alarms.
 """
 
@@ -26,11 +28,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 CORPUS = Path(__file__).parent / "corpus"
 TAIL, PIECE = 400, 24
 LOOP_SHARE, UNSURE_SHARE = 0.7, 0.35
 LOOP_PACKING, UNSURE_PACKING = 4.0, 3.0
+THRICE_SHARE = 0.35
 COPIES, COPIED_CHARS = 4, 40
+SHORT_COPIED_CHARS, LONGEST_COPIED = 20, 100
 SALAD_BITS, SUBTLE_BITS = 2.0, 1.1
 """Bits per byte under the undamaged model."""
 MIN_SALAD = 100
@@ -86,23 +92,28 @@ def rule(row: Mapping[str, Any], bits: float | None) -> str:
     ) + 80:
         return "flood"
     share, packs = copied(text), packing(text)
-    if share >= LOOP_SHARE or packs >= LOOP_PACKING or ends_in_copies(text):
+    thrice = share >= LOOP_SHARE and copied(text, times=2) >= THRICE_SHARE
+    if thrice or packs >= LOOP_PACKING or ends_in_copies(text):
         return "loop"
     if bits is None or (bits >= SUBTLE_BITS and len(text) < MIN_SALAD):
         return "unsure"
     if bits >= SUBTLE_BITS:
         return "salad" if bits >= SALAD_BITS else "subtle"
-    return "unsure" if share >= UNSURE_SHARE or packs >= UNSURE_PACKING else "ok"
+    return "unsure" if share >= UNSURE_SHARE or packs >= UNSURE_PACKING or holds_copies(text) else "ok"
 
 
-def copied(text: str) -> float:
-    """Share of the last positions whose next `PIECE` characters stood in the text before."""
-    first: dict[str, int] = {}
-    last = len(text) - PIECE + 1
-    for at in range(last):
-        first.setdefault(text[at : at + PIECE], at)
-    tail = range(max(0, last - TAIL), last)
-    return sum(first[text[at : at + PIECE]] < at for at in tail) / len(tail) if len(text) >= 150 else 0.0
+def copied(text: str, times: int = 1) -> float:
+    """Share of the last positions whose next `PIECE` characters stood in the text before, `times` times and more."""
+    if len(text) < 150:
+        return 0.0
+    seen: Counter[str] = Counter()
+    before = []
+    for at in range(len(text) - PIECE + 1):
+        piece = text[at : at + PIECE]
+        before.append(seen[piece] >= times)
+        seen[piece] += 1
+    tail = before[-TAIL:]
+    return sum(tail) / len(tail)
 
 
 def packing(text: str) -> float:
@@ -120,4 +131,18 @@ def ends_in_copies(text: str) -> bool:
             length += 1
         if length >= max(COPIES * period, COPIED_CHARS):
             return True
+    return False
+
+
+def holds_copies(text: str) -> bool:
+    """Whether `COPIES` exact copies of a piece with a letter or digit in it stand anywhere, one after the other."""
+    codes = np.array([ord(c) for c in text])
+    for period in range(1, min(LONGEST_COPIED, len(text) // COPIES) + 1):
+        same = codes[period:] == codes[:-period]
+        edges = np.flatnonzero(np.diff(np.concatenate(([False], same, [False])).astype(np.int8)))
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            copied_chars = end - start + period
+            enough = copied_chars >= max(COPIES * period, SHORT_COPIED_CHARS)
+            if enough and any(c.isalnum() for c in text[start : start + period]):
+                return True
     return False

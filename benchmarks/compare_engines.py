@@ -1,0 +1,115 @@
+"""Candidates that only other engines have: vLLM's fp8 KV cache through its decode path, and llama.cpp's own formats.
+
+    python benchmarks/compare_engines.py --text WIKI_TEST --windows 64          # vLLM; llama.cpp where it is built
+    python benchmarks/compare_engines.py --reports FILE.json …                   # tables of `assay compare --json` reports
+
+Reference and candidate run in the same engine by the same path, so that only the format differs. The F16 reference and
+the candidates of llama.cpp come from its own quantiser (`llama_perplexity_agreement.py` makes them).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from assay.cache import cache_dir
+from assay.cli.progress import show
+from assay.demo.models import build_smollm2
+from assay.demo.vllm_env import vllm_python
+from assay.fidelity.compare import run_compare
+from assay.fidelity.plan import Plan
+from llama_perplexity_agreement import quantise
+
+RESULTS = Path(__file__).parent / "results"
+TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")
+KEPT = ("grade", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows", "engine")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--windows", type=int, default=64)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--only", choices=["vllm", "gguf"])
+    parser.add_argument("--reports", type=Path, nargs="+", default=[])
+    parser.add_argument("--out", type=Path, default=RESULTS / "compare_engines.json")
+    arguments = parser.parse_args()
+    reports = [json.loads(path.read_text()) for path in arguments.reports]
+    if arguments.text:
+        plans = {"vllm": vllm_plan, "gguf": gguf_plan}
+        chosen = [plans[arguments.only]] if arguments.only else plans.values()
+        reports += [run_compare(plan(arguments), show).to_json() for plan in chosen]
+    document: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    for report in reports:
+        results = report["results"]
+        document[results["reference"]["engine"]] = {
+            "reference": {k: v for k, v in results["reference"].items() if k != "label"},
+            "text": results["text"],
+            "environment": report["environment"],
+            "rows": [{k: r[k] for k in KEPT if k in r} for r in results.get("candidates") or [results]],
+        }
+    arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    arguments.out.with_suffix(".md").write_text(table(document), encoding="utf-8")
+    print(table(document))
+
+
+def vllm_plan(arguments: argparse.Namespace) -> Plan:
+    """The second half of each window, token by token: the cache is read as serving reads it."""
+    engine = (
+        f"vllm:{build_smollm2()}?python={vllm_python()}&max_model_len={arguments.length + 16}&kv_cache_gib=1"
+    )
+    return Plan(
+        engine,
+        (f"{engine}&kv_cache_dtype=fp8",),
+        (str(arguments.text),),
+        windows=arguments.windows,
+        length=arguments.length,
+        path="decode",
+        scored="second-half",
+        batch=16,
+    )
+
+
+def gguf_plan(arguments: argparse.Namespace) -> Plan:
+    source, folder = next(cache_dir("gguf").glob("smollm2/*.gguf")), cache_dir("gguf") / "smollm2-quantised"
+    return Plan(
+        f"gguf:{quantise(source, folder, 'F16')}",
+        tuple(f"gguf:{quantise(source, folder, kind)}" for kind in TYPES),
+        (str(arguments.text),),
+        windows=arguments.windows,
+        length=arguments.length,
+    )
+
+
+def table(document: dict[str, Any]) -> str:
+    lines = []
+    for engine, part in document.items():
+        first = part["rows"][0]
+        lines += [
+            f"**{engine}**, {part['text']['path']} path, {first['windows']} windows, {first['tokens']:,} tokens; "
+            "intervals are two-sided 95 %, by window.",
+            "",
+            "| candidate | Δppl % | KL, nats | top-1 % | grade |",
+            "|---|---|---|---|---|",
+        ]
+        for r in part["rows"]:
+            d, k, t = r["dppl_pct"], r["kld"], r["top1_pct"]
+            lines.append(
+                f"| {name_of(r)} | {d['value']:+.2f} [{d['lo']:+.2f}, {d['hi']:+.2f}] | {k['mean']:.5f} "
+                f"[{k['lo']:.5f}, {k['hi']:.5f}] | {t['value']:.2f} [{t['lo']:.2f}, {t['hi']:.2f}] | {r['grade']} |"
+            )
+        lines.append("")
+    return "\n".join(lines)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    engine = row["engine"]
+    return engine["model"] if engine["engine"] == "gguf" else f"KV cache {engine['kv_cache_dtype']}"
+
+
+if __name__ == "__main__":
+    main()
