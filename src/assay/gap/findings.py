@@ -5,6 +5,7 @@ from __future__ import annotations
 from assay.gap.amounts import Amount
 from assay.gap.closure import Place, place
 from assay.gap.outcome import Outcome, dppl
+from assay.gap.path import engine_name
 from assay.stats.power import windows_needed
 from assay.verdict import Finding, Severity, Verdict
 
@@ -139,16 +140,14 @@ def _closure(outcome: Outcome) -> list[Finding]:
 
 def _kernels(outcome: Outcome) -> list[Finding]:
     """Two engines with equal set-ups that still differ by more than rounding explains."""
-    engine = outcome.decomposition.bucket("engine")
-    named = {p.name: p.effect.kl for p in engine.parts} or {"engine": engine.effect.kl}
-    kernels = named.get("engine.kernels") or (named.get("engine") if not engine.parts else None)
-    crossing = (
-        outcome.plan.reference.partition(":")[0] != outcome.plan.candidate.partition(":")[0]
-        and kernels is not None
-    )
-    if not crossing or kernels is None or outcome.setup:
+    kinds = {engine_name(spec).kind for spec in (outcome.plan.reference, outcome.plan.candidate)}
+    if len(kinds) == 1 or outcome.setup:
         return []
-    rounding = named["engine.rounding"].value if "engine.rounding" in named else 0.0
+    engine = outcome.decomposition.bucket("engine")
+    parts = {p.name: p.effect.kl for p in engine.parts}
+    # Where both engines use one number format there is a single step, and it is the bucket.
+    kernels = parts.get("engine.kernels", engine.effect.kl)
+    rounding = parts["engine.rounding"].value if "engine.rounding" in parts else 0.0
     floor = max(outcome.floors.largest_kl, rounding)
     if kernels.lo <= BEYOND * floor:
         return []
