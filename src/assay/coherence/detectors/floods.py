@@ -15,12 +15,16 @@ from assay.coherence.textview import Ending, TextView
 
 MIN_RUN = 8
 _NEWLINES = re.compile(r"\n\s{7,}")
-_BLANKS = re.compile(r"[^\S\n]{64,}")
+_BLANKS = re.compile(r"[^\S\n]{32,}")
 _BLOCK_LINE = re.compile(r"[A-Za-z0-9+/_=*.,:-]{32,}")
 
 _RULES = set("-=*#_~.+/\\|:·•…‐‑–—―¯^,;")
 NEWLINE_LIMIT = 16
 BLANK_LIMIT = 256
+CUT_BLANKS = 32
+"""Blanks that may stand at the end of a text that the server cut: code is rarely indented so far."""
+CUT_LETTERS = 32
+"""Equal letters that may stand there; zeros in base64 are `A`."""
 DOMINATED, DOMINANCE = 100, 0.75
 """Characters of a window, and the share of it that one letter may not reach."""
 CUT_WINDOW = 80
@@ -62,6 +66,8 @@ def _character_flood(view: TextView) -> Detection | None:
             continue  # replacement.py knows the one, blanks have limits of their own
         length = end - start
         limit = run_limit(char)
+        if end == len(text) and view.ending is Ending.CUT and char.isalpha() and char != "A":
+            limit = min(limit, CUT_LETTERS)
         whole = length >= 0.9 * short and length >= (24 if char in _RULES else 8) and not char.isalnum()
         if (length >= limit and not _drawn(view, start, end, limit)) or whole:
             kind = "asterisk_attractor" if char == "*" else "single_char_flood"
@@ -162,7 +168,10 @@ def _newline_flood(view: TextView) -> Detection | None:
 def _blank_flood(view: TextView) -> Detection | None:
     for match in _BLANKS.finditer(view.text):
         trailing = match.end() == len(view.text)
-        if match.end() - match.start() >= (BLANK_LIMIT // 2 if trailing else BLANK_LIMIT):
+        limit = BLANK_LIMIT // 2 if trailing else BLANK_LIMIT
+        if trailing and view.ending is Ending.CUT:
+            limit = CUT_BLANKS
+        if match.end() - match.start() >= limit:
             return Detection(
                 "blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()}
             )

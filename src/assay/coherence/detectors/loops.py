@@ -95,7 +95,7 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
     if kind is not UnitClass.DECORATION and len(set(loop.unit.strip())) == 1 and "\n" in loop.unit:
         return False  # zeros in base64, or a flood that lines break
     if kind is UnitClass.DECORATION:
-        return _decoration_fault(loop)
+        return _decoration_fault(loop, ending)
     if kind is UnitClass.DATA:
         return _data_fault(loop, ending)
     if any(c in _CODE for c in loop.unit):
@@ -105,18 +105,19 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
     return _run_on_fault(loop)
 
 
-def _decoration_fault(loop: Loop) -> bool:
+def _decoration_fault(loop: Loop, ending: Ending) -> bool:
     if loop.line_aligned and not loop.one_line:  # lines of marks: empty bullets, rules, table rows
         return loop.repeats >= (16 if loop.cut else 60)
     if loop.inline:  # marks after words, as in "The capital * * * * * *"
         return loop.repeats >= 8 and loop.chars >= 24 and (loop.at_end or loop.chars >= 160)
-    return loop.repeats >= 12 and loop.chars >= (60 if loop.at_end else 400)
+    cut = ending is Ending.CUT and loop.open_ended
+    return loop.repeats >= (8 if cut else 12) and loop.chars >= (36 if cut else 60 if loop.at_end else 400)
 
 
 def _data_fault(loop: Loop, ending: Ending) -> bool:
     if not loop.one_line:
         return loop.repeats >= 64 and loop.cut
-    if ending is Ending.CUT and loop.open_ended and loop.repeats >= 16:
+    if ending is Ending.CUT and loop.open_ended and loop.repeats >= 10:
         return loop.chars >= 40
     return loop.chars >= (160 if loop.open_ended else 1000)
 

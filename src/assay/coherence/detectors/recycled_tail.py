@@ -1,15 +1,18 @@
 """A loop in changing copies: the end of the text holds nothing new, though no period fits it.
 
 An item gets another of five numbers, a line is dropped, two answers take turns: exact comparison fails, but every
-stretch of words has stood in the text before. So each run of `GRAM` tokens is looked up among the earlier ones, and a
+stretch of words has stood in the text before. So each run of a few tokens is looked up among the earlier ones, and a
 long tail that is made of known runs alone is a fault. Data repeat their frame and not their content (records, log
 lines, getters), and refrains are short.
+
+Long runs prove more, short ones catch copies that change more: runs of four count in prose that the server cut.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from assay.coherence.detectors.base import Detection, quote
@@ -20,14 +23,31 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _COUNTER = re.compile(r"^[ \t#*|]*(\d+)(?=[.):])", re.MULTILINE)
-GRAM = 8
 REACH = 1500
 """Tokens within which a run must have stood before: a licence that comes again after pages is no loop."""
 COUNTER = 2**40
 """The id of every counter."""
-MIN_KNOWN = 0.9
-CUT_TAIL, WHOLE_TAIL = 80, 200
-"""Runs that the tail must hold where the server cut the text, and where it ended or nothing is known."""
+
+
+@dataclass(frozen=True)
+class Recycled:
+    """A tail of at least `runs` runs of `gram` tokens, of which a share of `known` stood in the text before."""
+
+    gram: int
+    runs: int
+    known: float
+    letters: float = 0.4
+    """Share of letters that its characters must hold."""
+    marks: float = 0.4
+    """Share of marks among its tokens, at most."""
+    code: bool = True
+    """Whether code counts too, if it has few different tokens."""
+
+
+CUT = (Recycled(8, 80, 0.9), Recycled(4, 57, 0.85, letters=0.6, marks=0.3, code=False))
+"""What counts where the server cut the text."""
+WHOLE = (Recycled(8, 200, 0.9, letters=0.6, marks=0.35, code=False),)
+"""What counts where it ended or nothing is known."""
 MIN_DISTINCT = 20
 """Different tokens of the tail of a text that was not cut: one line said again and again may have been asked for."""
 MAX_CODE_DISTINCT = 0.2
@@ -36,22 +56,30 @@ MAX_CODE_DISTINCT = 0.2
 
 def detect(view: TextView) -> Detection | None:
     """A tail of the text in which next to nothing is new."""
-    import numpy as np
-
-    if view.ending is Ending.OPEN or len(view.tokens) < CUT_TAIL + GRAM:
+    if view.ending is Ending.OPEN:
         return None
     # A numbered list of equal items may have been asked for, but then it comes to an end.
-    ids = _without_counters(view) if view.ending is Ending.CUT else view.tokens.ids
-    earlier = earlier_runs(ids[-2 * REACH :], GRAM)
+    cut = view.ending is Ending.CUT
+    ids = _without_counters(view) if cut else view.tokens.ids
+    found = (_tail(view, ids[-2 * REACH :], kind) for kind in (CUT if cut else WHOLE))
+    return next((d for d in found if d), None)
+
+
+def _tail(view: TextView, ids: NDArray[np.int64], kind: Recycled) -> Detection | None:
+    """The longest tail of one kind, if it is a fault."""
+    import numpy as np
+
+    if len(ids) < kind.runs + kind.gram:
+        return None
+    earlier = earlier_runs(ids, kind.gram)
     known = (earlier >= 0) & (np.arange(len(earlier)) - earlier <= REACH)
     share = np.cumsum(known[::-1]) / np.arange(1, len(known) + 1)
-    long_enough = np.flatnonzero(share >= MIN_KNOWN)
+    long_enough = np.flatnonzero(share >= kind.known)
     runs = int(long_enough[-1]) + 1 if len(long_enough) else 0
-    tail = len(view.tokens) - runs
-    if not runs or not _is_fault(view, runs, tail):
+    if runs < kind.runs or not _is_fault(view, kind, runs):
         return None
     first = len(known) - runs + int(np.argmax(known[-runs:]))
-    offset = len(view.tokens) - len(known) - GRAM + 1
+    offset = len(view.tokens) - len(known) - kind.gram + 1
     # The loop begins where the first of the known runs stood first.
     start = int(view.tokens.starts[offset + int(earlier[first])])
     end = int(view.tokens.ends[-1])
@@ -59,13 +87,14 @@ def detect(view: TextView) -> Detection | None:
     return Detection("recycled_tail", start, end, {"again": quote(again), "tokens": runs})
 
 
-def _is_fault(view: TextView, runs: int, tail: int) -> bool:
+def _is_fault(view: TextView, kind: Recycled, runs: int) -> bool:
+    tail = len(view.tokens) - runs
     letters, marks = _letters_and_marks(view, tail)
     distinct = len(set(view.tokens.ids[tail:].tolist()))
-    if view.ending is not Ending.CUT:
-        return runs >= WHOLE_TAIL and distinct >= MIN_DISTINCT and letters >= 0.6 and marks <= 0.35
-    prose = marks <= 0.4
-    return runs >= CUT_TAIL and letters >= 0.4 and (prose or distinct <= MAX_CODE_DISTINCT * runs)
+    if view.ending is not Ending.CUT and distinct < MIN_DISTINCT:
+        return False
+    prose = marks <= kind.marks
+    return letters >= kind.letters and (prose or (kind.code and distinct <= MAX_CODE_DISTINCT * runs))
 
 
 def _without_counters(view: TextView) -> NDArray[np.int64]:

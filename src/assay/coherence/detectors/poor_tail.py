@@ -1,0 +1,87 @@
+"""Floods of few characters: the end of a text gets along with two or three of them, blanks and line breaks between or not.
+
+`? ? ?` on lines of their own, `. , . . ,`, `$$'$$''$`: no run is long and no period fits. The entropy of the characters
+tells: prose has over 4 bits a character, code over 3.5. What is drawn (rules, boxes) or counted (numbers, hex dumps,
+DNA) has few as well, and is left alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import log2
+
+from assay.coherence.detectors.base import Detection
+from assay.coherence.textview import Ending, TextView
+
+CUT = ((80, 2.0), (48, 1.5))
+"""Visible characters at the end of a text that the server cut, and the bits for each that a sane end has."""
+WHOLE = ((160, 1.7),)
+"""The same where it ended or nothing is known."""
+LEAST = 24
+"""A cut text with fewer visible characters says nothing."""
+MAIN_SHARE = 0.85
+"""The main characters are the commonest ones that together make up so much of the end."""
+DRAWN_SHARE = 0.6
+"""An end of which so much is drawn is a drawing."""
+_DRAWN = frozenset(".-=#_~+/\\|*·•‐‑–—―¯^<>[]")
+_COUNTED = frozenset(",:;")
+_BASES = frozenset("acgtun")
+REACH = 4000
+
+
+def detect(view: TextView) -> Detection | None:
+    """An end of few characters."""
+    if view.ending is Ending.OPEN:
+        return None
+    visible = "".join(view.text[-REACH:].split()).casefold()
+    if view.ending is not Ending.CUT:
+        looks = [look for look in WHOLE if len(visible) >= look[0]]
+    else:
+        looks = list(CUT) if len(visible) >= LEAST else []
+    found = (_poor(view, visible[-size:], limit) for size, limit in looks)
+    return next((d for d in found if d), None)
+
+
+def _poor(view: TextView, end: str, limit: float) -> Detection | None:
+    counts = Counter(end).most_common()
+    entropy = -sum(n / len(end) * log2(n / len(end)) for _, n in counts)
+    main = _main(counts, len(end))
+    drawn = sum(n for c, n in counts if c in _DRAWN or "\u2500" <= c <= "\u259f")
+    if entropy > limit or drawn >= DRAWN_SHARE * len(end) or _is_data(main):
+        return None
+    onset = _onset(view, main)
+    kind = "single_char_flood" if counts[0][1] > len(end) / 2 else "few_characters"
+    return Detection(kind, onset, view.visible_end, {"chars": "".join(main), "bits": round(entropy, 2)})
+
+
+def _main(counts: list[tuple[str, int]], total: int) -> list[str]:
+    """The commonest characters that make up `MAIN_SHARE` of the whole."""
+    main: list[str] = []
+    covered = 0
+    for char, count in counts:
+        if covered >= MAIN_SHARE * total:
+            break
+        main.append(char)
+        covered += count
+    return main
+
+
+def _is_data(main: list[str]) -> bool:
+    """Whether numbers, DNA or zeros in base64 use these characters by themselves."""
+    if any(c.isdigit() for c in main):
+        return all(c.isdigit() or c in _DRAWN or c in _COUNTED for c in main)
+    return main == ["a"] or (len(main) > 1 and _BASES.issuperset(main))
+
+
+def _onset(view: TextView, main: list[str]) -> int:
+    """Where the main characters take over, looking back from the end."""
+    import numpy as np
+
+    text = view.text[: view.visible_end].casefold()
+    if len(text) != view.visible_end:  # some letters fold into two
+        text = view.text[: view.visible_end]
+    visible = [i for i, c in enumerate(text) if not c.isspace()]
+    is_main = np.array([text[i] in main for i in visible])
+    share = np.cumsum(is_main[::-1]) / np.arange(1, len(is_main) + 1)
+    first = len(is_main) - 1 - int(np.flatnonzero((share >= MAIN_SHARE) & is_main[::-1])[-1])
+    return visible[first]
