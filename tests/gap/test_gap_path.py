@@ -7,7 +7,7 @@ import pytest
 from assay.engines.scoring import ScoreJob
 from assay.errors import UsageError
 from assay.gap.configuration import Configuration, grouped, span, with_placement
-from assay.gap.path import engine_name, engine_steps
+from assay.gap.path import engine_name, engine_steps, full_spec
 from assay.gap.plan import GapPlan
 from assay.gap.switches import switches
 
@@ -52,6 +52,8 @@ def test_the_last_step_leads_to_the_candidate_as_it_was_written() -> None:
 
 
 def test_a_folder_is_a_model_of_transformers() -> None:
+    assert full_spec("./some/model?dtype=float32") == "hf:./some/model?dtype=float32"
+    assert full_spec("vllm:m") == "vllm:m"
     assert engine_name("./some/model?dtype=float32") == engine_name("hf:./some/model?dtype=float32")
 
 

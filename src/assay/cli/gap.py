@@ -51,6 +51,7 @@ def command(
     """
     from assay.cli.progress import show
     from assay.fidelity.plan import fraction
+    from assay.gap.path import full_spec
     from assay.gap.plan import QUICK, GapPlan
     from assay.gap.run import run_gap
 
@@ -64,8 +65,8 @@ def command(
     }
     settings = (QUICK if quick else {}) | {k: v for k, v in given.items() if v is not None}
     plan = GapPlan(
-        reference=reference,
-        candidate=candidate,
+        reference=full_spec(reference),
+        candidate=full_spec(candidate),
         codec=codec,
         mode=mode,
         base_mode=base_mode,

@@ -161,17 +161,17 @@ class Bench:
         rows = self.anchor(anchor, windows)
         chosen = self._ordered(config, windows)
         todo = [w for w in chosen if not (folder / f"{w.index:06d}.npz").exists()]
+        if not todo:  # interrupted before what the engine counted was kept
+            shutil.rmtree(folder)
+            todo = chosen
         job = config.hooked(self.job(config), self.plan.length, self.plan.seed)
         engine = self.engine(config.engine, config.again)
         folder.mkdir(parents=True, exist_ok=True)
         with self.progress(f"scoring {config.label}", len(chosen)) as advance:
             seen = observe(rows, engine, chosen, job, keep_in=folder, advance=advance)
-        found = engine.engagement() if todo else Engagement()
-        # Only against the same engine without codec must something differ; that other engines differ proves nothing.
-        same = config.lossless or anchor.engine != config.engine or not todo
-        engaged(
-            seen, found, path=ScoringPath(job.path), hooked=bool(config.codec), same=same, label=config.label
-        )
+        found = engine.engagement()
+        if not config.lossless:
+            engaged(seen, found, path=ScoringPath(job.path), hooked=True, same=False, label=config.label)
         looked_at = [w.index for w in todo[: config.measured]]
         write_atomically(folder / _DONE, json.dumps(_to_json(found) | {"windows": looked_at}))
 

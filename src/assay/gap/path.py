@@ -63,6 +63,12 @@ def engine_name(spec: str) -> EngineName:
     return EngineName(kind, model, tuple(parse_qsl(query, keep_blank_values=True)))
 
 
+def full_spec(spec: str) -> str:
+    """The spec with its kind in front: a folder alone is a model of transformers."""
+    kind = engine_name(spec).kind
+    return spec if spec.startswith(f"{kind}:") else f"{kind}:{spec}"
+
+
 @dataclass(frozen=True)
 class Step:
     """One change, and the engine it leads to. `name` is a part of the bucket `engine`."""
