@@ -2,8 +2,8 @@
 
     python benchmarks/gap_smollm2.py [--codec SPEC] [--windows 8] [--length 256] [--groups 5] [--device cpu] [--text FILE]
 
-What is scored is kept until the run ends, so an interrupted one goes on where it stopped. Writes the whole report as JSON
-and its tables as Markdown.
+What is scored is kept until the run ends, so an interrupted one goes on where it stopped. Writes the report as JSON and its
+tables as Markdown after every stage.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import resource
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from assay.cli.progress import show
@@ -19,6 +21,7 @@ from assay.demo.models import build_smollm2
 from assay.gap.plan import QUICK, GapPlan
 from assay.gap.run import run_gap
 from assay.report import markdown
+from assay.verdict import Report
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -34,7 +37,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=QUICK["groups"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--phases", default="1,2,3,4,5")
+    parser.add_argument("--stages", default="2;4;5;3;1", help="phases, one stage after another")
     parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS / "gap_smollm2.json")
     given = parser.parse_args()
@@ -51,10 +54,21 @@ def main() -> None:
         fresh=given.fresh,
         groups=given.groups,
         sweep=QUICK["sweep"],
-        phases=tuple(int(p) for p in given.phases.split(",")),
     )
     began = time.monotonic()
-    report = run_gap(plan, show, keep=given.keep)
+    # One stage more at a time, each written: a run that is cut off leaves the stages before.
+    phases: tuple[int, ...] = ()
+    for more in given.stages.split(";"):
+        phases = (*phases, *(int(p) for p in more.split(",")))
+        report = run_gap(replace(plan, phases=phases), show, keep=True)
+        if report.interrupted:
+            sys.exit(report.exit_code)
+        write(report, given, str(model), began)
+    if not given.keep:
+        run_gap(replace(plan, phases=phases), show)
+
+
+def write(report: Report, given: argparse.Namespace, model: str, began: float) -> None:
     body = report.to_json()
     body["subject"] = {
         "reference": "hf:SmolLM2-135M?dtype=float32",
@@ -67,9 +81,9 @@ def main() -> None:
         "cpu": round(sum(u.ru_utime + u.ru_stime for u in (children, own))),
     }
     given.out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    text = markdown.render(report).replace(str(model), "SmolLM2-135M")
+    text = markdown.render(report).replace(model, "SmolLM2-135M")
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

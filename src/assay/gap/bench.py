@@ -55,6 +55,7 @@ class Bench:
         self._open: tuple[str, bool] | None = None
         self._check: Callable[[TokenizerFacts, str], None] | None = None
         self.used: set[Path] = set()
+        self.measured: dict[str, Measured] = {}
         self.windows: dict[str, list[Window]] = {}
         self.text: dict[str, Any] = {}
 
@@ -154,7 +155,9 @@ class Bench:
         engagement = _from_json(kept)
         size = measured_bytes(engagement, self.plan.length - 1) if config.codec else None
         seen = [load(folder / f"{w.index:06d}.npz") for w in sorted(chosen, key=lambda w: w.index)]
-        return Measured(seen, engagement, size, tuple(kept["windows"]))
+        found = Measured(seen, engagement, size, tuple(kept["windows"]))
+        self.measured[f"{config.label} | against {anchor.plain.label}"] = found
+        return found
 
     def _score(self, config: Configuration, anchor: Configuration, windows: str, folder: Path) -> None:
         """Score the windows that are not kept yet; AssayError where the codec took no part."""

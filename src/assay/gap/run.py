@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from assay.environment import describe
 from assay.fidelity.identity import label_of
-from assay.gap.assemble import outcome_of
+from assay.gap.assemble import outcome_of, own_effect
 from assay.gap.baseline import Corners
 from assay.gap.bench import Bench
 from assay.gap.blocks import blocks, headline
@@ -23,8 +23,9 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS, *, keep: bool = Fal
     """
     subject = {"reference": plan.reference, "candidate": plan.candidate, "codec": plan.codec}
     Corners(plan).refuse()
+    bench = Bench(plan, progress)
     try:
-        with Bench(plan, progress) as bench:
+        with bench:
             outcome = outcome_of(bench, measure_all(bench))
             if not keep:
                 bench.forget()
@@ -34,7 +35,10 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS, *, keep: bool = Fal
             Severity.INFO,
             "interrupted: what was scored is kept, the same command goes on from there",
         )
-        return Report("gap", Verdict.INCONCLUSIVE, subject, [finding], interrupted=True)
+        measured = {name: own_effect(m).to_json() for name, m in bench.measured.items()}
+        return Report(
+            "gap", Verdict.INCONCLUSIVE, subject, [finding], {"measured": measured}, interrupted=True
+        )
     return Report(
         command="gap",
         verdict=verdict_of(outcome),
