@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import sums
+from synthetic import configurations, observed, sums
 
+from assay.engines.scoring import Engagement
+from assay.gap import run
 from assay.gap.amounts import effect
+from assay.gap.bench import Bench, Measured
 from assay.gap.blocks import blocks, headline
 from assay.gap.buckets import decompose
 from assay.gap.closure import closed, closed_nll
@@ -121,3 +124,19 @@ def test_a_report_can_be_drawn_everywhere_and_is_plain_json() -> None:
         "engine", "codec", "interaction", "harness", "left over",
     ]  # fmt: skip
     assert sum(p.y for p in waterfall.series[0].points) == pytest.approx(waterfall.series[1].points[0].y)
+
+
+def test_an_interrupted_run_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, reference, gold = configurations(["a"])
+    seen = [observed(i, *w) for i, w in enumerate(zip(reference, found["a"], gold, strict=True))]
+
+    class Interrupted(Bench):
+        def __enter__(self) -> Bench:
+            self.measured["hf:m, fp8, inforward | against hf:m"] = Measured(seen, Engagement())
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "Bench", Interrupted)
+    report = run.run_gap(GapPlan("hf:m", "hf:m", "fp8"))
+    assert report.exit_code == 130
+    (entry,) = report.results["measured"].values()
+    assert entry["kl"]["value"] == pytest.approx(np.concatenate([w.kl for w in seen]).mean())
