@@ -61,11 +61,6 @@ class Steps:
         self._scheduled: Mapping[str, int] | None = None
         self._requests: tuple[Request, ...] | None = None
         self._checked = False
-        self._groups = {
-            name: number
-            for number, group in enumerate(getattr(runner, "kv_cache_config", _NO_CACHE).kv_cache_groups)
-            for name in group.layer_names
-        }
 
     @property
     def serving(self) -> bool:
@@ -157,12 +152,16 @@ class Steps:
         slots = torch.from_numpy(self._slots(attention.layer_name, changes)).to(changes[0].k.device)
         keys = torch.cat([change.k for change in changes]).contiguous()
         values = torch.cat([change.v for change in changes]).contiguous()
-        update(attention, keys, values, attention.kv_cache, slots)
+        cache = attention.kv_cache
+        # Older releases keep one cache for each stage of a pipeline.
+        update(attention, keys, values, cache[0] if isinstance(cache, list | tuple) else cache, slots)
 
     def _slots(self, layer_name: str, changes: Sequence[Rewrite]) -> NDArray[np.int64]:
         import numpy as np
 
-        table = self._runner.input_batch.block_table[self._groups[layer_name]]
+        groups = self._runner.kv_cache_config.kv_cache_groups
+        number = next(i for i, group in enumerate(groups) if layer_name in group.layer_names)
+        table = self._runner.input_batch.block_table[number]
         blocks, size = table.get_numpy_array(), int(table.block_size)
         found = []
         for change in changes:
@@ -173,10 +172,3 @@ class Steps:
                 blocks[change.request.row, positions // size].astype(np.int64) * size + positions % size
             )
         return np.concatenate(found)
-
-
-class _NoCache:
-    kv_cache_groups: tuple[Any, ...] = ()
-
-
-_NO_CACHE = _NoCache()
