@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from test_vllm_kv_hook import Model  # noqa: E402
 
+from assay.engines.scoring import HookSpec  # noqa: E402
 from assay.engines.vllm import plugin  # noqa: E402
 from assay.errors import AssayError, UsageError  # noqa: E402
 
@@ -29,7 +31,9 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def load_model(self) -> None:
             model = Model()
-            self.model_runner = SimpleNamespace(get_model=lambda: model)
+            self.model_runner = SimpleNamespace(
+                get_model=lambda: model, requests={}, execute_model=lambda scheduled: None
+            )
 
     module = ModuleType("vllm.v1.worker.gpu_worker")
     module.Worker = Worker  # type: ignore[attr-defined]
@@ -54,6 +58,38 @@ def test_it_hooks_the_loaded_model_once(worker: Any, monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(changed[0][2], plain[0][2] + 1.0)
     loaded.assay_hooks.commit()
     assert loaded.assay_hooks.engagement().fires == 3
+
+
+def test_a_step_that_ran_without_the_hook_is_an_error(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(monkeypatch, placement="pre_rope")
+    plugin.register()
+    loaded = worker()
+    loaded.load_model()
+    loaded.model_runner.execute_model(SimpleNamespace(num_scheduled_tokens={}))
+    with pytest.raises(AssayError, match="skipped in layers"):
+        loaded.model_runner.execute_model(SimpleNamespace(num_scheduled_tokens={"r": 1}))
+
+
+def test_it_reports_what_came_of_it(worker: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(plugin.REPORT, str(tmp_path / "report.json"))
+    ask(monkeypatch, placement="pre_rope")
+    plugin.register()
+    worker().load_model()
+    assert json.loads((tmp_path / "report.json").read_text()) == {"layers": 3}
+    with pytest.raises(AssayError):
+        worker(eager=False).load_model()
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert "CUDA graphs" in found["error"]
+    assert "enforce_eager" in found["remedy"]
+
+
+def test_another_model_runner_is_refused(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(monkeypatch, placement="pre_rope")
+    plugin.register()
+    loaded = worker()
+    loaded.model_runner = SimpleNamespace()
+    with pytest.raises(UsageError, match="keeps its requests"):
+        plugin._hooked(HookSpec("test_vllm_kv_hook:Recording", {}), loaded)
 
 
 def test_without_the_variable_nothing_happens(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:

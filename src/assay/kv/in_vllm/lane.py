@@ -87,7 +87,7 @@ class Lane:
         """The history of a request, whose next token is the first of the step. A request that begins again is new."""
         found = self.histories.get(request.key)
         if found is None or request.start == 0:
-            found = self.histories[request.key] = History(Track(self.key, self.coder, None))
+            found = History(Track(self.key, self.coder, None))
         if found.track.length != request.start:
             raise AssayError(
                 f"{found.track.length} tokens of request {request.key} have passed layer {self.key[0]}, but it goes on "
@@ -95,6 +95,7 @@ class Lane:
                 finding_id="kv.unsupported",
                 remedy="switch prefix caching off",
             )
+        self.histories[request.key] = found
         return found
 
     def _at_once(self, requests: Sequence[Request], x: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,116 @@
+"""Codecs inside vLLM itself, with a real model, beside transformers with the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("constriction")
+
+import assay  # noqa: E402
+from assay.demo.vllm_env import vllm_python  # noqa: E402
+from assay.engines.hf.scorer import HfScorer  # noqa: E402
+from assay.engines.scoring import Window  # noqa: E402
+from kv.kv_vllm_inside import HADAMARD, LENGTH, job, kl, streams_of  # noqa: E402
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def tensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Keys with an outlier channel and a large first token, samples of the like, and a metric."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(3)
+    scale = torch.logspace(-1, 1, 64)
+
+    def keys(count: int) -> Any:
+        x = torch.randn(3, count, 64, generator=generator) * scale + 5 * torch.eye(64)[9]
+        x[:, 0] *= 8
+        return x.bfloat16()
+
+    root = torch.randn(3, 64, 64, generator=generator) / 8
+    path = tmp_path_factory.mktemp("tensors") / "keys.safetensors"
+    save_file(
+        {
+            "x": keys(301),
+            "samples": keys(600),
+            "positions": torch.arange(600) % 200,
+            "metric": root @ root.mT,
+        },
+        path,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def inside(smollm2: Path, tensors: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `kv_vllm_inside.py` measured."""
+    alone = tmp_path_factory.mktemp("path")
+    (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
+    done = subprocess.run(
+        [str(vllm_python()), str(Path(__file__).parent / "kv_vllm_inside.py"), str(smollm2), str(tensors)],
+        env={**os.environ, "PYTHONPATH": str(alone), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_both_engines_processes_make_the_same_streams_bit_for_bit(
+    inside: dict[str, Any], tensors: Path
+) -> None:
+    here = streams_of(tensors)
+    assert len(set(here.values())) == len(here)
+    assert inside["streams"] == here
+
+
+@pytest.mark.parametrize(
+    ("case", "fires"),
+    [
+        # K and V of 2 batches; in decode those of each of 31 or 28 steps, and of the prefix.
+        ("inforward identity", 4),
+        ("inforward prerope+identity", 4),
+        ("snapshot identity", 4),
+        ("decode prerope+recent(n=3)+identity", 2 * 2 * (LENGTH // 2 - 1)),
+    ],
+)
+def test_an_identity_differs_by_exactly_nothing_and_fires_in_all_layers(
+    inside: dict[str, Any], case: str, fires: int
+) -> None:
+    found = inside[case]
+    assert found["max"] == 0.0
+    assert found["layers"] == 30
+    assert found["fires"] == [fires]
+
+
+def test_decode_reads_a_cache_that_holds_reconstructions(inside: dict[str, Any]) -> None:
+    for codec in (HADAMARD, f"prerope+{HADAMARD}"):
+        assert inside[f"cache {codec}"] == {"coded": True, "exact": False}
+
+
+def test_a_codec_costs_what_it_costs_in_transformers(inside: dict[str, Any], smollm2: Path) -> None:
+    engine = HfScorer.load(f"hf:{smollm2}")
+    windows = [Window(i, tuple(tokens)) for i, tokens in enumerate(inside["windows"])]
+    for mode in ("inforward", "decode"):
+        plain = list(engine.score_windows(windows, job("hf", mode, None)))
+        coded = kl(plain, list(engine.score_windows(windows, job("hf", mode, HADAMARD))))
+        assert inside[f"{mode} {HADAMARD}"]["mean"] == pytest.approx(coded["mean"], rel=0.3), mode
+    engine.close()
+
+
+def test_modes_and_bytes_are_in_order(inside: dict[str, Any]) -> None:
+    # Nothing builds up in snapshot.
+    assert 0 < inside[f"snapshot {HADAMARD}"]["mean"] < inside[f"inforward {HADAMARD}"]["mean"]
+    assert inside[f"inforward {HADAMARD}"]["ratio"] == inside[f"decode {HADAMARD}"]["ratio"]
+    assert 3.5 < inside[f"inforward {HADAMARD}"]["ratio"] < 4
+    assert 0 < inside["inforward int(bits=4)"]["mean"] < 0.2
