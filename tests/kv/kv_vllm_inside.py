@@ -29,7 +29,7 @@ LENGTH, COUNT = 64, 6
 HADAMARD = "hadamard(bits=4)"
 SPECS = (
     "hadamard(bits=4)", "hadamard(bits=3.5)", "int(bits=4)", "fp8", "lattice", "kakeya", "sinks(n=4)+mean+hadamard",
-    "outliers(n=2)+recent(n=5)+int(bits=3)", "pca(bits=3, coding=fixed)", "pca(bits=3)",
+    "outliers(n=2)+recent(n=5)+int(bits=3)", "pca(bits=3, coding=fixed)", "pca(step=0.05)",
 )  # fmt: skip
 
 
