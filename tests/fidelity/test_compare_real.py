@@ -120,7 +120,7 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
 
 
 def test_the_reference_writes_the_text_and_both_go_on_from_it(
-    compare: Compare, smollm2: Path, tmp_path: Path
+    compare: Compare, smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ("--text", "self", "--windows", 8, "--length", 32, "--batch", 8, "--no-floors", "--greedy", 6)
     code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=2,group=128)", *shape)
@@ -129,19 +129,19 @@ def test_the_reference_writes_the_text_and_both_go_on_from_it(
     assert results["text"]["sources"] == ["self"]
     assert results["text"]["start_ids"] == [0]
     assert results["text"]["sampled_from"] == f"hf:{smollm2.name}"
-    # On text of its own a model is surer than on other text, but samples at temperature 1.
-    assert 2 < results["ppl_reference"] < 60
+    # Sampled at temperature 1 and read without what came before: far from English, further from noise.
+    assert 2 < results["ppl_reference"] < 500
     greedy = results["greedy"]
     assert greedy["diverged"] == 8
     assert greedy["median_first"] < 3
     assert {"token", "runner_up", "gap", "text"} <= set(greedy["per_prefix"][0]["reference"])
     result = tmp_path / "result.json"
     result.write_text(json.dumps(body))
+    capsys.readouterr()
     assert invoke(["rerun", str(result), "--json"]) == code
-    code, other = compare(f"hf:{smollm2}", f"hf:{smollm2}", *shape, "--seed", 1)
-    assert code == 0
-    assert other["results"]["greedy"]["diverged"] == 0
-    assert other["results"]["text"]["sha256"] != results["text"]["sha256"]
+    again = json.loads(capsys.readouterr().out)["results"]
+    for part in ("text", "kld", "greedy", "per_window"):
+        assert again[part] == results[part]
 
 
 def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, smollm2: Path) -> None:
