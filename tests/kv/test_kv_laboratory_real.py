@@ -50,6 +50,7 @@ def test_a_diagnosis_finds_the_lost_norm(kv: Kv, smollm2: Path) -> None:
     assert values["bits_per_value"] == pytest.approx(6.25, abs=0.4)
 
 
+@pytest.mark.slow
 def test_an_exact_cache_has_no_error(kv: Kv, smollm2: Path) -> None:
     code, body = kv(
         "diagnose", smollm2, "--codec", "identity", "--windows", 1, "--length", 24, "--skip-layers", "0-28"
@@ -97,7 +98,6 @@ def test_a_sweep_keeps_its_rows_and_measures_its_choice_again(kv: Kv, smollm2: P
     code, body = kv(*shared)
     assert code == 0
     assert body["results"]["rows"][0]["score_s"] == stamps["hadamard(bits=8)"]
-    assert kv(*shared[:-2], "--codec", "fp8", "--seed", 1)[0] == 2
 
 
 def by_the_laboratory(net: Any, ids: Any, spec: str, count: int) -> list[int]:
@@ -135,7 +135,7 @@ def test_text_behind_the_compressed_cache_is_that_of_the_laboratory(
 
     from assay.kv.resident import resident_cache
 
-    path, count, spec = request.getfixturevalue(which), 8, "prerope+sinks(n=4)+hadamard(bits=3)"
+    path, count, spec = request.getfixturevalue(which), 6, "prerope+sinks(n=4)+hadamard(bits=3)"
     net = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     ids = AutoTokenizer.from_pretrained(path)(PROMPT * 7, return_tensors="pt")["input_ids"]
     length = ids.shape[1] + count
