@@ -159,6 +159,7 @@ def test_every_phase_between_transformers_and_vllm(
         assert len(results["layers"][side]["parts"]) == 3
         assert results["layers"][side]["additivity"]["value"] == pytest.approx(1, abs=0.5)
         assert results["noise"][side]["slope"]["value"] == pytest.approx(2, abs=0.6)
+        assert abs(results["harness"][side]["identity"]["kl"]["value"]) < 1e-9
         assert {"inforward", "snapshot", "decode", "k_only", "v_only", "prefix_only"} <= set(
             results["harness"][side]
         )

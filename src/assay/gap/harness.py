@@ -19,13 +19,14 @@ _SKIPPED = ("fidelity.not_engaged", "kv.unsupported", "kv.usage")
 def measure_harness(
     bench: Bench, corners: Corners, engine: str
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Every mode, keys or values alone, and the prefix alone, each against the engine without codec on the same path.
+    """Every mode, an identity as the control, keys or values alone, and the prefix alone, each against the engine without codec on the same path.
 
     The second object says why something was not measured.
     """
     plan = bench.plan
     # As the path has it, so that a mode which it has measured is not measured again.
     wanted = {mode.value: corners.with_codec(engine, mode.value, measured=plan.windows) for mode in Mode}
+    wanted["identity"] = corners.with_codec(engine, codec="identity", calibration=None)
     wanted["k_only"] = corners.with_codec(engine, streams="k")
     wanted["v_only"] = corners.with_codec(engine, streams="v")
     # As many recent tokens as are scored stay exact: only what comes before them is coded.
