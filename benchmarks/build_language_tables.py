@@ -2,9 +2,9 @@
 
     python benchmarks/build_language_tables.py --texts DIR
 
-Always read: the standard library of the running Python and its language reference (PSF licence), and half of the
-languages of the Universal Declaration of Human Rights (public domain). Of these only the tune half is read, so
-that the report half of the detector's benchmark stays unseen. DIR adds plain text files, all of them in the public
+Always read: the standard library of the running Python and its language reference (PSF licence), the Universal
+Declaration of Human Rights (public domain), and docstrings of four packages. Of the sources of the detector's benchmark
+only half of the tune half is read: the report half stays unseen, and the salad trees are fitted on the other. DIR adds plain text files, all of them in the public
 domain: Genesis (King James and World English Bible), eight plays of Shakespeare, Alice in Wonderland, the
 Adventures of Sherlock Holmes, inaugural and State of the Union addresses of US presidents; and `words`, the SCOWL list of American English (Debian's wamerican).
 Sources with their digests are written beside the tables.
@@ -13,8 +13,15 @@ Sources with their digests are written beside the tables.
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
 import hashlib
+import importlib.util
 import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -22,9 +29,13 @@ import numpy as np
 from assay.coherence import language as lang
 from assay.coherence.textview import TextView
 from legit_texts import generated, stdlib, topics, udhr
-from split import is_tune
+from split import is_table
 
 DATA = Path(lang.__file__).parent / "data"
+DENSE = 4
+"""Chunks of each source for one of the benchmark."""
+DOCUMENTED = ("numpy", "scipy", "transformers", "torch")
+"""Packages (BSD and Apache licences) whose docstrings are read: technical English of today."""
 
 
 def main() -> None:
@@ -36,11 +47,17 @@ def main() -> None:
     files = sorted(options.texts.glob("*.txt"))
     prose = [clean(path.read_text(encoding="utf-8")) for path in files]
     words = (options.texts / "words").read_text(encoding="utf-8").split()
-    tune = [item for source in (topics, stdlib, udhr, generated) for item in source() if is_tune(item.source)]
+    tune = [
+        item
+        for source in (topics, stdlib, udhr, generated)
+        for item in source(DENSE)
+        if is_table(item.source)
+    ]
     english = prose + [item.text for item in tune if item.category == "pydoc"]
     anything = [item.text for item in tune] + [p[:400_000] for p in prose]
     latin = [item.text for item in tune if item.category == "languages"]
     bloom = build_bloom(words, english)
+    documents = list(docstrings())
     DATA.mkdir(exist_ok=True)
     np.savez_compressed(
         DATA / lang.TABLES,
@@ -48,13 +65,20 @@ def main() -> None:
         letters=to_bytes(np.round(letter_bits([*english, *latin * 2, *anything[: len(tune)]]))),
         syntax=np.clip(np.round(syntax_bits(english, bloom) * lang.BITS_STEP), -127, 127).astype(np.int8),
         bloom=bloom,
+        pairs=build_pairs(prose, [i.text for i in tune if i.category in {"pydoc", "python"}] + documents),
+        grams=build_grams([*prose, *(i.text for i in tune), *documents]),
     )
     digests = [
         f"- {p.name}: {p.stat().st_size:,} bytes, sha256 {hashlib.sha256(p.read_bytes()).hexdigest()[:16]}"
         for p in [*files, options.texts / "words"]
     ]
     (DATA / "PROVENANCE.md").write_text(
-        PROVENANCE.format(python=sys.version.split()[0], tune=len(tune), digests="\n".join(digests)),
+        PROVENANCE.format(
+            python=sys.version.split()[0],
+            tune=len(tune),
+            digests="\n".join(digests),
+            packages=", ".join(f"{p} {version(p)}" for p in DOCUMENTED),
+        ),
         encoding="utf-8",
     )
     print(f"{(DATA / lang.TABLES).stat().st_size:,} bytes")
@@ -64,8 +88,9 @@ PROVENANCE = """# Where the language tables come from
 
 `language_tables.npz` was built by `benchmarks/build_language_tables.py` on Python {python}. It holds counts, no text.
 
-- Python's standard library and language reference (PSF licence), Universal Declaration of Human Rights in the
-  languages of the tune half (public domain), output of the generators in `benchmarks/legit_texts.py`: {tune} chunks
+- Python's standard library and language reference (PSF licence), Universal Declaration of Human Rights (public domain),
+  output of the generators in `benchmarks/legit_texts.py`: {tune} chunks of one half of the tune half
+- docstrings of {packages}
 - public-domain prose (Genesis, Shakespeare, Carroll, Doyle, addresses of US presidents), and the SCOWL word
   list of American English (its notice asks that this line be kept: Copyright 2000-2020 Kevin Atkinson):
 {digests}
@@ -86,7 +111,11 @@ def shape_bits(texts: list[str]) -> np.ndarray:
     counts = np.zeros((n, n, n))
     for text in texts:
         classes = lang.character_classes(TextView(text).codes)
-        np.add.at(counts, (classes[:-2], classes[1:-1], classes[2:]), min(1.0, 3000 / max(len(text), 1)))
+        np.add.at(
+            counts,
+            (classes[:-2], classes[1:-1], classes[2:]),
+            min(1.0, 3000 / max(len(text), 1)),
+        )
     return -np.log2(interpolate(counts))
 
 
@@ -149,6 +178,57 @@ def build_bloom(words: list[str], texts: list[str]) -> np.ndarray:
             bloom[bit >> 3] |= 1 << (bit & 7)
     print(f"{len(listed):,} words, {np.unpackbits(bloom).mean():.2f} of the bits set")
     return bloom
+
+
+def docstrings() -> Iterator[str]:
+    """The longer docstrings of the packages whose prose is read."""
+    for package in DOCUMENTED:
+        root = Path(importlib.util.find_spec(package).origin).parent
+        seen: set[str] = set()
+        for path in sorted(root.rglob("*.py")):
+            if "tests" in path.parts:
+                continue
+            with (
+                contextlib.suppress(SyntaxError, UnicodeDecodeError),
+                tokenize.open(path) as file,
+            ):
+                for node in ast.walk(ast.parse(file.read())):
+                    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                        text = ast.get_docstring(node) or ""
+                        if len(text) > 200 and text not in seen:
+                            seen.add(text)
+                            yield text
+
+
+def build_pairs(prose: list[str], technical: list[str]) -> np.ndarray:
+    """A filter of all pairs of neighbours of the prose, and of those of technical text that come in two texts."""
+    said, count = [], Counter[int]()
+    for text in prose:
+        said.append(pair_numbers(text))
+    for text in [*prose, *technical]:
+        count.update(np.unique(pair_numbers(text)).tolist())
+    twice = np.array([number for number, times in count.items() if times > 1], dtype=np.uint64)
+    return build_filter("pairs", np.concatenate([*said, twice]))
+
+
+def pair_numbers(text: str) -> np.ndarray:
+    keys = lang.word_keys(TextView(text).words)
+    return lang.pair_numbers(keys) if len(keys) > 1 else np.zeros(0, dtype=np.uint64)
+
+
+def build_grams(texts: list[str]) -> np.ndarray:
+    """A filter of all runs of five characters that come three times."""
+    found = [lang.gram_numbers(view.codes)[0] for view in map(TextView, texts) if view.text]
+    numbers, count = np.unique(np.concatenate(found), return_counts=True)
+    return build_filter("grams", numbers[count >= 3])
+
+
+def build_filter(name: str, numbers: np.ndarray) -> np.ndarray:
+    kept = np.unique(numbers)
+    bits = np.zeros(lang.FILTER_BITS, dtype=bool)
+    bits[lang.filter_bits(kept).ravel().astype(np.int64)] = True
+    print(f"{len(kept):,} {name}, {bits.mean():.2f} of the bits set")
+    return np.packbits(bits, bitorder="little")
 
 
 def to_bytes(bits: np.ndarray) -> np.ndarray:

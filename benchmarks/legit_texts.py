@@ -120,7 +120,7 @@ def translations(dense: int = 1) -> Iterator[Legit]:
     for path in sorted(Path("/usr/share/locale").glob("*/LC_MESSAGES/*.mo")):
         if path.stat().st_size < 8000 or int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % 6 >= dense:
             continue
-        with contextlib.suppress(OSError, UnicodeDecodeError, ValueError), path.open("rb") as file:
+        with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, IndexError), path.open("rb") as file:
             catalogue = gettext.GNUTranslations(file)
             strings = [s for key, s in catalogue._catalog.items() if key and len(s) > 30]  # type: ignore[attr-defined]
             yield from chunks(

@@ -1,13 +1,15 @@
 """A small statistical picture of well-formed text: which characters, letters and words follow one another.
 
-Three tables, built once from free text by `benchmarks/build_language_tables.py` and shipped compressed:
+Three tables and three sets, built once from free text by `benchmarks/build_language_tables.py` and shipped compressed:
 
 - `shapes`: −log2 P(class of a character | the classes of the two before it), over every kind of text (prose,
   code, data, many scripts). Letters count by script and case only, so that no language is strange.
 - `letters`: −log2 P(letter | the three before it in the word), Latin letters without their accents.
 - `syntax`: log2 P(b | a) / P(b) for classes of neighbouring English words: above 0 if b likes to follow a.
+- Bloom filters of English words, of `pairs` of neighbouring words and marks, and of runs of five characters (`grams`)
+  that well-formed English, code or data hold.
 
-And a Bloom filter of English words. Everything is an array lookup, linear in the text.
+Everything is an array lookup, linear in the text.
 """
 
 from __future__ import annotations
@@ -48,6 +50,12 @@ LETTERS = 28
 EDGE, FOREIGN = 26, 27
 BLOOM_BITS = 2**19
 BLOOM_HASHES = 4
+FILTER_BITS = 2**22
+FILTER_HASHES = 3
+"""Size and hashes of the filters of pairs and of grams."""
+GRAM = 5
+_ODD, _ODD_2, _ODD_3 = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xBF58476D1CE4E5B9
+"""Odd numbers without a pattern, for hashing."""
 
 _SUFFIXES = (
     "ly", "ing", "ed", "tion", "ment", "ness", "ity", "able", "ive", "ous", "ful", "al", "er", "or", "est", "s",
@@ -79,6 +87,13 @@ class Tables:
     syntax: NDArray[np.float32]
     """(word classes, word classes)"""
     bloom: NDArray[np.uint8]
+    pairs: NDArray[np.uint8]
+    grams: NDArray[np.uint8]
+
+
+def mark_class(mark: str) -> int:
+    """The character class of an ASCII mark."""
+    return FIRST_MARK + _MARKS.index(mark)
 
 
 @cache
@@ -86,12 +101,17 @@ def tables() -> Tables:
     """The tables, read once."""
     import numpy as np
 
-    with resources.files("assay.coherence.data").joinpath(TABLES).open("rb") as file, np.load(file) as stored:
+    with (
+        resources.files("assay.coherence.data").joinpath(TABLES).open("rb") as file,
+        np.load(file) as stored,
+    ):
         return Tables(
             shapes=stored["shapes"].astype(np.float32) / BITS_STEP,
             letters=stored["letters"].astype(np.float32) / BITS_STEP,
             syntax=stored["syntax"].astype(np.float32) / BITS_STEP,
             bloom=stored["bloom"],
+            pairs=stored["pairs"],
+            grams=stored["grams"],
         )
 
 
@@ -115,6 +135,62 @@ def bloom_bits(word: str) -> list[int]:
     data = word.encode("utf-8", "replace")
     first, second = zlib.crc32(data), zlib.adler32(data[::-1] + b"#") * 0x9E3779B1 | 1
     return [(first + i * second) % BLOOM_BITS for i in range(BLOOM_HASHES)]
+
+
+def word_keys(words: Sequence[str]) -> NDArray[np.uint64]:
+    """A number for every token, alike for a word in any case, and for all numbers."""
+    import numpy as np
+
+    plain = ("0" if w[0].isdigit() else w.lower() for w in words)
+    return np.array([zlib.crc32(w.encode("utf-8", "replace")) for w in plain], dtype=np.uint64)
+
+
+def pair_numbers(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A number for every pair of neighbours, shape (len(keys) − 1,)."""
+    import numpy as np
+
+    numbers: NDArray[np.uint64] = keys[:-1] * np.uint64(_ODD) + keys[1:] * np.uint64(_ODD_2)
+    return numbers
+
+
+def gram_numbers(
+    codes: NDArray[np.uint32],
+) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+    """A number for every run of `GRAM` characters, and the place of its last one; rows of equal blanks count as one.
+
+    Letters are alike in any case and with any accent, those of other scripts and digits by class.
+    """
+    import numpy as np
+
+    symbols = mapped(codes, _symbol).astype(np.uint64)
+    kept = np.concatenate(([True], (symbols[1:] != symbols[:-1]) | (symbols[1:] > BREAK)))[: len(symbols)]
+    symbols, places = symbols[kept], np.flatnonzero(kept)
+    count = max(0, len(symbols) - GRAM + 1)
+    numbers = np.zeros(count, dtype=np.uint64)
+    for k in range(GRAM):
+        numbers = numbers * np.uint64(256) + symbols[k : count + k]
+    return numbers * np.uint64(_ODD), places[GRAM - 1 :]
+
+
+def filter_bits(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The bits of every number in a filter, shape (len(numbers), FILTER_HASHES)."""
+    import numpy as np
+
+    mixed = numbers ^ (numbers >> np.uint64(29))
+    mixed *= np.uint64(_ODD_3)
+    step = (mixed >> np.uint64(32)) | np.uint64(1)
+    nth = np.arange(FILTER_HASHES, dtype=np.uint64)
+    bits: NDArray[np.uint64] = (mixed[:, None] + nth * step[:, None]) % np.uint64(FILTER_BITS)
+    return bits
+
+
+def is_in(numbers: NDArray[np.uint64], filter_: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """For every number whether it is in a filter (some 2 % of all others pass too)."""
+    import numpy as np
+
+    bits = filter_bits(numbers)
+    set_ = filter_[(bits >> np.uint64(3)).astype(np.int64)] >> (bits & np.uint64(7)).astype(np.uint8) & 1
+    return np.asarray(set_.all(axis=1), dtype=bool)
 
 
 def word_class(word: str, known: bool) -> int:
@@ -171,3 +247,13 @@ def _letter(char: str) -> int:
     if "a" <= base <= "z":
         return ord(base) - ord("a")
     return FOREIGN if char.isalpha() else EDGE
+
+
+@cache
+def _symbol(char: str) -> int:
+    """A character as a byte: Latin letters by name, everything else by class."""
+    kind = _character_class(char)
+    if kind not in (LOWER, UPPER, LOWER_LATIN, UPPER_LATIN):
+        return kind
+    letter = _letter(char)
+    return 128 + (ord("a") + letter if letter < EDGE else 127)

@@ -5,7 +5,9 @@ Each window gets a score, the log-odds of boosted trees on the measures of `wind
 synthetic salads, never on what the benchmark reports (docs/methods/degeneration.md). A measure that can only speak
 for salad, such as strange letters, can only raise the score (monotone constraints), so that a text stranger than any
 seen is not acquitted.
-One bad window may be a strange list; a salad is a stretch of them, or a whole short text.
+
+One window may be a strange list; a salad goes on. So windows of two lengths are averaged over a stretch, and the longer
+the stretch (or if it is the whole of a short text), the lower the mean score that makes it a salad.
 """
 
 from __future__ import annotations
@@ -25,13 +27,17 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MODEL = "salad_trees.npz"
-SCALES = ((64, 16), (24, 8))
+COARSE, FINE = (64, 16), (24, 8)
+SCALES = (COARSE, FINE)
 """Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
 ROWS = 128
 """Windows that go through the trees together."""
-LIMITS = {64: (2.9, 2, 4.0), 24: (3.5, 3, 5.5)}
-"""For each scale: the log-odds from which a window counts, how many such windows in a row make a salad, and the
-log-odds that one window needs in a text that holds no more of them."""
+STRETCHES = ((20, 1.0), (10, 2.0))
+"""Fine windows in a row, and the mean log-odds above which they are a salad."""
+SHORT, SHORT_LIMIT = 6, 2.5
+"""A text of fewer fine windows needs more."""
+PATIENCE, STEP = 64, 0.25
+"""The more windows, the more strange ones by chance: every doubling past so many asks for so much more."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,16 @@ def trees(window: int) -> Trees:
     """The shipped trees for windows of so many tokens."""
     import numpy as np
 
-    with resources.files("assay.coherence.data").joinpath(MODEL).open("rb") as file, np.load(file) as stored:
+    with (
+        resources.files("assay.coherence.data").joinpath(MODEL).open("rb") as file,
+        np.load(file) as stored,
+    ):
         names = ("roots", "feature", "threshold", "left", "right", "value")
         table = {name: stored[f"{name}_{window}"] for name in names}
         return Trees(
-            **table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"])
+            **table,
+            baseline=float(stored[f"baseline_{window}"]),
+            depth=int(stored[f"depth_{window}"]),
         )
 
 
@@ -70,7 +81,10 @@ def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
     parts = []
     for first in range(0, len(values), ROWS):
         rows = np.ascontiguousarray(values[first : first + ROWS])
-        flat, row = rows.ravel(), (np.arange(len(rows), dtype=np.int32) * rows.shape[1])[:, None]
+        flat, row = (
+            rows.ravel(),
+            (np.arange(len(rows), dtype=np.int32) * rows.shape[1])[:, None],
+        )
         node = np.broadcast_to(model.roots, (len(rows), len(model.roots)))
         for _ in range(model.depth):
             goes_right = flat.take(row + model.feature.take(node)) > model.threshold.take(node)
@@ -80,48 +94,51 @@ def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
 
 
 def detect(view: TextView) -> Detection | None:
-    """The first stretch of salad, at either scale."""
+    """The first stretch of salad."""
+    import numpy as np
+
     sums = windows.running_sums(view)
     if sums is None:
         return None
-    found = [
-        d
-        for window, stride in SCALES
-        if (d := _in_windows(windows.measure(view, sums, window, stride), window))
-    ]
-    return min(found, key=lambda d: d.onset, default=None)
+    fine = windows.measure(view, sums, *FINE)
+    coarse = windows.measure(view, sums, *COARSE)
+    # Every fine window is seen together with the coarse one that begins at or before it.
+    around = np.searchsorted(coarse.first_token, fine.first_token, side="right") - 1
+    score = (scores(fine.values, trees(FINE[0])) + scores(coarse.values, trees(COARSE[0]))[around]) / 2
+    more = STEP * max(0.0, float(np.log2(len(score) / PATIENCE)))
+    found = [s for length, limit in STRETCHES if (s := _stretch(score, length, limit + more))]
+    return _detection(fine, score, *min(found)) if found else None
 
 
-def _in_windows(measured: windows.Windows, window: int) -> Detection | None:
+def _stretch(score: NDArray[np.float64], length: int, limit: float) -> tuple[int, int] | None:
+    """First and end of the windows of the first stretches whose mean is above the limit; a shorter text is one."""
     import numpy as np
 
-    score = scores(measured.values, trees(window))
-    limit, stretch, lone_limit = LIMITS[window]
-    # The more windows, the more strange ones by chance: every doubling past 64 asks for one more in a row.
-    stretch += max(0, (len(score) // 64).bit_length() - 1) if len(score) >= 128 else 0
-    lone = len(score) < stretch
-    starts, ends = true_stretches(score > (lone_limit if lone else limit))
-    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        if end - first >= (1 if lone else stretch):
-            while first > 0 and score[first - 1] > 0:  # it began where salad became the likelier
-                first -= 1
-            worst = first + int(np.argmax(score[first:end]))
-            measures = dict(zip(windows.FEATURES, measured.values[worst].round(3).tolist(), strict=True))
-            evidence = {
-                "log_odds": round(float(score[worst]), 2),
-                "window_tokens": window,
-                "windows": end - first,
-            }
-            # The first windows overlap what came before: the salad begins about where the first one is half full.
-            onset = (
-                int(measured.start[first])
-                if first == 0
-                else int(measured.start[first] + measured.end[first]) // 2
-            )
-            return Detection(
-                kind_of(measures), onset, int(measured.end[end - 1]), evidence | _telling(measures)
-            )
-    return None
+    length = min(length, len(score))
+    sums = np.concatenate(([0.0], np.cumsum(score)))
+    starts, ends = true_stretches((sums[length:] - sums[:-length]) / length > limit)
+    return (int(starts[0]), int(ends[0]) + length - 1) if len(starts) else None
+
+
+def _detection(fine: windows.Windows, score: NDArray[np.float64], first: int, end: int) -> Detection:
+    """The salad in the windows [first, end), without the sane ones at its beginning."""
+    import numpy as np
+
+    # Where the sum of what follows is largest, salad became the likelier.
+    before = np.concatenate(([0.0], np.cumsum(score[first:end])))[:-1]
+    first += int(np.argmin(before))
+    while first > 0 and score[first - 1] > 0:
+        first -= 1
+    worst = first + int(np.argmax(score[first:end]))
+    measures = dict(zip(windows.FEATURES, fine.values[worst].round(3).tolist(), strict=True))
+    evidence = {
+        "log_odds": round(float(score[worst]), 2),
+        "mean_log_odds": round(float(score[first:end].mean()), 2),
+        "windows": end - first,
+    }
+    # The first windows overlap what came before: the salad begins about where the first one is half full.
+    onset = int(fine.start[0]) if first == 0 else int(fine.start[first] + fine.end[first]) // 2
+    return Detection(kind_of(measures), onset, int(fine.end[end - 1]), evidence | _telling(measures))
 
 
 def kind_of(measures: dict[str, float]) -> str:
@@ -140,5 +157,7 @@ def kind_of(measures: dict[str, float]) -> str:
 
 
 def _telling(measures: dict[str, float]) -> dict[str, float]:
-    names = ("shape", "letters", "odd_words", "known", "function", "syntax", "repeats")
+    names = (
+        "shape", "letters", "odd_words", "known", "known_pairs", "known_grams", "function", "syntax", "repeats",
+    )  # fmt: skip
     return {name: measures[name] for name in names}
