@@ -1,6 +1,7 @@
 """Run by a Python that has vLLM: codecs in its cache, with a real model; prints what was measured as JSON.
 
-Usage: python kv_vllm_inside.py CHECKPOINT TENSORS, a safetensors file for `streams_of`.
+Usage: python kv_vllm_inside.py CHECKPOINT TENSORS OUT; TENSORS is a safetensors file for `streams_of`, OUT gets what a
+calibration captures.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from safetensors.torch import load_file
 from assay.engines.scoring import HookSpec, ScoreJob, Window
 from assay.engines.vllm.scorer import VllmScorer
 from assay.engines.vllm.steps import Rewrite
+from assay.engines.vllm.wire import save_tensors
 from assay.fidelity.metrics import window_statistics
 from assay.kv.accounting import measured_bytes
 from assay.kv.codec import Samples, Site
 from assay.kv.hooks import HookPlan, hook_spec, path_of
+from assay.kv.in_vllm.capture import capture_in_vllm
 from assay.kv.in_vllm.hook import VllmCodecHook
 from assay.kv.spec import parse_recipe
 
@@ -94,7 +97,7 @@ def peek(**config: Any) -> Peek:
     return Peek(HookPlan.from_config(config))
 
 
-def measure(checkpoint: str) -> dict[str, Any]:
+def measure(checkpoint: str, out: Path) -> dict[str, Any]:
     """Everything, with one engine."""
     options = f"max_model_len=128&max_num_batched_tokens={COUNT * LENGTH}&kv_cache_gib=0.1"
     engine = VllmScorer.load(f"vllm:{checkpoint}?{options}")
@@ -122,10 +125,13 @@ def measure(checkpoint: str) -> dict[str, Any]:
         hook = HookSpec("kv_vllm_inside:peek", asked.hook.config if asked.hook else {})
         list(engine.score_windows(windows[:2], ScoreJob(asked.path, asked.scored_from, batch=2, hook=hook)))
         found[f"cache {codec}"] = dict(Peek.found)
+    captured, cache = capture_in_vllm(engine, windows, tokens=COUNT * 20, batch=COUNT)
+    save_tensors(out, captured)
+    found["cache"] = cache
     engine.close()
     return found
 
 
 if __name__ == "__main__":
     streams = streams_of(Path(sys.argv[2]))
-    print(json.dumps(measure(sys.argv[1]) | {"streams": streams}))
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[3])) | {"streams": streams}))

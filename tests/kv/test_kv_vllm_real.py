@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import assay  # noqa: E402
 from assay.demo.vllm_env import vllm_python  # noqa: E402
 from assay.engines.hf.scorer import HfScorer  # noqa: E402
 from assay.engines.scoring import Window  # noqa: E402
+from assay.kv.capture import capture  # noqa: E402
+from assay.kv.model import cache_shape  # noqa: E402
 from kv.kv_vllm_inside import HADAMARD, LENGTH, job, kl, streams_of  # noqa: E402
 
 pytestmark = pytest.mark.engine
@@ -50,12 +53,20 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def inside(smollm2: Path, tensors: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `kv_vllm_inside.py` leaves what it captured."""
+    return tmp_path_factory.mktemp("captured") / "samples.safetensors"
+
+
+@pytest.fixture(scope="module")
+def inside(
+    smollm2: Path, tensors: Path, captured: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """What `kv_vllm_inside.py` measured."""
     alone = tmp_path_factory.mktemp("path")
     (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
     done = subprocess.run(
-        [str(vllm_python()), str(Path(__file__).parent / "kv_vllm_inside.py"), str(smollm2), str(tensors)],
+        [vllm_python(), Path(__file__).parent / "kv_vllm_inside.py", smollm2, tensors, captured],
         env={**os.environ, "PYTHONPATH": str(alone), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -98,14 +109,41 @@ def test_decode_reads_a_cache_that_holds_reconstructions(inside: dict[str, Any])
         assert inside[f"cache {codec}"] == {"coded": True, "exact": False}
 
 
-def test_a_codec_costs_what_it_costs_in_transformers(inside: dict[str, Any], smollm2: Path) -> None:
-    engine = HfScorer.load(f"hf:{smollm2}")
-    windows = [Window(i, tuple(tokens)) for i, tokens in enumerate(inside["windows"])]
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[HfScorer]:
+    opened = HfScorer.load(f"hf:{smollm2}")
+    yield opened
+    opened.close()
+
+
+def windows(inside: dict[str, Any]) -> list[Window]:
+    return [Window(i, tuple(tokens)) for i, tokens in enumerate(inside["windows"])]
+
+
+def test_a_codec_costs_what_it_costs_in_transformers(inside: dict[str, Any], engine: HfScorer) -> None:
     for mode in ("inforward", "decode"):
-        plain = list(engine.score_windows(windows, job("hf", mode, None)))
-        coded = kl(plain, list(engine.score_windows(windows, job("hf", mode, HADAMARD))))
+        plain = list(engine.score_windows(windows(inside), job("hf", mode, None)))
+        coded = kl(plain, list(engine.score_windows(windows(inside), job("hf", mode, HADAMARD))))
         assert inside[f"{mode} {HADAMARD}"]["mean"] == pytest.approx(coded["mean"], rel=0.3), mode
-    engine.close()
+
+
+def test_a_calibration_captures_what_one_of_transformers_does(
+    inside: dict[str, Any], captured: Path, engine: HfScorer
+) -> None:
+    from safetensors.torch import load_file
+
+    shape = cache_shape(engine.engine.model)
+    assert inside["cache"] == json.loads(json.dumps(shape.to_json()))
+    found = load_file(captured)
+    wanted = capture(engine, windows(inside), shape, tokens=6 * 20, batch=6)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert found[name].shape == tensor.shape, name
+        if name == "positions" or name.endswith("gram"):
+            assert torch.equal(found[name], tensor), name
+        else:  # bf16 through up to 30 layers
+            error = (found[name].float() - tensor.float()).norm() / tensor.float().norm()
+            assert error < (0.01 if name.startswith("layer_0_") else 0.05), (name, float(error))
 
 
 def test_modes_and_bytes_are_in_order(inside: dict[str, Any]) -> None:

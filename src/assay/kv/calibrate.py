@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.scoring import ScoringEngine, Window
 from assay.environment import describe
 from assay.errors import UsageError
 from assay.kv.calibration import Calibration, write_calibration
 from assay.kv.capture import capture
-from assay.kv.session import session
+from assay.kv.model import cache_shape
+from assay.kv.session import scoring
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -38,14 +46,12 @@ class CalibrationPlan:
 
 def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROGRESS) -> Report:
     """Run the text through the model, and write one calibration file."""
-    with session(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
-        windows, text, shape = opened.windows, opened.text, opened.bench.shape
-        tensors = capture(
-            opened.scorer, windows, shape, tokens=plan.tokens, batch=plan.batch, progress=progress
-        )
-        engine = opened.scorer.describe()
+    with scoring(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
+        windows, text = opened.windows, opened.text
+        tensors, cache = _captured(opened.engine, windows, plan, progress)
+        engine = opened.engine.describe()
     provenance = {
-        "cache": shape.to_json(),
+        "cache": cache,
         "engine": engine,
         "text": text,
         "windows": [w.sha256 for w in windows],
@@ -66,3 +72,16 @@ def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROG
         ],
         summary=f"give it to codecs with --calibration {out}",
     )
+
+
+def _captured(
+    engine: ScoringEngine, windows: Sequence[Window], plan: CalibrationPlan, progress: Progress
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of the file and the shape of the cache, from either engine."""
+    if isinstance(engine, HfScorer):
+        shape = cache_shape(engine.engine.model)
+        tensors = capture(engine, windows, shape, tokens=plan.tokens, batch=plan.batch, progress=progress)
+        return tensors, shape.to_json()
+    from assay.kv.in_vllm.capture import capture_in_vllm
+
+    return capture_in_vllm(engine, windows, tokens=plan.tokens, batch=plan.batch, progress=progress)

@@ -71,7 +71,7 @@ class Calibration:
         plain = self.tensors.get(f"layer_{layer}_sigma")
         if found is not None or plain is None or before_rope or rotary is None:
             return plain if found is None else found
-        from assay.kv.capture import averaged
+        from assay.kv.samples import averaged
 
         return averaged(plain.float(), rotary, layer, rotary.at(layer, 0, _POSITIONS).cos.shape[0])
 

@@ -84,7 +84,7 @@ def session(
     spec = engine_spec(model)
     if not spec.startswith("hf:"):
         raise UsageError(
-            f"{spec.partition(':')[0]}: is for `assay kv eval` and `assay gap`; this command takes models of transformers",
+            f"{spec.partition(':')[0]}: is for `assay kv eval`, `calibrate` and `assay gap`; this command takes models of transformers",
             remedy="write hf:MODEL",
             finding_id="kv.usage",
         )

@@ -44,7 +44,7 @@ class VllmCodecHook:
         """Fit the coders to the model; AssayError for a model whose cache they do not fit."""
         self._context = context
         self._shape = shape = cache_shape(model)
-        _check(shape, context)
+        check_cache(shape, context)
         serving = context.steps.serving
         if serving and self.mode is Mode.SNAPSHOT:
             raise AssayError(
@@ -173,7 +173,7 @@ def for_vllm(**config: Any) -> VllmCodecHook:
     return VllmCodecHook(HookPlan.from_config(config))
 
 
-def _check(shape: CacheShape, context: HookContext) -> None:
+def check_cache(shape: CacheShape, context: HookContext) -> None:
     """AssayError for caches that coders of whole tokens do not fit."""
     for layer, module in context.attentions.items():
         attention = module.attn
