@@ -8,7 +8,17 @@ from typing import Annotated
 import typer
 
 from assay.cli import kv_diagnose, kv_import, kv_noise, kv_serve, kv_sweep
-from assay.cli.kv_options import Batch, Calibration, CodecSpec, Length, Model, Text, Windows, layers_of
+from assay.cli.kv_options import (
+    AnyModel,
+    Batch,
+    Calibration,
+    CodecSpec,
+    Length,
+    Model,
+    Text,
+    Windows,
+    layers_of,
+)
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -37,7 +47,7 @@ def list_codecs() -> Report:
 @app.command("eval")
 @verb("kv eval")
 def evaluate(
-    model: Model,
+    model: AnyModel,
     codec: CodecSpec,
     mode: Annotated[str, typer.Option(help="decode (what serving does), inforward or snapshot.")] = "decode",
     stream: Annotated[str, typer.Option(help="kv, k or v; the other stays exact.")] = "kv",
@@ -89,7 +99,7 @@ def evaluate(
 @app.command("calibrate")
 @verb("kv calibrate")
 def calibrate(
-    model: Model,
+    model: AnyModel,
     out: Annotated[Path, typer.Option(help="File that is written.")],
     text: Text = None,
     windows: Windows = 32,

@@ -8,6 +8,9 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str, typer.Argument(help="hf:MODEL or a folder, with options after '?'.")]
+AnyModel = Annotated[
+    str, typer.Argument(help="hf:MODEL (or a folder) or vllm:MODEL, with options after '?'.")
+]
 CodecSpec = Annotated[str, typer.Option("--codec", help="SPEC, such as sinks(n=4)+hadamard(bits=4).")]
 Text = Annotated[list[str] | None, typer.Option(help="File, glob, FILE.jsonl or datasets:NAME.")]
 Calibration = Annotated[Path | None, typer.Option(help="File of `assay kv calibrate`.")]
