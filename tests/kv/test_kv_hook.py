@@ -178,6 +178,36 @@ def test_inforward_and_snapshot_differ_from_each_other_and_from_the_truth() -> N
     assert not torch.allclose(inforward, snapshot, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", [ScoringPath.CHUNKED, ScoringPath.DECODE])
+@pytest.mark.parametrize("mode", [Mode.INFORWARD, Mode.SNAPSHOT])
+def test_other_paths_code_the_same_tokens(mode: Mode, path: ScoringPath) -> None:
+    """Sinks and codes that come as each token does make no difference between one step and many."""
+    net = model()
+    coders = everywhere(Rounding(step=0.3, exact_first=3))
+    whole, _ = states(net, mode, coders, scored_from=6)
+    hook = CodecHook(coders, mode, LENGTH)
+    job = ScoreJob(path, scored_from=6, chunk=7, batch=2)
+    with hook.attach(net):
+        cut = torch.stack([s for _, s in window_states(net, windows(), job, hook)])
+    torch.testing.assert_close(whole, cut, atol=1e-4, rtol=1e-3)
+
+
+def test_a_block_that_a_step_completes_is_coded_before_the_step_reads_it() -> None:
+    """In the last layer, whose input no codec changes, the last token reads the same cache however its tokens came."""
+    net = model()
+    coders = {(LAYERS - 1, s): Rounding(step=0.3, granularity=13) for s in "kv"}  # 39 tokens are three blocks
+    whole, _ = states(net, Mode.INFORWARD, coders, scored_from=LENGTH - 1)
+    hook = CodecHook(coders, Mode.INFORWARD, LENGTH)
+    job = ScoreJob(ScoringPath.CHUNKED, scored_from=6, chunk=17, batch=2)
+    with hook.attach(net):
+        cut = torch.stack([s for _, s in window_states(net, windows(), job, hook)])
+    assert hook.engagement().fires == 2 * 2 * 2  # blocks are completed in two of three steps, in two batches
+    torch.testing.assert_close(whole[:, -1], cut[:, -1], atol=1e-4, rtol=1e-3)
+    assert not torch.allclose(
+        cut[:, 0], states(net, Mode.INFORWARD, coders, scored_from=6)[0][:, 0], atol=1e-4
+    )
+
+
 def test_with_one_layer_inforward_and_snapshot_are_the_same() -> None:
     """Nothing can build up where only the first layer is coded."""
     net = model()

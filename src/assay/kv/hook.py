@@ -80,7 +80,9 @@ class CodecHook:
         return self._cache
 
     def after_prefix(self, cache: Any) -> None:
-        """Replace what the prefix left in the cache; from here on new tokens are coded."""
+        """*decode*: replace what the prefix left in the cache; from here on new tokens are coded."""
+        if self.mode is not Mode.DECODE:
+            return
         self._armed = True
         for index, layer in enumerate(cache.layers):
             if layer.is_initialized:
@@ -116,13 +118,18 @@ class CodecHook:
                 return new
             self._fire(track)
             return track.code(position, position + new.shape[-2])
-        end = position + new.shape[-2]
-        lo, hi = track.whole_blocks(end)
-        if hi <= lo:
-            return new
-        self._fire(track)
+        end, snapshot = position + new.shape[-2], self.mode is Mode.SNAPSHOT
+        # What snapshot puts in place of a token depends on all tokens of its window.
+        lo, hi = track.whole_blocks(track.length) if snapshot else track.next_blocks(end)
         changed = track.exact[..., position:end, :].clone()
-        changed[..., lo - position :, :][..., : hi - lo, :] = track.code(lo, hi)
+        if lo < hi:
+            self._fire(track)
+            result = track.code(lo, hi)
+            first, last = max(lo, position), min(hi, end)
+            if first < last:
+                changed[..., first - position : last - position, :] = result[..., first - lo : last - lo, :]
+            if not snapshot and lo < position:
+                self._hold(self._cache.layers[track.key[0]], track.key[1], lo, min(hi, position), result)
         return changed
 
     def _code_ready(self, index: int, layer: Any, end: int) -> None:
@@ -135,12 +142,16 @@ class CodecHook:
             if hi <= lo:
                 continue
             self._fire(track)
-            result = track.code(lo, hi)
-            held, start = (layer.keys if stream == "k" else layer.values), kept_from(layer)
-            # A sliding layer may have let go of the start of a block.
-            visible = max(lo, start)
-            if visible < hi:
-                held[..., visible - start : hi - start, :] = result[..., visible - lo :, :]
+            self._hold(layer, stream, lo, hi, track.code(lo, hi))
+
+    @staticmethod
+    def _hold(layer: Any, stream: str, lo: int, hi: int, result: torch.Tensor) -> None:
+        """Put positions lo … hi − 1 of `result`, which begins at `lo`, in place of what a layer holds of them."""
+        held, start = (layer.keys if stream == "k" else layer.values), kept_from(layer)
+        # A sliding layer may have let go of the start of a block.
+        visible = max(lo, start)
+        if visible < hi:
+            held[..., visible - start : hi - start, :] = result[..., visible - lo : hi - lo, :]
 
     def _track(self, layer: int, stream: str) -> Track:
         key = (layer, stream)
