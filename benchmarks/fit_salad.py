@@ -35,7 +35,7 @@ OUT = Path(salad.__file__).parent.parent / "data" / salad.MODEL
 
 DENSE, DENSER = 4, 10
 """Chunks of each source for one of the benchmark: false alarms need more text to be told apart than salads, those of other
-languages most."""
+languages and of what programs print most."""
 MOST_WINDOWS = 8
 """Windows of one text, drawn at random: more of them say little new."""
 
@@ -50,10 +50,12 @@ DIRECTION = {
 def main() -> None:
     legit = [item for item in legitimate() if is_tune(item.source)]
     outputs = [o for o in broken() if is_tune(o.source)]
-    good = [item.text for item in fit_texts()]
-    good += [o.text for o in outputs if o.label == "ok"] * 4
-    bad = [text for _, text in salads(legit, count=1800)]
-    bad += [o.text for o in outputs if o.label == "salad"] * 20  # real ones are fewer, and what it is about
+    good = [(item.text, 1.0) for item in fit_texts()]
+    good += [(o.text, 4.0) for o in outputs if o.label == "ok"]
+    bad = [(text, 1.0) for _, text in salads(legit, count=1800)]
+    bad += [
+        (o.text, 20.0) for o in outputs if o.label == "salad"
+    ]  # real ones are fewer, and what it is about
     tables = {}
     for window, stride in salad.SCALES:
         print(f"windows of {window} tokens")
@@ -64,14 +66,16 @@ def main() -> None:
 
 def fit_texts() -> list[Legit]:
     """Legitimate chunks of the tune half, none of a source on which the tables were counted."""
-    counted = [item for source in (topics, stdlib, generated) for item in source(DENSE)] + list(udhr(DENSER))
+    counted = [*topics(DENSE), *stdlib(DENSE), *generated(DENSER), *udhr(DENSER)]
     others = [*wikitext(DENSE), *translations(DENSER), *repetitive()]
     kept = [i for i in counted if is_tune(i.source) and not is_table(i.source)]
     kept += [i for i in others if is_tune(i.source)]
     return list({item.text: item for item in kept}.values())
 
 
-def fit_scale(good: list[str], bad: list[str], window: int, stride: int) -> dict[str, np.ndarray]:
+def fit_scale(
+    good: list[tuple[str, float]], bad: list[tuple[str, float]], window: int, stride: int
+) -> dict[str, np.ndarray]:
     x0, w0 = stacked(good, window, stride)
     x1, w1 = stacked(bad, window, stride)
     model = HistGradientBoostingClassifier(
@@ -130,18 +134,18 @@ def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
     }
 
 
-def stacked(texts: list[str], window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
-    """Measures of all windows of all texts, and weights by which a long text counts less than its windows."""
+def stacked(texts: list[tuple[str, float]], window: int, stride: int) -> tuple[np.ndarray, np.ndarray]:
+    """Measures of windows of all texts, and their weights: a long text counts less than its windows."""
     rng = np.random.default_rng(0)
     found, weights = [], []
-    for text in texts:
+    for text, weight in texts:
         view = TextView(text)
         sums = windows.running_sums(view)
         if sums is not None:
             values = windows.measure(view, sums, window, stride).values
             kept = rng.permutation(len(values))[:MOST_WINDOWS]
             found.append(values[kept])
-            weights.append(np.full(len(kept), len(values) ** -0.5))
+            weights.append(np.full(len(kept), weight * len(values) ** -0.5))
     return np.concatenate(found), np.concatenate(weights)
 
 

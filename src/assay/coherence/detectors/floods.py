@@ -96,10 +96,8 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
     if not _BLOCK_LINE.fullmatch(line.strip()):
         return False
     if view.text[start] == "A" and end - start == line_end - line_start <= 76:  # zeros in base64
-        return (
-            view.text[line_start - end + start - 1 : line_start - 1] == line
-            or view.text[line_end + 1 : 2 * line_end - line_start + 1] == line
-        )
+        after = view.text[line_end + 1 : 2 * line_end - line_start + 1].rstrip()
+        return view.text[line_start - end + start - 1 : line_start - 1] == line or set(after) == {"A"}
     neighbours = (view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text))))
     # A flood that a line break cuts into equal lines has nothing else in its neighbours either.
     return any(b - a == line_end - line_start and len(set(view.text[a:b])) > 4 for a, b in neighbours)

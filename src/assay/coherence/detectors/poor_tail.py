@@ -1,8 +1,9 @@
 """Floods of few characters: the end of a text gets along with two or three of them, blanks and line breaks between or not.
 
 `? ? ?` on lines of their own, `. , . . ,`, `$$'$$''$`: no run is long and no period fits. The entropy of the characters
-tells: prose has over 4 bits a character, code over 3.5. What is drawn (rules, boxes) or counted (numbers, hex dumps,
-DNA) has few as well, and is left alone.
+tells: prose has over 4 bits a character, code over 3.5. So does the share of the commonest one, whatever stands between:
+of prose every eighth is an `e`. What is drawn (rules, boxes) or counted (numbers, hex dumps, DNA) has few as well, and is
+left alone.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ CUT = ((80, 2.0), (48, 1.5))
 """Visible characters at the end of a text that the server cut, and the bits for each that a sane end has."""
 WHOLE = ((160, 1.7),)
 """The same where it ended or nothing is known."""
+CROWD, CROWDED = 200, 48
+"""Visible characters at the end, and how many of them there must be, of which one may make up no more than"""
+CUT_SHARE, WHOLE_SHARE = 0.4, 0.5
+"""so much."""
 LEAST = 24
 """A cut text with fewer visible characters says nothing."""
 MAIN_SHARE = 0.85
@@ -25,6 +30,8 @@ DRAWN_SHARE = 0.6
 """An end of which so much is drawn is a drawing."""
 _DRAWN = frozenset(".-=#_~+/\\|*·•‐‑–—―¯^<>[]")
 _COUNTED = frozenset(",:;")
+COUNTED_SHARE, BASES_SHARE = 0.3, 0.9
+"""Shares of digits in lists of numbers, and of bases in DNA (and of `A` in base64 of zeros)."""
 _BASES = frozenset("acgtun")
 REACH = 4000
 
@@ -39,7 +46,7 @@ def detect(view: TextView) -> Detection | None:
     else:
         looks = list(CUT) if len(visible) >= LEAST else []
     found = (_poor(view, visible[-size:], limit) for size, limit in looks)
-    return next((d for d in found if d), None)
+    return next((d for d in found if d), None) or _crowded(view, visible[-CROWD:])
 
 
 def _poor(view: TextView, end: str, limit: float) -> Detection | None:
@@ -52,6 +59,23 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
     onset = _onset(view, main)
     kind = "single_char_flood" if counts[0][1] > len(end) / 2 else "few_characters"
     return Detection(kind, onset, view.visible_end, {"chars": "".join(main), "bits": round(entropy, 2)})
+
+
+def _crowded(view: TextView, end: str) -> Detection | None:
+    """One character, no digit and no drawing, that makes up half of the end."""
+    if len(end) < CROWDED:
+        return None
+    char, count = Counter(end).most_common(1)[0]
+    if count < (CUT_SHARE if view.ending is Ending.CUT else WHOLE_SHARE) * len(end):
+        return None
+    numbers = sum(map(str.isdigit, end)) >= COUNTED_SHARE * len(end)
+    bases = sum(c in _BASES for c in end) >= BASES_SHARE * len(end)
+    if char.isdigit() or char in _DRAWN or (numbers and char in _COUNTED) or bases:
+        return None
+    onset = _onset(view, [char], CUT_SHARE)
+    return Detection(
+        "single_char_flood", onset, view.visible_end, {"char": char, "share": round(count / len(end), 2)}
+    )
 
 
 def _main(counts: list[tuple[str, int]], total: int) -> list[str]:
@@ -73,7 +97,7 @@ def _is_data(main: list[str]) -> bool:
     return main == ["a"] or (len(main) > 1 and _BASES.issuperset(main))
 
 
-def _onset(view: TextView, main: list[str]) -> int:
+def _onset(view: TextView, main: list[str], least: float = MAIN_SHARE) -> int:
     """Where the main characters take over, looking back from the end."""
     import numpy as np
 
@@ -83,5 +107,5 @@ def _onset(view: TextView, main: list[str]) -> int:
     visible = [i for i, c in enumerate(text) if not c.isspace()]
     is_main = np.array([text[i] in main for i in visible])
     share = np.cumsum(is_main[::-1]) / np.arange(1, len(is_main) + 1)
-    first = len(is_main) - 1 - int(np.flatnonzero((share >= MAIN_SHARE) & is_main[::-1])[-1])
+    first = len(is_main) - 1 - int(np.flatnonzero((share >= least) & is_main[::-1])[-1])
     return visible[first]

@@ -5,7 +5,8 @@ stretch of words has stood in the text before. So each run of a few tokens is lo
 long tail that is made of known runs alone is a fault. Data repeat their frame and not their content (records, log
 lines, getters), and refrains are short.
 
-Long runs prove more, short ones catch copies that change more: runs of four count in prose that the server cut.
+Long runs prove more, short ones catch copies that change more: runs of four count in prose that the server cut. What is
+said for the third time counts in code and markup as well.
 """
 
 from __future__ import annotations
@@ -42,9 +43,15 @@ class Recycled:
     """Share of marks among its tokens, at most."""
     code: bool = True
     """Whether code counts too, if it has few different tokens."""
+    times: int = 1
+    """How often each run must have stood before."""
 
 
-CUT = (Recycled(8, 80, 0.9), Recycled(4, 57, 0.85, letters=0.6, marks=0.3, code=False))
+CUT = (
+    Recycled(8, 80, 0.9),
+    Recycled(4, 57, 0.85, letters=0.6, marks=0.3, code=False),
+    Recycled(8, 50, 0.9, letters=0.35, marks=1.0, times=2),
+)
 """What counts where the server cut the text."""
 WHOLE = (Recycled(8, 200, 0.9, letters=0.6, marks=0.35, code=False),)
 """What counts where it ended or nothing is known."""
@@ -73,6 +80,8 @@ def _tail(view: TextView, ids: NDArray[np.int64], kind: Recycled) -> Detection |
         return None
     earlier = earlier_runs(ids, kind.gram)
     known = (earlier >= 0) & (np.arange(len(earlier)) - earlier <= REACH)
+    for _ in range(kind.times - 1):
+        known &= known[earlier]  # where there is none, `known` is false already
     share = np.cumsum(known[::-1]) / np.arange(1, len(known) + 1)
     long_enough = np.flatnonzero(share >= kind.known)
     runs = int(long_enough[-1]) + 1 if len(long_enough) else 0
