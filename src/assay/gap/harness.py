@@ -19,9 +19,9 @@ _SKIPPED = ("fidelity.not_engaged", "kv.unsupported", "kv.usage")
 def measure_harness(
     bench: Bench, corners: Corners, engine: str
 ) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Every mode, an identity as the control, keys or values alone, and the prefix alone, each against the engine without codec on the same path.
+    """Every mode, an identity as the control, keys or values alone, and the prefix alone.
 
-    The second object says why something was not measured.
+    Each against the engine without codec on the same path. The second object says why something was not measured.
     """
     plan = bench.plan
     # As the path has it, so that a mode which it has measured is not measured again.
