@@ -52,8 +52,9 @@ def streams_of(path: Path) -> dict[str, str]:
 def job(engine: str, mode: str, codec: str | None) -> ScoreJob:
     """How windows are scored with a codec, None for the exact cache."""
     hook = hook_spec(engine, codec=codec, mode=mode, length=LENGTH, measure_windows=1) if codec else None
-    first = LENGTH // 2 + 1 if mode == "decode" else 1
-    return ScoreJob(path_of(mode), scored_from=first, batch=COUNT - 2, hook=hook)
+    if mode == "decode":
+        return ScoreJob(path_of(mode), scored_from=LENGTH // 2 + 1, batch=COUNT, hook=hook)
+    return ScoreJob(path_of(mode), batch=COUNT - 2, hook=hook)
 
 
 def kl(reference: list[Any], candidate: list[Any]) -> dict[str, float]:
@@ -122,7 +123,7 @@ def measure(checkpoint: str, out: Path) -> dict[str, Any]:
         }
     for codec in (HADAMARD, f"prerope+{HADAMARD}"):
         asked = job("vllm", "decode", codec)
-        hook = HookSpec("kv_vllm_inside:peek", asked.hook.config if asked.hook else {})
+        hook = HookSpec(f"{__name__}:peek", asked.hook.config if asked.hook else {})
         list(engine.score_windows(windows[:2], ScoreJob(asked.path, asked.scored_from, batch=2, hook=hook)))
         found[f"cache {codec}"] = dict(Peek.found)
     captured, cache = capture_in_vllm(engine, windows, tokens=COUNT * 20, batch=COUNT)
