@@ -23,6 +23,8 @@ NEWLINE_LIMIT = 16
 BLANK_LIMIT = 256
 CUT_BLANKS = 32
 """Blanks that may stand at the end of a text that the server cut: code is rarely indented so far."""
+CUT_LOOK, CUT_VISIBLE = 240, 0.25
+"""Code points at the end of a text that the server cut, and the share of them that one must see."""
 CUT_LETTERS = 32
 """Equal letters that may stand there; zeros in base64 are `A`."""
 DOMINATED, DOMINANCE = 100, 0.75
@@ -173,4 +175,15 @@ def _blank_flood(view: TextView) -> Detection | None:
             return Detection(
                 "blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()}
             )
-    return None
+    return _mostly_blank(view)
+
+
+def _mostly_blank(view: TextView) -> Detection | None:
+    """Blanks and line breaks with hardly a word between them, up to the cut."""
+    end = view.text[-CUT_LOOK:]
+    visible = sum(not c.isspace() for c in end)
+    if view.ending is not Ending.CUT or 2 * len(end) < CUT_LOOK or not 0 < visible < CUT_VISIBLE * len(end):
+        return None
+    first = next(i for i, c in enumerate(end) if c.isspace())
+    onset = len(view.text) - len(end) + first
+    return Detection("blank_flood", onset, len(view.text), {"blanks": len(end) - visible})

@@ -8,6 +8,7 @@ left alone.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from math import log2
 
@@ -30,6 +31,8 @@ DRAWN_SHARE = 0.6
 """An end of which so much is drawn is a drawing."""
 _DRAWN = frozenset(".-=#_~+/\\|*·•‐‑–—―¯^<>[]")
 _COUNTED = frozenset(",:;")
+DRAWN_CROWD, DRAWN_RUN, RUNS_LOOK = 0.55, 3.0, 600
+"""A character of drawings is a flood at this share, in rows shorter than this on average over so many code points."""
 COUNTED_SHARE, BASES_SHARE = 0.3, 0.9
 """Shares of digits in lists of numbers, and of bases in DNA (and of `A` in base64 of zeros)."""
 _BASES = frozenset("acgtun")
@@ -62,20 +65,40 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
 
 
 def _crowded(view: TextView, end: str) -> Detection | None:
-    """One character, no digit and no drawing, that makes up half of the end."""
+    """One character that makes up half of the end, unless numbers or drawings do so by themselves."""
     if len(end) < CROWDED:
         return None
     char, count = Counter(end).most_common(1)[0]
-    if count < (CUT_SHARE if view.ending is Ending.CUT else WHOLE_SHARE) * len(end):
+    cut = view.ending is Ending.CUT
+    if count < (CUT_SHARE if cut else WHOLE_SHARE) * len(end):
         return None
     numbers = sum(map(str.isdigit, end)) >= COUNTED_SHARE * len(end)
     bases = sum(c in _BASES for c in end) >= BASES_SHARE * len(end)
-    if char.isdigit() or char in _DRAWN or (numbers and char in _COUNTED) or bases:
+    if char.isdigit():
+        flood = cut and count > len(end) / 2 and _digits_on_one_line(view)
+    elif char in _DRAWN:
+        flood = cut and count >= DRAWN_CROWD * len(end) and _mean_run(view, char) < DRAWN_RUN
+    else:
+        flood = not bases and not (numbers and char in _COUNTED)
+    if not flood:
         return None
     onset = _onset(view, [char], CUT_SHARE)
     return Detection(
         "single_char_flood", onset, view.visible_end, {"char": char, "share": round(count / len(end), 2)}
     )
+
+
+def _digits_on_one_line(view: TextView) -> bool:
+    """Whether the last line is a long row of digits, and no list: matrices and dumps have short lines."""
+    line = view.text[view.line_at(view.visible_end - 1)[0] : view.visible_end][-REACH:]
+    visible = "".join(line.split())
+    return len(visible) >= CROWDED and "|" not in visible and visible.count(",") < len(visible) / 10
+
+
+def _mean_run(view: TextView, char: str) -> float:
+    """How many of `char` stand in a row at the end, on average: rules, leaders and forms have long rows of them."""
+    runs = [len(run) for run in re.findall(f"{re.escape(char)}+", view.text[-RUNS_LOOK:])]
+    return sum(runs) / len(runs) if runs else 0.0
 
 
 def _main(counts: list[tuple[str, int]], total: int) -> list[str]:

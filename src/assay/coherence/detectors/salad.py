@@ -32,7 +32,7 @@ SCALES = (COARSE, FINE)
 """Window and stride in tokens: the long window sees grammar, the short one a salad between good sentences."""
 ROWS = 128
 """Windows that go through the trees together."""
-STRETCHES = ((20, 1.0), (10, 2.0))
+STRETCHES = ((20, 1.2), (10, 2.2))
 """Fine windows in a row, and the mean log-odds above which they are a salad."""
 SHORT, SHORT_LIMIT = 6, 2.5
 """A text of fewer fine windows needs more."""
