@@ -91,7 +91,7 @@ def main() -> None:
     with session(model, (arguments.text,), windows=WINDOWS, length=length, calibration=str(table)) as opened:
         if arguments.kl:
             lab = opened.lab(opened.windows, Mode.INFORWARD, 4)
-            for norm, variance, bits in itertools.product(NORMS, (1.0, 0.95), BITS):
+            for variance, bits, norm in itertools.product((1.0, 0.95), BITS, NORMS):
                 for q in (False, True):
                     texts = {
                         s: spec(s, bits, norm if s == "k" else "repaired", q and s == "k", variance, 256)
