@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,10 @@ def main() -> None:
         length=arguments.length,
         floors=False,
     )
-    stored = cache_dir("compare-exports") / f"{arguments.text.stem}-{arguments.windows}x{arguments.length}"
+    stored = (
+        cache_dir("compare-exports")
+        / f"{version('transformers')}-{arguments.text.stem}-{arguments.windows}x{arguments.length}"
+    )
     keep_reference(plan, stored, dtype="engine", form="assay", progress=show)
     document: dict[str, Any] = (
         json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": {}}
