@@ -74,8 +74,8 @@ def stub() -> Iterator[StubServer]:
         yield server
 
 
-def given_ids(shift: float) -> Any:
-    """vLLM's route for ids that the caller chooses."""
+def given_ids(shift: float, best: bool = False) -> Any:
+    """vLLM's route for ids that the caller chooses, and with `best` its own likeliest beside them."""
 
     def answer(e: Exchange) -> None:
         rows = e.body["sampling_params"]["prompt_logprob_token_ids"]
@@ -83,7 +83,16 @@ def given_ids(shift: float) -> Any:
         values = [[q[i] if i >= 0 else -np.inf for i in row] for row, q in zip(rows, logq, strict=True)]
         buffer = io.BytesIO()
         np.save(buffer, np.array(values, np.float32))
-        e.json({"prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()})
+        answer: dict[str, Any] = {"prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()}
+        if best and e.body["sampling_params"]["prompt_logprobs"] == 1:
+            own = [
+                {t: q[t], int(q.argmax()): q.max()}
+                for t, q in zip(e.body["token_ids"][1:], logq, strict=True)
+            ]
+            answer["prompt_logprobs"] = [None] + [
+                {str(t): {"logprob": float(v)} for t, v in row.items()} for row in own
+            ]
+        e.json(answer)
 
     return answer
 
@@ -303,6 +312,13 @@ class TestReport:
         assert top1["certain"] <= 100 * np.mean(same) <= top1["possible"]
         assert top1["lo"] <= top1["certain"] < top1["possible"] <= top1["hi"]
         assert results["engine"]["ids_chosen_by"] == "reference"
+        stub.on(TOKENS_IN, given_ids(0.8, best=True))
+        known = self.run(stub, monkeypatch, tmp_path, "?ids=3")["results"]
+        assert known["top1_pct"]["kind"] == "exact"
+        assert known["top1_pct"]["value"] == pytest.approx(100 * np.mean(same))
+        assert known["engine"]["ids_chosen_by"] == "reference"
+        assert results["kld"]["mean"] <= known["kld"]["mean"] <= exact_kl(0.8).mean()
+        stub.on(TOKENS_IN, given_ids(0.8))
         whole = self.run(stub, monkeypatch, tmp_path, f"?ids={VOCAB}")["results"]
         assert whole["top1_pct"]["kind"] == "exact"
         assert whole["top1_pct"]["value"] == pytest.approx(100 * np.mean(same))

@@ -16,7 +16,8 @@ def command(
     engine: Annotated[str, typer.Argument(help="hf:MODEL, vllm:MODEL or gguf:FILE, with options after '?'.")],
     out: Annotated[Path, typer.Option(help="Folder of the store, or file with --format llama.cpp.")],
     text: Annotated[
-        list[str] | None, typer.Option(help="File, glob, FILE.jsonl, datasets:NAME, or self; may be given again.")
+        list[str] | None,
+        typer.Option(help="File, glob, FILE.jsonl, datasets:NAME, or self; may be given again."),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Passages that are scored.")] = 64,
     length: Annotated[int, typer.Option(min=8, help="Tokens of a passage.")] = 1024,

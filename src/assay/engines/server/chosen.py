@@ -37,15 +37,18 @@ class ChosenScores:
     gold: tuple[float, ...]
     rows: tuple[Mapping[int, float], ...]
     chosen_by: Literal["reference", "candidate"]
+    with_best: bool = False
+    """Whether the candidate's own likeliest id was added to every row that the reference chose."""
 
     @property
     def lists_best(self) -> bool:
         """Whether the candidate's own likeliest id is among those of every row.
 
-        It is where the candidate chose and lists anything besides the token that came: a server whose list is named
-        by text only, or empty, leaves that token alone.
+        It is where it was added, and where the candidate chose and lists anything besides the token that came: a
+        server whose list is named by text only, or empty, leaves that token alone.
         """
-        return self.chosen_by == "candidate" and all(len(row) > 1 for row in self.rows)
+        listed = self.chosen_by == "candidate" and all(len(row) > 1 for row in self.rows)
+        return self.with_best or listed
 
 
 Chosen = Sequence[Sequence[int]]
@@ -56,7 +59,10 @@ ChosenRoute = Callable[[Transport, str, Sequence[int], Chosen, int], ChosenScore
 def by_given_ids(
     transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
 ) -> ChosenScores:
-    """vLLM from 0.32 on with model runner V2: exactly the given ids of each row, through its tokens-in route."""
+    """vLLM from 0.32 on with model runner V2: the given ids of each row, through its tokens-in route.
+
+    `prompt_logprobs` adds the candidate's own likeliest id, without which top-1 agreement would mostly stay open.
+    """
     rows = [list(dict.fromkeys((token, *ids))) for token, ids in zip(tokens[first:], chosen, strict=True)]
     width = max(map(len, rows))
     answer = transport.post_json(
@@ -69,18 +75,21 @@ def by_given_ids(
                 "temperature": 0.0,
                 "prompt_logprob_token_ids": [row + [-1] * (width - len(row)) for row in rows],
                 "prompt_logprob_start": first - 1,
+                "prompt_logprobs": 1,
             },
         },
     )
     values = _array(as_object(answer).get("prompt_token_id_logprobs"), (len(rows), width))
-    return _scores(
-        first,
-        [
-            (row[0], dict(zip(row, map(float, found), strict=False)))
-            for row, found in zip(rows, values, strict=True)
-        ],
-        "reference",
-    )
+    given: list[tuple[int, dict[int, Any]]] = [
+        (row[0], dict(zip(row, map(float, found), strict=False)))
+        for row, found in zip(rows, values, strict=True)
+    ]
+    own = as_object(answer).get("prompt_logprobs")
+    if not isinstance(own, list):
+        return _scores(first, given, "reference")
+    _same_count(own, tokens)
+    both = [(token, _listed(entry) | row) for (token, row), entry in zip(given, own[first:], strict=True)]
+    return _scores(first, both, "reference", with_best=all(map(_listed, own[first:])))
 
 
 def by_top_logprobs(
@@ -93,10 +102,7 @@ def by_top_logprobs(
     if not isinstance(entries, list):
         raise BadScores("the server ignores prompt_logprobs: its answer holds none")
     _same_count(entries, tokens)
-    rows = [
-        (token, {int(key): as_object(value).get("logprob") for key, value in as_object(entry).items()})
-        for token, entry in zip(tokens[first:], entries[first:], strict=True)
-    ]
+    rows = [(token, _listed(entry)) for token, entry in zip(tokens[first:], entries[first:], strict=True)]
     return _scores(first, rows, "candidate")
 
 
@@ -176,7 +182,11 @@ def score_chosen(
 
 
 def _scores(
-    first: int, rows: Sequence[tuple[int, Mapping[int, Any]]], chosen_by: Literal["reference", "candidate"]
+    first: int,
+    rows: Sequence[tuple[int, Mapping[int, Any]]],
+    chosen_by: Literal["reference", "candidate"],
+    *,
+    with_best: bool = False,
 ) -> ChosenScores:
     """Check that every row holds log-probabilities of one distribution, and its own token's among them."""
     clean: list[dict[int, float]] = []
@@ -192,7 +202,12 @@ def _scores(
         gold.append(checked[token])
     if not any(gold):
         raise BadScores("all log-probabilities are exactly 0, as no model gives them")
-    return ChosenScores(first, tuple(gold), tuple(clean), chosen_by)
+    return ChosenScores(first, tuple(gold), tuple(clean), chosen_by, with_best)
+
+
+def _listed(entry: Any) -> dict[int, Any]:
+    """Ids and values of one position of vLLM's `prompt_logprobs`."""
+    return {int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if k.isdecimal()}
 
 
 def _logprob(value: Any) -> float | None:
