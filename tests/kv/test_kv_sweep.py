@@ -75,6 +75,11 @@ def test_files_of_something_else_are_refused(tmp_path: Path, text: str, said: st
     assert path.read_text() == text
 
 
+def test_rows_that_cannot_be_kept_are_refused_before_they_are_measured(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        RowFile(tmp_path / "no" / "rows.json", {})
+
+
 def test_specs_come_from_a_file_too(tmp_path: Path) -> None:
     path = tmp_path / "specs.txt"
     path.write_text("fp8\n\n# a comment\n  hadamard(bits=4)  \n")

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from assay.cache import write_atomically
-from assay.errors import AssayError, UsageError
+from assay.errors import UsageError
 
 FORMAT = "assay-kv-rows/1"
+FINDING = "kv.rows"
+"""Id of whatever is wrong with such a file."""
 
 
 class RowFile:
@@ -19,6 +21,9 @@ class RowFile:
     def __init__(self, path: Path, plan: Mapping[str, Any]) -> None:
         self._path = path
         self._plan: dict[str, Any] = json.loads(json.dumps(plan))
+        # A file that cannot be written should not cost a measurement first.
+        if not path.parent.is_dir():
+            raise self._other("is in a folder that does not exist")
         self._rows: dict[str, Any] = self._read() if path.exists() else {}
 
     def get(self, key: str, measure: Callable[[], Any]) -> Any:
@@ -29,11 +34,7 @@ class RowFile:
             try:
                 write_atomically(self._path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
             except OSError as error:
-                raise AssayError(
-                    f"cannot write {self._path}: {error.strerror}",
-                    finding_id="kv.rows",
-                    remedy="name a file that can be written with --out",
-                ) from error
+                raise self._other(f"cannot be written: {error.strerror}") from error
         return self._rows[key]
 
     def forget(self) -> None:
@@ -56,5 +57,5 @@ class RowFile:
 
     def _other(self, why: str) -> UsageError:
         return UsageError(
-            f"{self._path} {why}", remedy="name another file with --out, or none", finding_id="kv.rows"
+            f"{self._path} {why}", remedy="name another file with --out, or none", finding_id=FINDING
         )

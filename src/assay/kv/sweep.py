@@ -22,7 +22,7 @@ from assay.kv.front import choose, curse, front
 from assay.kv.hook import Mode
 from assay.kv.lab import Lab
 from assay.kv.ledger import Ledger
-from assay.kv.rows import RowFile
+from assay.kv.rows import FINDING, RowFile
 from assay.kv.session import session
 from assay.kv.setup import kept_layers
 from assay.kv.spec import KvSpec, parse_spec
@@ -116,6 +116,8 @@ def run_sweep(
                 try:
                     rows.append({"codec": name, **kept.get(name, measured)})
                 except AssayError as error:
+                    if error.finding_id == FINDING:
+                        raise
                     failed[name] = error
             if not rows:
                 raise next(iter(failed.values()))
