@@ -26,6 +26,8 @@ from assay.coherence.textview import Ending, TextView, Units
 MAX_PERIOD = 64
 TOKEN_PERIOD = 80
 """Longest period in tokens: 64 words with the marks between them."""
+CUT_COPIES = 60
+"""Code points of exact copies of words, at least four, that a text which the server cut may not end in."""
 _CODE = frozenset("<>{};=|")
 """Marks of code and markup, where equal items follow one another by right."""
 LOOK_BACK = 200
@@ -98,6 +100,8 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
         return _decoration_fault(loop, ending)
     if kind is UnitClass.DATA:
         return _data_fault(loop, ending)
+    if ending is Ending.CUT and loop.open_ended and loop.repeats >= 4 and loop.chars >= CUT_COPIES:
+        return True  # nobody knows when it would have ended, and four copies are no accident
     if any(c in _CODE for c in loop.unit):
         return loop.repeats >= (8 if loop.cut else 40)
     if is_sentence(loop.unit):

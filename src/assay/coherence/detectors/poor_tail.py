@@ -31,10 +31,12 @@ DRAWN_SHARE = 0.6
 """An end of which so much is drawn is a drawing."""
 _DRAWN = frozenset(".-=#_~+/\\|*·•‐‑–—―¯^<>[]")
 _COUNTED = frozenset(",:;")
-DRAWN_CROWD, DRAWN_RUN, RUNS_LOOK = 0.55, 3.0, 600
+DRAWN_CROWD, DRAWN_RUN, RUNS_LOOK = 0.55, 6.0, 600
 """A character of drawings is a flood at this share, in rows shorter than this on average over so many code points."""
-COUNTED_SHARE, BASES_SHARE = 0.3, 0.9
-"""Shares of digits in lists of numbers, and of bases in DNA (and of `A` in base64 of zeros)."""
+COUNTED_SHARE, BASES_SHARE, LEAST_BASE = 0.3, 0.9, 0.03
+"""Shares of digits in lists of numbers, of all bases in DNA, and of each of three bases at least."""
+ROW, ROW_BITS, ROW_OTHERS = 80, 1.5, 0.08
+"""A row without a blank so long, of fewer bits a character, is no drawing if so much of it is never drawn with."""
 _BASES = frozenset("acgtun")
 REACH = 4000
 
@@ -57,11 +59,24 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
     entropy = -sum(n / len(end) * log2(n / len(end)) for _, n in counts)
     main = _main(counts, len(end))
     drawn = sum(n for c, n in counts if c in _DRAWN or "\u2500" <= c <= "\u259f")
-    if entropy > limit or drawn >= DRAWN_SHARE * len(end) or _is_data(main):
+    if entropy > limit or (drawn >= DRAWN_SHARE * len(end) and not _is_row(view, entropy, drawn, end)):
+        return None
+    if _is_data(main) or _is_code_of_letters(end):
         return None
     onset = _onset(view, main)
     kind = "single_char_flood" if counts[0][1] > len(end) / 2 else "few_characters"
     return Detection(kind, onset, view.visible_end, {"chars": "".join(main), "bits": round(entropy, 2)})
+
+
+def _is_row(view: TextView, entropy: float, drawn: int, end: str) -> bool:
+    """Whether the end is one row of marks, some of which no drawing is made of, up to the cut."""
+    broken = any(map(str.isspace, view.text[-ROW:])) or "|" in end or "+" in end
+    return (
+        view.ending is Ending.CUT
+        and not broken
+        and entropy <= ROW_BITS
+        and len(end) - drawn >= ROW_OTHERS * len(end)
+    )
 
 
 def _crowded(view: TextView, end: str) -> Detection | None:
@@ -73,19 +88,27 @@ def _crowded(view: TextView, end: str) -> Detection | None:
     if count < (CUT_SHARE if cut else WHOLE_SHARE) * len(end):
         return None
     numbers = sum(map(str.isdigit, end)) >= COUNTED_SHARE * len(end)
-    bases = sum(c in _BASES for c in end) >= BASES_SHARE * len(end)
     if char.isdigit():
         flood = cut and count > len(end) / 2 and _digits_on_one_line(view)
+    elif char == "|":
+        flood = cut and count > len(end) / 2
     elif char in _DRAWN:
         flood = cut and count >= DRAWN_CROWD * len(end) and _mean_run(view, char) < DRAWN_RUN
     else:
-        flood = not bases and not (numbers and char in _COUNTED)
+        flood = not _is_code_of_letters(end) and not (numbers and char in _COUNTED)
     if not flood:
         return None
     onset = _onset(view, [char], CUT_SHARE)
     return Detection(
         "single_char_flood", onset, view.visible_end, {"char": char, "share": round(count / len(end), 2)}
     )
+
+
+def _is_code_of_letters(end: str) -> bool:
+    """Whether the end is DNA, of three bases and more, or zeros in base64."""
+    bases = Counter(c for c in end if c in _BASES)
+    common = sum(count >= LEAST_BASE * len(end) for count in bases.values())
+    return (common >= 3 and bases.total() >= BASES_SHARE * len(end)) or set(end) <= set("a=")
 
 
 def _digits_on_one_line(view: TextView) -> bool:
@@ -114,10 +137,8 @@ def _main(counts: list[tuple[str, int]], total: int) -> list[str]:
 
 
 def _is_data(main: list[str]) -> bool:
-    """Whether numbers, DNA or zeros in base64 use these characters by themselves."""
-    if any(c.isdigit() for c in main):
-        return all(c.isdigit() or c in _DRAWN or c in _COUNTED for c in main)
-    return main == ["a"] or (len(main) > 1 and _BASES.issuperset(main))
+    """Whether numbers use these characters by themselves."""
+    return any(map(str.isdigit, main)) and all(c.isdigit() or c in _DRAWN or c in _COUNTED for c in main)
 
 
 def _onset(view: TextView, main: list[str], least: float = MAIN_SHARE) -> int:

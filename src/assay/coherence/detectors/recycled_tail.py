@@ -6,7 +6,7 @@ long tail that is made of known runs alone is a fault. Data repeat their frame a
 lines, getters), and refrains are short.
 
 Long runs prove more, short ones catch copies that change more: runs of four count in prose that the server cut. What is
-said for the third time counts in code and markup as well.
+said for the third or fourth time counts in code and markup as well.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ CUT = (
     Recycled(8, 80, 0.9),
     Recycled(4, 57, 0.85, letters=0.6, marks=0.3, code=False),
     Recycled(8, 50, 0.9, letters=0.35, marks=1.0, times=2),
+    Recycled(6, 30, 0.9, letters=0.3, marks=1.0, times=3),
 )
 """What counts where the server cut the text."""
 WHOLE = (Recycled(8, 200, 0.9, letters=0.6, marks=0.35, code=False),)
