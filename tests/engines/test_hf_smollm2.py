@@ -66,3 +66,16 @@ def test_a_quantiser_that_is_not_installed_is_named(smollm2: Path, tmp_path: Pat
     with pytest.raises(AssayError, match="gptqmodel") as raised:
         HfEngine.load(f"hf:{tmp_path}")
     assert raised.value.finding_id == "fidelity.engine_missing"
+
+
+def test_a_tensor_that_is_missing_is_not_made_up(smollm2: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in smollm2.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(smollm2 / "model.safetensors")
+    del tensors["model.layers.7.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(AssayError, match=r"1 of its tensors .* model\.layers\.7\.mlp\.up_proj\.weight"):
+        HfEngine.load(f"hf:{tmp_path}")

@@ -56,9 +56,13 @@ class HfEngine:
         dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                spec.model, dtype=dtype, attn_implementation=spec.attention or register()
+            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                spec.model,
+                dtype=dtype,
+                attn_implementation=spec.attention or register(),
+                output_loading_info=True,
             )
+            _refuse_made_up(spec.model, sorted(loading["missing_keys"]))
             model = model.to(spec.device).eval()
             size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
         except ImportError as error:  # a quantised checkpoint needs its quantiser's library
@@ -219,6 +223,16 @@ class HfEngine:
             finish_reason=row.finish_reason,
             prompt_tokens=len(row.prompt),
             completion_tokens=len(row.tokens),
+        )
+
+
+def _refuse_made_up(model: str, missing: list[str]) -> None:
+    """AssayError where tensors are not in the checkpoint: transformers would fill them with random numbers."""
+    if missing:
+        raise AssayError(
+            f"cannot load the model {model}: {len(missing)} of its tensors are not in the checkpoint, such as {missing[0]}",
+            finding_id="fidelity.engine_load",
+            remedy=f"see what is there with assay verify {model}",
         )
 
 
