@@ -26,17 +26,19 @@ def an(value: float, half: float) -> Amount:
     return Amount(value, value - half, value + half, 0.5)
 
 
-def test_a_small_rest_closes_and_a_wide_one_does_not() -> None:
+def test_a_small_rest_closes_and_a_large_or_vague_one_does_not() -> None:
     total = an(0.2, 0.05)
-    assert closed(an(0.005, 0.01), total, 0.0).ok
-    assert not closed(an(0.0, 0.021), total, 0.0).ok  # contains zero, but is not shown to be small
-    assert closed(an(0.0, 0.021), total, 0.03).ok  # below the noise floor
+    assert closed(an(0.005, 0.01), total, 0.0).shown
+    small = closed(an(0.005, 0.03), total, 0.0)  # 2.5 % of the total, its interval up to 17 %
+    assert small.ok and not small.shown and small.bound == pytest.approx(0.02)
+    assert not closed(an(0.021, 0.001), total, 0.0).ok
+    assert not closed(an(0.0, 0.06), total, 0.0).ok  # vaguer than the total
+    assert closed(an(0.021, 0.001), total, 0.03).ok  # below the noise floor
     assert closed(an(0.0, 0.0), an(0.0, 0.0), 0.0).ok
 
 
-def test_the_noisy_currency_closes_where_zero_is_inside_and_no_wider_than_the_total() -> None:
-    assert closed_nll(an(0.001, 0.004), an(0.002, 0.02), 0.0).ok
-    assert not closed_nll(an(0.001, 0.05), an(0.002, 0.02), 0.0).ok
+def test_the_noisy_currency_closes_where_zero_is_inside() -> None:
+    assert closed_nll(an(0.001, 0.004), an(0.002, 0.002), 0.0).ok
     assert not closed_nll(an(0.006, 0.004), an(0.002, 0.02), 0.0).ok
 
 

@@ -83,8 +83,14 @@ def _row(bucket: Bucket, causes: Sequence[str], indent: str) -> list[str]:
         _share(bucket.share_kl),
         _span(bucket.effect.dnll, plus=True),
         _share(bucket.share),
-        bucket.note or ("yes" if bucket.name in causes else "no"),
+        bucket.note or _separated(bucket, causes),
     ]
+
+
+def _separated(bucket: Bucket, causes: Sequence[str]) -> str:
+    if bucket.name in causes:
+        return "yes"
+    return "below twice the floor" if bucket.separated else "no"
 
 
 def _waterfall(outcome: Outcome) -> Chart:

@@ -14,31 +14,29 @@ CLOSED_SHARE = 0.1
 
 @dataclass(frozen=True)
 class Closed:
-    """Whether what is left over is small: `bound` is what it may be, `reached` what its interval allows."""
+    """Whether what is left over is small. `bound` is what it may be; `shown` says that its whole interval is."""
 
     ok: bool
     bound: float
-    reached: float
+    shown: bool
 
 
 def closed(closure: Amount, total: Amount, floor: float) -> Closed:
-    """The interval of the closure lies within 10 % of the total, or within the noise floor.
-
-    A closure whose interval lies further out may still contain zero; it is then not shown to be small.
-    """
+    """At most 10 % of the total, or the noise floor, and known at least as well as the total itself."""
     bound = max(CLOSED_SHARE * abs(total.value), floor)
-    return Closed(closure.largest <= bound, bound, closure.largest)
+    shown = closure.largest <= bound
+    as_sharp = closure.hi - closure.lo <= total.hi - total.lo
+    return Closed(shown or (abs(closure.value) <= bound and as_sharp), bound, shown)
 
 
 def closed_nll(closure: Amount, total: Amount, floor: float) -> Closed:
-    """As `closed`, or the interval contains zero and is no wider than that of the total.
+    """As `closed`, or the interval contains zero.
 
     ΔNLL of the tokens that came is noisy: between two runs of an engine in 16 bits it differs by more than 10 % of a
-    small total although nothing has changed.
+    small total although nothing has changed. KL is what decides.
     """
     strict = closed(closure, total, floor)
-    unseen = closure.lo <= 0 <= closure.hi and closure.hi - closure.lo <= total.hi - total.lo
-    return Closed(strict.ok or unseen, strict.bound, strict.reached)
+    return Closed(strict.ok or closure.lo <= 0 <= closure.hi, strict.bound, strict.shown)
 
 
 class Place:

@@ -130,7 +130,7 @@ def _closure(outcome: Outcome) -> list[Finding]:
             "gap.not_closed",
             Severity.WARNING,
             f"the buckets do not add up to the total that was measured on its own: {'; '.join(open_)}",
-            "What is left over is not shown to be within a tenth of the total or the noise floor.",
+            "What is left over is more than a tenth of the total and the noise floor, or is not known as well as the total.",
             evidence={"closure": closure.to_json()},
             causes=("too few windows", "an engine whose numbers depend on batch or order"),
             remedies=("run again with more windows",),

@@ -114,6 +114,7 @@ class Outcome:
             "closure": {
                 **d.closure.to_json(),
                 "closed": self.closed_kl.ok and self.closed_nll.ok,
+                "shown": {"dnll": self.closed_nll.shown, "kl": self.closed_kl.shown},
                 "bound": {"dnll": self.closed_nll.bound, "kl": self.closed_kl.bound},
             },
             "causes": self.causes,
