@@ -36,6 +36,9 @@ STRETCHES = ((20, 1.2), (10, 2.2))
 """Fine windows in a row, and the mean log-odds above which they are a salad."""
 SHORT, SHORT_LIMIT = 6, 2.5
 """A text of fewer fine windows needs more."""
+FOREIGN_WORDS, FOREIGN_KNOWN, FOREIGN_MORE = 0.6, 0.5, 1.0
+"""A text that is mostly of Latin words, and of which fewer are English than this, is of a language that the tables do not
+know, and needs so much more."""
 PATIENCE, STEP = 64, 0.25
 """The more windows, the more strange ones by chance: every doubling past so many asks for so much more."""
 
@@ -106,6 +109,9 @@ def detect(view: TextView) -> Detection | None:
     around = np.searchsorted(coarse.first_token, fine.first_token, side="right") - 1
     score = (scores(fine.values, trees(FINE[0])) + scores(coarse.values, trees(COARSE[0]))[around]) / 2
     more = STEP * max(0.0, float(np.log2(len(score) / PATIENCE)))
+    mean = dict(zip(windows.FEATURES, fine.values.mean(axis=0).tolist(), strict=True))
+    if mean["latin"] > FOREIGN_WORDS and mean["known"] < FOREIGN_KNOWN:
+        more += FOREIGN_MORE
     found = [s for length, limit in STRETCHES if (s := _stretch(score, length, limit + more))]
     return _detection(fine, score, *min(found)) if found else None
 
