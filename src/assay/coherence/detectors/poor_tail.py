@@ -31,12 +31,12 @@ DRAWN_SHARE = 0.6
 """An end of which so much is drawn is a drawing."""
 _DRAWN = frozenset(".-=#_~+/\\|*·•‐‑–—―¯^<>[]")
 _COUNTED = frozenset(",:;")
-DRAWN_CROWD, DRAWN_RUN, RUNS_LOOK = 0.55, 6.0, 600
-"""A character of drawings is a flood at this share, in rows shorter than this on average over so many code points."""
+DRAWN_RUN, RUNS_LOOK = 6.0, 600
+"""A character of drawings is no drawing in rows shorter than this on average, over so many code points."""
 COUNTED_SHARE, BASES_SHARE, LEAST_BASE = 0.3, 0.9, 0.03
 """Shares of digits in lists of numbers, of all bases in DNA, and of each of three bases at least."""
-ROW, ROW_BITS, ROW_OTHERS = 80, 1.5, 0.08
-"""A row without a blank so long, of fewer bits a character, is no drawing if so much of it is never drawn with."""
+ROW, ROW_BITS, ROW_OTHERS = 120, 2.0, 0.08
+"""So many code points without a letter or digit, of fewer bits, are no drawing if so much is never drawn with."""
 _BASES = frozenset("acgtun")
 REACH = 4000
 
@@ -69,11 +69,13 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
 
 
 def _is_row(view: TextView, entropy: float, drawn: int, end: str) -> bool:
-    """Whether the end is one row of marks, some of which no drawing is made of, up to the cut."""
-    broken = any(map(str.isspace, view.text[-ROW:])) or "|" in end or "+" in end
+    """Whether the end is marks alone, some of which no drawing is made of, up to the cut."""
+    words = sum(map(str.isalnum, view.text[-ROW:]))
     return (
         view.ending is Ending.CUT
-        and not broken
+        and words <= 2
+        and "|" not in end
+        and "+" not in end
         and entropy <= ROW_BITS
         and len(end) - drawn >= ROW_OTHERS * len(end)
     )
@@ -93,7 +95,7 @@ def _crowded(view: TextView, end: str) -> Detection | None:
     elif char == "|":
         flood = cut and count > len(end) / 2
     elif char in _DRAWN:
-        flood = cut and count >= DRAWN_CROWD * len(end) and _mean_run(view, char) < DRAWN_RUN
+        flood = cut and count > len(end) / 2 and set(end) != set("#.") and _mean_run(view, char) < DRAWN_RUN
     else:
         flood = not _is_code_of_letters(end) and not (numbers and char in _COUNTED)
     if not flood:

@@ -6,7 +6,8 @@ long tail that is made of known runs alone is a fault. Data repeat their frame a
 lines, getters), and refrains are short.
 
 Long runs prove more, short ones catch copies that change more: runs of four count in prose that the server cut. What is
-said for the third or fourth time counts in code and markup as well.
+said for the third or fourth time counts in code and markup as well, and so does an end of characters that come again, eight
+at a time, however words are cut in it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ CUT = (
 """What counts where the server cut the text."""
 WHOLE = (Recycled(8, 200, 0.9, letters=0.6, marks=0.35, code=False),)
 """What counts where it ended or nothing is known."""
+CHARS = 8
+CHAR_TAIL, CHAR_REACH, MIN_KNOWN, MIN_LETTERS = 160, 4000, 0.9, 0.4
+"""Code points of a cut end whose runs of `CHARS` stood twice before, how far one looks back, the share of such runs, and of letters."""
 MIN_DISTINCT = 20
 """Different tokens of the tail of a text that was not cut: one line said again and again may have been asked for."""
 MAX_CODE_DISTINCT = 0.2
@@ -70,7 +74,27 @@ def detect(view: TextView) -> Detection | None:
     cut = view.ending is Ending.CUT
     ids = _without_counters(view) if cut else view.tokens.ids
     found = (_tail(view, ids[-2 * REACH :], kind) for kind in (CUT if cut else WHOLE))
-    return next((d for d in found if d), None)
+    return next((d for d in found if d), None) or (_characters(view) if cut else None)
+
+
+def _characters(view: TextView) -> Detection | None:
+    """An end made of runs of characters that stood twice before."""
+    import numpy as np
+
+    first = max(0, view.visible_end - CHAR_REACH)
+    earlier = earlier_runs(view.codes[first : view.visible_end].astype(np.int64), CHARS)
+    if len(earlier) < CHAR_TAIL + CHARS:
+        return None
+    known = earlier >= 0
+    known &= known[earlier]
+    share = np.cumsum(known[::-1]) / np.arange(1, len(known) + 1)
+    end = view.text[view.visible_end - CHAR_TAIL : view.visible_end]
+    if share[CHAR_TAIL - 1] < MIN_KNOWN or sum(map(str.isalpha, end)) < MIN_LETTERS * CHAR_TAIL:
+        return None
+    runs = int(np.flatnonzero(share >= MIN_KNOWN)[-1]) + 1
+    at = len(known) - runs + int(np.argmax(known[-runs:]))
+    onset = first + int(earlier[earlier[at]])
+    return Detection("recycled_tail", onset, view.visible_end, {"again": quote(end), "chars": runs})
 
 
 def _tail(view: TextView, ids: NDArray[np.int64], kind: Recycled) -> Detection | None:
