@@ -72,3 +72,32 @@ def test_a_line_to_fill_in_and_a_dotted_line_are_no_flood() -> None:
     form = "Name: " + "_" * 40 + "\nAddress: " + "_" * 30
     assert floods.detect(TextView(form, Ending.CUT)) is None
     assert floods.detect(TextView("7. The harbour " + "." * 62 + " 41", Ending.CUT)) is None
+
+
+def mixed_table(rows: int, seed: int = 5) -> str:
+    """A table with the same three words in every place: no row repeats with a period, no word is new."""
+    rng = random.Random(seed)
+    words = ["Cats", "Dogs", "Hamsters"]
+    return "| one | two | three |\n|---|---|---|\n" + "".join(
+        f"| {rng.choice(words)} | {rng.choice(words)} | {rng.choice(words)} |\n" for _ in range(rows)
+    )
+
+
+def test_an_end_of_characters_that_all_came_before() -> None:
+    table = mixed_table(40)
+    found = recycled_tail.detect(TextView(table, Ending.CUT))
+    assert found is not None and found.kind == "recycled_tail" and found.onset < len(table) / 2
+    assert recycled_tail.detect(TextView(table, Ending.STOPPED)) is None
+    records = "".join(
+        f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60)
+    )
+    assert recycled_tail.detect(TextView(records, Ending.CUT)) is None
+
+
+def test_code_said_for_the_third_time() -> None:
+    item = "def area(width: int, height: int) -> int:\n    return width * height  # of one wall\n\n\n"
+    names = ["paint", "floor", "tile", "door", "room", "shed", "barn", "yard", "path", "gate"]
+    other = "".join(f"def {n}(x: int) -> int:\n    return x * {k}\n\n\n" for k, n in enumerate(names, 2))
+    again = other + item * 5
+    assert recycled_tail.detect(TextView(again[:-9], Ending.CUT)) is not None
+    assert recycled_tail.detect(TextView(other + item, Ending.CUT)) is None
