@@ -16,7 +16,7 @@ from assay.gap import bench
 
 pytestmark = pytest.mark.engine
 
-SMALL = ("--windows", 4, "--length", 32, "--fresh", 0, "--batch", 4, "--groups", 2)
+SMALL = ("--windows", 4, "--length", 24, "--fresh", 0, "--batch", 4, "--groups", 2)
 Gap = Callable[..., tuple[int, dict[str, Any]]]
 
 
