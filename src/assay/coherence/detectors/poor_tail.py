@@ -19,7 +19,7 @@ CUT = ((80, 2.0), (48, 1.5))
 """Visible characters at the end of a text that the server cut, and the bits for each that a sane end has."""
 WHOLE = ((160, 1.7),)
 """The same where it ended or nothing is known."""
-CROWD, CROWDED = 200, 48
+CROWD, CROWDED, CUT_CROWDED = 200, 48, 24
 """Visible characters at the end, and how many of them there must be, of which one may make up no more than"""
 CUT_SHARE, WHOLE_SHARE = 0.4, 0.5
 """so much."""
@@ -31,12 +31,14 @@ DRAWN_SHARE = 0.6
 """An end of which so much is drawn is a drawing."""
 _DRAWN = frozenset(".-=#_~+/\\|*·•‐‑–—―¯^<>[]")
 _COUNTED = frozenset(",:;")
+ONE_LINE = 80
+"""Code points of a line that is longer than those of matrices and dumps."""
 DRAWN_RUN, RUNS_LOOK = 6.0, 600
 """A character of drawings is no drawing in rows shorter than this on average, over so many code points."""
 COUNTED_SHARE, BASES_SHARE, LEAST_BASE = 0.3, 0.9, 0.03
 """Shares of digits in lists of numbers, of all bases in DNA, and of each of three bases at least."""
-ROW, ROW_BITS, ROW_OTHERS = 120, 2.0, 0.08
-"""So many code points without a letter or digit, of fewer bits, are no drawing if so much is never drawn with."""
+ROW, ROW_WORDS, ROW_BITS, ROW_OTHERS = 120, 0.05, 2.0, 0.08
+"""So many code points with hardly a letter or digit, of fewer bits, are no drawing if so much is never drawn with."""
 _BASES = frozenset("acgtun")
 REACH = 4000
 
@@ -59,7 +61,7 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
     entropy = -sum(n / len(end) * log2(n / len(end)) for _, n in counts)
     main = _main(counts, len(end))
     drawn = sum(n for c, n in counts if c in _DRAWN or "\u2500" <= c <= "\u259f")
-    if entropy > limit or (drawn >= DRAWN_SHARE * len(end) and not _is_row(view, entropy, drawn, end)):
+    if entropy > limit or (drawn >= DRAWN_SHARE * len(end) and not _is_row(view, entropy, end)):
         return None
     if _is_data(main) or _is_code_of_letters(end):
         return None
@@ -68,25 +70,26 @@ def _poor(view: TextView, end: str, limit: float) -> Detection | None:
     return Detection(kind, onset, view.visible_end, {"chars": "".join(main), "bits": round(entropy, 2)})
 
 
-def _is_row(view: TextView, entropy: float, drawn: int, end: str) -> bool:
+def _is_row(view: TextView, entropy: float, end: str) -> bool:
     """Whether the end is marks alone, some of which no drawing is made of, up to the cut."""
     words = sum(map(str.isalnum, view.text[-ROW:]))
+    others = sum(not (c.isalnum() or c in _DRAWN or c == "`") for c in end)  # a fence stands around drawings
     return (
         view.ending is Ending.CUT
-        and words <= 2
+        and words <= ROW_WORDS * ROW
         and "|" not in end
         and "+" not in end
         and entropy <= ROW_BITS
-        and len(end) - drawn >= ROW_OTHERS * len(end)
+        and others >= ROW_OTHERS * len(end)
     )
 
 
 def _crowded(view: TextView, end: str) -> Detection | None:
     """One character that makes up half of the end, unless numbers or drawings do so by themselves."""
-    if len(end) < CROWDED:
+    cut = view.ending is Ending.CUT
+    if len(end) < (CUT_CROWDED if cut else CROWDED):
         return None
     char, count = Counter(end).most_common(1)[0]
-    cut = view.ending is Ending.CUT
     if count < (CUT_SHARE if cut else WHOLE_SHARE) * len(end):
         return None
     numbers = sum(map(str.isdigit, end)) >= COUNTED_SHARE * len(end)
@@ -95,7 +98,13 @@ def _crowded(view: TextView, end: str) -> Detection | None:
     elif char == "|":
         flood = cut and count > len(end) / 2
     elif char in _DRAWN:
-        flood = cut and count > len(end) / 2 and set(end) != set("#.") and _mean_run(view, char) < DRAWN_RUN
+        flood = (
+            cut
+            and count > len(end) / 2
+            and char != "*"
+            and set(end) != set("#.")
+            and _mean_run(view, char) < DRAWN_RUN
+        )
     else:
         flood = not _is_code_of_letters(end) and not (numbers and char in _COUNTED)
     if not flood:
@@ -117,7 +126,12 @@ def _digits_on_one_line(view: TextView) -> bool:
     """Whether the last line is a long row of digits, and no list: matrices and dumps have short lines."""
     line = view.text[view.line_at(view.visible_end - 1)[0] : view.visible_end][-REACH:]
     visible = "".join(line.split())
-    return len(visible) >= CROWDED and "|" not in visible and visible.count(",") < len(visible) / 10
+    return (
+        len(visible) >= CUT_CROWDED
+        and len(line) >= ONE_LINE
+        and "|" not in visible
+        and visible.count(",") < len(visible) / 10
+    )
 
 
 def _mean_run(view: TextView, char: str) -> float:
