@@ -1,6 +1,7 @@
 """Outputs of broken and healthy models with their labels, from corpus/outputs.jsonl.gz.
 
-A label is given by rules that share nothing with the detectors under test; none is given by hand:
+A label is given by rules, none by hand. Those of loops and floods look at copies and at the share of one character, as
+detectors must, with measures of their own; that of salads shares nothing with the detector under test:
 
 - `empty`: no visible character.
 - `flood`: one character makes up more than half of the last 200 visible ones, or blanks two thirds of the text.

@@ -2,8 +2,8 @@
 
     python benchmarks/detector_roc.py
 
-Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled by rules that share
-nothing with the detectors (`broken_outputs.py`). Everything was tuned on the tune half of the sources; the figures are
+Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled by rules of their own
+(`broken_outputs.py`). Everything was tuned on the tune half of the sources; the figures are
 of the report half. The six regular expressions of the field's tool run on the same texts.
 """
 
