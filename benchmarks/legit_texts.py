@@ -142,7 +142,8 @@ def generated(dense: int = 1) -> Iterator[Legit]:
         for seed in range(24 * dense):
             text = maker(random.Random(f"{maker.__name__}/{seed}"))
             for item in chunks(maker.__name__[1:], f"{maker.__name__[1:]}/{seed}", text, limit=1):
-                if len(set(item.text.strip())) > 1:  # a row of one character alone is the same text as a flood of it
+                # A row of one character alone is the same text as a flood of it.
+                if len(set(item.text.strip())) > 1:
                     yield item
 
 
