@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -122,9 +121,13 @@ def bare(engines: list[HfScorer], windows: list[Window], batch: int) -> None:
 
 
 def peak_of(windows: int, arguments: argparse.Namespace) -> float:
-    """Peak resident MiB of this process after a whole comparison."""
+    """Peak resident MiB of this process after a whole comparison.
+
+    From /proc: what `getrusage` gives is inherited from the process that started this one.
+    """
     run_compare(plan_of(arguments, windows), show)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
 
 def peak_in_another_process(windows: int) -> float:
