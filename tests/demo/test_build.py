@@ -57,7 +57,8 @@ def _build(_: int) -> str:
 
 
 def test_two_processes_build_once(cache: Path) -> None:
-    with multiprocessing.get_context("fork").Pool(3) as pool:
+    # Not forked: this process has threads by then, whose locks a fork may copy while they are held.
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
         found = pool.map(_build, range(3), chunksize=1)
     assert set(found) == {str(cache / "models" / "tiny")}
     assert (cache / "models" / "calls").read_text() == "call\n"
