@@ -84,8 +84,8 @@ def test_vllm_counts_and_times_every_token(vllm: ServerEngine) -> None:
     assert reply.finish_reason == "length"
     assert timing is not None
     assert timing.first_chunk_source == "usage"
-    # Without speculation a chunk is a token, unless two were read at once.
-    assert len(timing.chunk_times) == 80
+    # Without speculation a chunk is a token, unless two were ready at once.
+    assert 70 <= len(timing.chunk_times) <= 80
     assert timing.started < timing.first_token < timing.last_token <= (timing.finished or 0)
     assert list(timing.chunk_times) == sorted(timing.chunk_times)
 

@@ -17,11 +17,12 @@ from assay.fidelity.identity import label_of
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.plan import Plan
 from assay.kv.accounting import NOTE, TABLE_TOKENS
+from assay.kv.codec import Samples, Site
 from assay.kv.hook import Mode
 from assay.kv.hooks import hook_spec, path_of
 from assay.kv.lab import Measured, Trials
 from assay.kv.session import engine_spec, scoring
-from assay.kv.spec import parse_spec
+from assay.kv.spec import KvSpec, parse_spec
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
 
@@ -82,6 +83,8 @@ class EvalPlan:
 def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal: bool = False) -> Report:
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
     spec = parse_spec(plan.codec)
+    if plan.calibration is None:
+        _require_no_calibration(spec, plan.streams)
     hook = hook_spec(
         plan.spec,
         codec=plan.codec,
@@ -135,6 +138,14 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
         facts, decode = opened.engine.describe(), opened.engine.tokenizer.decode
         result = assess(plan.comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
     return _report(plan, result, results, subject, measured, interrupted, allow_marginal)
+
+
+def _require_no_calibration(spec: KvSpec, streams: str) -> None:
+    """UsageError where a codec cannot do without a calibration: now, not when the exact cache has been scored."""
+    for stream in streams:
+        recipe = spec.of(stream)
+        if recipe:
+            recipe.fit(Samples(Site(stream, 0, 1, 1, 64)))
 
 
 def _report(
