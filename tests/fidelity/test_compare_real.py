@@ -119,6 +119,7 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
     assert first["engine"]["weight_bytes"] > second["engine"]["weight_bytes"]
 
 
+@pytest.mark.slow
 def test_the_reference_writes_the_text_and_both_go_on_from_it(
     compare: Compare, smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

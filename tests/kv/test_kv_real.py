@@ -63,6 +63,7 @@ def test_identity_differs_by_exactly_nothing_and_still_fires(kv: Kv, smollm2: Pa
     assert str(smollm2) not in json.dumps(results)
 
 
+@pytest.mark.slow
 def test_fewer_bits_are_smaller_and_worse(kv: Kv, smollm2: Path) -> None:
     found = []
     for bits in (6, 3):
