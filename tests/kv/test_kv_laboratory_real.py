@@ -9,24 +9,10 @@ from typing import Any
 
 import pytest
 
-from assay.cli.main import invoke
-
 pytestmark = pytest.mark.engine
 
 Kv = Callable[..., tuple[int, dict[str, Any]]]
 PROMPT = "The history of the lighthouse begins in the year 1820, when a small group of fishermen decided that"
-
-
-@pytest.fixture
-def kv(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kv:
-    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = invoke(["kv", *map(str, arguments), "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return run
 
 
 def test_a_diagnosis_finds_the_lost_norm(kv: Kv, smollm2: Path) -> None:

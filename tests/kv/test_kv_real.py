@@ -39,18 +39,6 @@ def calibration(smollm2: Path, texts: dict[str, Path], tmp_path_factory: pytest.
     return out
 
 
-@pytest.fixture
-def kv(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kv:
-    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = invoke(["kv", *map(str, arguments), "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    return run
-
-
 def test_identity_differs_by_exactly_nothing_and_still_fires(kv: Kv, smollm2: Path) -> None:
     code, body = kv("eval", smollm2, "--codec", "identity", *SMALL)
     assert code == 0

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli.kv_options import Batch, Length, Model, Text, Windows, layers_of
+from assay.cli.kv_options import Batch, Length, Model, SkipLayers, Text, Windows, layers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -20,7 +20,7 @@ def command(
     each: Annotated[str, typer.Option(help="all together, each stream alone, or each layer alone.")] = "all",
     stream: Annotated[str, typer.Option(help="kv, k or v.")] = "kv",
     mode: Annotated[str, typer.Option(help="decode, inforward or snapshot.")] = "inforward",
-    skip_layers: Annotated[str | None, typer.Option(help="Layers that stay exact: 0,1,28-29.")] = None,
+    skip_layers: SkipLayers = None,
     text: Text = None,
     windows: Windows = 8,
     length: Length = 512,

@@ -14,6 +14,7 @@ AnyModel = Annotated[
 CodecSpec = Annotated[str, typer.Option("--codec", help="SPEC, such as sinks(n=4)+hadamard(bits=4).")]
 Text = Annotated[list[str] | None, typer.Option(help="File, glob, FILE.jsonl or datasets:NAME.")]
 Calibration = Annotated[Path | None, typer.Option(help="File of `assay kv calibrate`.")]
+SkipLayers = Annotated[str | None, typer.Option(help="Layers that stay exact: 0,1,28-29.")]
 Windows = Annotated[int, typer.Option(min=1, help="Passages that are scored.")]
 Length = Annotated[int, typer.Option(min=8, help="Tokens of a passage.")]
 Batch = Annotated[int, typer.Option(min=1, help="Windows that run together.")]

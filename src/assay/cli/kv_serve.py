@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli.kv_options import Calibration, CodecSpec, layers_of
+from assay.cli.kv_options import Calibration, CodecSpec, SkipLayers, layers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -22,7 +22,7 @@ def command(
         str, typer.Option(help="inforward (all tokens coded) or decode (the prompt is prefilled exactly).")
     ] = "inforward",
     stream: Annotated[str, typer.Option(help="kv, k or v; the other stays exact.")] = "kv",
-    skip_layers: Annotated[str | None, typer.Option(help="Layers that stay exact: 0,1,28-29.")] = None,
+    skip_layers: SkipLayers = None,
     calibration: Calibration = None,
     python: Annotated[str, typer.Option(help="A Python that has vLLM.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli.kv_options import Batch, Calibration, Length, Model, Text, Windows, layers_of
+from assay.cli.kv_options import Batch, Calibration, Length, Model, SkipLayers, Text, Windows, layers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -19,7 +19,7 @@ def command(
     specs: Annotated[Path | None, typer.Option(help="File with one SPEC a line.")] = None,
     mode: Annotated[str, typer.Option(help="decode (what serving does), inforward or snapshot.")] = "decode",
     stream: Annotated[str, typer.Option(help="kv, k or v; the other stays exact.")] = "kv",
-    skip_layers: Annotated[str | None, typer.Option(help="Layers that stay exact: 0,1,28-29.")] = None,
+    skip_layers: SkipLayers = None,
     text: Text = None,
     windows: Windows = 16,
     fresh: Annotated[

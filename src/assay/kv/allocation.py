@@ -75,11 +75,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
         length=plan.length,
         calibration=plan.calibration,
     ) as opened:
-        if len(opened.fresh) < plan.fresh:
-            raise _usage(
-                f"the text has {len(opened.windows) + len(opened.fresh)} windows, {plan.windows + plan.fresh} are needed",
-                "give more text, or fewer windows",
-            )
+        opened.require_fresh(plan.windows, plan.fresh)
         mode = Mode(plan.mode)
         lab = opened.lab(opened.windows, mode, plan.batch)
         parts = alone(opened, lab, spec, plan, ledger, progress)

@@ -36,6 +36,15 @@ class Session:
         """A lab on some of the windows."""
         return Lab(self.scorer, windows, mode, batch)
 
+    def require_fresh(self, windows: int, fresh: int) -> None:
+        """UsageError where the text has fewer fresh windows than that, behind the `windows` to measure on."""
+        if len(self.fresh) < fresh:
+            raise UsageError(
+                f"the text has {len(self.windows) + len(self.fresh)} windows, {windows + fresh} are needed",
+                remedy="give more text, or fewer windows (--windows, --fresh)",
+                finding_id="kv.usage",
+            )
+
 
 @dataclass(frozen=True)
 class Scoring:

@@ -98,11 +98,7 @@ def run_sweep(
         length=plan.length,
         calibration=plan.calibration,
     ) as opened:
-        if plan.fresh and len(opened.fresh) < plan.fresh:
-            raise _usage(
-                f"the text has {len(opened.windows) + len(opened.fresh)} windows, {plan.windows + plan.fresh} are needed",
-                "give more text, or fewer windows (--windows, --fresh)",
-            )
+        opened.require_fresh(plan.windows, plan.fresh)
         identity = plan.identity([w.sha256 for w in [*opened.windows, *opened.fresh]])
         kept = RowFile(out, identity) if out else Ledger({"sweep": identity})
         mode, layers = Mode(plan.mode), kept_layers(opened.bench.shape, plan.skip_layers)
