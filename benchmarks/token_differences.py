@@ -43,7 +43,9 @@ def main() -> None:
             window_statistics(ref, cand)
             for ref, cand in zip(held, candidate.score_windows(windows, job), strict=True)
         ]
-        arrays[f"{name}/d"] = np.stack([(s.nll_cand - s.nll_ref).cpu().numpy() for s in seen]).astype(np.float16)
+        arrays[f"{name}/d"] = np.stack([(s.nll_cand - s.nll_ref).cpu().numpy() for s in seen]).astype(
+            np.float16
+        )
         arrays[f"{name}/kl"] = np.stack([s.kl.cpu().numpy() for s in seen]).astype(np.float16)
         arrays[f"{name}/top1"] = np.stack([s.top1.cpu().numpy() for s in seen])
         candidate.close()
