@@ -30,19 +30,20 @@ class Rounding:
     before_rope: bool = False
     lossless: bool = False
     table_bytes: int = 0
+    sides: tuple[Any, ...] = ()
 
-    def reconstruct(self, x: Any) -> Any:
+    def reconstruct(self, x: Any, side: Any = None) -> Any:
         # A codec of blocks sees whole blocks only.
         assert x.shape[1] % self.granularity == 0
         return torch.round(x / self.step) * self.step
 
-    def encode(self, x: Any) -> bytes:
+    def encode(self, x: Any, side: Any = None) -> bytes:
         tokens = x.shape[1]
         exact = min(tokens, self.exact_first + self.exact_last)
         self.held = x.float()
         return bytes(x[:, : tokens - exact].numel() + 2 * x[:, :exact].numel())
 
-    def decode(self, stream: bytes) -> Any:
+    def decode(self, stream: bytes, *, side: Any = None) -> Any:
         return self.held + self.step
 
 

@@ -107,12 +107,16 @@ def calibrate(
     length: Length = 1024,
     batch: Batch = 4,
     tokens: Annotated[int, typer.Option(min=256, help="Sampled tokens that the file holds.")] = 4096,
+    sensitivity: Annotated[
+        int,
+        typer.Option(min=0, help="Windows on which each layer and stream is coded alone, for weights=measured."),
+    ] = 0,
 ) -> Report:
     """Learn from text what codecs need to know of a model's keys and values. Never evaluate on that text."""
     from assay.cli.progress import show
     from assay.kv.calibrate import CalibrationPlan, run_calibrate
 
-    plan = CalibrationPlan(model, tuple(text or ()), windows, length, batch, tokens)
+    plan = CalibrationPlan(model, tuple(text or ()), windows, length, batch, tokens, sensitivity)
     return run_calibrate(plan, out, show)
 
 

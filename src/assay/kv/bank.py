@@ -72,8 +72,12 @@ def code_lengths() -> NDArray[np.float32]:
 
 def best_laws(counts: NDArray[np.float64]) -> NDArray[np.uint8]:
     """The law with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2] of numbers and escapes."""
-    lengths = code_lengths().astype("float64")
-    best: NDArray[np.uint8] = (counts @ lengths.T).argmin(axis=1).astype("uint8")
+    import numpy as np
+
+    # Nearly all numbers are small: columns that nothing fell into cost nothing.
+    used = np.flatnonzero(counts.any(axis=0))
+    lengths = code_lengths()[:, used].astype("float64")
+    best: NDArray[np.uint8] = (counts[:, used] @ lengths.T).argmin(axis=1).astype("uint8")
     return best
 
 

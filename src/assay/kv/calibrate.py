@@ -13,8 +13,11 @@ from assay.environment import describe
 from assay.errors import UsageError
 from assay.kv.calibration import Calibration, write_calibration
 from assay.kv.capture import capture
+from assay.kv.costs import measure_sensitivity
 from assay.kv.model import cache_shape
+from assay.kv.rope import Rotary
 from assay.kv.session import scoring
+from assay.kv.setup import Bench
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
 
@@ -24,7 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What is calibrated: `tokens` sampled tokens out of `windows` windows of the text."""
+    """What is calibrated: `tokens` sampled tokens out of `windows` windows of the text.
+
+    On `sensitivity` of the windows, spread over all, the model's KL is measured with each layer and stream coded alone.
+    """
 
     model: str
     text: tuple[str, ...]
@@ -32,6 +38,7 @@ class CalibrationPlan:
     length: int = 1024
     batch: int = 4
     tokens: int = 4096
+    sensitivity: int = 0
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -42,6 +49,18 @@ class CalibrationPlan:
             )
         if self.tokens < 256:
             raise UsageError(f"256 tokens or more are needed, got {self.tokens}", finding_id="kv.usage")
+        if not 0 <= self.sensitivity <= self.windows:
+            raise UsageError(
+                f"the sensitivity cannot be measured on {self.sensitivity} of {self.windows} windows",
+                remedy="give --sensitivity a number up to --windows",
+                finding_id="kv.usage",
+            )
+        if self.sensitivity and self.model.startswith("vllm:"):
+            raise UsageError(
+                "the sensitivity of layers is measured with transformers",
+                remedy="calibrate hf:MODEL; the file serves vLLM too",
+                finding_id="kv.usage",
+            )
 
 
 def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROGRESS) -> Report:
@@ -49,6 +68,8 @@ def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROG
     with scoring(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
         windows, text = opened.windows, opened.text
         tensors, cache = _captured(opened.engine, windows, plan, progress)
+        if plan.sensitivity:
+            tensors["sensitivity"] = _sensitivity(opened.engine, windows, plan, tensors, progress)
         engine = opened.engine.describe()
     provenance = {
         "cache": cache,
@@ -56,6 +77,7 @@ def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROG
         "text": text,
         "windows": [w.sha256 for w in windows],
         "samples": int(tensors["positions"].numel()),
+        "sensitivity_windows": plan.sensitivity,
         "environment": describe(),
     }
     write_calibration(out, Calibration(tensors, provenance))
@@ -85,3 +107,16 @@ def _captured(
     from assay.kv.in_vllm.capture import capture_in_vllm
 
     return capture_in_vllm(engine, windows, tokens=plan.tokens, batch=plan.batch, progress=progress)
+
+
+def _sensitivity(
+    engine: Any,
+    windows: Sequence[Window],
+    plan: CalibrationPlan,
+    tensors: dict[str, torch.Tensor],
+    progress: Progress,
+) -> torch.Tensor:
+    model = engine.engine.model
+    bench = Bench(cache_shape(model), Rotary(model, plan.length), Calibration(tensors, {}))
+    chosen = windows[:: max(1, len(windows) // plan.sensitivity)][: plan.sensitivity]
+    return measure_sensitivity(engine, bench, chosen, batch=plan.batch, progress=progress)

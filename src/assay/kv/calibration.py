@@ -7,6 +7,7 @@ One safetensors file. For every layer l:
     layer_{l}_sigma_rope   the same averaged over the rotations of relative positions
     layer_{l}_gram    f32 [KV heads, d, d], Gram matrix of the output projection, summed over the group
     positions         int32 [tokens], where in its window each sample stood
+    sensitivity f32 [layers, 2], of keys and values: KL in nats for an error of 1 in the metric (`--sensitivity`)
     levels_{k|v}_{b}  f32 [2^b], levels of residuals for the codec `kakeya`
 
 A file that was imported from older tools (`assay kv import`) has only sigma of some layers, and levels; one of `assay kv
@@ -49,17 +50,18 @@ class Calibration:
         states = self.tensors.get(f"layer_{site.layer}_{site.stream}")
         positions = None if states is None else self.tensors["positions"].long()
         levels = self._levels(site.stream)
+        measured = self.tensors.get("sensitivity")
+        cost = None if measured is None else float(measured[site.layer, "kv".index(site.stream)])
         if site.stream == "v":
-            return Samples(
-                site, _float(states), positions, self.tensors.get(f"layer_{site.layer}_gram"), levels=levels
-            )
+            metric = self.tensors.get(f"layer_{site.layer}_gram")
+            return Samples(site, _float(states), positions, metric, sensitivity=cost, levels=levels)
         if states is not None and positions is not None and not before_rope:
             if rotary is None:
                 raise ValueError("keys after RoPE need the model's rotary embedding")
             whole = rotary.at(site.layer, 0, int(positions.max()) + 1)
             states = Rotation(whole.cos.cpu()[positions], whole.sin.cpu()[positions]).apply(states)
         metric = self._metric(site.layer, before_rope, rotary)
-        return Samples(site, _float(states), positions, metric, levels=levels)
+        return Samples(site, _float(states), positions, metric, sensitivity=cost, levels=levels)
 
     def _metric(self, layer: int, before_rope: bool, rotary: Rotary | None) -> torch.Tensor | None:
         """The queries' second moment of a layer, averaged over rotations.

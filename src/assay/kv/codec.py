@@ -52,8 +52,9 @@ class Samples:
     `metric` [heads, head_dim, head_dim], or [width, width] over all heads: the error that counts is e M eᵀ. For keys
     the second moment of the queries that read them (`assay.kv.metric`), for values the Gram matrix of the output
     projection.
-    `side` [side heads, tokens, side head_dim]: what the decoder has before it decodes these tokens, such as the
-    values of the layer below.
+    `side` [side heads, tokens, side head_dim]: what the decoder has before it decodes these tokens, the heads of the
+    streams `sides` (layer, stream) one after the other, keys before RoPE.
+    `sensitivity`: KL of the model in nats for an error of e M eᵀ = 1 a token in this stream alone.
     `levels` by bits [2^bits]: ready levels for unit residuals, in place of those that samples would give.
     """
 
@@ -62,6 +63,8 @@ class Samples:
     positions: torch.Tensor | None = None
     metric: torch.Tensor | None = None
     side: torch.Tensor | None = None
+    sides: tuple[tuple[int, str], ...] = ()
+    sensitivity: float | None = None
     levels: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     def need_x(self, who: str) -> torch.Tensor:
@@ -81,6 +84,16 @@ class Samples:
         h, d = self.site.heads, self.site.head_dim
         blocks = self.metric.double().reshape(h, d, h, d)
         return torch.stack([blocks[i, :, i] for i in range(h)])
+
+    def need_sensitivity(self, who: str) -> float:
+        """The measured sensitivity; AssayError where it was not measured."""
+        if self.sensitivity is None or self.sensitivity <= 0:
+            raise AssayError(
+                f"{who} needs the measured sensitivity of layer {self.site.layer}, stream {self.site.stream}",
+                finding_id="kv.no_calibration",
+                remedy="make the calibration with `assay kv calibrate --sensitivity 8`",
+            )
+        return self.sensitivity
 
     def joint_metric(self) -> torch.Tensor:
         """The metric over all heads [width, width], float64; the identity where none is known."""
@@ -124,6 +137,10 @@ class Codec:
     def fit(self, samples: Samples) -> BlockCoder:
         """A coder for the site of `samples`; AssayError where it needs samples that are not there."""
         raise NotImplementedError
+
+    def sides(self, site: Site) -> tuple[tuple[int, str], ...]:
+        """The streams (layer, stream) out of which it predicts those of a site; they must be coded before it."""
+        return ()
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
         """The coder whose `tables` were kept. A codec that learns nothing needs none."""

@@ -41,18 +41,23 @@ class StreamCoder(Protocol):
         ...
 
     @property
+    def sides(self) -> tuple[tuple[int, str], ...]:
+        """Streams (layer, stream) whose reconstruction of the same tokens it needs, in the order of `side`'s heads."""
+        ...
+
+    @property
     def table_bytes(self) -> int:
         """Bytes of calibration tables that the decoder of this stream needs."""
         ...
 
-    def encode(self, x: torch.Tensor) -> bytes:
+    def encode(self, x: torch.Tensor, side: torch.Tensor | None = None) -> bytes:
         """The stream of a whole sequence, exact tokens included."""
         ...
 
-    def decode(self, stream: bytes) -> torch.Tensor:
+    def decode(self, stream: bytes, *, side: torch.Tensor | None = None) -> torch.Tensor:
         """What a stream holds, float32."""
         ...
 
-    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
+    def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
         """What whole blocks become, sinks and recent tokens aside: decode(encode(x)) without the bytes."""
         ...

@@ -12,6 +12,7 @@ from assay.kv.diagnostics.streams import diagnose_stream
 from assay.kv.diagnostics.traffic import watch
 from assay.kv.session import session
 from assay.kv.setup import kept_layers
+from assay.kv.sides import refuse_sides
 from assay.kv.spec import parse_spec
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
@@ -57,6 +58,7 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
         shape, text = opened.bench.shape, opened.text
         layers = kept_layers(shape, plan.skip_layers)
         coders = opened.bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams).by_stream
+        refuse_sides(coders, "`assay kv diagnose`")
         traffic = watch(
             opened.scorer,
             opened.windows,

@@ -22,12 +22,21 @@ class FittedCodec:
     what a predicting codec has before it decodes these tokens, all of them, exact ones included.
     """
 
-    def __init__(self, spec: str, coder: BlockCoder, exact_first: int, exact_last: int, before_rope: bool):
+    def __init__(
+        self,
+        spec: str,
+        coder: BlockCoder,
+        exact_first: int,
+        exact_last: int,
+        before_rope: bool,
+        sides: tuple[tuple[int, str], ...] = (),
+    ) -> None:
         self.spec = spec
         self.coder = coder
         self.exact_first = exact_first
         self.exact_last = max(exact_last, coder.exact_last)
         self.before_rope = before_rope
+        self.sides = sides
         self._tables_crc = _crc(coder.tables)
 
     @property

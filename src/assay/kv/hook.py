@@ -61,7 +61,7 @@ class CodecHook:
     def attach(self, model: Any) -> Iterator[None]:
         """Remember the model while the hook is in place; the cache of each batch carries the rest."""
         self._model, self._shape = model, cache_shape(model)
-        if any(coder.before_rope for coder in self.coders.values()):
+        if any(coder.before_rope or coder.sides for coder in self.coders.values()):
             self._rotary = Rotary(model, self.length)
         try:
             yield
@@ -87,6 +87,7 @@ class CodecHook:
         for index, layer in enumerate(cache.layers):
             if layer.is_initialized:
                 self._code_ready(index, layer, layer.assay_position)
+            self._forget(index - 1)
 
     def engagement(self) -> Engagement:
         """Calls of coders by layer, and bytes of replaced cache that later tokens read."""
@@ -107,6 +108,7 @@ class CodecHook:
                 new[stream] = self._replaced(track, new[stream], position)
         if self._armed and self.mode is Mode.DECODE:
             self._code_ready(layer, self._cache.layers[layer], position)
+        self._forget(layer - 1)
         if self._armed:
             self._bytes_read += position * 2 * keys[..., :1, :].numel() * keys.element_size()
         return new["k"], new["v"]
@@ -117,14 +119,14 @@ class CodecHook:
             if not track.codes_at_once(position):
                 return new
             self._fire(track)
-            return track.code(position, position + new.shape[-2])
+            return self._coded(track, position, position + new.shape[-2])
         end, snapshot = position + new.shape[-2], self.mode is Mode.SNAPSHOT
         # What snapshot puts in place of a token depends on all tokens of its window.
         lo, hi = track.whole_blocks(track.length) if snapshot else track.next_blocks(end)
         changed = track.exact[..., position:end, :].clone()
         if lo < hi:
             self._fire(track)
-            result = track.code(lo, hi)
+            result = self._coded(track, lo, hi)
             first, last = max(lo, position), min(hi, end)
             if first < last:
                 changed[..., first - position : last - position, :] = result[..., first - lo : last - lo, :]
@@ -142,7 +144,21 @@ class CodecHook:
             if hi <= lo:
                 continue
             self._fire(track)
-            self._hold(layer, stream, lo, hi, track.code(lo, hi))
+            self._hold(layer, stream, lo, hi, self._coded(track, lo, hi))
+
+    def _coded(self, track: Track, lo: int, hi: int) -> torch.Tensor:
+        """Positions lo … hi − 1 of a stream, predicted from what was coded of its sides."""
+        import torch
+
+        sides = track.coder.sides if track.coder else ()
+        if not sides:
+            return track.code(lo, hi)
+        return track.code(lo, hi, torch.cat([self._track(*key).decoded(lo, hi) for key in sides], dim=1))
+
+    def _forget(self, layer: int) -> None:
+        for stream in ("k", "v"):
+            if (layer, stream) in self._tracks:
+                self._tracks[layer, stream].forget()
 
     @staticmethod
     def _hold(layer: Any, stream: str, lo: int, hi: int, result: torch.Tensor) -> None:
@@ -165,11 +181,25 @@ class CodecHook:
 
     def _measure(self) -> None:
         """Encode the first windows of the batch that is done, whole, as they stand in the cache at its end."""
+        import torch
+
         if not self._tracks or self._cache is None:
             return
         windows = min(self._to_measure, next(iter(self._tracks.values())).exact.shape[0])
         self._to_measure -= windows
-        for key, track in self._tracks.items():
-            layer = self._cache.layers[key[0]]
-            for window in range(windows):
-                self.facts.setdefault(key, []).append(track.facts(window, kept_from(layer)))
+        needed = {side for coder in self.coders.values() for side in coder.sides}
+        starts = {key: kept_from(self._cache.layers[key[0]]) for key in self._tracks}
+        for window in range(windows):
+            decoded: dict[Key, torch.Tensor] = {}
+            # In this order the sides of a stream come before it.
+            for key in sorted(self._tracks):
+                track = self._tracks[key]
+                parts = [
+                    decoded[s][:, starts[key] - starts[s] :]
+                    for s in (track.coder.sides if track.coder else ())
+                ]
+                side = torch.cat(parts) if parts else None
+                found, back = track.facts(window, starts[key], side)
+                self.facts.setdefault(key, []).append(found)
+                if key in needed:
+                    decoded[key] = back

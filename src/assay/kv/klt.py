@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Predictor:
-    """x̂ = side P from what the decoder already has; P [side width, width], fp16. Its offset is in the mean."""
+    """x̂ = side P from what the decoder already has; its offset is in the mean.
+
+    P [side width, width] is int8 times an fp16 scale for each column: the residual is taken with the rounded P.
+    """
 
     weight: torch.Tensor
+    scale: torch.Tensor
 
     def __call__(self, side: torch.Tensor) -> torch.Tensor:
         """[..., side width] → [..., width], float32."""
-        return side.float() @ self.weight.float().to(side.device)
+        return (side.float() @ self.weight.to(side.device).float()) * self.scale.to(side.device).float()
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Spectrum:
     rows: torch.Tensor
     variances: torch.Tensor
     metric: torch.Tensor
+    scale: float
+    """What `metric` was divided by: an error of 1 in a coefficient costs that much in the metric that was given."""
 
     def with_step(self, step: float, smallest: float) -> Klt:
         """The transform for Δ = `step`; coefficients whose deviation is below `smallest` steps are left out."""
@@ -81,7 +87,7 @@ def spectrum(rows: torch.Tensor, metric: torch.Tensor, ridge: float = 1e-4) -> S
     values, vectors = torch.linalg.eigh(white.T @ white / max(1, rows.shape[0]))
     order = torch.arange(values.numel() - 1, -1, -1)
     inverse = torch.linalg.solve_triangular(lower, vectors[:, order].T, upper=False, left=False)
-    return Spectrum(mean, inverse, values[order].clamp_min(0), metric)
+    return Spectrum(mean, inverse, values[order].clamp_min(0), metric, scale)
 
 
 def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
@@ -94,16 +100,15 @@ def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
 
 
 def predictor(rows: torch.Tensor, side: torch.Tensor, ridge: float = 1e-3) -> Predictor:
-    """Least squares of rows [n, width] on side rows [n, side width], with a ridge."""
+    """Least squares of rows [n, width] on side rows [n, side width], with a ridge in proportion to each side channel."""
     import torch
 
     near = side - side.mean(dim=0)
     gram = near.T @ near
-    eye = torch.eye(gram.shape[0], dtype=gram.dtype)
-    solved = torch.linalg.solve(
-        gram + ridge * gram.diagonal().mean() * eye, near.T @ (rows - rows.mean(dim=0))
-    )
-    return Predictor(solved.half())
+    gram.diagonal().mul_(1 + ridge).clamp_min_(1e-12)
+    solved = torch.linalg.solve(gram, near.T @ (rows - rows.mean(dim=0)))
+    scale = (solved.abs().amax(dim=0) / 127).clamp_min(2.0**-24).half()
+    return Predictor((solved / scale.double()).round().clamp(-127, 127).to(torch.int8), scale)
 
 
 def restore(site: Site, tables: Tables, who: str) -> Klt:

@@ -21,6 +21,7 @@ from assay.kv.calibration import read_calibration
 from assay.kv.model import cache_shape
 from assay.kv.rope import Rotary
 from assay.kv.setup import Bench
+from assay.kv.sides import refuse_sides
 from assay.kv.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def resident_cache(model: Any, codec: str, *, length: int, calibration: str | Pa
     rotary = Rotary(model, length)
     spec = parse_spec(codec)
     coders = Bench(shape, rotary, known).fit_all(lambda _, stream: spec.of(stream))
+    refuse_sides(coders.by_stream, "the compressed cache")
     held = _cache_type()(config=model.config)
     for index, layer in enumerate(held.layers):
         layer.__class__ = _resident(type(layer))  # type: ignore[arg-type, unused-ignore]

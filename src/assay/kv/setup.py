@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from assay.errors import UsageError
 from assay.kv.calibration import Calibration, read_calibration
@@ -13,8 +13,12 @@ from assay.kv.codec import Samples, Site
 from assay.kv.fitted import FittedCodec
 from assay.kv.model import CacheShape
 from assay.kv.rope import Rotary
+from assay.kv.sides import sides_of
 from assay.kv.spec import Recipe
 from assay.kv.track import Key
+
+if TYPE_CHECKING:
+    import torch
 
 RecipeOf = Callable[[int, str], "Recipe | None"]
 """The recipe of a layer and stream; None keeps it exact."""
@@ -44,34 +48,72 @@ class Bench:
     shape: CacheShape
     rotary: Rotary | None = None
     calibration: Calibration | None = None
-    _fitted: dict[tuple[Recipe, int, str], FittedCodec] = field(
+    _fitted: dict[Any, FittedCodec] = field(default_factory=dict, compare=False, repr=False)
+    _decoded: dict[Key, tuple[FittedCodec, torch.Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
+    """Reconstructed samples of the latest layers, which coders after them predict from."""
 
-    def fit(self, recipe: Recipe, layer: int, stream: str) -> FittedCodec:
-        """One coder, the same one if asked again. AssayError where the recipe needs a calibration and there is none."""
-        key = (recipe, layer, stream)
+    def fit(
+        self, recipe: Recipe, layer: int, stream: str, coded: Mapping[Key, FittedCodec] | None = None
+    ) -> FittedCodec:
+        """One coder, the same one if asked again; `coded` are those of the streams before it.
+
+        AssayError where the recipe needs a calibration and there is none.
+        """
+        site, coded = self._site(layer, stream), coded or {}
+        sides = sides_of(recipe, site, coded, self.shape)
+        key = (recipe, layer, stream, tuple((side, id(coded.get(side))) for side in sides))
         if key not in self._fitted:
-            self._fitted[key] = self._fit(recipe, layer, stream)
+            self._fitted[key] = recipe.fit(self._samples(recipe, site, coded, sides))
         return self._fitted[key]
 
-    def _fit(self, recipe: Recipe, layer: int, stream: str) -> FittedCodec:
-        site = Site(stream, layer, self.shape.layers, self.shape.kv_heads, self.shape.head_dim)
-        samples = Samples(site)
-        if self.calibration:
-            samples = self.calibration.samples(site, before_rope=recipe.before_rope, rotary=self.rotary)
-        return recipe.fit(samples)
+    def _samples(
+        self, recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]
+    ) -> Samples:
+        if not self.calibration:
+            return Samples(site)
+        found = self.calibration.samples(site, before_rope=recipe.before_rope, rotary=self.rotary)
+        return replace(found, side=self._side(coded, sides), sides=tuple(sides))
+
+    def _side(self, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]) -> torch.Tensor | None:
+        """What the decoder has of the samples of some streams, their heads one after the other, keys before RoPE."""
+        import torch
+
+        parts = [self._reconstructed(key, coded) for key in sides]
+        return torch.cat(parts) if parts else None
+
+    def _reconstructed(self, key: Key, coded: Mapping[Key, FittedCodec]) -> torch.Tensor:
+        if self.calibration is None:
+            raise ValueError("there are no samples to reconstruct")
+        samples = self.calibration.samples(self._site(*key), before_rope=True, rotary=None)
+        x, coder = samples.need_x("prediction"), coded.get(key)
+        if coder is None or coder.lossless:
+            return x
+        known = self._decoded.get(key)
+        if known is None or known[0] is not coder:
+            back = coder.reconstruct(x, self._side(coded, coder.sides))
+            if samples.positions is not None:
+                back = back.where((samples.positions >= coder.exact_first)[:, None], x)
+            # In bf16: what is learnt from them does not hang on their last digits.
+            self._decoded[key] = (coder, back.bfloat16())
+            for old in [k for k in self._decoded if k[0] < key[0] - 1]:
+                del self._decoded[old]
+        return self._decoded[key][1].float()
+
+    def _site(self, layer: int, stream: str) -> Site:
+        return Site(stream, layer, self.shape.layers, self.shape.kv_heads, self.shape.head_dim)
 
     def fit_all(
         self, recipe_of: RecipeOf, layers: Iterable[int] | None = None, streams: str = "kv"
     ) -> CoderSet:
-        """Coders of the given layers (all by default) and streams."""
+        """Coders of the given layers (all by default) and streams, in an order in which each may predict from those before."""
         found: dict[Key, FittedCodec] = {}
-        for layer in range(self.shape.layers) if layers is None else layers:
-            for stream in streams:
+        for layer in sorted(range(self.shape.layers) if layers is None else layers):
+            for stream in sorted(streams):
                 recipe = recipe_of(layer, stream)
                 if recipe is not None:
-                    found[layer, stream] = self.fit(recipe, layer, stream)
+                    found[layer, stream] = self.fit(recipe, layer, stream, found)
         return CoderSet(found)
 
 

@@ -47,11 +47,15 @@ class Recipe:
         """Fitted to one site: the exact tokens are not learnt from. AssayError where samples are missing."""
         samples = _without_first(samples, self.exact_first)
         chain = self._chain(samples.site)
-        return self._fitted(samples.site, chain.fit(samples))
+        return self._fitted(samples.site, chain.fit(samples), samples.sides)
+
+    def sides(self, site: Site) -> tuple[tuple[int, str], ...]:
+        """The streams (layer, stream) that its codec predicts from at a site."""
+        return () if any(w.skips(site) for w in self._placements()) else self.codec.sides(site)
 
     def restore(self, site: Site, tables: Tables) -> FittedCodec:
         """Fitted from kept tables."""
-        return self._fitted(site, self._chain(site).restore(site, tables))
+        return self._fitted(site, self._chain(site).restore(site, tables), self.sides(site))
 
     def _placements(self) -> list[Placement]:
         return [w for w in self.around if isinstance(w, Placement)]
@@ -65,9 +69,9 @@ class Recipe:
                 chain = _Wrapped(wrapper, chain)
         return chain
 
-    def _fitted(self, site: Site, coder: Any) -> FittedCodec:
+    def _fitted(self, site: Site, coder: Any, sides: tuple[tuple[int, str], ...]) -> FittedCodec:
         before = self.before_rope and site.stream == "k"
-        return FittedCodec(str(self), coder, self.exact_first, self.exact_last, before)
+        return FittedCodec(str(self), coder, self.exact_first, self.exact_last, before, sides)
 
     def __str__(self) -> str:
         return "+".join(str(part) for part in (*self.around, self.codec))

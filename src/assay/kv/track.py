@@ -50,6 +50,7 @@ class Track:
         self._rotary = rotary
         self._states = Growing()
         self._done = 0
+        self._latest: tuple[int, torch.Tensor] | None = None
 
     @property
     def exact(self) -> torch.Tensor:
@@ -91,39 +92,75 @@ class Track:
         """Positions below `hi` are not given out by `next_blocks` again."""
         self._done = max(self._done, hi)
 
-    def code(self, lo: int, hi: int) -> torch.Tensor:
-        """Positions lo … hi − 1 of all windows as the codec gives them back, [B, h, hi − lo, d]."""
+    def code(self, lo: int, hi: int, side: torch.Tensor | None = None) -> torch.Tensor:
+        """Positions lo … hi − 1 of all windows as the codec gives them back, [B, h, hi − lo, d].
+
+        `side` [B, side heads, hi − lo, d]: what the decoder has of the streams that the coder predicts from.
+        """
         x = self.exact[..., lo:hi, :]
         if self.coder is None or self.coder.lossless:
             return x
-        batch, heads, tokens, width = x.shape
         values, rotation = x, None
         if self.key[1] == "k" and self.coder.before_rope and self._rotary:
             rotation = self._rotary.at(self.key[0], lo, hi)
             values = rotation.remove(values)
         # Blocks are coded each on its own, so windows can stand one after the other.
-        folded = values.transpose(0, 1).reshape(heads, batch * tokens, width)
-        result = self.coder.reconstruct(folded).reshape(heads, batch, tokens, width).transpose(0, 1)
+        near = None if side is None else _folded(side)
+        result = self.coder.reconstruct(_folded(values), near).unflatten(1, (x.shape[0], -1)).transpose(0, 1)
+        self._latest = (lo, result)
         if rotation is not None:
             result = rotation.apply(result)
         self.mark(hi)
         return result.to(x.dtype)
 
-    def facts(self, window: int, start: int) -> StreamFacts:
-        """The real stream of one window's tokens from `start` on, encoded and decoded again."""
+    def decoded(self, lo: int, hi: int) -> torch.Tensor:
+        """What the decoder has of positions lo … hi − 1 when others predict from them, keys before RoPE, float32.
+
+        Coded ones must be the latest that were coded; ValueError where they are not.
+        """
+        if self.coder is None or self.coder.lossless:
+            return self._before_rope(self.exact[..., lo:hi, :].float(), lo)
+        start, states = self._latest or (hi, None)
+        if states is None or lo < start or hi > start + states.shape[-2]:
+            raise ValueError(f"positions {lo} to {hi} of {self.key} are not coded yet")
+        return states[..., lo - start : hi - start, :]
+
+    def forget(self) -> None:
+        """Nothing predicts from what was coded last any more."""
+        self._latest = None
+
+    def _before_rope(self, x: torch.Tensor, lo: int) -> torch.Tensor:
+        if self.key[1] == "v" or not self._rotary:
+            return x
+        return self._rotary.at(self.key[0], lo, lo + x.shape[-2]).remove(x)
+
+    def facts(
+        self, window: int, start: int, side: torch.Tensor | None = None
+    ) -> tuple[StreamFacts, torch.Tensor]:
+        """The real stream of one window's tokens from `start` on, encoded and decoded again, and what came back.
+
+        `side` [side heads, tokens, d] is what came back of the streams that the coder predicts from; keys before RoPE.
+        """
         x = self.exact[window, :, start:, :]
         values = x.float()
         exact = x.numel() * BF16_BYTES
         if self.coder is None:
-            return StreamFacts(exact, exact, float(values.square().sum()), 0.0, "")
+            found = StreamFacts(exact, exact, float(values.square().sum()), 0.0, "")
+            return found, self._before_rope(values, start)
         if self.key[1] == "k" and self.coder.before_rope and self._rotary:
             x = values = self._rotary.at(self.key[0], start, start + x.shape[-2]).remove(values)
-        stream = self.coder.encode(x)
-        error = values - self.coder.decode(stream).to(values.device)
-        return StreamFacts(
+        stream = self.coder.encode(x, side)
+        back = self.coder.decode(stream, side=side).to(values.device)
+        found = StreamFacts(
             len(stream),
             exact,
             float(values.square().sum()),
-            float(error.square().sum()),
+            float((values - back).square().sum()),
             sha256(stream).hexdigest(),
         )
+        return found, back if self.coder.before_rope else self._before_rope(back, start)
+
+
+def _folded(x: torch.Tensor) -> torch.Tensor:
+    """[B, h, n, d] → [h, B · n, d]."""
+    return x.transpose(0, 1).flatten(1, 2)

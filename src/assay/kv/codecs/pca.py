@@ -6,21 +6,25 @@ Linear transform in the metric of attention (`assay.kv.klt`), one step for all c
     coding=fixed  indices of fixed width, the widths found by dynamic programming (`pca_fixed`)
 
 `step` > 0 sets the step itself, in units of the root mean square of the coefficients, instead of `bits`. With
-`predict`, what the decoder already has (the layer below, or the keys) is first subtracted through a linear map.
+`weights=measured` its unit is √nat: a step costs the model step² / 12 nats a coefficient in whatever layer and stream,
+as measured by the calibration, so one step for all of them spends bits where they save most. `coding=fixed` then takes
+the widths whose last bits save what they save there.
+
+`predict` first subtracts a linear map of what the decoder has of the same token:
+
+    below  the same stream of the layer below        k    the keys of the layer, for its values
+    all    keys and values of the layer below, and the keys of the layer for its values
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from assay.errors import UsageError
 from assay.kv import klt
 from assay.kv.codec import BlockCoder, Codec, Samples, Site, Tables, need_table
 from assay.kv.wrapper import inner_tables
-
-if TYPE_CHECKING:
-    pass
 
 _SMALLEST = 0.12
 """Coefficients with less deviation than this many steps are practically always zero."""
@@ -37,7 +41,8 @@ class Pca(Codec):
     coding: Literal["range", "fixed"] = "range"
     classes: int = 4
     rdo: float = 0.08
-    predict: Literal["none", "below", "k"] = "none"
+    predict: Literal["none", "below", "k", "all"] = "none"
+    weights: Literal["none", "measured"] = "none"
 
     def __post_init__(self) -> None:
         if not 0.05 <= self.bits <= 10 or self.step < 0 or not 1 <= self.classes <= 16 or self.rdo < 0:
@@ -45,8 +50,17 @@ class Pca(Codec):
                 f"{self}: bits is 0.05 to 10, classes 1 to 16, step and rdo not negative",
                 finding_id="kv.spec",
             )
-        if self.step and self.coding == "fixed":
-            raise UsageError(f"{self}: step goes with coding=range only", finding_id="kv.spec")
+        if self.weights == "measured" and not self.step:
+            raise UsageError(
+                f"{self}: weights=measured shares one step among all layers",
+                remedy="give it, in √nat: pca(step=0.002, weights=measured)",
+                finding_id="kv.spec",
+            )
+
+    def sides(self, site: Site) -> tuple[tuple[int, str], ...]:
+        below = {"below": (site.stream,), "all": ("k", "v")}.get(self.predict, ())
+        own = ((site.layer, "k"),) if self.predict in ("k", "all") and site.stream == "v" else ()
+        return (*((site.layer - 1, s) for s in below if site.layer), *own)
 
     def fit(self, samples: Samples) -> BlockCoder:
         from assay.kv.codecs.pca_fixed import fit_fixed
@@ -54,16 +68,16 @@ class Pca(Codec):
 
         rows = klt.sampled_rows(samples, str(self))
         predictor = None
-        if self.predict != "none":
-            if samples.side is None:
-                raise UsageError(f"{self} needs side information with its samples", finding_id="kv.side")
+        if samples.side is not None and self.predict != "none":
             side = klt.rows_of(samples.side.float().cpu()[None])[0].double()
             predictor = klt.predictor(rows, side)
             rows = rows - predictor(side).double()
         found = klt.spectrum(rows, samples.joint_metric().cpu())
-        if self.coding == "fixed":
-            return fit_fixed(samples.site, found, rows, self.bits, predictor)
         unit = float(found.variances.mean().sqrt()) or 1.0
+        if self.weights == "measured":
+            unit = (found.scale * samples.need_sensitivity(str(self))) ** -0.5
+        if self.coding == "fixed":
+            return fit_fixed(samples.site, found, rows, self.step * unit or None, self.bits, predictor)
         settings = (self.classes, self.rdo, _SMALLEST)
         if self.step:
             return fit_range(samples.site, found, rows, self.step * unit, settings, predictor)
@@ -86,8 +100,9 @@ class Pca(Codec):
 
         transform = klt.restore(site, tables, str(self))
         predictor = None
-        if self.predict != "none":
-            predictor = klt.Predictor(torch.from_numpy(need_table(tables, "predictor", str(self), site)))
+        if "predictor" in tables:
+            scale = need_table(tables, "predictor_scale", str(self), site)
+            predictor = klt.Predictor(torch.from_numpy(tables["predictor"]), torch.from_numpy(scale))
         own = inner_tables(tables)
         if self.coding == "fixed":
             return FixedCoder(site, transform, predictor, own)

@@ -31,6 +31,7 @@ class TransformCoder(BlockCoder):
         found = self.transform.tables()
         if self._predictor is not None:
             found["predictor"] = self._predictor.weight.numpy()
+            found["predictor_scale"] = self._predictor.scale.numpy()
         found.update({f"inner.{name}": table for name, table in self._own.items()})
         found["analysis"] = self.transform.analysis.numpy()
         return found
@@ -74,5 +75,9 @@ class TransformCoder(BlockCoder):
 
     def _need(self, side: torch.Tensor | None) -> torch.Tensor:
         if side is None:
-            raise UsageError("a codec that predicts needs side information", finding_id="kv.side")
+            raise UsageError(
+                "a codec that predicts needs what was decoded of the streams it predicts from (side)",
+                remedy="use pca with predict=none where only one stream is at hand",
+                finding_id="kv.side",
+            )
         return side

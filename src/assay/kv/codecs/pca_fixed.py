@@ -2,7 +2,8 @@
 
 Each coefficient is divided by its calibrated deviation and gets the levels of an empirical Lloyd-Max quantiser of its
 width, 0 to 8 bits. Dynamic programming finds the widths with the least total error, as measured on the samples, for a
-budget of whole bits a token.
+budget of whole bits a token; where a step is given in place of a budget, each width is the one after which a bit saves
+less error than it does at that step.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ _LEVEL_SAMPLES = 100_000
 
 
 def fit_fixed(
-    site: Site, found: Spectrum, rows: torch.Tensor, bits: float, predictor: Predictor | None
+    site: Site,
+    found: Spectrum,
+    rows: torch.Tensor,
+    step: float | None,
+    bits: float,
+    predictor: Predictor | None,
 ) -> FixedCoder:
-    """Levels, deviations and widths from sampled rows [n, width]."""
+    """Levels, deviations and widths from sampled rows [n, width], for a step or for so many bits a value."""
     import numpy as np
     import torch
 
-    transform = found.with_step(float(found.variances[0].sqrt()) or 1.0, 0.0)
+    largest = float(found.variances[0].sqrt()) or 1.0
+    transform = found.with_step(largest, 0.0)
     c = transform.forward(rows[:: max(1, rows.shape[0] // _FIT_TOKENS)].float())
     deviation = c.square().mean(dim=0).sqrt().clamp_min(2.0**-24).half().float()
     z = (c / deviation).numpy()
@@ -45,7 +52,12 @@ def fit_fixed(
         near = _nearest(torch.from_numpy(z), torch.from_numpy(table.astype(np.float32)))
         errors.append(((z - table.astype(np.float32)[near.numpy()]) ** 2).mean(axis=0))
     cost = np.stack(errors, axis=1) * deviation.numpy()[:, None] ** 2
-    widths = allocate(cost, min(round(bits * site.width), MAX_WIDTH * z.shape[1]))
+    if step is None:
+        widths = allocate(cost, min(round(bits * site.width), MAX_WIDTH * z.shape[1]))
+    else:
+        # A uniform quantiser's error D = step² / 12 falls by 2 ln 2 · D for a bit.
+        saved = 2 * np.log(2) * (step / largest) ** 2 / 12
+        widths = (cost + saved * np.arange(MAX_WIDTH + 1)).argmin(axis=1)
     # Coefficients of equal width stand together, and those of width 0 are left out.
     order = np.argsort(-widths, kind="stable")[: max(1, int((widths > 0).sum()))]
     kept = Klt(transform.mean, transform.synthesis[order], transform.analysis[:, order].contiguous())

@@ -15,6 +15,7 @@ from assay.kv.hooks import HookPlan, bench_of
 from assay.kv.in_vllm.lane import Lane, Spans
 from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
+from assay.kv.sides import refuse_sides
 from assay.kv.track import Coders, Key, StreamFacts
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class VllmCodecHook:
         # The model's rotation is needed only to put the calibration's keys where the codec is.
         rotary = Rotary.of_config(model.config, self.plan.length) if self.plan.calibration else None
         self._coders: Coders = self.plan.coders(bench_of(shape, self.plan, rotary)).by_stream
+        refuse_sides(self._coders, "vLLM's cache")
         self._to_measure = 0 if serving else self._to_measure
         for layer in range(shape.layers):
             coders = {stream: self._coders.get((layer, stream)) for stream in ("k", "v")}
