@@ -31,13 +31,15 @@ def eigh_batched(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     width = n + odd
     half = width // 2
     vectors = torch.eye(width, dtype=a.dtype, device=a.device).repeat(sets, 1, 1)
-    order = _next_round(half).to(a.device)
+    pair, stay, cross = (t.to(a.device) for t in _round(half))
+    stay, cross = stay.to(a.dtype), cross.to(a.dtype)
     limit = width * torch.finfo(a.dtype).eps * a.abs().amax(dim=(1, 2))
     for _ in range(SWEEPS):
         if width < 2 or bool((_beside(a) <= limit).all()):
             break
         for _ in range(width - 1):
-            turn = _rotation(a, half)[..., order]
+            angle = _angles(a, half)[:, None, pair]
+            turn = angle.cos() * stay + angle.sin() * cross
             a = turn.mT @ a @ turn
             vectors = vectors @ turn
     values, vectors = a.diagonal(dim1=1, dim2=2), vectors[:, :n]
@@ -50,28 +52,31 @@ def eigh_batched(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[:, :n], vectors[..., :n]
 
 
-def _rotation(a: torch.Tensor, half: int) -> torch.Tensor:
-    """The orthogonal matrices [sets, n, n] that turn coordinate i and half + i so that a[i, half + i] becomes 0."""
+def _angles(a: torch.Tensor, half: int) -> torch.Tensor:
+    """The angles [sets, half], at most π / 4, that coordinates i and half + i are turned by to make a[i, half + i] 0."""
     import torch
 
     first, second = a.diagonal(dim1=1, dim2=2).split(half, dim=1)
     between = a[:, :half, half:].diagonal(dim1=1, dim2=2)
-    ratio = (second - first) / (2 * between)
-    tangent = torch.copysign(1 / (ratio.abs() + torch.hypot(ratio, torch.ones_like(ratio))), ratio)
-    tangent = torch.where(between == 0, 0.0, tangent)
-    cosine = (1 + tangent.square()).rsqrt()
-    c, s = torch.diag_embed(cosine), torch.diag_embed(tangent * cosine)
-    return torch.cat([torch.cat([c, s], dim=2), torch.cat([-s, c], dim=2)], dim=1)
+    # 0 / 0 is a pair with nothing between and nothing to choose; x / 0 is π / 4.
+    ratio = (2 * between / (second - first)).nan_to_num(0.0, torch.inf, -torch.inf)
+    return ratio.atan() / 2
 
 
-def _next_round(half: int) -> torch.Tensor:
-    """Where the coordinates of the next round stand now: all but the first move on by one around the table."""
+def _round(half: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which pair each coordinate of the next round comes from [n], and the matrices [n, n] that carry cosines and sines.
+
+    The rotation of coordinates i and half + i by θ has cos θ on the diagonal, sin θ at (i, half + i) and −sin θ at
+    (half + i, i). Its columns are put into the order of the next round: all but the first move on by one around the
+    table.
+    """
     import torch
 
     top, bottom = list(range(half)), list(range(half, 2 * half))
-    if half == 1:
-        return torch.tensor(top + bottom)
-    return torch.tensor([top[0], bottom[0], *top[1:-1], *bottom[1:], top[-1]])
+    order = torch.tensor(top + bottom if half == 1 else [0, half, *top[1:-1], *bottom[1:], top[-1]])
+    eye = torch.eye(2 * half)
+    swapped = torch.cat([-eye[half:], eye[:half]]).T
+    return order % half, eye[:, order], swapped[:, order]
 
 
 def _beside(a: torch.Tensor) -> torch.Tensor:
