@@ -30,15 +30,23 @@ class Measured:
 class Trials:
     """An engine with windows that are scored by one path, the exact cache first; then with codecs, by `HookSpec`.
 
-    decode: the second half of each window behind an exact prefix; inforward and snapshot: all tokens, by prefill.
+    decode: the second half of each window behind an exact prefix; inforward and snapshot: all tokens, by prefill;
+    or tokens `scored_from`….
     """
 
-    def __init__(self, engine: ScoringEngine, windows: Sequence[Window], mode: Mode, batch: int) -> None:
+    def __init__(
+        self,
+        engine: ScoringEngine,
+        windows: Sequence[Window],
+        mode: Mode,
+        batch: int,
+        scored_from: int | None = None,
+    ) -> None:
         self.engine = engine
         self.windows = list(windows)
         self.mode = mode
         self.length = len(windows[0].tokens)
-        first = self.length // 2 + 1 if mode is Mode.DECODE else 1
+        first = scored_from or (self.length // 2 + 1 if mode is Mode.DECODE else 1)
         self.job = ScoreJob(path_of(mode), scored_from=first, batch=batch)
         self._reference: dict[int, WindowRows] = {}
 
