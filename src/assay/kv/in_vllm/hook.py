@@ -121,7 +121,7 @@ class VllmCodecHook:
                 )
         for key, lane in self._lanes.items():
             for window in self._measured:
-                self.facts.setdefault(key, []).append(lane.histories[window].track.facts(0, 0))
+                self.facts.setdefault(key, []).append(lane.histories[window].track.facts(0, 0)[0])
         self._to_measure -= len(self._measured)
         self.discard()
 
