@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from assay.errors import AssayError
+from assay.kv.codec import Site
 from assay.kv.fitted import FittedCodec
+from assay.kv.model import CacheShape
 from assay.kv.setup import Bench, CoderSet
 from assay.kv.spec import KvSpec
+from assay.kv.track import Key
 
 _Item = tuple[KvSpec, int, str]
 
@@ -27,6 +30,8 @@ class Fitters:
         """As `Bench.fit_all`; an error of a worker is raised here."""
         if self.pool is None:
             return self.bench.fit_all(lambda _, stream: spec.of(stream), layers, streams)
+        if predicts(spec, self.bench.shape):
+            return self.start(spec, layers, streams)()
         work = [(spec, layer, stream) for layer in layers for stream in streams if spec.of(stream)]
         found = {}
         for (_, layer, stream), coder in zip(work, self.pool.map(_fit_one, work, chunksize=1), strict=True):
@@ -34,6 +39,30 @@ class Fitters:
                 raise coder.error()
             found[layer, stream] = coder
         return CoderSet(found)
+
+    def start(self, spec: KvSpec, layers: Iterable[int], streams: str = "kv") -> Callable[[], CoderSet]:
+        """Begin in one other process what `fit` does; the result is there when the returned function returns."""
+        if self.pool is None:
+            return lambda: self.fit(spec, layers, streams)
+        begun = self.pool.apply_async(_fit_all, ((spec, tuple(layers), streams),))
+
+        def result() -> CoderSet:
+            found = begun.get()
+            if isinstance(found, _Refused):
+                raise found.error()
+            return CoderSet(found)
+
+        return result
+
+
+def predicts(spec: KvSpec, shape: CacheShape) -> bool:
+    """Whether a SPEC's coders need one another, so that they can only be fitted one after the other."""
+    last = shape.layers - 1
+    return any(
+        recipe.sides(Site(stream, last, shape.layers, shape.kv_heads, shape.head_dim))
+        for stream in ("k", "v")
+        if (recipe := spec.of(stream))
+    )
 
 
 @contextmanager
@@ -83,4 +112,16 @@ def _fit_one(item: _Item) -> FittedCodec | _Refused:
     try:
         return _BENCH[0].fit(recipe, layer, stream)
     except AssayError as error:
-        return _Refused(error.message, error.finding_id, error.remedy, error.evidence)
+        return _refused(error)
+
+
+def _fit_all(item: tuple[KvSpec, tuple[int, ...], str]) -> dict[Key, FittedCodec] | _Refused:
+    spec, layers, streams = item
+    try:
+        return dict(_BENCH[0].fit_all(lambda _, stream: spec.of(stream), layers, streams).by_stream)
+    except AssayError as error:
+        return _refused(error)
+
+
+def _refused(error: AssayError) -> _Refused:
+    return _Refused(error.message, error.finding_id, error.remedy, error.evidence)

@@ -96,7 +96,8 @@ def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
 
     s = rows.double()
     right = metric @ s.T
-    return torch.linalg.solve(s @ right, right, left=False).float()
+    lower = torch.linalg.cholesky(s @ right)
+    return torch.cholesky_solve(right.T, lower).T.contiguous().float()
 
 
 def predictor(rows: torch.Tensor, side: torch.Tensor, ridge: float = 1e-3) -> Predictor:

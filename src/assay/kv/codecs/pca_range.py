@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _COUNT = struct.Struct("<I")
 _FIT_TOKENS = 4096
+_FIRST_TOKENS = 1024
 _SEARCH_TOKENS = 1024
 
 
@@ -42,22 +43,26 @@ def fit_range(
     classes, rdo, smallest = settings
     transform = found.with_step(step, smallest)
     stride = max(1, rows.shape[0] // _FIT_TOKENS)
-    c = transform.forward(rows[::stride].float())
+    whole = transform.forward(rows[::stride].float())
+    # Laws and classes find each other on some of the tokens; the last turn takes all.
+    c = whole[:: max(1, whole.shape[0] // _FIRST_TOKENS)]
     numbers = c.round().clamp(-bank.RADIUS, bank.RADIUS).long()
     loudness = c.abs().clamp_max(64).sum(dim=-1)
     kinds = (loudness.argsort().argsort() * classes // max(1, c.shape[0])).clamp_max(classes - 1)
-    coder = None
     for turn in range(3):
         k, kind = numbers.numpy(), kinds.numpy()
         prior = bank.histogram(k) / max(1, k.shape[0])
         # A class borrows from all: a channel it hardly saw keeps a law.
         laws = np.stack([bank.best_laws(bank.histogram(k[kind == i]) + 2 * prior) for i in range(classes)])
         odds = (np.bincount(kind, minlength=classes) + 1.0).astype(np.float32)
-        shrink = _shrinkage(c, numbers)
-        own = {"laws": laws, "odds": odds / odds.sum(), "shrink": shrink}
+        own = {
+            "laws": laws,
+            "odds": odds / odds.sum(),
+            "shrink": np.zeros((2, transform.synthesis.shape[0]), np.int8),
+        }
         coder = RangeCoder(site, transform, predictor, own, rdo if turn else 0.0)
+        c = whole if turn else c
         numbers, kinds = coder.choose(c)
-        numbers = numbers.clamp_max(bank.ESCAPE)
     fitted = RangeCoder(site, transform, predictor, {**own, "shrink": _shrinkage(c, numbers)}, rdo)
     fitted.calibrated_bits = float(fitted.lengths(numbers, kinds).mean()) / site.width
     return fitted
@@ -116,8 +121,10 @@ class RangeCoder(TransformCoder):
         self._rdo = rdo
         self._laws = own["laws"]
         self._odds = own["odds"].astype("float64")
-        self._law_index = torch.from_numpy(self._laws.astype("int64"))
-        self._lengths = torch.from_numpy(bank.code_lengths())
+        lengths = bank.code_lengths()
+        self._lengths = torch.from_numpy(lengths).flatten()
+        # Where in `_lengths` the number 0 stands under each law.
+        self._zero = torch.from_numpy(self._laws.astype("int32")) * lengths.shape[1] + bank.RADIUS
         self._radius = torch.from_numpy(bank.radii()[self._laws])
         self._shrink = torch.from_numpy(own["shrink"].astype("float32")) / 256
         self._kind_bits = -torch.from_numpy(own["odds"]).float().log2()
@@ -125,7 +132,7 @@ class RangeCoder(TransformCoder):
 
     def to(self, device: torch.device) -> None:
         """Move the tables of code lengths, which choosing indices reads."""
-        for name in ("_law_index", "_lengths", "_radius", "_shrink", "_kind_bits"):
+        for name in ("_zero", "_lengths", "_radius", "_shrink", "_kind_bits"):
             setattr(self, name, getattr(self, name).to(device))
 
     def choose(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -215,14 +222,17 @@ class RangeCoder(TransformCoder):
         return numbers, kinds, raw
 
     def _bits(self, numbers: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-        return self._lengths[self._law_index[kinds], numbers + bank.RADIUS]
+        return self._look_up(self._zero[kinds] + numbers.int())
 
     def _kinds(self, numbers: torch.Tensor) -> torch.Tensor:
         import torch
 
-        indices = numbers + bank.RADIUS
+        small = numbers.int()
         options = [
-            self._lengths[laws, indices].sum(-1) + bits
-            for laws, bits in zip(self._law_index, self._kind_bits, strict=True)
+            self._look_up(small + zero).sum(-1) + bits
+            for zero, bits in zip(self._zero, self._kind_bits, strict=True)
         ]
         return torch.stack(options).argmin(dim=0)
+
+    def _look_up(self, places: torch.Tensor) -> torch.Tensor:
+        return self._lengths.index_select(0, places.flatten()).view(places.shape)
