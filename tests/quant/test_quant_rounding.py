@@ -42,8 +42,19 @@ def test_values_on_the_grid_stay() -> None:
     torch.testing.assert_close(quantise_dequantise(weight, 4, 16), weight)
 
 
+def test_a_real_minimum_is_lossless_on_its_own_grid_and_a_rounded_zero_point_is_not() -> None:
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(0, 16, (5, 64), generator=generator)
+    codes[:, ::32], codes[:, 1::32] = 0, 15
+    scale, least = torch.rand(5, 1, generator=generator) + 0.5, torch.randn(5, 1, generator=generator)
+    weight = codes * scale + least
+    torch.testing.assert_close(quantise_dequantise(weight, 4, 32, minimum=True), weight)
+    assert (quantise_dequantise(weight, 4, 32) - weight).abs().max() > 0.05
+
+
 def test_bytes() -> None:
     weight = torch.zeros(10, 256)
+    assert stored_bytes(weight, 4, 128, minimum=True) == 10 * (128 + 8)
     assert stored_bytes(weight, 4, 128, symmetric=True) == 10 * (128 + 4)
     assert stored_bytes(weight, 4, 128) == 10 * (128 + 5)
 
@@ -63,5 +74,6 @@ def test_a_model_keeps_its_head_and_norms() -> None:
 
 
 def test_impossible_bits_are_refused() -> None:
-    with pytest.raises(UsageError, match="bits"):
-        quantise_model(None, bits=9)
+    for options in ({"bits": 9}, {"group": 0}, {"symmetric": True, "minimum": True}):
+        with pytest.raises(UsageError, match="bits"):
+            quantise_model(None, **options)

@@ -48,26 +48,36 @@ def run_compare(
     progress: Progress = NO_PROGRESS,
     *,
     say: Say = lambda line: None,
+    on_result: Callable[[str, CandidateResult], Any] = lambda spec, result: None,
     allow_marginal: bool = False,
     keep: bool = False,
 ) -> Report:
-    """Compare every candidate of the plan with its reference.
+    """Compare every candidate of the plan with its reference; `on_result` is told its spec and its result as it is measured.
 
     Scored windows are kept in the cache until the run ends, so an interrupted one goes on where it stopped; with
-    `keep` they stay. Interrupted, the report holds what was measured.
+    `keep` they stay. Interrupted, the report holds what was measured. Of several candidates one that cannot be
+    compared is a finding beside the results of the others.
     """
     folder = cache_dir("compare") / plan_key(plan)
     servers = _servers(plan)
     results: list[CandidateResult] = []
+    failed: list[Finding] = []
     interrupted = False
     reference = None
     try:
         reference = open_reference(plan, folder, progress)
         for spec in plan.candidates:
-            engine = servers.pop(spec, None) or open_candidate(spec)
-            result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
+            try:
+                engine = servers.pop(spec, None) or open_candidate(spec)
+                result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
+            except AssayError as error:
+                if len(plan.candidates) == 1:
+                    raise
+                failed.append(_not_compared(error, label_of(spec, plan.candidates)))
+                continue
             if result:
                 results.append(result)
+                on_result(spec, result)
             if cut:
                 interrupted = True
                 break
@@ -75,9 +85,18 @@ def run_compare(
         for opened in (reference, *servers.values()):
             if opened:
                 opened.close()
-    if not (interrupted or keep):
+    if not (interrupted or keep or failed):
         shutil.rmtree(folder, ignore_errors=True)
-    return report(plan, reference, results, interrupted=interrupted, allow_marginal=allow_marginal)
+    return report(plan, reference, results, failed, interrupted=interrupted, allow_marginal=allow_marginal)
+
+
+def _not_compared(error: AssayError, label: str) -> Finding:
+    """The finding of one candidate of several that could not be compared."""
+    found = error.to_finding()
+    title = found.title if label in found.title else f"{label}: {found.title}"
+    return replace(
+        found, title=title, severity=Severity.ERROR, evidence={**found.evidence, "candidate": label}
+    )
 
 
 def _servers(plan: Plan) -> dict[str, Candidate]:
@@ -104,12 +123,13 @@ def report(
     plan: Plan,
     reference: Reference,
     results: Sequence[CandidateResult],
+    failed: Sequence[Finding] = (),
     *,
     interrupted: bool,
     allow_marginal: bool,
 ) -> Report:
-    """The report of what was measured."""
-    findings = [f for r in results for f in findings_of(r, allow_marginal)]
+    """The report of what was measured, and of the candidates that could not be compared (`failed`)."""
+    findings = [*failed, *(f for r in results for f in findings_of(r, allow_marginal))]
     if interrupted:
         findings.append(
             Finding(
@@ -118,7 +138,8 @@ def report(
                 "interrupted: scored windows are kept, the same command goes on from there",
             )
         )
-    verdict = worst([verdict_of(r, allow_marginal) for r in results] or [Verdict.INCONCLUSIVE])
+    verdicts = [verdict_of(r, allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
+    verdict = worst(verdicts or [Verdict.INCONCLUSIVE])
     bodies = [r.to_json() for r in results]
     text = {**reference.text_facts, "length": plan.length, "path": plan.path, "scored": plan.scored}
     if reference.text_facts["windows_available"] < plan.windows:
