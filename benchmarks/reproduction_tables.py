@@ -1,0 +1,301 @@
+"""The figures of `reproduction.py`: what each published point becomes, with intervals by window.
+
+    python benchmarks/reproduction_tables.py ROWS_HF ROWS_VLLM [--out benchmarks/results/reproduction.json]
+
+Means a token with CR1 intervals (Student's t, G − 1), differences paired by window. *Tail* is the last 64 tokens of each
+window, the published sample of a passage; samples of the published size are 4 windows of it, Δppl as there: the
+arithmetic mean of the passages' exp(mean ΔNLL) − 1. Whatever was not measured is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from assay.kv.diagnostics.curve import sensitivity
+from assay.stats.bootstrap import Resampling
+from assay.stats.cluster import cluster_ratio
+from assay.stats.interval import Interval, percent_change
+
+RESULTS = Path(__file__).parent / "results"
+RATIOS = (1.0, 0.95)
+PASSAGES = 4
+Sums = NDArray[np.float64]
+
+
+class Rows:
+    """Rows by `ENGINE NAME`, as sums of each window."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.rows: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {}
+        for file in files:
+            document = json.loads(file.read_text(encoding="utf-8"))
+            self.rows |= {k: r for k, r in document["rows"].items() if "tail" in r}
+            self.facts |= document["facts"]
+
+    def has(self, *names: str) -> bool:
+        return all(name in self.rows for name in names)
+
+    def sums(self, name: str, what: str, part: str = "all") -> Sums:
+        return np.asarray(self.rows[name][part][what], dtype=np.float64)
+
+    def named(self, start: str, end: str = "") -> list[str]:
+        return [n for n in self.rows if n.startswith(start) and n.endswith(end)]
+
+
+def mean(sums: Sums, tokens: Sums) -> Interval:
+    """A mean a token."""
+    return cluster_ratio(sums, tokens).interval
+
+
+def effect(rows: Rows, name: str, part: str = "all") -> dict[str, Any]:
+    """KL, Δppl %, top-1 % and the ratio of one row."""
+    tokens = rows.sums(name, "tokens", part)
+    return {
+        "kl": shown(mean(rows.sums(name, "kl", part), tokens)),
+        "dppl_pct": shown(percent_change(mean(rows.sums(name, "dnll", part), tokens))),
+        "top1_pct": shown(mean(100 * rows.sums(name, "top1", part), tokens)),
+        **({"ratio": rows.rows[name]["ratio"]} if "ratio" in rows.rows[name] else {}),
+        "windows": int(tokens.size),
+        "tokens": int(tokens.sum()),
+    }
+
+
+def difference(rows: Rows, a: Sequence[str], b: Sequence[str], part: str = "all") -> dict[str, Any]:
+    """The sum of rows `a` minus that of `b`, paired by window: nats a token of KL and of NLL."""
+    tokens = rows.sums(a[0], "tokens", part)
+    found = {}
+    for what in ("kl", "dnll"):
+        total = sum(rows.sums(n, what, part) for n in a) - sum(rows.sums(n, what, part) for n in b)
+        found[what] = shown(mean(np.asarray(total), tokens))
+    return found
+
+
+def ratio(rows: Rows, above: Sequence[str], below: Sequence[str]) -> dict[str, float]:
+    """Σ KL of `above` over Σ KL of `below`."""
+    return shown(
+        cluster_ratio(
+            np.asarray(sum(rows.sums(n, "kl") for n in above)),
+            np.asarray(sum(rows.sums(n, "kl") for n in below)),
+        ).interval
+    )
+
+
+def shown(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
+
+
+def changes(rows: Rows, names: Sequence[str]) -> Sums:
+    """Δppl % of the tail of each window, added up over rows."""
+    tokens = rows.sums(names[0], "tokens", "tail")
+    return np.asarray(sum(100 * np.expm1(rows.sums(n, "dnll", "tail") / tokens) for n in names))
+
+
+def passages(each: Sums) -> dict[str, Any]:
+    """What every disjoint sample of the published size would have said; each mean over passages, as published."""
+    groups = each[: each.size // PASSAGES * PASSAGES].reshape(-1, PASSAGES).mean(axis=1)
+    found: dict[str, Any] = {"mean over passages": shown(cluster_ratio(each, np.ones_like(each)).interval)}
+    if groups.size:
+        low, middle, high = (float(np.quantile(groups, q)) for q in (0, 0.5, 1))
+        found |= {"lowest": low, "median": middle, "highest": high, "negative": int((groups < 0).sum())}
+    return found | {"samples": int(groups.size)}
+
+
+def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
+    """Streams, layers, noise, boundary and harness of one engine."""
+    found: dict[str, Any] = {
+        "rows": {n: effect(rows, n) for n in rows.named(f"{kind} ") if "all" in rows.rows[n]}
+    }
+    found["tail"] = {n: effect(rows, n, "tail") for n in rows.named(f"{kind} ") if " layer " not in n}
+    for vr in RATIOS:
+        joint, k, v = (f"{kind} {what} vr={vr}" for what in ("joint", "k only", "v only"))
+        if rows.has(joint, k, v):
+            found[f"streams vr={vr}"] = {
+                "joint minus sum": difference(rows, [joint], [k, v]),
+                "joint over sum": ratio(rows, [joint], [k, v]),
+            }
+        if rows.has(joint, snapshot := f"{kind} snapshot vr={vr}"):
+            found[f"inforward minus snapshot vr={vr}"] = difference(rows, [joint], [snapshot])
+        alone = rows.named(f"{kind} layer ", f" vr={vr}")
+        if alone and rows.has(joint):
+            found[f"layers vr={vr}"] = layers(rows, joint, alone)
+        for name in rows.named(f"{kind} exact ", f" vr={vr}"):
+            if rows.has(joint):
+                found.setdefault(f"boundary vr={vr}", {})[name] = {
+                    "saves": difference(rows, [joint], [name]),
+                    "ratio": rows.rows[name].get("ratio"),
+                }
+    found |= noise(rows, kind)
+    return found
+
+
+def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
+    """Single layers, their sum, and all together."""
+    tokens = rows.sums(joint, "tokens")
+    nll = [mean(rows.sums(n, "dnll"), tokens) for n in alone]
+    kl = [mean(rows.sums(n, "kl"), tokens) for n in alone]
+    tail = np.asarray(sum(rows.sums(n, "dnll", "tail") for n in alone))
+    return {
+        "layers": len(alone),
+        "sum": {
+            w: shown(mean(np.asarray(sum(rows.sums(n, w) for n in alone)), tokens)) for w in ("kl", "dnll")
+        },
+        "joint": {w: shown(mean(rows.sums(joint, w), tokens)) for w in ("kl", "dnll")},
+        "joint over sum of KL": ratio(rows, [joint], alone),
+        "joint minus sum": difference(rows, [joint], alone),
+        "dnll intervals with 0": sum(0.0 in i for i in nll),
+        "kl": [min(i.value for i in kl), max(i.value for i in kl)],
+        "kl above 0": sum(i.lo > 0 for i in kl),
+        "published size: sum": passages(changes(rows, alone)),
+        "published size: joint": passages(changes(rows, [joint])),
+        "tail sum dnll": shown(mean(tail, rows.sums(joint, "tokens", "tail"))),
+    }
+
+
+def noise(rows: Rows, kind: str) -> dict[str, Any]:
+    """How KL grows with the size of noise; sizes whose KL is under twice the smallest say nothing of that."""
+    names = sorted(rows.named(f"{kind} noise "), key=lambda n: float(n.split()[2]))
+    if len(names) < 2:
+        return {}
+    floor = float(rows.sums(names[0], "kl").sum())
+    above = [n for n in names if float(rows.sums(n, "kl").sum()) > 2 * floor]
+    tokens = [int(t) for t in rows.sums(names[0], "tokens")]
+    growth = sensitivity(
+        [float(n.split()[2]) for n in above],
+        [list(rows.sums(n, "kl")) for n in above],
+        tokens,
+        Resampling(2000, 0),
+    )
+    return {"noise slope": growth.slope and shown(growth.slope), "quadratic range": [growth.lo, growth.hi]}
+
+
+def ladder(rows: Rows) -> dict[str, Any]:
+    """From the published way of transformers to that of vLLM, one change at a time, on the tail of each window."""
+    path = [
+        ("share of variance 1.0 → 0.95", "hf decode vr=1.0", "hf decode vr=0.95"),
+        ("harness: cache replaced → in-forward", "hf decode vr=0.95", "hf joint vr=0.95"),
+        ("engine: transformers → vLLM", "hf joint vr=0.95", "vllm joint vr=0.95"),
+        ("all", "hf decode vr=1.0", "vllm joint vr=0.95"),
+        ("engine alone, share 1.0", "hf joint vr=1.0", "vllm joint vr=1.0"),
+        ("engine alone, cache replaced", "hf decode vr=0.95", "vllm decode vr=0.95"),
+    ]
+    found = {n: difference(rows, [b], [a], "tail") for n, a, b in path if rows.has(a, b)}
+    wide = [("engine, all tokens, share 1.0", 1.0), ("engine, all tokens, share 0.95", 0.95)]
+    for name, vr in wide:
+        if rows.has(f"hf joint vr={vr}", f"vllm joint vr={vr}"):
+            found[name] = difference(rows, [f"vllm joint vr={vr}"], [f"hf joint vr={vr}"])
+    for name in ("hf decode vr=1.0", "vllm joint vr=0.95"):
+        if rows.has(name):
+            found[f"published size: {name}"] = passages(changes(rows, [name]))
+    return found
+
+
+def preconditioning(rows: Rows) -> dict[str, Any]:
+    """On minus off, everything else equal."""
+    found = {}
+    for on in rows.named("hf precond "):
+        for kind in ("q=on", "q=plain"):
+            off = on.replace(kind, "q=off")
+            if kind in on and rows.has(off):
+                found[on.removeprefix("hf precond ")] = {
+                    "off": effect(rows, off)["kl"],
+                    "on": effect(rows, on)["kl"],
+                    "on minus off": difference(rows, [on], [off])["kl"],
+                    "on over off": ratio(rows, [on], [off]),
+                }
+    for on in rows.named("hf keys ", "q=on"):
+        off = on.replace("q=on", "q=off")
+        if rows.has(off):
+            found[on.removeprefix("hf ").removesuffix(" q=on")] = {
+                "off": effect(rows, off)["kl"],
+                "on": effect(rows, on)["kl"],
+                "on minus off": difference(rows, [on], [off])["kl"],
+                "on over off": ratio(rows, [on], [off]),
+            }
+    return found
+
+
+def said(figure: dict[str, float], form: str = ".3g") -> str:
+    return f"{figure['value']:{form}} [{figure['lo']:{form}}, {figure['hi']:{form}}]"
+
+
+def markdown(figures: dict[str, Any]) -> str:
+    """Tables of everything, to choose from."""
+    lines = ["# A published decomposition, point by point", ""]
+    for kind in ("hf", "vllm"):
+        lines += [
+            f"## {kind}",
+            "",
+            "| row | KL, nats | Δppl % | top-1 % | smaller | tail: KL | tail: Δppl % |",
+        ]
+        lines += ["|---|---|---|---|---:|---|---|"]
+        wide, tail = figures[kind]["rows"], figures[kind]["tail"]
+        for name in wide | tail:
+            cells = ["–"] * 6
+            if name in wide:
+                row = wide[name]
+                cells[:3] = [said(row["kl"]), said(row["dppl_pct"], "+.2f"), said(row["top1_pct"], ".2f")]
+                cells[3] = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
+            if name in tail:
+                cells[4:] = [said(tail[name]["kl"]), said(tail[name]["dppl_pct"], "+.2f")]
+            lines.append(f"| {name.removeprefix(kind + ' ')} | {' | '.join(cells)} |")
+        rest = {k: v for k, v in figures[kind].items() if k not in ("rows", "tail")}
+        lines += ["", *flat(rest), ""]
+    for part in ("ladder", "preconditioning"):
+        lines += [f"## {part}", "", *flat(figures[part]), ""]
+    return "\n".join(lines) + "\n"
+
+
+def flat(tree: dict[str, Any], before: str = "") -> list[str]:
+    """Nested figures as list items, intervals in one."""
+    lines = []
+    for name, value in tree.items():
+        label = f"{before}{name}"
+        if isinstance(value, dict) and set(value) == {"value", "lo", "hi"}:
+            lines.append(f"- {label}: {said(value, '.4g')}")
+        elif isinstance(value, dict):
+            lines += flat(value, f"{label}: ")
+        else:
+            lines.append(f"- {label}: {rounded(value)}")
+    return lines
+
+
+def rounded(value: Any) -> Any:
+    """Numbers of a tree to six digits; an infinite bound (one window) is null."""
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [rounded(v) for v in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
+    given = parser.parse_args()
+    rows = Rows(given.files)
+    figures: dict[str, Any] = {kind: parts_of(rows, kind) for kind in ("hf", "vllm")}
+    figures["ladder"] = ladder(rows)
+    figures["preconditioning"] = preconditioning(rows)
+    figures["facts"] = rows.facts
+    figures["seconds"] = {n: r["seconds"] for n, r in rows.rows.items()}
+    given.out.write_text(json.dumps(rounded(figures), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    given.out.with_suffix(".md").write_text(markdown(figures), encoding="utf-8")
+    print(given.out.with_suffix(".md").read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
