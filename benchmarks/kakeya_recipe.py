@@ -140,11 +140,15 @@ def kl(opened: Session, lab: Any, texts: dict[str, str]) -> dict[str, Any]:
 
 
 def errors(opened: Session, traffic: Traffic, cell: Cell) -> dict[str, Any]:
-    """Mean over layers of the relative error and of what attention makes of it, with intervals by window."""
+    """Mean over layers of the relative error and of what attention makes of it, with intervals by window.
+
+    For keys also the attention on the first token, with exact keys and with these.
+    """
     stream, bits, norm, q, variance, sinks = cell
     recipe = parse_recipe(spec(stream, bits, norm, q, variance, 512 - sinks, sinks))
     mse: list[list[float]] = []
     harm: list[list[float]] = []
+    first: list[list[float]] = []
     size = 0.0
     for layer in LAYERS:
         fitted = opened.bench.fit(recipe, layer, stream)
@@ -158,6 +162,10 @@ def errors(opened: Session, traffic: Traffic, cell: Cell) -> dict[str, Any]:
             for w in range(x.shape[0])
         ]
         again = traffic.rotated(layer, back) if stream == "k" else back
+        if stream == "k":
+            first.append(
+                [float(reads.scores(keys).softmax(dim=-1)[..., 0].mean()) for keys in (exact, again)]
+            )
         harm.append(
             [
                 float(
@@ -171,6 +179,11 @@ def errors(opened: Session, traffic: Traffic, cell: Cell) -> dict[str, Any]:
     return {
         "relative_mse": interval(mse),
         "attention_kl" if stream == "k" else "output_error": interval(harm),
+        **(
+            {"attention_on_first_token": [sum(c) / len(LAYERS) for c in zip(*first, strict=True)]}
+            if first
+            else {}
+        ),
         "bits_per_value": round(size, 3),
         "by_layer": {str(layer): sum(v) / len(v) for layer, v in zip(LAYERS, mse, strict=True)},
     }
