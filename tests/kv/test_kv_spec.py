@@ -65,7 +65,6 @@ def test_round_trip(text: str) -> None:
         ("k:bf16;v:prerope+bf16", "prerope concerns keys", ""),
         ("", "no codec", ""),
         ("hadamard(bits=0.5)", "1 to 10", ""),
-        ("pca(coding=fixed, step=1)", "range only", ""),
         ("lattice(q=1000)", "1 to 110", ""),
     ],
 )

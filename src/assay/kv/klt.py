@@ -34,6 +34,10 @@ class Predictor:
         """[..., side width] → [..., width], float32."""
         return (side.float() @ self.weight.to(side.device).float()) * self.scale.to(side.device).float()
 
+    def to(self, device: torch.device) -> Predictor:
+        """The same on a device."""
+        return Predictor(self.weight.to(device), self.scale.to(device))
+
 
 @dataclass(frozen=True)
 class Klt:
@@ -50,6 +54,10 @@ class Klt:
     def inverse(self, c: torch.Tensor) -> torch.Tensor:
         """Coefficients → rows."""
         return self.mean.to(c.device) + c @ self.synthesis.to(c.device).float()
+
+    def to(self, device: torch.device) -> Klt:
+        """The same on a device."""
+        return Klt(self.mean.to(device), self.synthesis.to(device), self.analysis.to(device))
 
     def tables(self) -> Tables:
         """What a decoder needs, and `analysis`, which it does not (it is left out of the bytes)."""

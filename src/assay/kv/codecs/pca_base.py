@@ -20,6 +20,7 @@ class TransformCoder(BlockCoder):
         self.transform = transform
         self._predictor = predictor
         self._own = own
+        self._moved: dict[torch.device, tuple[Klt, Predictor | None]] = {}
 
     @property
     def rank(self) -> int:
@@ -61,17 +62,28 @@ class TransformCoder(BlockCoder):
 
     def coefficients(self, x: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
         """[blocks, heads, tokens, head_dim] → [blocks, tokens, rank]."""
+        transform, predictor = self._at(x.device)
         rows = rows_of(x.float())
-        if self._predictor is not None:
-            rows = rows - self._predictor(rows_of(self._need(side)))
-        return self.transform.forward(rows)
+        if predictor is not None:
+            rows = rows - predictor(rows_of(self._need(side)))
+        return transform.forward(rows)
 
     def tokens_of(self, coefficients: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
         """The other way round."""
-        rows = self.transform.inverse(coefficients)
-        if self._predictor is not None:
-            rows = rows + self._predictor(rows_of(self._need(side))).to(rows.device)
+        transform, predictor = self._at(coefficients.device)
+        rows = transform.inverse(coefficients)
+        if predictor is not None:
+            rows = rows + predictor(rows_of(self._need(side)).to(rows.device))
         return rows.unflatten(-1, (self.site.heads, self.site.head_dim)).transpose(1, 2)
+
+    def _at(self, device: torch.device) -> tuple[Klt, Predictor | None]:
+        """Transform and predictor on a device, moved there once: every token that is decoded needs them."""
+        if device not in self._moved:
+            self._moved[device] = (
+                self.transform.to(device),
+                self._predictor.to(device) if self._predictor is not None else None,
+            )
+        return self._moved[device]
 
     def _need(self, side: torch.Tensor | None) -> torch.Tensor:
         if side is None:

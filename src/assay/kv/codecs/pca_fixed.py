@@ -107,14 +107,21 @@ class FixedCoder(TransformCoder):
             w: torch.from_numpy(flat[2**w - 2 : 2 ** (w + 1) - 2].copy()) for w, _, _ in self._spans
         }
 
+    def to(self, device: torch.device) -> None:
+        """Move deviations and levels."""
+        self._deviation = self._deviation.to(device)
+        self._levels = {width: levels.to(device) for width, levels in self._levels.items()}
+
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
         import torch
 
-        z = self.coefficients(x, side) / self._deviation.to(x.device)
+        if self._deviation.device != x.device:
+            self.to(x.device)
+        z = self.coefficients(x, side) / self._deviation
         codes = torch.zeros(z.shape, dtype=torch.uint8, device=z.device)
         for width, start, count in self._spans:
             part = z[..., start : start + count]
-            codes[..., start : start + count] = _nearest(part, self._levels[width].to(z.device))
+            codes[..., start : start + count] = _nearest(part, self._levels[width])
         return (codes,)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,0 +1,161 @@
+"""Codecs that predict from other streams: what the harness puts in the cache is what a decoder makes of the streams."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from assay.engines.hf.window_scoring import window_states  # noqa: E402
+from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
+from assay.errors import AssayError, UsageError  # noqa: E402
+from assay.kv.accounting import stream_facts  # noqa: E402
+from assay.kv.calibration import Calibration  # noqa: E402
+from assay.kv.capture import capture  # noqa: E402
+from assay.kv.fitting import fitters, predicts  # noqa: E402
+from assay.kv.hook import CodecHook, Mode  # noqa: E402
+from assay.kv.model import cache_shape  # noqa: E402
+from assay.kv.resident import resident_cache  # noqa: E402
+from assay.kv.rope import Rotary  # noqa: E402
+from assay.kv.setup import Bench, CoderSet  # noqa: E402
+from assay.kv.sides import refuse_sides  # noqa: E402
+from assay.kv.spec import parse_spec  # noqa: E402
+from tests.kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
+
+SPEC = "prerope+sinks(n=2)+pca(bits=4, predict=all)"
+
+
+def bench_of(net: Any) -> Bench:
+    """A bench with a calibration of the small model itself, every layer of which costs as much."""
+    shape = cache_shape(net)
+    scorer = SimpleNamespace(engine=SimpleNamespace(model=net))
+    tensors = capture(scorer, windows(12), shape, tokens=400, batch=4)
+    tensors["sensitivity"] = torch.full((shape.layers, 2), 0.5)
+    return Bench(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
+
+
+def coders_of(bench: Bench, spec: str, layers: Any = None) -> CoderSet:
+    parsed = parse_spec(spec)
+    return bench.fit_all(lambda _, stream: parsed.of(stream), layers)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        SPEC,
+        "k:prerope+sinks(n=2)+pca(step=0.3, predict=below, weights=measured);v:sinks(n=2)+pca(bits=3, coding=fixed, predict=all)",
+        "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(bits=4, predict=all)",
+        "v:pca(bits=2.5, predict=all)",
+    ],
+)
+def test_the_cache_holds_what_a_decoder_makes_of_the_streams(kind: str, mode: Mode, spec: str) -> None:
+    net = model(kind)
+    bench = bench_of(net)
+    coders = coders_of(bench, spec).by_stream
+    hook = CodecHook(coders, mode, LENGTH, measure_windows=2)
+    path = ScoringPath.DECODE if mode is Mode.DECODE else ScoringPath.PREFILL
+    with hook.attach(net):
+        list(window_states(net, windows(2), ScoreJob(path, scored_from=21, batch=2), hook))
+        exact = {key: track.exact.clone() for key, track in hook._tracks.items()}
+        cache = hook._cache
+    for window in range(2):
+        decoded: dict[Any, torch.Tensor] = {}
+        for layer in range(bench.shape.layers):
+            for stream in "kv":
+                rotation = bench.rotary.at(layer, 0, LENGTH - 1)  # type: ignore[union-attr]
+                x = exact[layer, stream][window].float()
+                x = rotation.remove(x) if stream == "k" else x
+                coder = coders.get((layer, stream))
+                if coder is None:
+                    decoded[layer, stream] = x
+                    continue
+                side = torch.cat([decoded[key] for key in coder.sides]) if coder.sides else None
+                back = coder.decode(coder.encode(x, side), side=side)
+                decoded[layer, stream] = back
+                back = rotation.apply(back) if stream == "k" else back
+                held = cache.layers[layer].keys if stream == "k" else cache.layers[layer].values
+                kept = held.shape[-2]
+                # A value on the edge between two levels may fall to either side, by how sums are ordered.
+                off = (held[window] - back[:, -kept:]).norm() / back[:, -kept:].norm()
+                assert float(off) < 0.02
+    facts = stream_facts(hook.engagement())
+    assert all(f.stored > 0 for found in facts.values() for f in found)
+    assert any(coder.sides for coder in coders.values())
+
+
+def test_what_the_decoder_does_not_have_is_no_side() -> None:
+    llama, gemma = bench_of(model()), bench_of(model("gemma3"))
+    plain = {key: coder.sides for key, coder in coders_of(llama, SPEC).by_stream.items()}
+    assert plain[0, "k"] == ()
+    assert plain[0, "v"] == ((0, "k"),)
+    assert plain[2, "k"] == ((1, "k"), (1, "v"))
+    assert plain[2, "v"] == ((1, "k"), (1, "v"), (2, "k"))
+    assert gemma.shape.windows == (8, None, 8, None)
+    sliding = {key: coder.sides for key, coder in coders_of(gemma, SPEC).by_stream.items()}
+    assert sliding[1, "v"] == ((1, "k"),)
+    assert sliding[2, "k"] == ((1, "k"), (1, "v"))
+
+
+def test_prediction_makes_streams_shorter() -> None:
+    """Values that are a linear map of the keys of their token cost next to nothing."""
+    bench = bench_of(model())
+    tensors = dict(bench.calibration.tensors)  # type: ignore[union-attr]
+    for layer in range(4):
+        tensors[f"layer_{layer}_v"] = tensors[f"layer_{layer}_k"].flip(-1)
+    known = Bench(bench.shape, bench.rotary, Calibration(tensors, {}))
+    step = "prerope+pca(step=0.05, predict={}, weights=measured, classes=1)"
+    found = {}
+    for predict in ("none", "k"):
+        coder = coders_of(known, step.format(predict)).by_stream[1, "v"]
+        side = (
+            coders_of(known, step.format(predict)).by_stream[1, "k"].reconstruct(tensors["layer_1_k"].float())
+        )
+        found[predict] = len(coder.encode(tensors["layer_1_v"].float(), side if coder.sides else None))
+    assert found["k"] < 0.7 * found["none"]
+
+
+def test_a_pool_fits_what_one_process_fits() -> None:
+    bench, spec = bench_of(model()), parse_spec(SPEC)
+    assert predicts(spec, bench.shape)
+    assert not predicts(parse_spec("prerope+pca"), bench.shape)
+    with fitters(bench, 1) as one:
+        here = one.start(spec, range(4))().by_stream
+    assert {k: sorted(c.tables) for k, c in here.items()} == {
+        k: sorted(c.tables) for k, c in coders_of(bench, SPEC).by_stream.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("k:prerope+sinks(n=4)+pca;v:pca(predict=k)", "same sinks"),
+        ("k:prerope+int(bits=4);v:pca(predict=k)", "token by token"),
+        ("k:pca;v:pca(predict=all)", "after RoPE"),
+    ],
+)
+def test_sides_that_come_too_late_are_refused(spec: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        coders_of(bench_of(model()), spec)
+
+
+def test_where_nobody_hands_over_sides_it_is_said() -> None:
+    net = model()
+    with pytest.raises(AssayError, match="vLLM's cache does not hand"):
+        refuse_sides(coders_of(bench_of(net), SPEC).by_stream, "vLLM's cache")
+    with pytest.raises(AssayError, match="needs a calibration"):
+        resident_cache(net, SPEC, length=20)
+    with pytest.raises(UsageError, match="shares one step"):
+        parse_spec("pca(bits=3, weights=measured)")
+    bench = bench_of(net)
+    tensors = {k: v for k, v in bench.calibration.tensors.items() if k != "sensitivity"}  # type: ignore[union-attr]
+    with pytest.raises(AssayError, match="measured sensitivity of layer 0"):
+        coders_of(
+            Bench(bench.shape, bench.rotary, Calibration(tensors, {})),
+            "prerope+pca(step=0.1, weights=measured)",
+        )
