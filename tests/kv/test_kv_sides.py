@@ -10,6 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
+
 from assay.engines.hf.window_scoring import window_states  # noqa: E402
 from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
 from assay.errors import AssayError, UsageError  # noqa: E402
@@ -24,7 +26,6 @@ from assay.kv.rope import Rotary  # noqa: E402
 from assay.kv.setup import Bench, CoderSet  # noqa: E402
 from assay.kv.sides import refuse_sides  # noqa: E402
 from assay.kv.spec import parse_spec  # noqa: E402
-from tests.kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
 
 SPEC = "prerope+sinks(n=2)+pca(bits=4, predict=all)"
 

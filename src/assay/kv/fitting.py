@@ -1,8 +1,13 @@
-"""Coders of many layers and streams fitted by several processes: transforms and code tables take seconds each."""
+"""Coders of many layers and streams fitted by several processes: transforms and code tables take seconds each.
+
+Bench and coders go between processes as plain bytes. As tensors they would take shared memory and a file handle each, and
+those of a GPU would make every worker open it.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,11 +15,9 @@ from typing import Any
 
 from assay.errors import AssayError
 from assay.kv.codec import Site
-from assay.kv.fitted import FittedCodec
 from assay.kv.model import CacheShape
 from assay.kv.setup import Bench, CoderSet
 from assay.kv.spec import KvSpec
-from assay.kv.track import Key
 
 _Item = tuple[KvSpec, int, str]
 
@@ -35,9 +38,7 @@ class Fitters:
         work = [(spec, layer, stream) for layer in layers for stream in streams if spec.of(stream)]
         found = {}
         for (_, layer, stream), coder in zip(work, self.pool.map(_fit_one, work, chunksize=1), strict=True):
-            if isinstance(coder, _Refused):
-                raise coder.error()
-            found[layer, stream] = coder
+            found[layer, stream] = _opened(coder)
         return CoderSet(found)
 
     def start(self, spec: KvSpec, layers: Iterable[int], streams: str = "kv") -> Callable[[], CoderSet]:
@@ -47,10 +48,7 @@ class Fitters:
         begun = self.pool.apply_async(_fit_all, ((spec, tuple(layers), streams),))
 
         def result() -> CoderSet:
-            found = begun.get()
-            if isinstance(found, _Refused):
-                raise found.error()
-            return CoderSet(found)
+            return CoderSet(_opened(begun.get()))
 
         return result
 
@@ -74,7 +72,7 @@ def fitters(bench: Bench, jobs: int) -> Iterator[Fitters]:
     if jobs <= 1:
         yield Fitters(bench)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs, _begin, (bench,)) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, _begin, (_on_cpu(bench),)) as pool:
         yield Fitters(bench, pool)
 
 
@@ -97,28 +95,40 @@ _BENCH: list[Bench] = []
 """That of a worker."""
 
 
-def _begin(bench: Bench) -> None:
+def _on_cpu(bench: Bench) -> bytes:
+    rotary = bench.rotary.cpu() if bench.rotary else None
+    return pickle.dumps(Bench(bench.shape, rotary, bench.calibration))
+
+
+def _begin(bench: bytes) -> None:
     import torch
 
     torch.set_num_threads(1)
-    _BENCH.append(bench)
+    _BENCH.append(pickle.loads(bench))
 
 
-def _fit_one(item: _Item) -> FittedCodec | _Refused:
+def _opened(found: bytes | _Refused) -> Any:
+    if isinstance(found, _Refused):
+        raise found.error()
+    return pickle.loads(found)
+
+
+def _fit_one(item: _Item) -> bytes | _Refused:
     spec, layer, stream = item
     recipe = spec.of(stream)
     if recipe is None:
         raise ValueError(f"{spec} leaves {stream} exact")
     try:
-        return _BENCH[0].fit(recipe, layer, stream)
+        return pickle.dumps(_BENCH[0].fit(recipe, layer, stream))
     except AssayError as error:
         return _refused(error)
 
 
-def _fit_all(item: tuple[KvSpec, tuple[int, ...], str]) -> dict[Key, FittedCodec] | _Refused:
+def _fit_all(item: tuple[KvSpec, tuple[int, ...], str]) -> bytes | _Refused:
     spec, layers, streams = item
     try:
-        return dict(_BENCH[0].fit_all(lambda _, stream: spec.of(stream), layers, streams).by_stream)
+        found = _BENCH[0].fit_all(lambda _, stream: spec.of(stream), layers, streams)
+        return pickle.dumps(dict(found.by_stream))
     except AssayError as error:
         return _refused(error)
 

@@ -82,6 +82,13 @@ class Rotary:
         found._by_type, found._types = _rotations(decoder.rotary_emb, text, length, torch.device("cpu"))
         return found
 
+    def cpu(self) -> Rotary:
+        """The same on the CPU, without the model it came from."""
+        found = type(self).__new__(type(self))
+        found._by_type = {k: Rotation(r.cos.cpu(), r.sin.cpu()) for k, r in self._by_type.items()}
+        found._types = self._types
+        return found
+
     @property
     def device(self) -> torch.device:
         """Where its rotations are."""
