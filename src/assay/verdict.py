@@ -113,12 +113,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Point:
-    """One datum: `x` may be a number or a category; `lo` and `hi` bound its interval."""
+    """One datum: `x` may be a number or a category; `lo` and `hi` bound its interval; a scatter plot writes `label`."""
 
     x: float | str
     y: float
     lo: float | None = None
     hi: float | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True)

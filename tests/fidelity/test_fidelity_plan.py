@@ -37,7 +37,12 @@ def test_a_file_and_the_command_line_make_one_plan(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("candidates = ['a']", "reference"),
-        ("reference = 'a'\ncandidates = []", "candidates"),
+        ("reference = 'a'\ncandidates = []", "no candidate"),
+        ("reference = 'a'\ncandidates = ['b', 'b']", "given twice"),
+        ("reference = 'a'\ncandidates = 'b'\nseed = -1", "seed"),
+        ("reference = 'a'\ncandidates = 'b'\nmarginal_ppl = 3", "300"),
+        ("reference = 'a'\ncandidates = 'b'\nmargin_top1 = 0.5", "top-1"),
+        ("reference = 'a'\ncandidates = 'b'\nmarginal_ppl = inf", "margins"),
         ("reference = 'a'\ncandidates = 'b'\nwindow = 3", "window"),
         ("reference = 'a'\ncandidates = 'b'\nwindows = '3'", "windows"),
         ("reference = 'a'\ncandidates = 'b'\npath = 'sideways'", "sideways"),
@@ -51,6 +56,21 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
     file.write_text(text)
     with pytest.raises(UsageError, match=said):
         read_plan(file, {})
+
+
+def test_a_path_has_one_fingerprint_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_bytes(b"1")
+    same = {fingerprint(s) for s in ("hf:./model?a=1&b=2", "hf:model/?b=2&a=1", f"hf:{model}?a=1&b=2")}
+    assert len(same) == 1
+    others = {fingerprint(s) for s in ("hf:./model", "vllm:./model?a=1&b=2", "hf:./model?a=1&b=3")}
+    assert len(others | same) == 4
+    (model / "weights").write_bytes(b"12")
+    assert fingerprint("hf:./model?a=1&b=2") not in same
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

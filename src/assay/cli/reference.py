@@ -27,6 +27,7 @@ def command(
     dtype: Annotated[
         str, typer.Option(help="Type of the stored states: as the engine has them, or bfloat16.")
     ] = "engine",
+    no_floors: Annotated[bool, typer.Option("--no-floors", help="Do not measure the floors.")] = False,
     format: Annotated[
         str, typer.Option(help="assay (final states), or llama.cpp (its file of log-probabilities).")
     ] = "assay",
@@ -49,6 +50,7 @@ def command(
             "path": path,
             "scored": scored,
             "batch": batch,
+            "floors": not no_floors,
         },
         {},
         where="the command line",

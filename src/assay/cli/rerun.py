@@ -28,10 +28,16 @@ def command(
 
     try:
         plan = json.loads(result.read_text(encoding="utf-8"))["subject"]["plan"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not isinstance(plan, dict):
+            raise TypeError
+    except OSError as error:
         raise UsageError(
-            f"{result} holds no plan: {type(error).__name__}",
-            remedy="give a file that `assay compare --json` wrote",
+            f"cannot read {result}: {error.strerror}", remedy="check the path", finding_id="fidelity.usage"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{result} is no result of assay compare: it holds no plan",
+            remedy="give the JSON that assay compare --json wrote",
             finding_id="fidelity.usage",
         ) from error
     return run_compare(plan_from(plan, {}, where=str(result)), show, say=say, allow_marginal=allow_marginal)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from assay.engines.id_scoring import IdScorer
+from assay.engines.options import require_local
 from assay.engines.scoring import ScoringEngine
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
@@ -15,6 +16,37 @@ SCORERS = {
     "vllm:": "assay.engines.vllm:VllmScorer",
     "gguf:": "assay.engines.gguf:GgufScorer",
 }
+
+
+# prefix: `module:function` that reads such a spec without loading anything.
+_SPECS = {
+    "hf:": "assay.engines.hf.spec:parse_spec",
+    "vllm:": "assay.engines.vllm.spec:parse_spec",
+    "gguf:": "assay.engines.gguf.spec:parse_spec",
+}
+
+
+def check_spec(spec: str) -> None:
+    """UsageError or AssayError for a spec that no engine could open: a typing error should not cost a scored reference."""
+    for prefix, target in _SPECS.items():
+        if spec.startswith(prefix):
+            module, _, name = target.partition(":")
+            try:
+                parsed = getattr(import_module(module), name)(spec)
+            except UsageError as error:  # of whichever verb that reads such a spec too
+                raise UsageError(error.message, remedy=error.remedy, finding_id="fidelity.usage") from error
+            require_local(spec, parsed.model)
+            if getattr(parsed, "weights", ""):
+                import_module("assay.engines.hf.weights").parse_transform(parsed.weights)
+            return
+    if spec.startswith("run:"):
+        raise UsageError(
+            f"{spec} is a stored reference, which has no model to score a candidate with",
+            remedy="name it first: assay compare run:DIR CANDIDATE…",
+            finding_id="fidelity.usage",
+        )
+    if not is_server(spec):
+        raise _unknown(spec)
 
 
 def open_scorer(spec: str) -> ScoringEngine:
@@ -30,7 +62,11 @@ def open_scorer(spec: str) -> ScoringEngine:
             finding_id="fidelity.missing_capability",
             remedy="run the engine in process (hf:MODEL, vllm:MODEL, gguf:FILE); assay compare takes a server as candidate",
         )
-    raise UsageError(
+    raise _unknown(spec)
+
+
+def _unknown(spec: str) -> UsageError:
+    return UsageError(
         f"{spec!r} names no engine that scores whole distributions",
         remedy="write hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR; a candidate may be http://…",
         finding_id="fidelity.usage",

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import parse_qsl
 
-from assay.errors import UsageError
+from assay.errors import AssayError, UsageError
 
 Options = tuple[tuple[str, str], ...]
 """Names and values, in the order in which they were written."""
+
+
+def require_local(spec: str, path: str, *, finding_id: str = "fidelity.engine_load") -> None:
+    """AssayError where `path` is written as one on this machine and nothing is there."""
+    if path.startswith((".", "/")) and not Path(path).exists():
+        raise AssayError(
+            f"{spec}: there is no {path}",
+            finding_id=finding_id,
+            remedy="check the path; a relative one starts from the folder you are in",
+        )
 
 
 def read_options(
@@ -38,5 +49,6 @@ def read_options(
     elif unknown is not None:
         problem, remedy = f"has the unknown option {unknown!r}", f"options are {', '.join(known)}"
     else:
-        return body, pairs
+        # No shell expands a ~ that stands after a colon.
+        return str(Path(body).expanduser()) if body.startswith("~") else body, pairs
     raise UsageError(f"{shown!r} {problem}", remedy=remedy, finding_id=finding_id)

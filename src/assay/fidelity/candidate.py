@@ -13,9 +13,11 @@ from assay.fidelity.engaged import Engaged
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import Greedy
 from assay.fidelity.observations import WindowObservation
+from assay.fidelity.pilot import Power
 from assay.fidelity.summary import Summary, per_window
 from assay.stats.cluster import ClusterEstimate
 from assay.stats.equivalence import Grade
+from assay.stats.power import MIN_WINDOWS
 from assay.verdict import Finding, Severity, Verdict
 
 
@@ -34,6 +36,8 @@ class CandidateResult:
     floors: Floors
     greedy: Greedy | None = None
     """Where its greedy continuations leave the reference's, if that was asked for."""
+    power: Power | None = None
+    """What its first windows said that the run would resolve."""
 
     @property
     def floor(self) -> float:
@@ -53,6 +57,7 @@ class CandidateResult:
             "breakdowns": {name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()},
             "worst_tokens": list(self.worst),
             "per_window": per_window(self.seen),
+            "power": self.power.to_json() if self.power else None,
             **({"greedy": self.greedy.to_json()} if self.greedy else {}),
         }
 
@@ -101,6 +106,17 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 f"{result.label} is the reference itself: this tests the instrument, not a candidate",
             )
         )
+        if result.engaged.zero_share < 1:
+            found.append(
+                Finding(
+                    "fidelity.not_repeatable",
+                    Severity.WARNING,
+                    f"{result.label}: two runs of the same engine differ (KL {kl_text(summary.kl)})",
+                    "No candidate can be told from the reference below this.",
+                    evidence={"zero_share": result.engaged.zero_share, "kld": summary.kl.value},
+                    causes=("kernels whose order of operations changes from run to run",),
+                )
+            )
         return found
     what = f"Δppl {interval_text(judged.dppl_pct, '%')}, top-1 {top1_text(summary)}"
     if judged.grade is Grade.REJECT:
@@ -132,7 +148,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             Finding(
                 "fidelity.inconclusive",
                 Severity.WARNING,
-                f"{result.label}: {summary.windows} windows do not decide ({what})",
+                f"{result.label}: {windows_text(summary.windows)} not decide ({what})",
                 _aim_text(result),
                 evidence=evidence,
                 remedies=(_more_windows(judged.windows_needed),),
@@ -191,11 +207,18 @@ def interval_text(interval: Any, unit: str, *, plus: bool = True) -> str:
 
 def _aim_text(result: CandidateResult) -> str:
     judged = result.summary.judgement
+    if result.summary.windows < MIN_WINDOWS:
+        return f"Fewer than {MIN_WINDOWS} windows are never judged: their intervals cannot be trusted."
     if judged.aim is None:
         return ""
     if judged.windows_needed is None:
         return f"{judged.aim} is not ruled out, but the estimates lie outside its margins: more windows will hardly reach it."
     return f"About {judged.windows_needed:,} windows would decide {judged.aim}, were the estimates to stay where they are."
+
+
+def windows_text(windows: int) -> str:
+    """The subject and verb of what windows do: `1 window does`, `7 windows do`."""
+    return "1 window does" if windows == 1 else f"{windows:,} windows do"
 
 
 def _more_windows(needed: int | None) -> str:

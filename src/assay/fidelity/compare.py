@@ -11,7 +11,7 @@ from typing import Any
 
 from assay.cache import cache_dir
 from assay.engines.id_scoring import IdScorer
-from assay.engines.opening import is_server, open_candidate
+from assay.engines.opening import check_spec, is_server, open_candidate
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.environment import describe
 from assay.errors import AssayError
@@ -22,9 +22,12 @@ from assay.fidelity.engaged import Engaged, engaged
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.identity import fingerprint, label_of, printable
+from assay.fidelity.margin_tests import margin_tests
 from assay.fidelity.measure import Candidate
 from assay.fidelity.observations import WindowObservation
 from assay.fidelity.observe import observe, require
+from assay.fidelity.pairs import all_pairs
+from assay.fidelity.pilot import power_of
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import Reference, open_reference
 from assay.fidelity.summary import summarise
@@ -32,10 +35,8 @@ from assay.fidelity.token_classes import token_class
 from assay.fidelity.tokenizer_proof import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats.bootstrap import Resampling
-from assay.stats.cluster import cluster_mean
 from assay.stats.equivalence import Margins
-from assay.stats.interval import Interval, percent_change
-from assay.stats.power import MIN_PILOT, resolution
+from assay.stats.power import MIN_PILOT
 from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]
@@ -59,6 +60,8 @@ def run_compare(
     compared is a finding beside the results of the others.
     """
     folder = cache_dir("compare") / plan_key(plan)
+    for spec in plan.candidates:
+        check_spec(spec)
     servers = _servers(plan)
     results: list[CandidateResult] = []
     failed: list[Finding] = []
@@ -140,7 +143,11 @@ def report(
         )
     verdicts = [verdict_of(r, allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
     verdict = worst(verdicts or [Verdict.INCONCLUSIVE])
-    bodies = [r.to_json() for r in results]
+    tests = margin_tests([r.summary for r in results], plan)
+    bodies = [
+        r.to_json() | {"margins": [t.to_json() for t in t_of]} for r, t_of in zip(results, tests, strict=True)
+    ]
+    pairs = all_pairs(results)
     text = {**reference.text_facts, "length": plan.length, "path": plan.path, "scored": plan.scored}
     if reference.text_facts["windows_available"] < plan.windows:
         findings.append(_fewer_windows(plan, reference))
@@ -148,21 +155,21 @@ def report(
     if len(plan.candidates) == 1 and bodies:
         body: dict[str, Any] = bodies[0]
     else:
-        body = {"candidates": bodies}
+        body = {"candidates": bodies, "pairs": [pair.to_json() for pair in pairs]}
     return Report(
         command="compare",
         verdict=verdict,
         subject={
             "reference": plan.reference,
             "candidates": [printable(spec) for spec in plan.candidates],
-            "text": list(plan.text),
+            "text": text["sources"],
             "plan": plan.normalised() | {"candidates": [printable(spec) for spec in plan.candidates]},
         },
         findings=findings,
         results=body | shared,
         environment=describe(),
         headline=headline(results) if results else (),
-        blocks=blocks(results, plan) if results else (),
+        blocks=blocks(results, plan, tests, pairs) if results else (),
         interrupted=interrupted,
     )
 
@@ -192,8 +199,8 @@ def _candidate(
 
     def on_window(found: WindowObservation) -> None:
         seen.append(found)
-        if len(seen) == MIN_PILOT and len(reference.windows) > MIN_PILOT:
-            say(f"{label}: {_power_line(seen, len(reference.windows))}")
+        if len(seen) == MIN_PILOT and (power := power_of(seen, plan, len(reference.windows))):
+            say(f"{label}: {power}")
 
     try:
         facts = engine.describe()
@@ -223,7 +230,7 @@ def _candidate(
                 cut = True
         if not seen:
             return None, cut
-        same = spec == plan.reference
+        same = bool(reference.fingerprint) and fingerprint(spec) == reference.fingerprint
         took_part = engaged(
             seen,
             Engagement() if isinstance(engine, IdScorer) else engine.engagement(),
@@ -244,6 +251,7 @@ def _candidate(
             {**facts, **engine.describe()},
             self_test=same,
         )
+        result = replace(result, power=power_of(seen, plan, len(reference.windows)))
         if plan.greedy and not cut:
             continued = continue_greedily(engine, reference.windows, plan.greedy, kept / "greedy.json")
             texts = (lambda token: decode([token])) if decode else str
@@ -313,13 +321,3 @@ def assess(
         worst=worst_tokens(seen, decode or (lambda ids: " ".join(map(str, ids)))),
         floors=floors,
     )
-
-
-def _power_line(seen: Sequence[WindowObservation], windows: int) -> str:
-    """What the run will be able to tell, from the first windows."""
-    pilot = cluster_mean([w.dnll[w.finite] for w in seen if w.finite.any()])
-    if pilot.clusters < MIN_PILOT or windows < 2:
-        return f"{windows} windows"
-    found = resolution(pilot, windows)
-    half, lo, hi = (percent_change(Interval(x, x, x)).value for x in (found.half_width, found.lo, found.hi))
-    return f"{windows} windows resolve Δppl to about ±{half:.2g} % (between {lo:.2g} and {hi:.2g}, from {MIN_PILOT} windows)"

@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 
 from assay.fidelity.candidate import CandidateResult, interval_text, kl_text, top1_text
+from assay.fidelity.candidate_charts import forests, margin_bands, pareto
 from assay.fidelity.greedy_blocks import greedy_blocks
+from assay.fidelity.margin_tests import MarginTest
 from assay.fidelity.observations import pooled
+from assay.fidelity.pairs import Pair
 from assay.fidelity.plan import Plan
-from assay.stats.equivalence import Grade
-from assay.stats.holm import holm
-from assay.stats.paired import paired_difference
+from assay.stats.interval import Interval, percent_change
 from assay.verdict import Band, Block, Chart, Metric, Point, Quote, Series, Table
 
 
@@ -30,13 +31,20 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
     return [Metric(r.label, r.summary.judgement.grade.value) for r in results]
 
 
-def blocks(results: Sequence[CandidateResult], plan: Plan) -> list[Block]:
+def blocks(
+    results: Sequence[CandidateResult],
+    plan: Plan,
+    tests: Sequence[Sequence[MarginTest]] = (),
+    pairs: Sequence[Pair] = (),
+) -> list[Block]:
     """Everything under the headline."""
     found: list[Block] = [_candidates(results)]
+    if any(tests):
+        found.append(_margins(results, tests))
     if len(results) > 1:
-        found.append(_forest_of_candidates(results, plan))
-        found += _pareto(results)
-        found += _pairs(results)
+        found += forests(results, plan)
+        found += pareto(results)
+        found += _pairs(pairs)
     for result in results:
         prefix = "" if len(results) == 1 else f"{result.label}: "
         found.append(_windows(result, plan, prefix))
@@ -56,6 +64,7 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
         rows.append(
             [
                 r.label,
+                f"{size / 2**20:.1f}" if isinstance(size := r.engine.get("weight_bytes"), int) else "–",
                 s.judgement.grade.value,
                 interval_text(s.judgement.dppl_pct, "%"),
                 f"{'≥ ' if s.bounds else ''}{kl_text(s.kl)}",
@@ -70,6 +79,7 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
         "Candidates against the reference",
         (
             "candidate",
+            "MiB",
             "grade",
             "Δppl",
             "KL (nats)",
@@ -84,74 +94,49 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
     )
 
 
-def _margin_bands(plan: Plan) -> list[Band]:
-    accept, marginal = 100 * plan.margin_ppl, 100 * plan.marginal_ppl
-    return [Band(Grade.ACCEPT.value, -accept, accept), Band(Grade.MARGINAL.value, -marginal, marginal)]
-
-
-def _forest_of_candidates(results: Sequence[CandidateResult], plan: Plan) -> Chart:
-    points = [Point(r.label, d.value, d.lo, d.hi) for r in results for d in [r.summary.judgement.dppl_pct]]
-    return Chart(
-        "Change of perplexity",
-        "forest",
-        [Series("Δppl", points)],
-        y_label="Δppl (%)",
-        bands=_margin_bands(plan),
+def _margins(results: Sequence[CandidateResult], tests: Sequence[Sequence[MarginTest]]) -> Table:
+    names = {"dppl_pct": "Δppl within ±{:g} %", "top1_pct": "top-1 from {:g} %"}
+    rows = [
+        [r.label, test.grade, names[test.metric].format(test.bound), f"{test.p:.2g}", f"{test.p_holm:.2g}"]
+        for r, of_one in zip(results, tests, strict=True)
+        for test in of_one
+    ]
+    return Table(
+        "Margins one by one",
+        ("candidate", "for", "margin", "p", "p (Holm)"),
+        rows,
+        numeric=frozenset({3, 4}),
+        note="p-values of “the margin does not hold”. The grade asks for all margins at once and needs no correction; "
+        "who reads single lines reads several tests, and Holm's correction counts all of this run.",
     )
 
 
-def _pareto(results: Sequence[CandidateResult]) -> list[Block]:
-    points = [
-        Point(size / 2**20, r.summary.kl.value, r.summary.kl.interval.lo, r.summary.kl.interval.hi)
-        for r in results
-        if isinstance(size := r.engine.get("weight_bytes"), int)
-        if r.summary.kl.value > 0 and not r.self_test and not r.summary.bounds
-    ]
-    if len(points) < 2:
-        return []
-    return [
-        Chart(
-            "Size against KL",
-            "scatter",
-            [Series("candidates", points)],
-            x_label="weights (MiB)",
-            y_label="mean KL (nats)",
-            log_y=True,
-        )
-    ]
-
-
-def _pairs(results: Sequence[CandidateResult]) -> list[Block]:
-    """Every two candidates on the same windows, with Holm's correction over all pairs; a bound is no party to this."""
-    measured = [r for r in results if not r.summary.bounds]
-    pairs = [(a, b) for i, a in enumerate(measured) for b in measured[i + 1 :]]
-    if not pairs:
-        return []
-    differences = [
-        paired_difference(_kl_sums(a), _kl_sums(b), [w.finite.sum() for w in a.seen]) for a, b in pairs
-    ]
-    # One window gives no p-value; it is no evidence of a difference.
-    adjusted = holm([1.0 if math.isnan(d.p_value) else d.p_value for d in differences])
+def _pairs(pairs: Sequence[Pair]) -> list[Block]:
+    """Every two candidates on the same windows; a bound of KL is no party to a difference."""
     rows = [
         [
-            f"{a.label} − {b.label}",
-            f"{d.difference.value:+.3g} [{d.difference.interval.lo:+.3g}, {d.difference.interval.hi:+.3g}]",
-            f"{p:.2g}",
+            f"{p.first} − {p.second}",
+            _difference_text(p.kl.difference.interval) if p.kl else "–",
+            f"{p.kl_p_holm:.2g}" if p.kl else "–",
+            _difference_text(percent_change(p.dnll.difference.interval)),
+            f"{p.dnll_p_holm:.2g}",
         ]
-        for (a, b), d, p in zip(pairs, differences, adjusted, strict=True)
+        for p in pairs
     ]
+    if not rows:
+        return []
     return [
         Table(
             "Candidates against each other",
-            ("pair", "difference of mean KL", "p (Holm)"),
+            ("pair", "difference of mean KL", "p (Holm)", "of perplexity (%)", "p (Holm)"),
             rows,
             note="Paired by window: what the windows have in common cancels.",
         )
     ]
 
 
-def _kl_sums(result: CandidateResult) -> list[float]:
-    return [float(w.kl[w.finite].sum()) for w in result.seen]
+def _difference_text(interval: Interval) -> str:
+    return f"{interval.value:+.3g} [{interval.lo:+.3g}, {interval.hi:+.3g}]"
 
 
 def _windows(result: CandidateResult, plan: Plan, prefix: str) -> Chart:
@@ -167,7 +152,7 @@ def _windows(result: CandidateResult, plan: Plan, prefix: str) -> Chart:
         "forest",
         [Series("Δppl", points)],
         y_label="Δppl (%)",
-        bands=_margin_bands(plan),
+        bands=margin_bands(plan),
     )
 
 
@@ -196,8 +181,11 @@ def _histogram(result: CandidateResult, prefix: str) -> Chart:
     logs = np.log10(np.maximum(kl, 1e-9))
     edges = np.arange(-9, 2.5, 0.5)
     counts, _ = np.histogram(np.clip(logs, -9, 1.99), edges)
+    some = np.flatnonzero(counts)
+    shown = slice(some[0], some[-1] + 1)
     points = [
-        Point(f"1e{edge:+.1f}", 100 * int(c) / kl.size) for edge, c in zip(edges[:-1], counts, strict=True)
+        Point(f"{10**edge:.0e}" if edge % 1 == 0 else f"{10**edge:.1e}", 100 * int(c) / kl.size)
+        for edge, c in zip(edges[:-1][shown], counts[shown], strict=True)
     ]
     return Chart(
         f"{prefix}{result.summary.kl_name}, of single tokens",

@@ -41,12 +41,20 @@ def printable(spec: str) -> str:
 
 
 def fingerprint(spec: str) -> str:
-    """Hash of a spec and of name, size and time of the files it names; of the spec alone where it names none."""
-    head = spec.partition("?")[0]
-    for prefix in _PREFIXES:
-        head = head.removeprefix(prefix)
-    digest = hashlib.sha256(spec.encode())
-    paths = [Path(head)] if Path(head).exists() else [Path(p) for p in sorted(glob.glob(head))]  # noqa: PTH207 - takes absolute patterns
+    """Hash of a spec and of name, size and time of the files it names; of the spec alone where it names none.
+
+    Two ways to write one path, or the same options in another order, have the same fingerprint.
+    """
+    head, mark, options = spec.partition("?")
+    prefix = next((p for p in _PREFIXES if head.startswith(p)), "")
+    head = head.removeprefix(prefix)
+    head = str(Path(head).expanduser()) if head.startswith("~") else head
+    whole = Path(head).exists()
+    canonical = (
+        f"{prefix}{Path(head).resolve()}{mark}{'&'.join(sorted(options.split('&')))}" if whole else spec
+    )
+    digest = hashlib.sha256(canonical.encode())
+    paths = [Path(head)] if whole else [Path(p) for p in sorted(glob.glob(head))]  # noqa: PTH207 - takes absolute patterns
     for path in paths:
         files = sorted(p for p in path.iterdir() if p.is_file()) if path.is_dir() else [path]
         for file in files:

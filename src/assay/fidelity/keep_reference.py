@@ -10,8 +10,9 @@ from assay.engines.opening import open_scorer
 from assay.engines.scoring import ScoringEngine, Window, WindowRows
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.identity import label_of
-from assay.fidelity.observe import require_path
+from assay.fidelity.floors import measure_floors
+from assay.fidelity.identity import fingerprint, label_of
+from assay.fidelity.observe import LiveRows, require_path
 from assay.fidelity.own_text import write_own_text
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows, store_states
@@ -44,8 +45,12 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
                 finding_id="fidelity.no_states",
                 remedy="store its log-probabilities: --format llama.cpp --scored second-half",
             )
+        facts: dict[str, Any] = {"engine_fingerprint": fingerprint(plan.reference)}
+        if plan.floors:
+            live = LiveRows(engine, plan.job)
+            facts["floors"] = measure_floors(engine, live, windows, plan.job, plan.seed, progress).to_json()
         store = store_states(
-            plan, engine, windows, text_facts, out, progress, None if dtype == "engine" else dtype
+            plan, engine, windows, text_facts, out, progress, None if dtype == "engine" else dtype, facts
         )
     finally:
         engine.close()
@@ -58,6 +63,7 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
         "head_bytes": size.head_bytes,
         "bytes_per_token": size.bytes_per_token,
         "dtype": store.header.dtype,
+        "floors": facts.get("floors"),
         "text": text_facts,
         "engine": dict(store.header.engine),
     }
@@ -119,11 +125,11 @@ def _write_base(
     )
 
 
-def _report(plan: Plan, out: Path, results: dict[str, object], headline: list[Metric]) -> Report:
+def _report(plan: Plan, out: Path, results: dict[str, Any], headline: list[Metric]) -> Report:
     return Report(
         command="reference",
         verdict=Verdict.PASS,
-        subject={"engine": plan.reference, "out": str(out), "text": list(plan.text)},
+        subject={"engine": plan.reference, "out": str(out), "text": results["text"]["sources"]},
         results=results,
         environment=describe(),
         headline=headline,

@@ -12,6 +12,7 @@ from typing import Any
 
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import UsageError
+from assay.fidelity.identity import printable
 from assay.fidelity.windows import Cut
 
 PROTOCOLS = ("all", "second-half")
@@ -57,15 +58,24 @@ class Plan:
             ("batch", 1),
             ("draws", 100),
             ("greedy", 0),
+            ("seed", 0),
         ):
             if getattr(self, name) < least:
                 raise _usage(f"{name} must be at least {least}, got {getattr(self, name)}", "")
-        if not 0 < self.margin_ppl <= self.marginal_ppl:
+        if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
+            raise _usage(f"the candidate {printable(twice)} is given twice", "name every candidate once")
+        if not 0 < self.margin_ppl <= self.marginal_ppl < 1:
             raise _usage(
-                "the ACCEPT margin of perplexity must be positive and not wider than the MARGINAL one", ""
+                "margins of perplexity must satisfy 0 < ACCEPT ≤ MARGINAL < 100 %, "
+                f"got {self.margin_ppl:.3%} and {self.marginal_ppl:.3%}",
+                "give --margin-ppl and --marginal-ppl together",
             )
         if not 0 < self.marginal_top1 <= self.margin_top1 <= 1:
-            raise _usage("top-1 margins must satisfy 0 < MARGINAL ≤ ACCEPT ≤ 100 %", "")
+            raise _usage(
+                "top-1 margins must satisfy 0 < MARGINAL ≤ ACCEPT ≤ 100 %, "
+                f"got {self.marginal_top1:.3%} and {self.margin_top1:.3%}",
+                "give --margin-top1 and --marginal-top1 together",
+            )
 
     @property
     def job(self) -> ScoreJob:
@@ -114,7 +124,14 @@ def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         values[key] = _coerce(key, value, known[key], where)
     missing = [name for name in ("reference", "candidates") if not values.get(name)]
     if missing:
-        raise _usage(f"{where}: {' and '.join(missing)} missing", "name the engines that are compared")
+        raise _usage(
+            f"{where} names no {' and no '.join(n.rstrip('s') for n in missing)}",
+            "name the engines that are compared: REFERENCE CANDIDATE…",
+        )
+    if values["reference"].startswith("run:"):
+        from assay.fidelity.store.settings import stored_settings
+
+        values = stored_settings(values["reference"]) | values
     return replace(defaults, **values)
 
 
@@ -130,7 +147,16 @@ def _coerce(name: str, value: Any, kind: type, where: str) -> Any:
             return float(value)
     elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
         return value
-    raise _usage(f"{where}: {name} = {value!r} is not a {kind.__name__}", "see docs/compare.md")
+    raise _usage(f"{where}: {name} = {value!r} is not {_KINDS[kind]}", "see docs/compare.md")
+
+
+_KINDS = {
+    tuple: "a text or a list of texts",
+    float: "a fraction or a percentage",
+    int: "a whole number",
+    bool: "true or false",
+    str: "a text",
+}
 
 
 def fraction(text: str, name: str) -> float:

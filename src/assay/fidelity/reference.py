@@ -15,7 +15,7 @@ from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.floors import Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
-from assay.fidelity.identity import label_of
+from assay.fidelity.identity import fingerprint, label_of
 from assay.fidelity.observe import LiveRows, ReferenceRows, require_path
 from assay.fidelity.own_text import OwnText, write_own_text
 from assay.fidelity.plan import Plan
@@ -44,6 +44,8 @@ class Reference:
     greedy: Continued = field(default_factory=lambda: Continued(reason="a stored reference has no model"))
     """Its greedy continuations, where the plan asks for them."""
     engine: ScoringEngine | None = None
+    fingerprint: str = ""
+    """`identity.fingerprint` of what scored it; empty where nobody knows."""
 
     def close(self) -> None:
         """Close the engine, where one is still open."""
@@ -67,11 +69,20 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
         check = tokenizer_check(engine.tokenizer.sha256, engine.tokenizer.vocab_size)
         facts = {"label": label_of(plan.reference), **engine.describe()}
         probe = probe_ids(engine.tokenizer.encode)
+        own_print = fingerprint(plan.reference)
         if keep_open:
             rows = LiveRows(engine, plan.job)
             greedy = _greedy(plan, engine, windows, folder, progress)
             return Reference(
-                windows, rows, check, facts, text_facts, probe_ids=probe, greedy=greedy, engine=engine
+                windows,
+                rows,
+                check,
+                facts,
+                text_facts,
+                probe_ids=probe,
+                greedy=greedy,
+                engine=engine,
+                fingerprint=own_print,
             )
         store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
         floors = (
@@ -80,7 +91,9 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
             else Floors()
         )
         greedy = _greedy(plan, engine, windows, folder, progress)
-        return Reference(windows, store, check, facts, text_facts, floors, probe, greedy)
+        return Reference(
+            windows, store, check, facts, text_facts, floors, probe, greedy, fingerprint=own_print
+        )
     except BaseException:
         keep_open = False
         raise
@@ -125,8 +138,12 @@ def store_states(
     folder: Path,
     progress: Progress,
     dtype: str | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> Store:
-    """Score the windows that `folder` does not hold yet, and store them (in the engine's own type by default)."""
+    """Score the windows that `folder` does not hold yet, and store them (in the engine's own type by default).
+
+    `facts` are kept beside the environment: what may change from run to run of the same reference.
+    """
     writer: StoreWriter | None = None
     with progress(f"scoring {label_of(plan.reference)}", len(windows)) as advance:
         # The first window is scored in any case: it tells the head and the type of the states.
@@ -144,7 +161,7 @@ def store_states(
                 scored_from=plan.job.scored_from,
                 length=len(windows[0].tokens),
                 dtype=dtype or str(states.dtype).removeprefix("torch."),
-                environment=describe(),
+                environment=describe() | dict(facts or {}),
             )
             writer = StoreWriter(folder, header, head)
         if writer is None:

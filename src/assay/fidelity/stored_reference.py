@@ -6,11 +6,13 @@ from pathlib import Path
 
 from assay.engines.scoring import TokenizerFacts
 from assay.errors import AssayError, UsageError
+from assay.fidelity.floors import Floors
 from assay.fidelity.identity import label_of
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import Reference, hash_of, tokenizer_check
 from assay.fidelity.store import open_store
 from assay.fidelity.store.llama_base import open_base
+from assay.fidelity.store.settings import stored_path
 
 
 def stored_reference(plan: Plan) -> Reference:
@@ -21,7 +23,7 @@ def stored_reference(plan: Plan) -> Reference:
             remedy="leave out --text: candidates are scored on the text that was stored",
             finding_id="fidelity.usage",
         )
-    path = Path(plan.reference.removeprefix("run:"))
+    path = stored_path(plan.reference)
     return _base_file(plan, path) if path.is_file() else _store(plan, path)
 
 
@@ -34,7 +36,16 @@ def _store(plan: Plan, path: Path) -> Reference:
     text = {**header.text, "windows_available": len(store.windows), "windows_sha256": hash_of(windows)}
     facts = {"label": label_of(plan.reference), **header.engine, "states": header.dtype}
     check = tokenizer_check(str(tokenizer["sha256"]), int(tokenizer["vocab_size"]))
-    return Reference(windows, store, check, facts, text, probe_ids=tokenizer.get("probe_ids"))
+    return Reference(
+        windows,
+        store,
+        check,
+        facts,
+        text,
+        floors=Floors(**header.environment.get("floors", {})),
+        probe_ids=tokenizer.get("probe_ids"),
+        fingerprint=str(header.environment.get("engine_fingerprint", "")),
+    )
 
 
 def _base_file(plan: Plan, path: Path) -> Reference:
@@ -74,6 +85,6 @@ def _fits(plan: Plan, length: int, scored_from: int, path: str) -> None:
         scored = "all" if scored_from == 1 else "second-half"
         raise UsageError(
             f"{label_of(plan.reference)} was scored with --length {length} --scored {scored} --path {path}",
-            remedy="compare with the same settings",
+            remedy="leave these options out: they are those of the store",
             finding_id="fidelity.usage",
         )

@@ -13,6 +13,7 @@ from assay.verdict import Chart, Point
 
 MAX_POINTS = 3000
 MAX_MARKED = 80
+MAX_LABELLED = 24
 _HEIGHT = 280.0
 
 
@@ -120,6 +121,16 @@ def _scatter(frame: _Frame, series: int, located: Located) -> Iterator[str]:
             low, high = map(frame.y, bounds)
             yield tag("line", css=f"{colour(series)} whisker", x1=x, y1=low, x2=x, y2=high)
         yield mark(series, x, frame.y(point.y), size)
+        if point.label and len(located) <= MAX_LABELLED:
+            beyond = x > (frame.left + frame.right) / 2
+            yield text(
+                point.label,
+                x + (-8 if beyond else 8),
+                frame.y(point.y) + 4,
+                "tick",
+                "end" if beyond else "start",
+                48,
+            )
 
 
 def _path(places: Sequence[tuple[float, float]]) -> str:

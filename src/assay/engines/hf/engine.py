@@ -13,6 +13,7 @@ from assay.engines.hf.batching import plan_batches
 from assay.engines.hf.packages import missing_package
 from assay.engines.hf.spec import HfSpec, parse_spec
 from assay.engines.hf.weights import transform_weights, weight_bytes
+from assay.engines.options import require_local
 from assay.engines.setup import setup_facts
 from assay.errors import AssayError, UsageError
 
@@ -53,6 +54,8 @@ class HfEngine:
             raise missing_package(f"hf:{spec.model}", error.name) from error
         from assay.engines.hf.attention import register
 
+        require_local(f"hf:{spec.model}", spec.model)
+        transformers.utils.logging.disable_progress_bar()  # loading takes a second, its bar many lines of a log
         dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
@@ -63,7 +66,7 @@ class HfEngine:
                 output_loading_info=True,
             )
             _refuse_made_up(spec.model, sorted(loading["missing_keys"]))
-            model = model.to(spec.device).eval()
+            model = _on_device(model.eval(), spec)
             size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
         except ImportError as error:  # a quantised checkpoint needs its quantiser's library
             raise AssayError(
@@ -74,7 +77,7 @@ class HfEngine:
         except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise AssayError(
-                f"cannot load the model {spec.model} on {spec.device}: {reason}",
+                f"cannot load the model {spec.model}: {reason}",
                 finding_id="fidelity.engine_load",
                 remedy="give the folder of a checkpoint that transformers can load: hf:PATH",
             ) from error
@@ -224,6 +227,19 @@ class HfEngine:
             prompt_tokens=len(row.prompt),
             completion_tokens=len(row.tokens),
         )
+
+
+def _on_device(model: Any, spec: HfSpec) -> Any:
+    """`model` on the device of `spec`; AssayError where this torch has none of that name, or it is full."""
+    try:
+        return model.to(spec.device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
+        reason = str(error).strip().partition("\n")[0]
+        raise AssayError(
+            f"cannot put the model {spec.model} on the device {spec.device!r}: {reason}",
+            finding_id="fidelity.engine_load",
+            remedy="name a device that is there and has room: ?device=cpu",
+        ) from error
 
 
 def _refuse_made_up(model: str, missing: list[str]) -> None:

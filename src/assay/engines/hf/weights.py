@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from importlib import import_module
 from typing import Any
 
@@ -30,7 +31,7 @@ def transform_weights(model: Any, spec: str) -> int:
     module, _, function = TRANSFORMS[name].partition(":")
     try:
         return int(getattr(import_module(module), function)(model, **options))
-    except TypeError as error:
+    except TypeError as error:  # an option of the wrong kind
         raise UsageError(
             f"weights={spec}: {error}",
             remedy="look at the options in docs/compare.md",
@@ -39,7 +40,23 @@ def transform_weights(model: Any, spec: str) -> int:
 
 
 def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a transformation."""
+    """Name and options of a transformation; UsageError for a name or an option that there is not."""
+    name, options = _read(spec)
+    module, _, function = TRANSFORMS[name].partition(":")
+    known = list(inspect.signature(getattr(import_module(module), function)).parameters.values())[1:]
+    unknown = next((o for o in options if o not in {p.name for p in known}), None)
+    missing = next((p.name for p in known if p.default is p.empty and p.name not in options), None)
+    if unknown or missing:
+        problem = f"unknown option {unknown!r}" if unknown else f"{missing} is missing"
+        raise UsageError(
+            f"weights={spec}: {problem}",
+            remedy=f"options of {name} are {', '.join(p.name for p in known)}",
+            finding_id="fidelity.usage",
+        )
+    return name, options
+
+
+def _read(spec: str) -> tuple[str, dict[str, Any]]:
     try:
         call = ast.parse(spec, mode="eval").body
     except SyntaxError:

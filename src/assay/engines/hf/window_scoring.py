@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from assay.engines.hf.cache_name import with_cache
 from assay.engines.scoring import EngineHook, ScoreJob, ScoringPath, Window
+from assay.engines.setup import setup_facts
+from assay.errors import AssayError
 
 if TYPE_CHECKING:
     import torch
@@ -17,16 +19,24 @@ def window_states(
 ) -> Iterator[tuple[Window, torch.Tensor]]:
     """Yield (window, states [length − scored_from, d]) in order; row i predicts token `scored_from + i`.
 
-    A batch that does not fit into memory is halved and tried again.
+    A batch that does not fit into memory is halved and tried again; AssayError where one window does not fit, and
+    where windows are longer than the positions that the model has.
     """
+    _check_positions(model, windows)
     batch, done = job.batch, 0
     while done < len(windows):
         part = windows[done : done + batch]
         try:
             states = _batch_states(model, part, job, hook)
         except RuntimeError as error:
-            if not _out_of_memory(error) or len(part) == 1:
+            if not _out_of_memory(error):
                 raise
+            if len(part) == 1:
+                raise AssayError(
+                    f"out of memory with a single window of {len(part[0].tokens):,} tokens on {model.device}",
+                    finding_id="fidelity.out_of_memory",
+                    remedy="give a smaller --length, a smaller type (?dtype=bfloat16) or another device",
+                ) from error
             batch = max(1, len(part) // 2)
             _give_back(model)
             continue
@@ -79,6 +89,20 @@ def _through_cache(
     step = 1 if job.path is ScoringPath.DECODE else job.chunk
     rows = [_forward(model, ids[:, lo : min(lo + step, last)], cache) for lo in range(prefix, last, step)]
     return torch.cat(rows, dim=1)
+
+
+def _check_positions(model: Any, windows: Sequence[Window]) -> None:
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    # Scaled rotary embeddings may reach further than this number says.
+    scaled = (setup_facts(config).get("rope") or {}).get("rope_type")
+    longest = max((len(w.tokens) for w in windows), default=0)
+    if limit and longest > limit and not scaled:
+        raise AssayError(
+            f"windows of {longest:,} tokens are longer than the {limit:,} positions of {type(model).__name__}",
+            finding_id="fidelity.window_too_long",
+            remedy=f"give --length {limit} or less",
+        )
 
 
 def _out_of_memory(error: RuntimeError) -> bool:

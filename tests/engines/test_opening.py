@@ -1,0 +1,50 @@
+"""What is wrong in the way an engine is written is found before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from assay.engines.opening import check_spec
+from assay.errors import AssayError, UsageError
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("hf:MODEL?dtpe=float32", "unknown option 'dtpe'"),
+        ("hf:MODEL?dtype=int8", "unknown dtype"),
+        ("hf:MODEL?weights=round(bits=4)", "unknown transformation 'round'"),
+        ("hf:MODEL?weights=int(bit=4)", "unknown option 'bit'"),
+        ("hf:MODEL?weights=polar(block=64)", "bits is missing"),
+        ("vllm:MODEL?kv_dtype=fp8", "unknown option 'kv_dtype'"),
+        ("gguf:MODEL?kv=q3", "unknown cache type"),
+        ("run:MODEL", "stored reference"),
+        ("MODEL", "names no engine"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, spec: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        check_spec(spec.replace("MODEL", str(tmp_path)))
+    assert caught.value.finding_id == "fidelity.usage"
+
+
+@pytest.mark.parametrize(
+    "spec", ["hf:./nowhere", "vllm:/nowhere/model?dtype=auto", "gguf:../nowhere.gguf", "hf:~/nowhere"]
+)
+def test_a_path_where_nothing_is_is_named(spec: str) -> None:
+    with pytest.raises(AssayError, match=r"there is no .*nowhere"):
+        check_spec(spec)
+
+
+def test_what_may_be_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    for spec in (
+        f"hf:{tmp_path}?weights=int(bits=4,group=32,minimum=True)",
+        f"hf:~/{tmp_path.name}",
+        "hf:ORG/NAME",
+        "vllm:ORG/NAME?kv_cache_dtype=fp8",
+        "http://localhost:8000",
+    ):
+        check_spec(spec)

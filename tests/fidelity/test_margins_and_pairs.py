@@ -1,0 +1,199 @@
+"""Margins as tests, pairs of candidates, and the power line, on invented windows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from assay.fidelity.candidate import CandidateResult, findings_of
+from assay.fidelity.candidate_charts import pareto, short_names
+from assay.fidelity.compare_blocks import blocks
+from assay.fidelity.engaged import Engaged
+from assay.fidelity.floors import Floors
+from assay.fidelity.margin_tests import margin_tests
+from assay.fidelity.observations import WindowObservation
+from assay.fidelity.pairs import all_pairs
+from assay.fidelity.pilot import power_of
+from assay.fidelity.plan import Plan
+from assay.fidelity.summary import summarise
+from assay.stats.bootstrap import Resampling
+from assay.stats.equivalence import Margins
+from assay.verdict import Chart, Table
+
+TOKENS = 40
+PLAN = Plan("hf:a", ("hf:b", "hf:c"))
+
+
+def window(index: int, shift: float, spread: float, wrong: float, seed: int) -> WindowObservation:
+    rng = np.random.default_rng([seed, index])
+    own = rng.normal(0, spread) + shift
+    nll = rng.exponential(2.0, TOKENS)
+    kl = np.abs(rng.normal(0.01 + abs(shift), 0.002, TOKENS))
+    return WindowObservation(
+        index,
+        1,
+        rng.integers(0, 90, TOKENS + 1).astype(np.int32),
+        nll,
+        nll + own + rng.normal(0, 0.02, TOKENS),
+        kl,
+        kl,
+        rng.random(TOKENS) >= wrong,
+        *(rng.random(TOKENS) for _ in range(3)),
+    )
+
+
+@pytest.fixture
+def result() -> Callable[..., CandidateResult]:
+    def make(label: str, windows: int = 12, **how: Any) -> CandidateResult:
+        settings = {"shift": 0.0, "spread": 0.002, "wrong": 0.02, "seed": 1} | how
+        size = settings.pop("size", None)
+        zero_share = settings.pop("zero_share", 0.0)
+        seen = [window(i, **settings) for i in range(windows)]
+        return CandidateResult(
+            label=label,
+            summary=summarise(seen, Margins(), Resampling(200, 0)),
+            engaged=Engaged(True, None, None, zero_share),
+            seen=seen,
+            self_test=label == "self",
+            engine={"weight_bytes": size},
+            breakdowns={"depth": [], "confidence": [], "class": []},
+            worst=[],
+            floors=Floors(0.001),
+        )
+
+    return make
+
+
+def test_p_values_of_margins_are_those_of_scipy(result: Callable[..., CandidateResult]) -> None:
+    found = result("a", shift=0.004)
+    tests = {(t.metric, t.grade): t for t in margin_tests([found.summary], PLAN)[0]}
+    means = np.array([w.dnll.mean() for w in found.seen])
+    above = stats.ttest_1samp(means, math.log1p(-0.01), alternative="greater").pvalue
+    below = stats.ttest_1samp(means, math.log1p(0.01), alternative="less").pvalue
+    assert tests["dppl_pct", "ACCEPT"].p == pytest.approx(max(above, below), rel=1e-9)
+    shares = np.array([w.top1.mean() for w in found.seen])
+    top1 = stats.ttest_1samp(shares, 0.95, alternative="greater").pvalue
+    assert tests["top1_pct", "ACCEPT"].p == pytest.approx(top1, rel=1e-9)
+    assert tests["dppl_pct", "MARGINAL"].p < tests["dppl_pct", "ACCEPT"].p
+
+
+def test_holm_counts_all_margins_of_all_candidates(result: Callable[..., CandidateResult]) -> None:
+    rows = margin_tests([result("a").summary, result("b", shift=0.02, seed=2).summary], PLAN)
+    flat = [t for tests in rows for t in tests]
+    smallest = min(flat, key=lambda t: t.p)
+    assert len(flat) == 8
+    assert smallest.p_holm == pytest.approx(8 * smallest.p)
+    assert all(t.p_holm >= t.p for t in flat)
+    assert all(t.p_holm > 0.99 for t in rows[1] if t.metric == "dppl_pct" and t.grade == "ACCEPT")
+
+
+def test_full_agreement_proves_no_more_than_its_number_of_tokens(
+    result: Callable[..., CandidateResult],
+) -> None:
+    tests = margin_tests([result("a", windows=2, wrong=0.0).summary], PLAN)[0]
+    p = next(t.p for t in tests if t.metric == "top1_pct" and t.grade == "ACCEPT")
+    assert p == pytest.approx(0.95 ** (2 * TOKENS))
+
+
+def test_one_window_proves_nothing(result: Callable[..., CandidateResult]) -> None:
+    one = result("a", windows=1)
+    assert {t.p for t in margin_tests([one.summary], PLAN)[0]} == {1.0}
+    text = next(f.detail for f in findings_of(one, allow_marginal=False))
+    assert "Fewer than 8 windows" in text
+    assert "1 window does not decide" in findings_of(one, allow_marginal=False)[0].title
+
+
+def test_pairs_are_compared_by_window(result: Callable[..., CandidateResult]) -> None:
+    a, b, c = result("a"), result("b", shift=0.01), result("c", seed=1)
+    pairs = all_pairs([a, b, c])
+    assert [(p.first, p.second) for p in pairs] == [("a", "b"), ("a", "c"), ("b", "c")]
+    first = np.array([w.dnll.mean() for w in a.seen])
+    second = np.array([w.dnll.mean() for w in b.seen])
+    expected = stats.ttest_rel(first, second)
+    assert pairs[0].dnll.p_value == pytest.approx(expected.pvalue, rel=1e-6)
+    assert pairs[0].to_json()["dnll"]["value"] == pytest.approx((first - second).mean())
+    assert pairs[1].to_json()["dnll"] == {"value": 0, "lo": 0, "hi": 0, "p_holm": 1}
+
+
+def test_a_pair_leaves_out_tokens_that_either_side_lost(result: Callable[..., CandidateResult]) -> None:
+    a, b = result("a"), result("b", shift=0.01)
+    b.seen[0].nll_cand[3] = np.nan
+    a.seen[1].kl[5] = np.inf
+    (pair,) = all_pairs([a, b])
+    assert pair.kl is not None
+    assert pair.kl.difference.n == 12 * TOKENS - 2
+    assert math.isfinite(pair.kl.difference.value)
+
+
+def test_the_power_line_says_what_the_margin_takes(result: Callable[..., CandidateResult]) -> None:
+    wide = power_of(result("a", spread=0.05).seen, PLAN, 12)
+    assert wide is not None
+    assert wide.half_width > 1
+    assert wide.enough is not None
+    assert wide.enough > 12
+    assert f"takes at least {wide.enough:,} windows" in str(wide)
+    assert wide.to_json()["windows_for_margin"] == wide.enough
+    narrow = power_of(result("a", spread=0.0001).seen, PLAN, 64)
+    assert "takes" not in str(narrow)
+    assert power_of(result("a", windows=3).seen, PLAN, 64) is None
+
+
+def test_an_engine_that_does_not_repeat_itself_is_named(result: Callable[..., CandidateResult]) -> None:
+    ids = [f.id for f in findings_of(result("self"), allow_marginal=False)]
+    assert ids == ["fidelity.self_test", "fidelity.not_repeatable"]
+    assert [f.id for f in findings_of(result("self", zero_share=1.0), allow_marginal=False)] == [
+        "fidelity.self_test"
+    ]
+
+
+def test_the_front_holds_what_nothing_else_beats(result: Callable[..., CandidateResult]) -> None:
+    results = [
+        result("hf:m?bits=8", size=800 << 20),
+        result("hf:m?bits=4", size=400 << 20, shift=0.3),
+        result("hf:m?bits=5", size=900 << 20, shift=0.1),
+    ]
+    (chart,) = pareto(results)
+    assert isinstance(chart, Chart)
+    assert {s.name: [p.label for p in s.points] for s in chart.series} == {
+        "on the front": ["bits=4", "bits=8"],
+        "behind it": ["bits=5"],
+    }
+    assert chart.bands[0].hi == 0.001
+
+
+def test_charts_and_tables_of_several_candidates(result: Callable[..., CandidateResult]) -> None:
+    results = [result("hf:m?a=1", size=5 << 20), result("hf:m?a=2", size=3 << 20, shift=0.2)]
+    tests = margin_tests([r.summary for r in results], PLAN)
+    found = {b.title: b for b in blocks(results, PLAN, tests, all_pairs(results))}
+    assert {"Change of perplexity", "KL to the reference", "Size against KL"} <= set(found)
+    pairs = found["Candidates against each other"]
+    assert isinstance(pairs, Table)
+    assert len(pairs.rows) == 1
+    margins = found["Margins one by one"]
+    assert isinstance(margins, Table)
+    assert len(margins.rows) == 8
+    histogram = found["hf:m?a=1: KL, of single tokens"]
+    assert isinstance(histogram, Chart)
+    shares = [p.y for p in histogram.series[0].points]
+    assert shares[0] > 0
+    assert shares[-1] > 0
+    assert sum(shares) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("labels", "short"),
+    [
+        (["hf:m?w=4", "hf:m?w=8"], ["w=4", "w=8"]),
+        (["hf:m?d=1&w=4", "hf:m?d=1&w=8"], ["w=4", "w=8"]),
+        (["hf:m", "hf:m?w=8"], ["hf:m", "hf:m?w=8"]),
+        (["hf:m", "vllm:m"], ["hf:m", "vllm:m"]),
+        (["hf:m?w=4"], ["hf:m?w=4"]),
+    ],
+)
+def test_what_all_labels_share_is_left_out_in_charts(labels: list[str], short: list[str]) -> None:
+    assert short_names(labels) == short
