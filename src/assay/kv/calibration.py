@@ -58,7 +58,10 @@ class Calibration:
         if states is not None and positions is not None and not before_rope:
             if rotary is None:
                 raise ValueError("keys after RoPE need the model's rotary embedding")
-            whole = rotary.at(site.layer, 0, int(positions.max()) + 1)
+            # Calibrated on longer windows than are scored: later samples have no rotation here.
+            known = positions < rotary.length
+            states, positions = states[:, known], positions[known]
+            whole = rotary.at(site.layer, 0, rotary.length)
             states = Rotation(whole.cos.cpu()[positions], whole.sin.cpu()[positions]).apply(states)
         metric = self._metric(site.layer, before_rope, rotary)
         return Samples(site, _float(states), positions, metric, sensitivity=cost, levels=levels)

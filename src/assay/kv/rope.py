@@ -82,6 +82,11 @@ class Rotary:
         found._by_type, found._types = _rotations(decoder.rotary_emb, text, length, torch.device("cpu"))
         return found
 
+    @property
+    def length(self) -> int:
+        """Positions that it has rotations of."""
+        return int(next(iter(self._by_type.values())).cos.shape[0])
+
     def cpu(self) -> Rotary:
         """The same on the CPU, without the model it came from."""
         found = type(self).__new__(type(self))

@@ -74,7 +74,10 @@ class Bench:
         if not self.calibration:
             return Samples(site)
         found = self.calibration.samples(site, before_rope=recipe.before_rope, rotary=self.rotary)
-        return replace(found, side=self._side(coded, sides), sides=tuple(sides))
+        side = self._side(coded, sides)
+        if side is not None and found.x is not None and self.rotary and found.x.shape[1] < side.shape[1]:
+            side = side[:, self.calibration.tensors["positions"] < self.rotary.length]
+        return replace(found, side=side, sides=tuple(sides))
 
     def _side(self, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]) -> torch.Tensor | None:
         """What the decoder has of the samples of some streams, their heads one after the other, keys before RoPE."""
