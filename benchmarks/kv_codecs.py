@@ -60,7 +60,7 @@ def main() -> None:
     lines = arguments.specs.read_text().split("\n") if arguments.specs else [*PLAIN, *HADAMARD, *AROUND]
     specs = [parse_spec(line) for line in lines if line.strip() and not line.startswith("#")]
     document: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    done = {(r["text"], r["codec"], r["mode"], r["calibration"]) for r in document["rows"]}
+    done = {(r["text"], r["codec"], r["mode"], r.get("calibration")) for r in document["rows"]}
     calibration = read_calibration(table)
     scorer = HfScorer.load(spec)
     shape = cache_shape(scorer.engine.model)
