@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import kv_texts
-from assay.cache import cache_dir
+from assay.cache import cache_dir, write_atomically
 from assay.cli.progress import show
 from assay.demo.models import build_gemma3, build_smollm2
 from assay.engines.hf.scorer import HfScorer
@@ -156,7 +156,8 @@ def _calibrate(arguments: argparse.Namespace, spec: str, table: Path) -> Calibra
     source = arguments.calibrate
     if arguments.calibration_name == "mixed":
         source = cache_dir("kv-texts") / "mixed.txt"
-        source.write_text(kv_texts.mixed(arguments.calibrate.read_text(encoding="utf-8")), encoding="utf-8")
+        # Whole or not at all: several of these processes may run at once.
+        write_atomically(source, kv_texts.mixed(arguments.calibrate.read_text(encoding="utf-8")))
     plan = CalibrationPlan(
         spec,
         (str(source),),
@@ -174,7 +175,7 @@ def _evaluated(source: str) -> tuple[str, str]:
     """Name of an evaluated text in the rows, and the source that `assay` reads."""
     if source == "python":
         path = cache_dir("kv-texts") / "python.txt"
-        path.write_text(kv_texts.python_source(), encoding="utf-8")
+        write_atomically(path, kv_texts.python_source())
         return "python", str(path)
     return (source, source) if source == "pydoc" else (Path(source).name, source)
 

@@ -109,7 +109,9 @@ def calibrate(
     tokens: Annotated[int, typer.Option(min=256, help="Sampled tokens that the file holds.")] = 4096,
     sensitivity: Annotated[
         int,
-        typer.Option(min=0, help="Windows on which each layer and stream is coded alone, for weights=measured."),
+        typer.Option(
+            min=0, help="Windows on which each layer and stream is coded alone, for weights=measured."
+        ),
     ] = 0,
 ) -> Report:
     """Learn from text what codecs need to know of a model's keys and values. Never evaluate on that text."""

@@ -225,7 +225,6 @@ class RangeCoder(TransformCoder):
         return self._look_up(self._zero[kinds] + numbers.int())
 
     def _kinds(self, numbers: torch.Tensor) -> torch.Tensor:
-
         # All classes in one go: on a GPU a token at a time costs as many calls as it has steps.
         places = numbers.int()[..., None, :] + self._zero
         return (self._look_up(places).sum(-1) + self._kind_bits).argmin(dim=-1)
