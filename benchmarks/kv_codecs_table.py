@@ -1,0 +1,106 @@
+"""Rows of `kv_codecs.py` as tables, each codec beside the plain rotation at equal stored bytes.
+
+    python benchmarks/kv_codecs_table.py kv-range.json kv-plain.json … [--merge OUT.json] > OUT.md
+
+`hadamard at equal bytes` is the KL of plain `hadamard(bits=b)` interpolated between the two measured rows on either side, linearly in
+bits a value and log KL, and not beyond them. The interval of the share takes the outer ends of both intervals, as if
+they were independent: codecs were scored on the same windows, so it is wide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+_PLAIN = re.compile(r"hadamard(\(bits=[\d.]+\))?")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--merge", type=Path, help="all rows in one file")
+    arguments = parser.parse_args()
+    documents = [json.loads(f.read_text(encoding="utf-8")) for f in arguments.files]
+    if len({d["model"] for d in documents}) > 1:
+        raise SystemExit("these files are of several models: make one table of each")
+    whole: dict[str, Any] = {"rows": []}
+    for document in documents:
+        for name in ("texts", "calibrations"):
+            whole.setdefault(name, {}).update(document.get(name, {}))
+        whole |= {k: v for k, v in document.items() if k not in ("rows", "texts", "calibrations")}
+        gpu = document.get("machine", {}).get("gpu")
+        whole["rows"] += [{**row, "gpu": row.get("gpu", gpu)} for row in document["rows"]]
+    if arguments.merge:
+        arguments.merge.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print("\n".join(render(whole)))
+
+
+def render(document: dict[str, Any]) -> Iterator[str]:
+    """Markdown of all rows, one table for each text, mode and number of windows."""
+    yield f"# KV codecs, {document['model']}, windows of {document['length']} tokens\n"
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for row in document["rows"]:
+        groups.setdefault((row["text"], row["mode"], row["windows"]), []).append(row)
+    for (text, mode, windows), rows in sorted(groups.items()):
+        gpus = sorted({str(r["gpu"]) for r in rows})
+        yield f"## {text}, {mode}, {windows} windows, {rows[0]['tokens']:,} scored tokens ({', '.join(gpus)})\n"
+        yield "| codec | calibrated on | smaller | KL, nats | Δppl % | top-1 % | grade | hadamard at equal bytes | share of it |"
+        yield "|---|---|---:|---|---|---|---|---|---|"
+        plain = sorted(
+            (r for r in rows if _PLAIN.fullmatch(r["codec"])), key=lambda r: r["bytes"]["bits_per_value"]
+        )
+        for row in sorted(rows, key=lambda r: r["bytes"]["ratio"]):
+            yield _line(row, plain)
+        yield ""
+
+
+def at_equal_bytes(plain: Sequence[Row], bits: float, figure: str) -> float | None:
+    """KL (`mean`, `lo` or `hi`) of the plain codec at `bits` a value; None outside the measured rows.
+
+    `plain` are its rows in ascending order of bits.
+    """
+    for low, high in zip(plain, plain[1:], strict=False):
+        at = low["bytes"]["bits_per_value"], high["bytes"]["bits_per_value"]
+        if at[0] <= bits <= at[1]:
+            share = (bits - at[0]) / (at[1] - at[0])
+            ends = math.log(low["kld"][figure]), math.log(high["kld"][figure])
+            return math.exp(ends[0] + share * (ends[1] - ends[0]))
+    return None
+
+
+def _line(row: Row, plain: Sequence[Row]) -> str:
+    kl, bits = row["kld"], row["bytes"]["bits_per_value"]
+    rival, share = "", ""
+    here = {f: at_equal_bytes(plain, bits, f) for f in ("mean", "lo", "hi")}
+    mean, lo, hi = here["mean"], here["lo"], here["hi"]
+    if not _PLAIN.fullmatch(row["codec"]) and mean and lo and hi:
+        rival = f"{mean:.4f}"
+        share = f"{kl['mean'] / mean:.2f} [{kl['lo'] / hi:.2f}, {kl['hi'] / lo:.2f}]"
+    cells = (
+        f"`{row['codec']}`",
+        row.get("calibration", "") if "pca" in row["codec"] or "mean" in row["codec"] else "",
+        f"{row['bytes']['ratio']:.2f}×",
+        f"{kl['mean']:.5f} [{kl['lo']:.5f}, {kl['hi']:.5f}]",
+        _interval(row["dppl_pct"], "+.2f"),
+        _interval(row["top1_pct"], ".2f"),
+        row["grade"],
+        rival,
+        share,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _interval(figure: dict[str, float], shape: str) -> str:
+    return f"{figure['value']:{shape}} [{figure['lo']:{shape}}, {figure['hi']:{shape}}]"
+
+
+if __name__ == "__main__":
+    main()
