@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +68,9 @@ def at_equal_bytes(plain: Sequence[Row], bits: float, figure: str) -> float | No
 
     `plain` are its rows in ascending order of bits.
     """
-    for low, high in zip(plain, plain[1:], strict=False):
+    for low, high in pairwise(plain):
         at = low["bytes"]["bits_per_value"], high["bytes"]["bits_per_value"]
-        if at[0] <= bits <= at[1]:
+        if at[0] <= bits <= at[1] and min(low["kld"][figure], high["kld"][figure]) > 0:
             share = (bits - at[0]) / (at[1] - at[0])
             ends = math.log(low["kld"][figure]), math.log(high["kld"][figure])
             return math.exp(ends[0] + share * (ends[1] - ends[0]))

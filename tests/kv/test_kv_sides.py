@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from assay.engines.hf.window_scoring import window_states  # noqa: E402
 from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
 from assay.errors import AssayError, UsageError  # noqa: E402
 from assay.kv.accounting import stream_facts  # noqa: E402
-from assay.kv.calibration import Calibration  # noqa: E402
+from assay.kv.calibration import Calibration, write_calibration  # noqa: E402
 from assay.kv.capture import capture  # noqa: E402
 from assay.kv.fitting import fitters, predicts  # noqa: E402
 from assay.kv.hook import CodecHook, Mode  # noqa: E402
@@ -145,12 +146,15 @@ def test_sides_that_come_too_late_are_refused(spec: str, words: str) -> None:
         coders_of(bench_of(model()), spec)
 
 
-def test_where_nobody_hands_over_sides_it_is_said() -> None:
+def test_where_nobody_hands_over_sides_it_is_said(tmp_path: Path) -> None:
     net = model()
+    known = bench_of(net)
+    provenance = {"cache": known.shape.to_json()}
+    write_calibration(tmp_path / "own", Calibration(known.calibration.tensors, provenance))  # type: ignore[union-attr]
+    with pytest.raises(AssayError, match="the compressed cache does not hand"):
+        resident_cache(net, SPEC, length=LENGTH, calibration=tmp_path / "own")
     with pytest.raises(AssayError, match="vLLM's cache does not hand"):
         refuse_sides(coders_of(bench_of(net), SPEC).by_stream, "vLLM's cache")
-    with pytest.raises(AssayError, match="needs a calibration"):
-        resident_cache(net, SPEC, length=20)
     with pytest.raises(UsageError, match="shares one step"):
         parse_spec("pca(bits=3, weights=measured)")
     bench = bench_of(net)
