@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +29,13 @@ from assay.kv.setup import Bench, CoderSet  # noqa: E402
 from assay.kv.sides import refuse_sides  # noqa: E402
 from assay.kv.spec import parse_spec  # noqa: E402
 
-SPEC = "prerope+sinks(n=2)+pca(bits=4, predict=all)"
+SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
 
 
-def bench_of(net: Any) -> Bench:
+@cache
+def bench_of(kind: str = "llama") -> Bench:
     """A bench with a calibration of the small model itself, every layer of which costs as much."""
+    net = model(kind)
     shape = cache_shape(net)
     scorer = SimpleNamespace(engine=SimpleNamespace(model=net))
     tensors = capture(scorer, windows(12), shape, tokens=400, batch=4)
@@ -46,19 +49,25 @@ def coders_of(bench: Bench, spec: str, layers: Any = None) -> CoderSet:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-@pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize(
-    "spec",
+    ("mode", "spec"),
     [
-        SPEC,
-        "k:prerope+sinks(n=2)+pca(step=0.3, predict=below, weights=measured);v:sinks(n=2)+pca(bits=3, coding=fixed, predict=all)",
-        "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(bits=4, predict=all)",
-        "v:pca(bits=2.5, predict=all)",
+        *((mode, SPEC) for mode in Mode),
+        (
+            Mode.DECODE,
+            "k:prerope+sinks(n=2)+pca(step=0.3, predict=below, weights=measured);"
+            "v:sinks(n=2)+pca(bits=3, coding=fixed, predict=all)",
+        ),
+        (
+            Mode.DECODE,
+            "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(step=0.2, classes=2, predict=all)",
+        ),
+        (Mode.INFORWARD, "v:pca(step=0.2, classes=2, predict=all)"),
     ],
 )
 def test_the_cache_holds_what_a_decoder_makes_of_the_streams(kind: str, mode: Mode, spec: str) -> None:
     net = model(kind)
-    bench = bench_of(net)
+    bench = bench_of(kind)
     coders = coders_of(bench, spec).by_stream
     hook = CodecHook(coders, mode, LENGTH, measure_windows=2)
     path = ScoringPath.DECODE if mode is Mode.DECODE else ScoringPath.PREFILL
@@ -92,7 +101,7 @@ def test_the_cache_holds_what_a_decoder_makes_of_the_streams(kind: str, mode: Mo
 
 
 def test_what_the_decoder_does_not_have_is_no_side() -> None:
-    llama, gemma = bench_of(model()), bench_of(model("gemma3"))
+    llama, gemma = bench_of(), bench_of("gemma3")
     plain = {key: coder.sides for key, coder in coders_of(llama, SPEC).by_stream.items()}
     assert plain[0, "k"] == ()
     assert plain[0, "v"] == ((0, "k"),)
@@ -106,7 +115,7 @@ def test_what_the_decoder_does_not_have_is_no_side() -> None:
 
 def test_prediction_makes_streams_shorter() -> None:
     """Values that are a linear map of the keys of their token cost next to nothing."""
-    bench = bench_of(model())
+    bench = bench_of()
     tensors = dict(bench.calibration.tensors)  # type: ignore[union-attr]
     for layer in range(4):
         tensors[f"layer_{layer}_v"] = tensors[f"layer_{layer}_k"].flip(-1)
@@ -123,7 +132,7 @@ def test_prediction_makes_streams_shorter() -> None:
 
 
 def test_a_pool_fits_what_one_process_fits() -> None:
-    bench, spec = bench_of(model()), parse_spec(SPEC)
+    bench, spec = bench_of(), parse_spec(SPEC)
     assert predicts(spec, bench.shape)
     assert not predicts(parse_spec("prerope+pca"), bench.shape)
     with fitters(bench, 1) as one:
@@ -143,21 +152,21 @@ def test_a_pool_fits_what_one_process_fits() -> None:
 )
 def test_sides_that_come_too_late_are_refused(spec: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        coders_of(bench_of(model()), spec)
+        coders_of(bench_of(), spec)
 
 
 def test_where_nobody_hands_over_sides_it_is_said(tmp_path: Path) -> None:
     net = model()
-    known = bench_of(net)
+    known = bench_of()
     provenance = {"cache": known.shape.to_json()}
     write_calibration(tmp_path / "own", Calibration(known.calibration.tensors, provenance))  # type: ignore[union-attr]
     with pytest.raises(AssayError, match="the compressed cache does not hand"):
         resident_cache(net, SPEC, length=LENGTH, calibration=tmp_path / "own")
     with pytest.raises(AssayError, match="vLLM's cache does not hand"):
-        refuse_sides(coders_of(bench_of(net), SPEC).by_stream, "vLLM's cache")
+        refuse_sides(coders_of(bench_of(), SPEC).by_stream, "vLLM's cache")
     with pytest.raises(UsageError, match="shares one step"):
         parse_spec("pca(bits=3, weights=measured)")
-    bench = bench_of(net)
+    bench = bench_of()
     tensors = {k: v for k, v in bench.calibration.tensors.items() if k != "sensitivity"}  # type: ignore[union-attr]
     with pytest.raises(AssayError, match="measured sensitivity of layer 0"):
         coders_of(
