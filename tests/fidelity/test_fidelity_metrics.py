@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window  # noqa: E402
-from assay.fidelity.metrics import row_statistics, window_statistics  # noqa: E402
+from assay.fidelity import metrics  # noqa: E402
+from assay.fidelity.metrics import first_max, row_statistics, window_statistics  # noqa: E402
 
 
 def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:
@@ -133,3 +136,37 @@ def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept
     np.testing.assert_allclose(found.nll_ref.numpy(), -np.log(p[np.arange(6), gold]), atol=1e-6)
     np.testing.assert_allclose(found.conf.numpy(), p.max(1), atol=1e-6)
     assert (kl <= (p * np.log(p / q)).sum(1) + 1e-9).all()
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    vocab=st.sampled_from([300, 512, 513, 1000, 2048]),
+    levels=st.sampled_from([2, 50, 10**6]),
+    lost=st.sampled_from([None, float("nan"), float("inf"), float("-inf")]),
+)
+@settings(max_examples=80, deadline=None)
+def test_the_first_largest_is_that_of_torch(seed: int, vocab: int, levels: int, lost: float | None) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, levels, (6, vocab), generator=generator).float()
+    if lost is not None:
+        x[:3, torch.randint(0, vocab, (3,), generator=generator)] = lost
+    # A slice of wider rows, as where one side has padding.
+    wide = torch.cat([x, torch.full((6, 40), 1e9)], 1)[:, :vocab]
+    for given_ in (x, wide):
+        values, indices = first_max(given_)
+        torch.testing.assert_close(values, x.max(-1).values, equal_nan=True)
+        assert indices.tolist() == x.max(-1).indices.tolist()
+
+
+def test_statistics_do_not_depend_on_how_many_rows_are_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocab, count = 700, 23
+    logits = torch.randn(2, count, vocab, generator=torch.Generator().manual_seed(1)) * 4
+    window = Window(0, tuple(range(count + 1)))
+    sides = [LogitRows(window, 1, part) for part in logits]
+    whole = row_statistics(*logits, torch.arange(1, count + 1))
+    for block, cache in ((4 * vocab * 9, 4 * vocab * 4), (1, 1), (1 << 30, 1 << 30)):
+        monkeypatch.setattr(metrics, "BLOCK_BYTES", {"cpu": block, "cuda": block})
+        monkeypatch.setattr(metrics, "CACHE_BYTES", {"cpu": cache, "cuda": cache})
+        found = window_statistics(*sides)
+        for field in fields(found):
+            torch.testing.assert_close(getattr(found, field.name), getattr(whole, field.name))

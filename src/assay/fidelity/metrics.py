@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from assay.engines.scoring import WindowRows
 
 BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes of logits of one side that are worked on at once: within the cache of a CPU, enough to fill a GPU."""
+"""Bytes of logits of one side that the output head makes at once: few enough to hold, enough to read its weight for."""
+CACHE_BYTES = {"cpu": 3 << 20, "cuda": 512 << 20}
+"""Bytes of them that statistics are taken of at once: on a CPU what stays in its cache from one pass to the next."""
+_SPAN = 256
+"""Entries of a row whose largest is found first."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,7 @@ def row_statistics(
     import torch
 
     ref, cand = ref_logits.float(), cand_logits.to(ref_logits.device).float()
-    ref_max, ref_best = ref.max(-1)
-    cand_max, cand_best = cand.max(-1)
+    (ref_max, ref_best), (cand_max, cand_best) = first_max(ref), first_max(cand)
     a, b = ref - ref_max.unsqueeze(-1), cand - cand_max.unsqueeze(-1)
     index = gold.to(ref.device).long().unsqueeze(-1)
     gold_a, gold_b = a.gather(-1, index).squeeze(-1).double(), b.gather(-1, index).squeeze(-1).double()
@@ -95,6 +98,29 @@ def row_statistics(
         p_cand=clean(log_q.exp()),
         conf=clean(1.0 / p_sum),
     )
+
+
+def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest value of each row [n, V] and the lowest index that has it, as `x.max(-1)`; on a CPU in a third of the time.
+
+    The largest of every span of the row comes first, which takes no indices; only the span that holds the largest
+    of all is searched for its index.
+    """
+    import torch
+
+    whole = x.shape[-1] // _SPAN * _SPAN
+    if x.device.type != "cpu" or whole < 2 * _SPAN:
+        largest = x.max(-1)
+        return largest.values, largest.indices
+    spans = x[:, :whole].unflatten(-1, (-1, _SPAN))
+    values, span = spans.amax(-1).max(-1)
+    place = spans[torch.arange(len(x), device=x.device), span].max(-1).indices + span * _SPAN
+    if whole < x.shape[-1]:
+        tail, at = x[:, whole:].max(-1)
+        # Not a number is the largest of all, as it is for `max`.
+        later = (tail > values) | (tail.isnan() & ~values.isnan())
+        values, place = torch.where(later, tail, values), torch.where(later, at + whole, place)
+    return values, place
 
 
 def _bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -134,9 +160,16 @@ def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatis
     while lo < count:
         hi = min(count, lo + rows)
         ref, cand = reference.logits(lo, hi)[:, :vocab], candidate.logits(lo, hi)[:, :vocab]
-        parts.append(row_statistics(ref, cand, gold[lo:hi], rest=getattr(reference, "rest", False)))
+        few = _rows_of(CACHE_BYTES, ref.device.type, vocab)
+        for own, other, ids in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True):
+            parts.append(row_statistics(own, other, ids, rest=getattr(reference, "rest", False)))
         lo = hi
-        rows = max(1, BLOCK_BYTES.get(ref.device.type, 32 << 20) // (4 * vocab))
+        rows = _rows_of(BLOCK_BYTES, ref.device.type, vocab)
     return RowStatistics(
         *(torch.cat([getattr(part, f.name) for part in parts]).cpu() for f in fields(RowStatistics))
     )
+
+
+def _rows_of(sizes: dict[str, int], device: str, vocab: int) -> int:
+    """Rows of `vocab` logits that take as many bytes as a device of this kind may work on at once."""
+    return max(1, sizes.get(device, sizes["cuda"]) // (4 * vocab))
