@@ -53,6 +53,20 @@ def test_given_ids_come_from_the_tokens_in_route(stub: StubServer, engine: Serve
     assert sent["sampling_params"]["prompt_logprob_start"] == 0
 
 
+def test_an_answer_without_scores_is_asked_for_again(stub: StubServer, engine: ServerEngine) -> None:
+    """vLLM drops the scores of a request that it had to preempt."""
+    whole = text(json.dumps({"prompt_token_id_logprobs": npy([[-1.0, -2.0, -9.0], [-0.5, -3.0, -1.5]])}))
+    without = text(json.dumps({"prompt_token_id_logprobs": None}))
+    answers = iter([whole, without, whole])
+    stub.on(TOKENS_IN, lambda e: next(answers)(e))
+    first = engine.score_chosen(TOKENS, CHOSEN)
+    assert engine.score_chosen(TOKENS, CHOSEN) == first
+    assert len(stub.bodies(TOKENS_IN)) == 3
+    stub.on(TOKENS_IN, without)
+    with pytest.raises(BadScores, match="holds no scores"):
+        engine.score_chosen(TOKENS, CHOSEN)
+
+
 def test_the_servers_own_likely_ids_stand_in_where_given_ones_are_not_known(
     stub: StubServer, engine: ServerEngine
 ) -> None:

@@ -117,6 +117,22 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
     assert code == 1
     assert first["kld"]["mean"] < second["kld"]["mean"]
     assert first["engine"]["weight_bytes"] > second["engine"]["weight_bytes"]
+    (pair,) = body["results"]["pairs"]
+    assert pair["kld"]["value"] == pytest.approx(first["kld"]["mean"] - second["kld"]["mean"])
+    assert pair["kld"]["hi"] < 0
+    assert [m["metric"] for m in second["margins"]] == ["dppl_pct", "top1_pct"] * 2
+    assert all(m["p_holm"] == 1 for m in second["margins"] if m["metric"] == "top1_pct")
+    assert second["power"]["windows"] == 8
+
+
+def test_one_candidate_that_fails_leaves_the_others(compare: Compare, smollm2: Path, gemma3: Path) -> None:
+    code, body = compare(
+        f"hf:{smollm2}", f"hf:{gemma3}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL
+    )
+    assert code == 1  # the other is rejected, which is graver than an error
+    assert [c["grade"] for c in body["results"]["candidates"]] == ["REJECT"]
+    assert [f["id"] for f in body["findings"]] == ["fidelity.tokenizer_mismatch", "fidelity.reject"]
+    assert body["findings"][0]["evidence"]["candidate"] == f"hf:{gemma3.name}"
 
 
 @pytest.mark.slow
@@ -240,6 +256,7 @@ class TestStored:
                     "64",
                     "--batch",
                     "8",
+                    "--no-floors",
                 ]
             )
             == 0
@@ -255,6 +272,23 @@ class TestStored:
         result = store.parent / "result.json"
         result.write_text(json.dumps(stored))
         assert invoke(["rerun", str(result)]) == stored["exit_code"]
+
+    def test_a_store_says_how_it_was_scored_and_knows_its_model(
+        self, compare: Compare, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(smollm2.parent)
+        out = tmp_path / "store"
+        shape = ["--windows", "2", "--length", "24", "--scored", "second-half"]
+        assert invoke(["reference", f"hf:{smollm2}", "--out", str(out), *shape]) == 0
+        code, body = compare(f"run:{out}", f"hf:./{smollm2.name}/")
+        assert code == 0
+        assert body["results"]["self_test"] is True
+        assert body["results"]["tokens"] == 2 * 11
+        assert body["subject"]["plan"]["scored"] == "second-half"
+        assert body["subject"]["text"] == ["pydoc"]
+        assert 0 <= body["results"]["self_kld"] < 0.02
+        assert body["results"]["floors"]["rounding_bf16"] > 0
+        assert [f["id"] for f in body["findings"]] == ["fidelity.self_test"]
 
     def test_one_flipped_bit_is_noticed(self, compare: Compare, smollm2: Path, store: Path) -> None:
         shard = next((store / "states").iterdir())

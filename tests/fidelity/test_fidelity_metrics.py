@@ -140,11 +140,11 @@ def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept
 
 @given(
     seed=st.integers(0, 2**32 - 1),
-    vocab=st.sampled_from([300, 512, 513, 1000, 2048]),
+    vocab=st.sampled_from([300, 512, 513, 1000]),
     levels=st.sampled_from([2, 50, 10**6]),
     lost=st.sampled_from([None, float("nan"), float("inf"), float("-inf")]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_first_largest_is_that_of_torch(seed: int, vocab: int, levels: int, lost: float | None) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, levels, (6, vocab), generator=generator).float()

@@ -15,7 +15,7 @@ from assay.engines.continuing import GreedyStep
 from assay.engines.server.capabilities import Probed, probe_capabilities
 from assay.engines.server.chosen import ChosenRoute, ChosenScores, routes_for, score_chosen
 from assay.engines.server.endpoint import Endpoint, parse_url
-from assay.engines.server.errors import Failing, ModelUnknown, NotFound, NotJson, RequestRefused
+from assay.engines.server.errors import BadScores, Failing, ModelUnknown, NotFound, NotJson, RequestRefused
 from assay.engines.server.fields import as_object, first_choice
 from assay.engines.server.greedy import greedy_request, read_greedy
 from assay.engines.server.identify import Identity, identify
@@ -231,8 +231,15 @@ class ServerEngine:
         report = self._probe().report
         report.require(Capability.SCORE, "log-probabilities of a given text")
         report.require(Capability.TOKEN_IDS_PROMPT, "scoring token ids")
-        routes = self._chosen_routes or routes_for(self.identity.kind)
-        scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
+        known = self._chosen_routes
+        routes = known or routes_for(self.identity.kind)
+        try:
+            scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
+        except BadScores:
+            if not known:
+                raise
+            # vLLM answers without scores where it had to preempt the request: once more, when it has room again.
+            scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
         self._chosen_routes = (route,)
         return scores
 
