@@ -194,6 +194,10 @@ class BlockCoder:
         """What the codes stand for: [blocks, heads, tokens, head_dim], float32."""
         raise NotImplementedError
 
+    def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+        """What blocks become, float32. A coder that has a faster way to the same values overrides it."""
+        return self.dequantise(self.quantise(x, side), side)
+
     def pack(self, parts: Parts) -> list[bytes]:
         """The bytes of each block."""
         raise NotImplementedError

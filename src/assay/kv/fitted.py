@@ -115,8 +115,7 @@ class FittedCodec:
             length = min(size, hi - lo) if size > 1 else hi - lo
             blocks = _blocks(x[:, lo:hi], length)
             near = None if side is None else _blocks(side[:, lo:hi], length)
-            codes = self.coder.quantise(blocks, near)
-            parts.append(_joined(self.coder.dequantise(codes, near)))
+            parts.append(_joined(self.coder.reconstruct(blocks, near)))
         return torch.cat(parts, dim=1) if parts else x.float().reshape(heads, 0, width)
 
     def _read(

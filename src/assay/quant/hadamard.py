@@ -6,6 +6,7 @@ n log₂ n additions, keeps norms, and makes the coordinates of almost any vecto
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,15 @@ def random_signs(seed: int, count: int) -> torch.Tensor:
 
     negative = (random_words(seed, count) >> np.uint64(63)).astype(np.float32)
     return torch.from_numpy(1.0 - 2.0 * negative)
+
+
+@lru_cache(maxsize=256)
+def signs_on(seed: int, count: int, device: torch.device) -> torch.Tensor:
+    """`random_signs` on a device, to be read only. A copy from main memory in each call would stop a GPU's queue."""
+    import torch
+
+    with torch.inference_mode(False):
+        return random_signs(seed, count).to(device)
 
 
 def random_normal(seed: int, count: int) -> torch.Tensor:
@@ -81,6 +91,24 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
+def sum_of_squares(x: torch.Tensor, largest: float) -> torch.Tensor:
+    """Σx² over the last dimension in whole numbers, so that no order of adding changes a bit; float32.
+
+    `largest` bounds x². The unit is `squares_unit`, so that the sum is exact to 2⁻³¹ of what it can be at most.
+    """
+    import torch
+
+    unit = squares_unit(x.shape[-1], largest)
+    return (x.square() * (1 / unit) + 0.5).int().sum(-1, dtype=torch.int32).float() * unit
+
+
+def squares_unit(count: int, largest: float) -> float:
+    """The power of two in which sums of `count` squares of at most `largest` stay below 2³⁰."""
+    from math import frexp
+
+    return float(2.0 ** (frexp(count * largest)[1] - 30))
+
+
 def wht(x: torch.Tensor) -> torch.Tensor:
     """The orthonormal transform of the last dimension, whose length is a power of two; its own inverse."""
     import torch
@@ -107,18 +135,18 @@ class Rotation:
         self.length = length
         part = 1 << max(length.bit_length() - 1, 0)
         self._spans = [(0, part)] if part == length else [(0, part), (length - part, length), (0, part)]
-        self._signs = [random_signs(seed + i, length) for i in range(len(self._spans))]
+        self.seeds = [seed + i for i in range(len(self._spans))]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., length] rotated."""
-        for (lo, hi), signs in zip(self._spans, self._signs, strict=True):
-            x = _span(x * signs.to(x.device), lo, hi)
+        for (lo, hi), seed in zip(self._spans, self.seeds, strict=True):
+            x = _span(x * signs_on(seed, self.length, x.device), lo, hi)
         return x
 
     def inverse(self, y: torch.Tensor) -> torch.Tensor:
         """The rotation undone."""
-        for (lo, hi), signs in zip(reversed(self._spans), reversed(self._signs), strict=True):
-            y = _span(y, lo, hi) * signs.to(y.device)
+        for (lo, hi), seed in zip(reversed(self._spans), reversed(self.seeds), strict=True):
+            y = _span(y, lo, hi) * signs_on(seed, self.length, y.device)
         return y
 
 

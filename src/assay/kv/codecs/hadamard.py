@@ -13,18 +13,30 @@ Fractional bits give the last coordinates one bit more; after the rotation all c
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
 from assay.kv.payload import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
-from assay.quant.hadamard import Rotation
+from assay.quant.hadamard import Rotation, random_normal, signs_on, sum_of_squares
 from assay.quant.lloyd_max import gaussian_levels, mixed_widths
 from assay.quant.packing import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
     import torch
+
+
+MOST_LEVELS = 32
+"""More levels than that are left to torch: the kernel compares with one after the other."""
+
+_LARGEST = 32.0
+"""No level of up to 1,024 is farther out than its root."""
+
+_SAME: dict[tuple[int, int, int, torch.device], bool] = {}
 
 
 @dataclass(frozen=True)
@@ -74,25 +86,68 @@ class HadamardCoder(BlockCoder):
         # Scaled by the largest value first: squares of huge values would overflow.
         top = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
         unit = x / top
-        length = unit.norm(dim=-1, keepdim=True).clamp_min(1e-30)
+        length = sum_of_squares(unit, 1.0).sqrt()[..., None].clamp_min(1e-30)
         z = self._rotation.forward(unit) * (self.site.head_dim**0.5 / length)
         low = _nearest(z[..., : self._narrow], self._width)
         high = _nearest(z[..., self._narrow :], self._width + 1)
         shape = self._shape(low, high)
-        inner = (shape * z).sum(-1) * (length[..., 0] / self.site.head_dim**0.5)
-        square = shape.square().sum(-1)
+        square = sum_of_squares(shape, _LARGEST)
         if self._norm == "norm":
-            factor = length[..., 0] / square.sqrt()
-        elif self._norm == "error":
-            factor = inner / square
-        else:
-            factor = length[..., 0].square() / inner.clamp_min(1e-30)
+            return z, low, high, length[..., 0] / square.sqrt() * top[..., 0]
+        inner = (shape * z).sum(-1) * (length[..., 0] / self.site.head_dim**0.5)
+        error = self._norm == "error"
+        factor = inner / square if error else length[..., 0].square() / inner.clamp_min(1e-30)
         return z, low, high, factor * top[..., 0]
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
         low, high, half, exponent = parts
         shape = self._shape(low, high)
         return self._rotation.inverse(shape) * from_halves(half, exponent)[..., None]
+
+    def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+        if self._is_fused(x):
+            return self._fused(x)
+        return super().reconstruct(x, side)
+
+    def _is_fused(self, x: torch.Tensor) -> bool:
+        """Whether one kernel gives the same: on a GPU, after both were compared there once."""
+        plain = self._norm == "norm" and self._narrow == self.site.head_dim and 2**self._width <= MOST_LEVELS
+        if not (
+            x.is_cuda and plain and len(self._rotation.seeds) == 1 and x.shape[0] == 1 and x.stride(-1) == 1
+        ):
+            return False
+        key = (self.site.head_dim, self._rotation.seeds[0], self._width, x.device)
+        if key not in _SAME:
+            _SAME[key] = self._same_by_both(x.device)
+        return _SAME[key]
+
+    def _fused(self, x: torch.Tensor) -> torch.Tensor:
+        from assay.quant.hadamard_kernel import round_trip
+
+        signs = signs_on(self._rotation.seeds[0], self.site.head_dim, x.device)
+        rows = x[0].transpose(0, 1)
+        levels, edges = _levels(self._width, x.device), _edges(self._width, x.device)
+        back = round_trip(rows, signs, levels, edges, largest=_LARGEST)
+        return back.transpose(0, 1)[None]
+
+    def _same_by_both(self, device: torch.device) -> bool:
+        """Compare kernel and torch on 8,192 vectors of many sizes, a zero among them."""
+        import torch
+
+        if os.environ.get("ASSAY_NO_TRITON"):
+            return False
+        width = self.site.head_dim
+        x = random_normal(7, 8192 * width).reshape(1, 2, 4096, width).to(device)
+        x = (x * 10.0 ** (torch.arange(4096, device=device) % 9 - 4.0)[:, None]).bfloat16()
+        x[:, :, 1] = 0
+        try:
+            same = bool(torch.equal(self._fused(x), super().reconstruct(x)))
+            why = "it gives other values here"
+        except Exception as error:  # compilers fail in their own ways, and torch can do the same
+            same, why = False, f"{type(error).__name__}: {error}"[:300]
+        if not same:
+            warnings.warn(f"the fused kernel of hadamard is not used: {why}", RuntimeWarning, stacklevel=2)
+        return same
 
     def pack(self, parts: Parts) -> list[bytes]:
         low, high, half, exponent = parts
@@ -132,16 +187,26 @@ class HadamardCoder(BlockCoder):
         return torch.cat([narrow, _levels(self._width + 1, low.device)[high.int()]], dim=-1)
 
 
+@lru_cache(maxsize=64)
 def _levels(bits: int, device: torch.device) -> torch.Tensor:
     import torch
 
-    return torch.tensor(gaussian_levels(2**bits), dtype=torch.float32, device=device)
+    with torch.inference_mode(False):
+        return torch.tensor(gaussian_levels(2**bits), dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _edges(bits: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    with torch.inference_mode(False):
+        levels = _levels(bits, device)
+        return (levels[1:] + levels[:-1]) / 2
 
 
 def _nearest(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Index of the nearest level, uint8 or int16."""
     import torch
 
-    levels = _levels(bits, z.device)
-    found = torch.bucketize(z.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    found = torch.bucketize(z.contiguous(), _edges(bits, z.device), out_int32=True)
     return found.to(torch.uint8 if bits <= 8 else torch.int16)

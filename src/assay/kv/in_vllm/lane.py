@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from assay.engines.vllm.steps import Request
@@ -100,8 +101,6 @@ class Lane:
 
     def _at_once(self, requests: Sequence[Request], x: torch.Tensor) -> torch.Tensor:
         """All tokens but sinks, each coded as it comes."""
-        import torch
-
         if self.coder is None:
             return x
         first = self.coder.exact_first
@@ -109,14 +108,9 @@ class Lane:
         if all(request.start >= first for request in requests):
             rows: torch.Tensor | slice = slice(0, total)
         else:
-            index = [
-                i
-                for r in requests
-                for i in range(r.offset + min(r.count, max(0, first - r.start)), r.offset + r.count)
-            ]
-            if not index:
+            rows = _rows_from(tuple(requests), first, x.device)
+            if not rows.numel():
                 return x
-            rows = torch.tensor(index, device=x.device)
         result = self._code(x[rows].transpose(0, 1)).transpose(0, 1)
         if isinstance(rows, slice) and total == x.shape[0]:
             return result
@@ -194,3 +188,15 @@ class Lane:
         if self.coder is None or self.coder.lossless:
             return x
         return self.coder.reconstruct(x).to(x.dtype)
+
+
+@lru_cache(maxsize=8)
+def _rows_from(requests: tuple[Request, ...], first: int, device: torch.device) -> torch.Tensor:
+    """Rows of a step whose tokens are not among the first of their request; all layers ask for the same ones."""
+    import numpy as np
+    import torch
+
+    spans = [
+        np.arange(r.offset + min(r.count, max(0, first - r.start)), r.offset + r.count) for r in requests
+    ]
+    return torch.from_numpy(np.concatenate(spans)).to(device)
