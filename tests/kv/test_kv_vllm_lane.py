@@ -107,6 +107,30 @@ def test_decode_leaves_the_prefix_exact_until_the_next_step(coder: Rounding) -> 
             assert at_once or torch.equal(batch.cache[name][end - 1], x[end - 1])
 
 
+@pytest.mark.parametrize("coder", [Rounding(), Rounding(exact_first=3), Rounding(exact_first=15), None])
+def test_what_settles_is_what_is_kept(coder: Rounding | None) -> None:
+    """Requests at different places, one of which begins again with more than its prefix, as after a preemption."""
+    sequences = {"a": tokens(1, 30), "b": tokens(2, 30), "c": tokens(3, 30)}
+    batches = [
+        Batch(Lane((0, "k"), coder, Mode.DECODE, stateful=True, settles=settles), sequences, prefix=12)
+        for settles in (False, True)
+    ]
+    steps = [{"a": 12}, {"a": 1, "b": 7}, {"b": 5, "a": 1}, {"a": 1, "c": 12, "b": 1}]
+    steps += [{"c": 1, "a": 1, "b": 1}] * 4
+    for batch in batches:
+        for step in steps:
+            batch.step(step, padding=2)
+        batch.at["b"], batch.cache["b"] = 0, torch.empty(0, HEADS, WIDTH)
+        batch.step({"a": 1, "b": 17})
+        for _ in range(3):
+            batch.step({"a": 1, "b": 1, "c": 1})
+    for name in sequences:
+        assert torch.equal(batches[0].cache[name], batches[1].cache[name]), name
+    if coder is not None:
+        assert batches[0].lane.coded == batches[1].lane.coded
+        assert batches[1].lane.histories["a"].track.length < batches[0].lane.histories["a"].track.length
+
+
 @pytest.mark.parametrize("coder", CODERS)
 def test_snapshot_gives_what_the_first_pass_saw(coder: Rounding) -> None:
     clean = {"a": tokens(1, 22), "b": tokens(2, 15)}

@@ -62,6 +62,11 @@ class Track:
         """Tokens so far."""
         return self._states.length
 
+    @property
+    def done(self) -> int:
+        """Positions below are not given out by `next_blocks` again."""
+        return self._done
+
     def append(self, new: torch.Tensor) -> None:
         """New tokens [B, h, n, d]."""
         self._states.append(new)

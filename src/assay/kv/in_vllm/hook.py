@@ -63,12 +63,14 @@ class VllmCodecHook:
             stateful = self.mode is not Mode.INFORWARD or any(
                 c is not None and (c.granularity > 1 or c.exact_last > 0) for c in coders.values()
             )
+            settles = all(c is None or (c.granularity == 1 and not c.exact_last) for c in coders.values())
             for stream, coder in coders.items():
                 self._lanes[layer, stream] = Lane(
                     (layer, stream),
                     coder,
                     self.mode,
                     stateful=stateful and any(c is not None for c in coders.values()),
+                    settles=settles,
                 )
 
     def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:

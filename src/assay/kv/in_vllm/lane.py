@@ -38,13 +38,20 @@ class History:
 
 
 class Lane:
-    """One stream of one layer. `stateful`: earlier tokens may change, so that all are kept."""
+    """One stream of one layer. `stateful`: earlier tokens may change, so that all are kept.
 
-    def __init__(self, key: Key, coder: StreamCoder | None, mode: Mode, *, stateful: bool) -> None:
+    `settles`: in *decode* none changes any more once the prefix has been coded, in this stream and in the other, which
+    shares its slots; then nothing more is kept.
+    """
+
+    def __init__(
+        self, key: Key, coder: StreamCoder | None, mode: Mode, *, stateful: bool, settles: bool = False
+    ) -> None:
         self.key = key
         self.coder = coder
         self.mode = mode
         self.stateful = stateful
+        self.settles = settles and mode is Mode.DECODE
         self.histories: dict[str, History] = {}
         self.fires = 0
         self.coded = 0
@@ -59,6 +66,18 @@ class Lane:
         """
         if second:
             return (self._replaced(requests, x), {}) if self.coder else (x, {})
+        settled = [r for r in requests if self._is_settled(r) and not kept(r)] if self.settles else []
+        if settled:
+            x = self._settled(settled, x, everyone=len(settled) == len(requests))
+            if len(settled) == len(requests):
+                return x, {}
+            alone = {r.key for r in settled}
+            return self._feed([r for r in requests if r.key not in alone], x, kept)
+        return self._feed(requests, x, kept)
+
+    def _feed(
+        self, requests: Sequence[Request], x: torch.Tensor, kept: Callable[[Request], bool]
+    ) -> tuple[torch.Tensor, Spans]:
         for request in requests:
             if self.stateful or kept(request):
                 rows = x[request.offset : request.offset + request.count].transpose(0, 1)
@@ -75,6 +94,28 @@ class Lane:
                 rows = out[request.offset : request.offset + request.count].transpose(0, 1)
                 self.histories[request.key].held.append(rows)
         return out, changed
+
+    def _is_settled(self, request: Request) -> bool:
+        """Whether all earlier tokens of a request are what they stay, and its new ones are coded as they come."""
+        if request.start <= request.prefix:
+            return False
+        if self.coder is None:
+            return True
+        found = self.histories.get(request.key)
+        return (
+            found is not None
+            and found.track.done == request.start
+            and request.start >= self.coder.exact_first
+        )
+
+    def _settled(self, requests: Sequence[Request], x: torch.Tensor, *, everyone: bool) -> torch.Tensor:
+        """Code the new tokens of settled requests, `everyone` where the step has no others."""
+        if self.coder is None:
+            return x
+        for request in requests:
+            self.histories[request.key].track.mark(request.end)
+        total = requests[-1].offset + requests[-1].count
+        return self._coded_rows(x, slice(0, total) if everyone else _rows_from(tuple(requests), 0, x.device))
 
     def forget(self, keys: Sequence[str] | None = None) -> None:
         """Drop what is kept of these requests, by default of all."""
@@ -111,8 +152,12 @@ class Lane:
             rows = _rows_from(tuple(requests), first, x.device)
             if not rows.numel():
                 return x
+        return self._coded_rows(x, rows)
+
+    def _coded_rows(self, x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+        """`x` with these rows coded, each token alone."""
         result = self._code(x[rows].transpose(0, 1)).transpose(0, 1)
-        if isinstance(rows, slice) and total == x.shape[0]:
+        if result.shape[0] == x.shape[0]:
             return result
         out = x.clone()
         out[rows] = result
