@@ -44,6 +44,8 @@ class Configuration:
     eager: bool = True
     runner: str = "1"
     hand_over: bool = False
+    plain: bool = False
+    """Without the fused kernel."""
 
 
 CONFIGURATIONS = {
@@ -55,6 +57,7 @@ CONFIGURATIONS = {
     "bf16-v2": Configuration(runner="2"),
     "hadamard-decode": Configuration(mode="decode"),
     "bf16-graphs": Configuration(eager=False),
+    "hadamard-inforward-plain": Configuration(mode="inforward", plain=True),
     "turboquant_k3v4_nc": Configuration("turboquant_k3v4_nc", runner="2"),
     "turboquant_3bit_nc": Configuration("turboquant_3bit_nc", runner="2"),
 }
@@ -93,6 +96,8 @@ def start(configuration: Configuration, args: argparse.Namespace) -> Any:
         "VLLM_NO_USAGE_STATS": "1",
     }
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    if configuration.plain:
+        os.environ["ASSAY_NO_TRITON"] = "1"
     from vllm import LLM
 
     if configuration.hand_over:
@@ -199,6 +204,9 @@ def measure(configuration: Configuration, args: argparse.Namespace) -> dict[str,
         found["coder_calls"], found["layers_coded"] = fires.fires, len(fires.per_layer)
         if not fires.fires:
             raise RuntimeError("no coder was called")
+        from assay.kv.codecs.hadamard import fused_kernels
+
+        found["fused"] = fused_kernels()
     found |= hardware()
     if configuration.mode and args.device == "cuda":
         found["kernels"] = kernels(llm, args)
@@ -236,9 +244,15 @@ def kernels(llm: Any, args: argparse.Namespace) -> list[list[Any]]:
 
 
 def reason(text: str) -> str:
-    """What a failed process says: its last error, in one line; the engine's own error comes before its consequences."""
-    lines = [line.strip() for line in text.splitlines() if "Error" in line and "During handling" not in line]
-    return (lines[-1] if lines else (text.strip().splitlines() or ["it said nothing"])[-1])[-400:]
+    """What a failed process says: its last error, and what follows where that is only a heading."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [i for i, line in enumerate(lines) if "Error" in line and "During handling" not in line]
+    if not errors:
+        return lines[-1][-400:] if lines else "it said nothing"
+    last = errors[-1]
+    heading = next((i for i in errors if "validation error" in lines[i]), None)
+    found = lines[last] if heading is None else " ".join(lines[heading : heading + 2])
+    return found[:400]
 
 
 def row_of(name: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any]:

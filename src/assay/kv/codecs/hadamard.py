@@ -187,6 +187,11 @@ class HadamardCoder(BlockCoder):
         return torch.cat([narrow, _levels(self._width + 1, low.device)[high.int()]], dim=-1)
 
 
+def fused_kernels() -> bool | None:
+    """Whether the fused kernel is in use; None where no tensor was on a GPU yet."""
+    return all(_SAME.values()) if _SAME else None
+
+
 @lru_cache(maxsize=64)
 def _levels(bits: int, device: torch.device) -> torch.Tensor:
     import torch
