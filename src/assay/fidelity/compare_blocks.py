@@ -39,12 +39,12 @@ def blocks(
 ) -> list[Block]:
     """Everything under the headline."""
     found: list[Block] = [_candidates(results)]
-    if any(tests):
-        found.append(_margins(results, tests))
     if len(results) > 1:
         found += forests(results, plan)
         found += pareto(results)
         found += _pairs(pairs)
+    if any(tests):
+        found.append(_margins(results, tests))
     for result in results:
         prefix = "" if len(results) == 1 else f"{result.label}: "
         found.append(_windows(result, plan, prefix))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.engines.opening import open_scorer
+from assay.engines.opening import check_spec, open_scorer
 from assay.engines.scoring import ScoringEngine, Window, WindowRows
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
@@ -15,7 +15,7 @@ from assay.fidelity.identity import fingerprint, label_of
 from assay.fidelity.observe import LiveRows, require_path
 from assay.fidelity.own_text import write_own_text
 from assay.fidelity.plan import Plan
-from assay.fidelity.reference import plan_windows, store_states
+from assay.fidelity.reference import plan_text, plan_windows, store_states
 from assay.fidelity.store.llama_base import write_base
 from assay.fidelity.store.manifest import DTYPES
 from assay.progress import Progress
@@ -32,11 +32,26 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             remedy=f"--format {' or '.join(FORMATS)}; --dtype engine, {', '.join(DTYPES)}",
             finding_id="fidelity.usage",
         )
+    if form == "llama.cpp" and plan.scored != "second-half":
+        raise UsageError(
+            "llama.cpp's file holds the second half of each window",
+            remedy="give --scored second-half",
+            finding_id="fidelity.usage",
+        )
+    if out.is_file() if form == "assay" else out.is_dir():
+        raise UsageError(
+            f"--out {out} is a {'file' if form == 'assay' else 'folder'}, the format {form} needs "
+            f"{'a folder' if form == 'assay' else 'a file'}",
+            remedy="give another name",
+            finding_id="fidelity.usage",
+        )
+    check_spec(plan.reference)
+    text = plan_text(plan)
     engine = open_scorer(plan.reference)
     try:
         require_path(engine, plan.job)
         own = write_own_text(plan, engine, progress)
-        windows, text_facts = plan_windows(plan, engine.tokenizer, own)
+        windows, text_facts = plan_windows(plan, engine.tokenizer, own, text)
         if form == "llama.cpp":
             return _write_base(plan, out, engine, windows, text_facts, progress)
         if not engine.ability.states:
@@ -89,12 +104,6 @@ def _write_base(
     text_facts: Mapping[str, Any],
     progress: Progress,
 ) -> Report:
-    if plan.scored != "second-half":
-        raise UsageError(
-            "llama.cpp's file holds the second half of each window",
-            remedy="give --scored second-half",
-            finding_id="fidelity.usage",
-        )
     with progress(f"scoring {label_of(plan.reference)}", len(windows)) as advance:
 
         def rows() -> Iterator[WindowRows]:

@@ -20,7 +20,7 @@ from assay.fidelity.observe import LiveRows, ReferenceRows, require_path
 from assay.fidelity.own_text import OwnText, write_own_text
 from assay.fidelity.plan import Plan
 from assay.fidelity.store import Store, StoreHeader, StoreWriter
-from assay.fidelity.text import read_text
+from assay.fidelity.text import SELF, Text, read_text
 from assay.fidelity.tokenizer_proof import probe_ids
 from assay.fidelity.windows import available_windows, cut_windows
 from assay.progress import Progress
@@ -60,12 +60,13 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
         from assay.fidelity.stored_reference import stored_reference
 
         return stored_reference(plan)
+    text = plan_text(plan)  # before a model is loaded: a wrong name should not cost that
     engine = open_scorer(plan.reference)
     keep_open = not engine.ability.states
     try:
         require_path(engine, plan.job)
         own = write_own_text(plan, engine, progress, folder)
-        windows, text_facts = plan_windows(plan, engine.tokenizer, own)
+        windows, text_facts = plan_windows(plan, engine.tokenizer, own, text)
         check = tokenizer_check(engine.tokenizer.sha256, engine.tokenizer.vocab_size)
         facts = {"label": label_of(plan.reference), **engine.describe()}
         probe = probe_ids(engine.tokenizer.encode)
@@ -102,14 +103,20 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
             engine.close()
 
 
+def plan_text(plan: Plan) -> Text | None:
+    """The text that the plan names, None where the reference writes it; AssayError where it cannot be read."""
+    return None if plan.text == (SELF,) else read_text(plan.text)
+
+
 def plan_windows(
-    plan: Plan, tokenizer: TokenizerFacts, own: OwnText | None = None
+    plan: Plan, tokenizer: TokenizerFacts, own: OwnText | None = None, text: Text | None = None
 ) -> tuple[list[Window], dict[str, Any]]:
-    """The windows of the plan's text (`own`, where the reference wrote it), and what a result says of them.
+    """The windows of the plan's text (`own`, where the reference wrote it; `text`, where it has been read already), and
+    what a result says of them.
 
     AssayError where there is no whole one.
     """
-    text = own.text if own else read_text(plan.text)
+    text = own.text if own else text or read_text(plan.text)
     ids = tokenizer.encode(text.text)
     windows = cut_windows(ids, plan.cut, tokenizer.bos_id, plan.windows)
     return windows, {
