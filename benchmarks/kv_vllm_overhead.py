@@ -15,7 +15,7 @@ what the engine says it holds. Times are of whole `LLM.generate` calls after one
 
 vLLM 0.25's TurboQuant presets run on its model runner V2 only: V1 asks their backend for the cache of the type `auto`, as
 the layers' caches name no quantisation (V2 makes an exception for them). They are tried on V2, then on V1 with
-that name put right in memory; what both say is kept where neither runs.
+that name put right in memory (`assay.engines.vllm.turboquant`); what both say is kept where neither runs.
 """
 
 from __future__ import annotations
@@ -71,22 +71,6 @@ def attempts(configuration: Configuration) -> list[Configuration]:
     return [configuration, replace(configuration, runner="1", hand_over=True)]
 
 
-def name_turboquant(kv_cache_dtype: str) -> None:
-    """Have TurboQuant's backend take `auto` for its preset, which model runner V1 calls its cache by."""
-    from vllm.v1.attention.backends.turboquant_attn import TurboQuantAttentionBackend
-
-    inner = TurboQuantAttentionBackend.get_kv_cache_shape
-
-    def shape(*args: Any, cache_dtype_str: str = "auto", **kwargs: Any) -> Any:
-        return inner(
-            *args,
-            cache_dtype_str=kv_cache_dtype if cache_dtype_str == "auto" else cache_dtype_str,
-            **kwargs,
-        )
-
-    TurboQuantAttentionBackend.get_kv_cache_shape = staticmethod(shape)
-
-
 def start(configuration: Configuration, args: argparse.Namespace) -> Any:
     """The engine, in this process."""
     os.environ |= {
@@ -101,7 +85,9 @@ def start(configuration: Configuration, args: argparse.Namespace) -> Any:
     from vllm import LLM
 
     if configuration.hand_over:
-        name_turboquant(configuration.kv_cache_dtype)
+        from assay.engines.vllm.turboquant import name_caches
+
+        name_caches(configuration.kv_cache_dtype)
     longest = max(args.length, args.prompt + args.new) + 16
     return LLM(
         model=args.model,
@@ -293,7 +279,7 @@ def line_of(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> str:
     """A row in words, against the exact cache on the same model runner."""
     name = row["configuration"]
     if row["status"] != "measured":
-        return f"{name:20} unavailable: {row['reasons'][-1]}"
+        return f"{name:20} unavailable: {row['reasons'][0]}"
     base = rows.get("bf16-v2" if row["runner"] == "2" else "bf16")
     parts = [f"{name:20}"]
     for what in ("prefill_tok_s", "decode_tok_s"):
