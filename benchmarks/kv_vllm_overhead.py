@@ -248,8 +248,8 @@ def reason(text: str) -> str:
     return found[:400]
 
 
-def row_of(name: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any]:
-    """Run a configuration in its own process, each way that it has, until one works."""
+def row_of(name: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any] | None:
+    """Run a configuration in its own process, each way that it has, until one works; None where time ran out."""
     failures = []
     for number in range(len(attempts(CONFIGURATIONS[name]))):
         command = [sys.executable, __file__, args.model, "--one", name, "--attempt", str(number)]
@@ -259,8 +259,7 @@ def row_of(name: str, args: argparse.Namespace, limit_s: float) -> dict[str, Any
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=max(20.0, limit_s))
         except subprocess.TimeoutExpired:
-            failures.append(f"it took longer than {limit_s:.0f} s")
-            break
+            return None
         limit_s -= time.perf_counter() - begin
         rows = [line for line in done.stdout.splitlines() if line.startswith('{"measured"')]
         if done.returncode == 0 and rows:
@@ -317,7 +316,11 @@ def run_all(args: argparse.Namespace) -> None:
             print(f"out of time before {name}", file=sys.stderr)
             break
         started = time.perf_counter()
-        row = {"configuration": name, "settings": settings, **row_of(name, args, left)}
+        found = row_of(name, args, left)
+        if found is None:
+            print(f"out of time in {name}", file=sys.stderr)
+            break
+        row = {"configuration": name, "settings": settings, **found}
         took = time.perf_counter() - started
         longest = max(longest, min(took, 40.0))
         row["took_s"] = round(took, 1)
