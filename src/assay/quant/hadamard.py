@@ -114,14 +114,17 @@ def wht(x: torch.Tensor) -> torch.Tensor:
     import torch
 
     n = x.shape[-1]
-    result = x
+    # Values of one place next to each other: each stage adds long rows, whatever the distance of its pairs.
+    rows = x.reshape(-1, n).T.contiguous()
     size = 1
     while size < n:
-        pairs = result.unflatten(-1, (-1, 2, size))
-        first, second = pairs[..., 0, :], pairs[..., 1, :]
-        result = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+        pairs = rows.view(n // (2 * size), 2, size, -1)
+        both = torch.empty_like(pairs)
+        torch.add(pairs[:, 0], pairs[:, 1], out=both[:, 0])
+        torch.sub(pairs[:, 0], pairs[:, 1], out=both[:, 1])
+        rows = both
         size *= 2
-    return result * n**-0.5
+    return (rows.view(n, -1) * n**-0.5).T.contiguous().view(x.shape)
 
 
 class Rotation:

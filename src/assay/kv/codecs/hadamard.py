@@ -24,6 +24,7 @@ from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
 from assay.kv.payload import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
 from assay.quant.hadamard import Rotation, random_normal, signs_on, sum_of_squares
 from assay.quant.lloyd_max import gaussian_levels, mixed_widths
+from assay.quant.nearest import edges_below
 from assay.quant.packing import pack, packed_bytes, unpack
 
 if TYPE_CHECKING:
@@ -181,10 +182,10 @@ class HadamardCoder(BlockCoder):
     def _shape(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         import torch
 
-        narrow = _levels(self._width, low.device)[low.int()]
+        narrow = _picked(_levels(self._width, low.device), low)
         if not high.shape[-1]:
             return narrow
-        return torch.cat([narrow, _levels(self._width + 1, low.device)[high.int()]], dim=-1)
+        return torch.cat([narrow, _picked(_levels(self._width + 1, low.device), high)], dim=-1)
 
 
 def fused_kernels() -> bool | None:
@@ -209,9 +210,13 @@ def _edges(bits: int, device: torch.device) -> torch.Tensor:
         return (levels[1:] + levels[:-1]) / 2
 
 
+def _picked(levels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return levels.index_select(0, index.reshape(-1).int()).view(index.shape)
+
+
 def _nearest(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Index of the nearest level, uint8 or int16."""
     import torch
 
-    found = torch.bucketize(z.contiguous(), _edges(bits, z.device), out_int32=True)
+    found = edges_below(z, _edges(bits, z.device))
     return found.to(torch.uint8 if bits <= 8 else torch.int16)
