@@ -44,6 +44,14 @@ def test_wht_is_the_sylvester_matrix(n: int) -> None:
     np.testing.assert_allclose(wht(x).numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shape", [(64,), (1, 64), (5, 3, 64), (7, 1), (0, 8)])
+def test_wht_leaves_its_input(shape: tuple[int, ...]) -> None:
+    x = torch.nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(5)))
+    before = x.detach().clone()
+    torch.testing.assert_close(wht(wht(x)), before)
+    assert torch.equal(x, before)
+
+
 @given(length=st.integers(1, 300), seed=st.integers(0, 2**64 - 1))
 def test_a_rotation_keeps_lengths_and_is_undone(length: int, seed: int) -> None:
     rotation = Rotation(length, seed)

@@ -268,8 +268,9 @@ class StreamWriter:
             raise UsageError(
                 f"side information of {side.shape[1]} tokens does not fit {x.shape[1]}", finding_id="kv.shape"
             )
-        bad = ~torch.isfinite(x)
-        if bool(bad.any()):
+        # Both ends are numbers only if all between them are: one pass where nothing is wrong.
+        if x.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(x))).all()):
+            bad = ~torch.isfinite(x)
             head, token, channel = (int(i) for i in bad.nonzero()[0])
             raise AssayError(
                 f"{int(bad.sum())} of {x.numel()} values of the {site.stream.upper()} stream of layer {site.layer} "

@@ -99,7 +99,8 @@ def sum_of_squares(x: torch.Tensor, largest: float) -> torch.Tensor:
     import torch
 
     unit = squares_unit(x.shape[-1], largest)
-    return (x.square() * (1 / unit) + 0.5).int().sum(-1, dtype=torch.int32).float() * unit
+    whole = x.square().mul_(1 / unit).add_(0.5).int()
+    return whole.sum(-1, dtype=torch.int32).float() * unit
 
 
 def squares_unit(count: int, largest: float) -> float:
@@ -115,16 +116,16 @@ def wht(x: torch.Tensor) -> torch.Tensor:
 
     n = x.shape[-1]
     # Values of one place next to each other: each stage adds long rows, whatever the distance of its pairs.
-    rows = x.reshape(-1, n).T.contiguous()
+    rows = x.detach().reshape(-1, n).T.clone(memory_format=torch.contiguous_format)
+    other = torch.empty_like(rows)
     size = 1
     while size < n:
-        pairs = rows.view(n // (2 * size), 2, size, -1)
-        both = torch.empty_like(pairs)
+        pairs, both = (t.view(n // (2 * size), 2, size, -1) for t in (rows, other))
         torch.add(pairs[:, 0], pairs[:, 1], out=both[:, 0])
         torch.sub(pairs[:, 0], pairs[:, 1], out=both[:, 1])
-        rows = both
+        rows, other = other, rows
         size *= 2
-    return (rows.view(n, -1) * n**-0.5).T.contiguous().view(x.shape)
+    return rows.mul_(n**-0.5).T.contiguous().view(x.shape)
 
 
 class Rotation:
