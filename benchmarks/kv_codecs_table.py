@@ -38,7 +38,11 @@ def main() -> None:
             whole.setdefault(name, {}).update(document.get(name, {}))
         whole |= {k: v for k, v in document.items() if k not in ("rows", "texts", "calibrations")}
         gpu = document.get("machine", {}).get("gpu")
-        whole["rows"] += [{**row, "gpu": row.get("gpu", gpu)} for row in document["rows"]]
+        for row in document["rows"]:
+            # A row that was measured twice stands there once; what each layer comes to is left to the parts.
+            if not any(_same(row, other) for other in whole["rows"]):
+                size = {k: v for k, v in row["bytes"].items() if k != "ratio_by_layer"}
+                whole["rows"].append({**row, "bytes": size, "gpu": row.get("gpu", gpu)})
     if arguments.merge:
         arguments.merge.write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print("\n".join(render(whole)))
@@ -77,6 +81,16 @@ def at_equal_bytes(plain: Sequence[Row], bits: float, figure: str) -> float | No
     return None
 
 
+def _calibration(row: Row) -> str:
+    """The text it was calibrated on, where the codec learns from any."""
+    return str(row.get("calibration", "")) if "pca" in row["codec"] or "mean" in row["codec"] else ""
+
+
+def _same(row: Row, other: Row) -> bool:
+    names = ("codec", "text", "mode", "windows")
+    return [*map(row.get, names), _calibration(row)] == [*map(other.get, names), _calibration(other)]
+
+
 def _line(row: Row, plain: Sequence[Row]) -> str:
     kl, bits = row["kld"], row["bytes"]["bits_per_value"]
     rival, share = "", ""
@@ -84,10 +98,10 @@ def _line(row: Row, plain: Sequence[Row]) -> str:
     mean, lo, hi = here["mean"], here["lo"], here["hi"]
     if not _PLAIN.fullmatch(row["codec"]) and mean and lo and hi:
         rival = f"{mean:.4f}"
-        share = f"{kl['mean'] / mean:.2f} [{kl['lo'] / hi:.2f}, {kl['hi'] / lo:.2f}]"
+        share = f"{kl['mean'] / mean:.3f} [{kl['lo'] / hi:.3f}, {kl['hi'] / lo:.3f}]"
     cells = (
         f"`{row['codec']}`",
-        row.get("calibration", "") if "pca" in row["codec"] or "mean" in row["codec"] else "",
+        _calibration(row),
         f"{row['bytes']['ratio']:.2f}×",
         f"{kl['mean']:.5f} [{kl['lo']:.5f}, {kl['hi']:.5f}]",
         _interval(row["dppl_pct"], "+.2f"),
