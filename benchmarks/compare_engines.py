@@ -25,6 +25,7 @@ from llama_perplexity_agreement import quantise
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")
 KEPT = ("grade", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows", "engine")
+FAILED = ("fidelity.engine_load", "fidelity.engine_failed", "fidelity.missing_capability")
 
 
 def main() -> None:
@@ -34,6 +35,12 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--python", help="a Python that has vLLM; demo's own by default")
+    parser.add_argument(
+        "--engine", default="kv_cache_gib=1", help="options of vLLM, as in vllm:MODEL?option=value&…"
+    )
+    parser.add_argument("--caches", default="fp8", help="values of kv_cache_dtype, by comma")
+    parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--only", choices=["vllm", "gguf"])
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=RESULTS / "compare_engines.json")
@@ -50,7 +57,9 @@ def main() -> None:
             "reference": {k: v for k, v in results["reference"].items() if k != "label"},
             "text": results["text"],
             "environment": report["environment"],
-            "rows": [{k: r[k] for k in KEPT if k in r} for r in results.get("candidates") or [results]],
+            "rows": [{k: r[k] for k in KEPT if k in r} for r in results.get("candidates", [results])],
+            # Of several candidates those that cannot be run: why.
+            "unavailable": [f["title"] for f in report["findings"] if f["id"] in FAILED],
         }
     arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(table(document), encoding="utf-8")
@@ -59,18 +68,19 @@ def main() -> None:
 
 def vllm_plan(arguments: argparse.Namespace) -> Plan:
     """The second half of each window, token by token: the cache is read as serving reads it."""
+    python = arguments.python or vllm_python()
     engine = (
-        f"vllm:{build_smollm2()}?python={vllm_python()}&max_model_len={arguments.length + 16}&kv_cache_gib=1"
+        f"vllm:{build_smollm2()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
     )
     return Plan(
         engine,
-        (f"{engine}&kv_cache_dtype=fp8",),
+        tuple(f"{engine}&kv_cache_dtype={cache}" for cache in arguments.caches.split(",")),
         (str(arguments.text),),
         windows=arguments.windows,
         length=arguments.length,
         path="decode",
         scored="second-half",
-        batch=16,
+        batch=arguments.batch,
     )
 
 
@@ -88,6 +98,9 @@ def gguf_plan(arguments: argparse.Namespace) -> Plan:
 def table(document: dict[str, Any]) -> str:
     lines = []
     for engine, part in document.items():
+        if not part["rows"]:
+            lines += [f"**{engine}**", "", *part["unavailable"], ""]
+            continue
         first = part["rows"][0]
         lines += [
             f"**{engine}**, {part['text']['path']} path, {first['windows']} windows, {first['tokens']:,} tokens; "
@@ -102,7 +115,7 @@ def table(document: dict[str, Any]) -> str:
                 f"| {name_of(r)} | {d['value']:+.2f} [{d['lo']:+.2f}, {d['hi']:+.2f}] | {k['mean']:.5f} "
                 f"[{k['lo']:.5f}, {k['hi']:.5f}] | {t['value']:.2f} [{t['lo']:.2f}, {t['hi']:.2f}] | {r['grade']} |"
             )
-        lines.append("")
+        lines += ["", *(f"- not available: {reason}" for reason in part.get("unavailable", ())), ""]
     return "\n".join(lines)
 
 

@@ -37,7 +37,7 @@ class Corners:
     @property
     def asked(self) -> Configuration:
         """What the total is about: the candidate with codec in the asked mode."""
-        return self.with_codec(self.plan.candidate, self.plan.mode, measured=self.plan.windows)
+        return self.with_codec(self.plan.candidate, self.plan.mode, measured=self.plan.measured)
 
     def refuse(self) -> None:
         """UsageError before anything is scored, where an engine cannot take the codec in a mode that is needed."""
@@ -56,7 +56,7 @@ def measure_reference(bench: Bench, corners: Corners) -> dict[str, Measured]:
     plan, ref = bench.plan, corners.reference
     bench.anchor(ref)
     found = {
-        "codec": bench.measure(corners.with_codec(plan.reference, measured=plan.windows), ref),
+        "codec": bench.measure(corners.with_codec(plan.reference, measured=plan.measured), ref),
         "floor.reference": bench.measure(
             Configuration(plan.reference, plan.base_mode, other_batch=True), ref
         ),
@@ -80,7 +80,7 @@ def measure_candidate(bench: Bench, corners: Corners) -> dict[str, Measured]:
             Configuration(plan.candidate, plan.base_mode, other_batch=True), cand
         ),
         "both": bench.measure(corners.with_codec(plan.candidate), ref),
-        "codec.candidate": bench.measure(corners.with_codec(plan.candidate, measured=plan.windows), cand),
+        "codec.candidate": bench.measure(corners.with_codec(plan.candidate, measured=plan.measured), cand),
     }
     if plan.mode != plan.base_mode:
         found["asked"] = bench.measure(corners.asked, Configuration(plan.reference, plan.mode))

@@ -25,7 +25,7 @@ def measure_harness(
     """
     plan = bench.plan
     # As the path has it, so that a mode which it has measured is not measured again.
-    wanted = {mode.value: corners.with_codec(engine, mode.value, measured=plan.windows) for mode in Mode}
+    wanted = {mode.value: corners.with_codec(engine, mode.value, measured=plan.measured) for mode in Mode}
     wanted["identity"] = corners.with_codec(engine, codec="identity", calibration=None)
     wanted["k_only"] = corners.with_codec(engine, streams="k")
     wanted["v_only"] = corners.with_codec(engine, streams="v")

@@ -22,6 +22,8 @@ PHASES = {
 }
 SWEEP = (0.125, 0.25, 0.5, 1.0, 2.0)
 """Noise levels, as multiples of the codec's own relative error."""
+MEASURED = 32
+"""Most windows whose streams are encoded for real: bytes of each are counted and hashed."""
 QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "sweep": (0.25, 0.5, 1.0)}
 
 
@@ -84,8 +86,14 @@ class GapPlan:
 
     @property
     def other_batch(self) -> int:
-        """A batch of another size, for what is measured again."""
-        return 3 if self.batch != 3 else 2
+        """A batch of another size, for what is measured again: two rounds instead of one, whatever the size."""
+        other = max(3, self.batch * 5 // 8)
+        return other if other != self.batch else 2
+
+    @property
+    def measured(self) -> int:
+        """Windows whose streams are encoded for real, for sizes and residuals; all are coded."""
+        return min(self.windows, MEASURED)
 
     def wants(self, phase: int) -> bool:
         """Whether a phase is part of the run; the path itself always is."""
