@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from assay.errors import UsageError
 from assay.kv.accounting import cache_bytes
-from assay.kv.allocation import EXACT_BITS, AllocationPlan, allocate, predicted_kl
+from assay.kv.allocation import EXACT_BITS, AllocationPlan, allocate, bits_of, predicted_kl
 from assay.kv.attribution import AttributionPlan
 from assay.kv.ledger import Ledger
+from assay.kv.spec import parse_spec
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=4), st.integers(1, 5))
@@ -73,6 +74,17 @@ def test_unknown_words_are_refused() -> None:
         AttributionPlan("m", "hadamard", mode="sideways")
     with pytest.raises(UsageError, match="head"):
         AttributionPlan("m", "hadamard", each="head")
+
+
+def test_codecs_without_bits_of_their_own_are_refused() -> None:
+    for spec, why in (
+        ("fp8", "fp8 has no bits"),
+        ("pca(step=0.002, weights=measured)", "its step sets its bits"),
+        ("sinks+pca(step=0.1)", "its step sets its bits"),
+    ):
+        with pytest.raises(UsageError, match=why):
+            bits_of(parse_spec(spec).of("k"))  # type: ignore[arg-type]
+    assert bits_of(parse_spec("sinks+pca(bits=2.5)").of("k")) == 2.5  # type: ignore[arg-type]
 
 
 def test_bytes_add_up_over_layers_and_count_the_tables_share() -> None:

@@ -38,7 +38,7 @@ def bench_of(kind: str = "llama") -> Bench:
     net = model(kind)
     shape = cache_shape(net)
     scorer = SimpleNamespace(engine=SimpleNamespace(model=net))
-    tensors = capture(scorer, windows(12), shape, tokens=400, batch=4)
+    tensors = capture(scorer, windows(12), shape, tokens=480, batch=4)
     tensors["sensitivity"] = torch.full((shape.layers, 2), 0.5)
     return Bench(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
 
@@ -173,3 +173,16 @@ def test_where_nobody_hands_over_sides_it_is_said(tmp_path: Path) -> None:
             Bench(bench.shape, bench.rotary, Calibration(tensors, {})),
             "prerope+pca(step=0.1, weights=measured)",
         )
+
+
+def test_a_prediction_from_too_few_samples_is_refused() -> None:
+    bench = bench_of()
+    known = bench.calibration.tensors  # type: ignore[union-attr]
+    few = {
+        k: v[:90] if k == "positions" else v[:, :90] if k[-2:] in ("_k", "_v") else v
+        for k, v in known.items()
+    }
+    short = Bench(bench.shape, bench.rotary, Calibration(few, {}))
+    coders_of(short, "prerope+pca(step=0.2)", [0])
+    with pytest.raises(AssayError, match="layer 1, stream k, from 64 channels .* at least 128"):
+        coders_of(short, SPEC, [0, 1])

@@ -122,6 +122,11 @@ def bits_of(recipe: Recipe) -> float:
     """The bits of a recipe's codec; UsageError where it has no such parameter."""
     if "bits" not in {f.name for f in fields(recipe.codec)}:
         raise _usage(f"{recipe.codec.name} has no bits to allocate", "use hadamard, int or pca")
+    if getattr(recipe.codec, "step", 0.0):
+        raise _usage(
+            f"{recipe.codec}: its step sets its bits, so there are none to allocate",
+            "give bits in place of step and weights; pca(step=…, weights=measured) allots them itself, see `assay kv sweep`",
+        )
     return float(recipe.codec.bits)  # type: ignore[attr-defined]
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.errors import UsageError
+from assay.errors import AssayError, UsageError
 from assay.kv import klt
 from assay.kv.codec import BlockCoder, Codec, Samples, Site, Tables, need_table
 from assay.kv.wrapper import inner_tables
@@ -32,7 +32,7 @@ _SMALLEST = 0.12
 
 @dataclass(frozen=True)
 class Pca(Codec):
-    """Needs samples. `rdo` weighs bits against squared steps when indices are chosen; 0 rounds to nearest."""
+    """Needs samples, twice as many tokens as channels to predict from. `rdo` weighs bits against squared steps when indices are chosen; 0 rounds to nearest."""
 
     name = "pca"
     summary = "KLT over all heads in the metric of attention, range-coded or of fixed widths"
@@ -70,6 +70,7 @@ class Pca(Codec):
         predictor = None
         if samples.side is not None and self.predict != "none":
             side = klt.rows_of(samples.side.float().cpu()[None])[0].double()
+            self._check_enough(samples.site, *side.shape)
             predictor = klt.predictor(rows, side)
             rows = rows - predictor(side).double()
         found = klt.spectrum(rows, samples.joint_metric().cpu())
@@ -91,6 +92,16 @@ class Pca(Codec):
                 break
             aim = max(0.02, aim - excess)
         return coder
+
+    def _check_enough(self, site: Site, tokens: int, channels: int) -> None:
+        """Refuse a prediction that would fit its samples and nothing else."""
+        if tokens < 2 * channels:
+            raise AssayError(
+                f"{self} predicts layer {site.layer}, stream {site.stream}, from {channels} channels and "
+                f"the calibration has {tokens} tokens behind the sinks: at least {2 * channels} are needed",
+                finding_id="kv.few_samples",
+                remedy="calibrate on more text with `assay kv calibrate --tokens 4096`, or take predict=none",
+            )
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
         import torch
