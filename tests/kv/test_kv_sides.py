@@ -184,5 +184,5 @@ def test_a_prediction_from_too_few_samples_is_refused() -> None:
     }
     short = Bench(bench.shape, bench.rotary, Calibration(few, {}))
     coders_of(short, "prerope+pca(step=0.2)", [0])
-    with pytest.raises(AssayError, match="layer 1, stream k, from 64 channels .* at least 128"):
+    with pytest.raises(AssayError, match=r"layer 1, stream k, from 64 channels .* at least 128"):
         coders_of(short, SPEC, [0, 1])
