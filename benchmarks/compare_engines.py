@@ -25,7 +25,12 @@ from llama_perplexity_agreement import quantise
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")
 KEPT = ("grade", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows", "engine")
-FAILED = ("fidelity.engine_load", "fidelity.engine_failed", "fidelity.missing_capability")
+FAILED = (
+    "fidelity.engine_load",
+    "fidelity.engine_failed",
+    "fidelity.missing_capability",
+    "fidelity.not_engaged",
+)
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import resource
 import sys
 import time
@@ -108,7 +109,6 @@ def write(
 ) -> None:
     body = report.to_json()
     if further:
-        # Names of runs hold no folder: only subjects do.
         body["measured_further"] = further
     body["subject"] = {
         "reference": "hf:SmolLM2-135M?dtype=float32",
@@ -121,10 +121,17 @@ def write(
         "cpu": round(sum(u.ru_utime + u.ru_stime for u in (children, own))),
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    text = markdown.render(report).replace(model, "SmolLM2-135M")
+    given.out.write_text(
+        without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8"
+    )
+    text = without_python(markdown.render(report).replace(model, "SmolLM2-135M"))
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text, flush=True)
+
+
+def without_python(text: str) -> str:
+    """Without the option that names a Python of this machine."""
+    return re.sub(r"python=[^&?\s`\\\"]+(\\?&)?", "", text)
 
 
 if __name__ == "__main__":
