@@ -48,6 +48,23 @@ def test_there_and_back(kv: Any, rows: Path, tmp_path: Path) -> None:
     assert body["results"]["relative_squared_error"] == 0
 
 
+def test_huge_values_are_coded_or_refused(kv: Any, tmp_path: Path) -> None:
+    values = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
+    values[7, 3] = 1e30
+    write_kktv(tmp_path / "huge.kktv", values)
+    for codec in ("hadamard(bits=4)", "int(bits=4, residual=0)", "lattice"):
+        code, body = kv("encode", tmp_path / "huge.kktv", "--codec", codec, "--out", tmp_path / "s")
+        assert code == 0 and body["results"]["relative_squared_error"] < 0.1
+        kv("decode", tmp_path / "s", "--out", tmp_path / "back.kktv")
+        assert np.isfinite(read_kktv(tmp_path / "back.kktv")).all()
+    values[0] = 3e38
+    write_kktv(tmp_path / "huge.kktv", values)
+    for codec in ("hadamard(bits=4)", "kakeya"):
+        code, body = kv("encode", tmp_path / "huge.kktv", "--codec", codec, "--out", tmp_path / "none")
+        assert code == 2 and "overflows" in body["findings"][0]["title"]
+    assert not (tmp_path / "none").exists()
+
+
 def test_mistakes_end_with_words(kv: Any, rows: Path, tmp_path: Path) -> None:
     (tmp_path / "junk").write_bytes(b"not a tensor at all, but some words")
     stream = tmp_path / "s"

@@ -47,8 +47,8 @@ def run_encode(
     stream = fitted.encode(x)
     _write(out, stream)
     back = fitted.decode(stream)
-    power = float(x.float().square().mean()) if x.numel() else 0.0
-    error = float((back - x.float()).square().mean()) / power if power else 0.0
+    power = float(x.double().square().mean()) if x.numel() else 0.0
+    error = float((back.double() - x.double()).square().mean()) / power if power else 0.0
     exact = x.numel() * torch.bfloat16.itemsize
     results = {
         "codec": str(recipe),

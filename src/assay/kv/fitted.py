@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -12,6 +13,9 @@ from assay.kv.stream import Block, Stream, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     import torch
+
+_LARGEST = 1e37
+"""Beyond it, float32 may not hold what comes back."""
 
 
 class FittedCodec:
@@ -247,8 +251,11 @@ class StreamWriter:
             return
         coder, end = self._fitted.coder, count * size
         near = None if self._side is None else _blocks(self._side[:, :end], size)
-        payloads = coder.pack(coder.quantise(_blocks(self._pending[:, :end], size), near))
-        self._blocks += [Block(size, False, payload) for payload in payloads]
+        blocks = _blocks(self._pending[:, :end], size)
+        codes = coder.quantise(blocks, near)
+        if not all(bool(part.isfinite().all()) for part in codes if part.is_floating_point()):
+            raise self._overflow(float(blocks.abs().max()))
+        self._blocks += [Block(size, False, payload) for payload in coder.pack(codes)]
         self._pending = self._pending[:, end:]
         self._side = None if self._side is None else self._side[:, end:]
 
@@ -269,7 +276,8 @@ class StreamWriter:
                 f"side information of {side.shape[1]} tokens does not fit {x.shape[1]}", finding_id="kv.shape"
             )
         # Both ends are numbers only if all between them are: one pass where nothing is wrong.
-        if x.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(x))).all()):
+        largest = float(torch.stack(torch.aminmax(x)).abs().max()) if x.numel() else 0.0
+        if not isfinite(largest):
             bad = ~torch.isfinite(x)
             head, token, channel = (int(i) for i in bad.nonzero()[0])
             raise AssayError(
@@ -278,6 +286,17 @@ class StreamWriter:
                 finding_id="kv.not_finite",
                 remedy="look for what makes them: a codec cannot tell them from damage",
             )
+        if largest > _LARGEST and not self._fitted.lossless:
+            raise self._overflow(largest)
+
+    def _overflow(self, largest: float) -> AssayError:
+        site = self._fitted.site
+        return AssayError(
+            f"{self._fitted.spec} overflows on the {site.stream.upper()} stream of layer {site.layer}, whose values "
+            f"go up to {largest:.3g}",
+            finding_id="kv.overflow",
+            remedy="look for what makes such values, or keep those tokens exact",
+        )
 
 
 def _blocks(x: torch.Tensor, tokens: int) -> torch.Tensor:

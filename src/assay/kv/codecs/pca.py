@@ -100,7 +100,7 @@ class Pca(Codec):
                 f"{self} predicts layer {site.layer}, stream {site.stream}, from {channels} channels and "
                 f"the calibration has {tokens} tokens behind the sinks: at least {2 * channels} are needed",
                 finding_id="kv.few_samples",
-                remedy="calibrate on more text with `assay kv calibrate --tokens 4096`, or take predict=none",
+                remedy="take predict=none, or calibrate on more text: `assay kv calibrate --tokens 4096`",
             )
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
