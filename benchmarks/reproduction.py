@@ -140,27 +140,34 @@ def preconditioning() -> Iterator[Row]:
     All layers coded, as in `kakeya_recipe.py --kl`. Keys alone first, since nothing is done to values.
     """
 
-    def row(q: bool, full: bool, sinks: bool, mode: str, streams: str, plain: bool = False) -> Row:
-        kind = "kakeya(bits=2" + (")" if full else ",pca=random)")
-        around = "sinks(n=4)+" if sinks else ""
-        name = (
-            f"precond {streams} {mode} q={'plain' if plain else 'on' if q else 'off'} "
-            f"rank={'full' if full else 'half'} sinks={4 * sinks}"
-        )
-        codec = f"k:prerope+{around}{'qprecond+' if q else ''}{kind};v:{around}{kind}"
-        return Row(name, codec, mode, streams, skip=(), plain=plain, size=mode == "inforward")
-
     both = (False, True)
     for mode in ("inforward", "snapshot"):
         for full in both:
-            for sinks in both:
+            for sinks in (0, 4):
                 for q in both:
-                    yield row(q, full, sinks, mode, "k")
-    for full, sinks in ((False, False), (False, True), (True, True)):
-        for q in both:
-            yield row(q, full, sinks, "inforward", "kv")
-    for full in both:
-        yield row(True, full, False, "inforward", "k", plain=True)
+                    yield twice(q, full, sinks, mode, "k")
+    for full, sinks in ((False, 0), (False, 4), (True, 4)):
+        yield from (twice(q, full, sinks, "inforward", "kv") for q in both)
+    yield from (twice(True, full, 0, "inforward", "k", plain=True) for full in both)
+
+
+def twice(q: bool, full: bool, sinks: int | str, mode: str, streams: str, plain: bool = False) -> Row:
+    """One cell of `preconditioning`; `sinks`: 4 exact tokens of both streams, of one ("k", "v"), or 0."""
+    kind = "kakeya(bits=2" + (")" if full else ",pca=random)")
+    k, v = ("sinks(n=4)+" if sinks in (4, stream) else "" for stream in "kv")
+    name = (
+        f"precond {streams} {mode} q={'plain' if plain else 'on' if q else 'off'} "
+        f"rank={'full' if full else 'half'} sinks={sinks}"
+    )
+    codec = f"k:prerope+{k}{'qprecond+' if q else ''}{kind};v:{v}{kind}"
+    return Row(name, codec, mode, streams, skip=(), plain=plain, size=mode == "inforward")
+
+
+def first_tokens() -> Iterator[Row]:
+    """Both streams with 2 bits: is it the keys or the values of the first tokens that preconditioning meets?"""
+    for sinks in (0, "v", "k", 4):
+        for q in (False, True):
+            yield twice(q, False, sinks, "inforward", "kv")
 
 
 def read_alone() -> Iterator[Row]:
@@ -177,6 +184,7 @@ STAGES = {
     "layers": lambda: layers(0.95),
     "boundary": lambda: (row for ratio in (0.95, 1.0) for row in boundary(ratio)),
     "precond": preconditioning,
+    "first": first_tokens,
     "layers1": lambda: layers(1.0),
     "keys": read_alone,
 }

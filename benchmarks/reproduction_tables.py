@@ -1,6 +1,6 @@
 """The figures of `reproduction.py`: what each published point becomes, with intervals by window.
 
-    python benchmarks/reproduction_tables.py ROWS_HF ROWS_VLLM [--out benchmarks/results/reproduction.json]
+    python benchmarks/reproduction_tables.py [ROWS …] [--out benchmarks/results/reproduction.json]
 
 Means a token with CR1 intervals (Student's t, G − 1), differences paired by window. *Tail* is the last 64 tokens of each
 window, the published sample of a passage; samples of the published size are 4 windows of it, Δppl as there: the
@@ -17,38 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from assay.kv.diagnostics.curve import sensitivity
 from assay.stats.bootstrap import Resampling
 from assay.stats.cluster import cluster_ratio
 from assay.stats.interval import Interval, percent_change
+from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS = (1.0, 0.95)
 PASSAGES = 4
-Sums = NDArray[np.float64]
-
-
-class Rows:
-    """Rows by `ENGINE NAME`, as sums of each window."""
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.rows: dict[str, Any] = {}
-        self.facts: dict[str, Any] = {}
-        for file in files:
-            document = json.loads(file.read_text(encoding="utf-8"))
-            self.rows |= {k: r for k, r in document["rows"].items() if "tail" in r}
-            self.facts |= document["facts"]
-
-    def has(self, *names: str) -> bool:
-        return all(name in self.rows for name in names)
-
-    def sums(self, name: str, what: str, part: str = "all") -> Sums:
-        return np.asarray(self.rows[name][part][what], dtype=np.float64)
-
-    def named(self, start: str, end: str = "") -> list[str]:
-        return [n for n in self.rows if n.startswith(start) and n.endswith(end)]
 
 
 def mean(sums: Sums, tokens: Sums) -> Interval:
@@ -101,12 +79,18 @@ def changes(rows: Rows, names: Sequence[str]) -> Sums:
 
 def passages(each: Sums) -> dict[str, Any]:
     """What every disjoint sample of the published size would have said; each mean over passages, as published."""
-    groups = each[: each.size // PASSAGES * PASSAGES].reshape(-1, PASSAGES).mean(axis=1)
+    groups = groups_of(each)
     found: dict[str, Any] = {"mean over passages": shown(cluster_ratio(each, np.ones_like(each)).interval)}
     if groups.size:
         low, middle, high = (float(np.quantile(groups, q)) for q in (0, 0.5, 1))
         found |= {"lowest": low, "median": middle, "highest": high, "negative": int((groups < 0).sum())}
+        found["deviation"] = float(groups.std(ddof=1)) if groups.size > 1 else math.nan
     return found | {"samples": int(groups.size)}
+
+
+def groups_of(each: Sums) -> Sums:
+    """Means of the disjoint samples of the published size."""
+    return np.asarray(each[: each.size // PASSAGES * PASSAGES].reshape(-1, PASSAGES).mean(axis=1))
 
 
 def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
@@ -124,6 +108,13 @@ def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
             }
         if rows.has(joint, snapshot := f"{kind} snapshot vr={vr}"):
             found[f"inforward minus snapshot vr={vr}"] = difference(rows, [joint], [snapshot])
+        found |= norms(rows, kind, vr)
+        modes = [f"{kind} {mode} vr={vr}" for mode in ("snapshot", "decode", "joint")]
+        if rows.has(*modes):
+            found[f"harness, tail, vr={vr}"] = {
+                "decode minus snapshot": difference(rows, [modes[1]], [modes[0]], "tail"),
+                "inforward minus decode": difference(rows, [modes[2]], [modes[1]], "tail"),
+            }
         alone = rows.named(f"{kind} layer ", f" vr={vr}")
         if alone and rows.has(joint):
             found[f"layers vr={vr}"] = layers(rows, joint, alone)
@@ -137,12 +128,30 @@ def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
     return found
 
 
+def norms(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
+    """What the lost norm and Q-preconditioning do, apart; published was only the third against the fourth.
+
+    Published, preconditioned keys kept their norm and others lost it.
+    """
+    joint = f"{kind} joint vr={vr}"
+    steps = {
+        "norm lost, with Q": (f"{joint} norm=lost", joint),
+        "norm lost, without Q": (f"{joint} q=off norm=lost", f"{joint} q=off"),
+        "as published: without Q and norm, minus with both": (f"{joint} q=off norm=lost", joint),
+        "Q on minus off, norm kept": (joint, f"{joint} q=off"),
+        "Q on minus off, norm lost": (f"{joint} norm=lost", f"{joint} q=off norm=lost"),
+    }
+    found = {n: difference(rows, [a], [b]) for n, (a, b) in steps.items() if rows.has(a, b)}
+    return {f"norm and Q vr={vr}": found} if found else {}
+
+
 def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
     """Single layers, their sum, and all together."""
     tokens = rows.sums(joint, "tokens")
     nll = [mean(rows.sums(n, "dnll"), tokens) for n in alone]
     kl = [mean(rows.sums(n, "kl"), tokens) for n in alone]
     tail = np.asarray(sum(rows.sums(n, "dnll", "tail") for n in alone))
+    single = np.concatenate([groups_of(changes(rows, [n])) for n in alone])
     return {
         "layers": len(alone),
         "sum": {
@@ -154,6 +163,10 @@ def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
         "dnll intervals with 0": sum(0.0 in i for i in nll),
         "kl": [min(i.value for i in kl), max(i.value for i in kl)],
         "kl above 0": sum(i.lo > 0 for i in kl),
+        "published size: single layers": {
+            "negative": int((single < 0).sum()),
+            "samples": int(single.size),
+        },
         "published size: sum": passages(changes(rows, alone)),
         "published size: joint": passages(changes(rows, [joint])),
         "tail sum dnll": shown(mean(tail, rows.sums(joint, "tokens", "tail"))),
@@ -174,7 +187,19 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
         tokens,
         Resampling(2000, 0),
     )
-    return {"noise slope": growth.slope and shown(growth.slope), "quadratic range": [growth.lo, growth.hi]}
+    level = {float(n.split()[2]): float(rows.sums(n, "kl").sum()) for n in above}
+    steps = zip(level, list(level)[1:], strict=False)
+    return {
+        "noise slope": growth.slope and shown(growth.slope),
+        "noise slope between neighbours": {
+            f"{a:g} to {b:g}": {
+                "as measured": math.log(level[b] / level[a]) / math.log(b / a),
+                "less the smallest": math.log((level[b] - floor) / (level[a] - floor)) / math.log(b / a),
+            }
+            for a, b in steps
+        },
+        "quadratic range": [growth.lo, growth.hi],
+    }
 
 
 def ladder(rows: Rows) -> dict[str, Any]:
@@ -192,6 +217,12 @@ def ladder(rows: Rows) -> dict[str, Any]:
     for name, vr in wide:
         if rows.has(f"hf joint vr={vr}", f"vllm joint vr={vr}"):
             found[name] = difference(rows, [f"vllm joint vr={vr}"], [f"hf joint vr={vr}"])
+    shared = [n.removeprefix("vllm ") for n in rows.named("vllm ")]
+    found["engine, row by row"] = {
+        n: difference(rows, [f"vllm {n}"], [f"hf {n}"], "tail" if n.startswith("decode") else "all")
+        for n in shared
+        if rows.has(f"hf {n}")
+    }
     for name in ("hf decode vr=1.0", "vllm joint vr=0.95"):
         if rows.has(name):
             found[f"published size: {name}"] = passages(changes(rows, [name]))
@@ -283,7 +314,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("files", nargs="*", type=Path, default=[RESULTS / "reproduction_rows.npz"])
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
     given = parser.parse_args()
     rows = Rows(given.files)
