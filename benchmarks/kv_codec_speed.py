@@ -1,17 +1,20 @@
-"""How fast KV codecs encode and decode on 2 CPU cores, against a copy of the same memory.
+"""How fast KV codecs encode and decode on 2 CPU cores, against a copy of the same memory and against prefill.
 
-    python benchmarks/kv_codec_speed.py benchmarks/results/kv_codec_speed.json
+    python benchmarks/kv_codec_speed.py benchmarks/results/kv_codec_speed.json [--rounds 5]
 
 One stream of one layer shaped like SmolLM2's (3 KV heads of 64, bf16), made-up values with channels of different
-spread. Speeds count the bytes of the bf16 tensor; the best of five runs, because other programs share the cores.
+spread. Speeds count the bytes of the bf16 tensor; the best of some runs, because other programs share the cores.
+`share_of_prefill`: encoding and decoding all 60 streams of SmolLM2-135M over the time of its forward pass, in bf16, of
+one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes minutes.
 `reconstruct` is the round trip without the bytes, what a model's forward pass rides on in the tests of `assay kv eval`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import platform
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import Any
 
 import torch
 
+from assay.demo.models import build_smollm2
 from assay.kv.codec import Samples, Site
 from assay.kv.spec import parse_recipe
 
@@ -36,6 +40,7 @@ SPECS = [
 ]
 SITE = Site("k", 0, 30, 3, 64)
 LENGTHS = (1024, 8192)
+PROMPT = 1024
 
 
 def values(count: int, seed: int) -> torch.Tensor:
@@ -48,23 +53,35 @@ def values(count: int, seed: int) -> torch.Tensor:
     return x.reshape(count, SITE.heads, SITE.head_dim).transpose(0, 1).contiguous().bfloat16()
 
 
-def seconds(call: Callable[[], object]) -> float:
+def seconds(call: Callable[[], object], rounds: int = 5) -> float:
     best = float("inf")
-    for _ in range(5):
+    for _ in range(rounds):
         start = time.perf_counter()
         call()
         best = min(best, time.perf_counter() - start)
     return best
 
 
-def measure(spec: str, x: torch.Tensor, calibration: torch.Tensor) -> dict[str, Any]:
+def prefill_seconds(rounds: int) -> float:
+    """A forward pass of the whole model over one prompt, with the logits of its last token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(build_smollm2(), dtype=torch.bfloat16).eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+    with torch.inference_mode():
+        return seconds(lambda: model(input_ids=ids, logits_to_keep=1), rounds)
+
+
+def measure(
+    spec: str, x: torch.Tensor, calibration: torch.Tensor, prefill: float, rounds: int
+) -> dict[str, Any]:
     codec = parse_recipe(spec).fit(Samples(SITE, calibration))
     stream = codec.encode(x)
     size = 2 * x.numel()
     spent = {
-        "encode": seconds(lambda: codec.encode(x)),
-        "decode": seconds(lambda: codec.decode(stream)),
-        "reconstruct": seconds(lambda: codec.reconstruct(x)),
+        "encode": seconds(lambda: codec.encode(x), rounds),
+        "decode": seconds(lambda: codec.decode(stream), rounds),
+        "reconstruct": seconds(lambda: codec.reconstruct(x), rounds),
     }
     both = spent["encode"] + spent["decode"]
     return {
@@ -74,31 +91,45 @@ def measure(spec: str, x: torch.Tensor, calibration: torch.Tensor) -> dict[str, 
         "gb_per_s": {name: size / value / 1e9 for name, value in spent.items()},
         "encode_and_decode_gb_per_s": size / both / 1e9,
         "microseconds_per_token": 1e6 * both / x.shape[1],
+        "share_of_prefill": 2 * SITE.layers * both / prefill if x.shape[1] == PROMPT else None,
     }
 
 
-def main(out: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    load = os.getloadavg()[0]
     torch.set_num_threads(2)
+    prefill = prefill_seconds(rounds)
+    print(f"prefill of {PROMPT} tokens: {prefill:.2f} s", flush=True)
     calibration = values(4096, 1).float()
     rows = []
     for length in LENGTHS:
         x = values(length, 2)
-        copy = seconds(lambda x=x: x.clone())
+        copy = seconds(lambda x=x: x.clone(), 20 * rounds)
         rows.append({"spec": "memory copy", "tokens": length, "gb_per_s": 2 * x.numel() / copy / 1e9})
-        rows += [measure(spec, x, calibration) for spec in SPECS]
-        for row in rows[-len(SPECS) :]:
-            print(row["tokens"], row["spec"], row["gb_per_s"], flush=True)
+        for spec in SPECS:
+            row = measure(spec, x, calibration, prefill, rounds)
+            rows.append(row)
+            print(length, spec, row["gb_per_s"], row["share_of_prefill"], flush=True)
     result = {
         "shape": {"heads": SITE.heads, "head_dim": SITE.head_dim, "dtype": "bfloat16"},
+        "prefill": {"tokens": PROMPT, "seconds": prefill, "dtype": "bfloat16"},
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "threads": 2,
             "torch": torch.__version__,
+            "load_before": load,
         },
         "rows": rows,
     }
-    Path(out).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

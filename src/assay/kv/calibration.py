@@ -100,9 +100,11 @@ class Calibration:
     def check_text(self, text: Mapping[str, Any], windows: Sequence[str]) -> None:
         """AssayError where evaluation text, given by its facts and the hashes of its windows, was calibrated on."""
         shared = set(self.provenance.get("windows", ())) & set(windows)
-        if shared or self.provenance.get("text", {}).get("sha256") == text.get("sha256"):
+        whole = self.provenance.get("text", {}).get("sha256") == text.get("sha256")
+        if shared or whole:
+            what = "it is the same text" if whole else f"{len(shared)} windows are the same"
             raise AssayError(
-                f"the evaluation text was used for calibration ({len(shared)} windows are the same)",
+                f"the evaluation text was used for calibration: {what}",
                 finding_id="kv.calibration_leak",
                 remedy="evaluate on other text: a score on calibration text says nothing",
                 evidence={"shared_windows": len(shared)},
