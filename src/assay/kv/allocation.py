@@ -125,7 +125,7 @@ def bits_of(recipe: Recipe) -> float:
     if getattr(recipe.codec, "step", 0.0):
         raise _usage(
             f"{recipe.codec}: its step sets its bits, so there are none to allocate",
-            "give bits in place of step and weights; pca(step=…, weights=measured) allots them itself, see `assay kv sweep`",
+            "give bits in place of step and weights, or several steps to weigh against each other: `assay kv sweep`",
         )
     return float(recipe.codec.bits)  # type: ignore[attr-defined]
 

@@ -46,7 +46,7 @@ def refuse_sides(coders: Coders, where: str) -> None:
         raise AssayError(
             f"{where} does not hand codecs what they predict from",
             finding_id="kv.unsupported",
-            remedy="use pca with predict=none there, or `assay kv eval` with a model of transformers",
+            remedy="use pca with predict=none there; a model of transformers takes it as it is: `assay kv eval`",
         )
 
 
