@@ -83,8 +83,7 @@ def recipe(ratio: float, *, q: bool = True, lost: bool = False) -> str:
 
 def core() -> Iterator[Row]:
     """The recipe itself, its controls, its streams and its harnesses, at both shares of variance."""
-    for ratio in RATIOS:
-        yield Row(f"joint vr={ratio}", recipe(ratio), size=True)
+    yield from (Row(f"joint vr={ratio}", recipe(ratio), size=True) for ratio in RATIOS)
     yield Row("identity", "prerope+identity", skip=())
     for ratio in RATIOS:
         yield Row(f"k only vr={ratio}", recipe(ratio), streams="k")
@@ -100,8 +99,7 @@ def core() -> Iterator[Row]:
 
 def noise() -> Iterator[Row]:
     """Gaussian noise where the codec's error goes."""
-    for sigma in SIGMAS:
-        yield Row(f"noise {sigma:g}", noise_codec(recipe(1.0), sigma, 0))
+    yield from (Row(f"noise {sigma:g}", noise_codec(recipe(1.0), sigma, 0)) for sigma in SIGMAS)
 
 
 def layers(ratio: float) -> Iterator[Row]:
@@ -164,10 +162,11 @@ def twice(q: bool, full: bool, sinks: int | str, mode: str, streams: str, plain:
 
 
 def first_tokens() -> Iterator[Row]:
-    """Both streams with 2 bits: is it the keys or the values of the first tokens that preconditioning meets?"""
+    """With 2 bits: is it the keys or the values of the first tokens that preconditioning meets? And the published moments."""
     for sinks in (0, "v", "k", 4):
-        for q in (False, True):
-            yield twice(q, False, sinks, "inforward", "kv")
+        yield from (twice(q, False, sinks, "inforward", "kv") for q in (False, True))
+    yield from (twice(q, False, 0, "inforward", "k") for q in (False, True))
+    yield from (twice(True, False, 0, "inforward", streams, plain=True) for streams in ("k", "kv"))
 
 
 def read_alone() -> Iterator[Row]:
