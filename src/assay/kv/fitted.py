@@ -295,7 +295,7 @@ class StreamWriter:
             f"{self._fitted.spec} overflows on the {site.stream.upper()} stream of layer {site.layer}, whose values "
             f"go up to {largest:.3g}",
             finding_id="kv.overflow",
-            remedy="look for what makes such values, or keep those tokens exact",
+            remedy="look for what makes such values; only the codec identity holds them",
         )
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
 _FEW = 4096
-"""Fewer values than that are searched for: building on them costs more than it saves."""
+"""For fewer values a search costs less."""
 _MOST_CELLS = 1 << 16
 
 
