@@ -57,7 +57,8 @@ def test_an_explained_gap_within_the_margin_passes() -> None:
     found = outcome()
     assert verdict_of(found) is Verdict.PASS
     assert Severity.ERROR not in ids(found).values()
-    assert found.causes[:2] == ["engine", "engine.rounding"] and "codec" in found.causes
+    assert found.causes[0] == "codec"  # the largest comes first
+    assert [c for c in found.causes if c.startswith("engine")][:2] == ["engine", "engine.rounding"]
     assert "interaction" not in found.causes and "harness" not in found.causes
 
 

@@ -94,10 +94,14 @@ class Outcome:
 
     @property
     def causes(self) -> list[str]:
-        """Buckets and parts that KL tells from zero, Holm-adjusted, and that stand above twice the repeat floor."""
+        """Buckets and parts that KL tells from zero, Holm-adjusted, and that stand above twice the repeat floor.
+
+        The largest come first; a part comes after its bucket where both are as large.
+        """
         floor = 2 * self.floors.repeat_kl
         every = [b for top in self.decomposition.buckets for b in (top, *top.parts)]
-        return [b.name for b in every if b.separated and abs(b.effect.kl.value) > floor]
+        found = [b for b in every if b.separated and abs(b.effect.kl.value) > floor]
+        return [b.name for b in sorted(found, key=lambda b: -abs(b.effect.kl.value))]
 
     def to_json(self) -> dict[str, Any]:
         """The object `results` of `assay gap`."""
