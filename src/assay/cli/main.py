@@ -80,6 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, signal.default_int_handler)
     _open_missing_streams()
+    # Torch's threads, once imported, would otherwise spin while they wait: beside another program that takes the same
+    # cores, a step of a second then takes a minute.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = invoke(sys.argv[1:] if arguments is None else arguments)
     if code == EXIT_INTERRUPTED:
         # Threads may still wait for answers that nobody will read; a normal exit would wait with them.
