@@ -36,6 +36,9 @@ def test_options_are_read_by_type() -> None:
         ("vllm:m?enforce_eager=maybe", "neither true nor false"),
         ("vllm:m?args=[1]", "is not a JSON object"),
         ("vllm:m?tensor_parallel=2", "part of the output head"),
+        ('vllm:m?args={"tensor_parallel_size":2}', "one engine in one process"),
+        ('vllm:m?args={"enable_prefix_caching":true}', "comes out of the cache"),
+        ('vllm:m?args={"enforce_eager":false}', "an option of its own"),
         ("vllm:m?gpu_memory_utilization=1.5", "at most 1"),
     ],
 )

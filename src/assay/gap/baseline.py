@@ -11,6 +11,9 @@ from assay.gap.bench import Bench, Measured
 from assay.gap.configuration import Configuration
 from assay.gap.path import Step, engine_name, engine_steps
 from assay.gap.plan import GapPlan
+from assay.gap.refusals import refuse_engine
+from assay.kv.evaluate import require_no_calibration
+from assay.kv.spec import parse_spec
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,13 @@ class Corners:
         return self.with_codec(self.plan.candidate, self.plan.mode, measured=self.plan.measured)
 
     def refuse(self) -> None:
-        """UsageError before anything is scored, where an engine cannot take the codec in a mode that is needed."""
+        """AssayError before anything is scored, where an engine cannot be opened or take the codec in a mode that is needed."""
         for engine in (self.plan.reference, self.plan.candidate):
+            refuse_engine(engine, self.plan.length)
             for mode in (self.plan.mode, self.plan.base_mode):
                 self.with_codec(engine, mode).hooked(ScoreJob(), self.plan.length, self.plan.seed)
+        if not self.plan.calibration:
+            require_no_calibration(parse_spec(self.plan.codec), "kv")
 
     @property
     def same_engine(self) -> bool:

@@ -162,6 +162,12 @@ class Bench:
         self.measured[f"{config.label} | against {anchor.plain.label}"] = found
         return found
 
+    def try_out(self, config: Configuration) -> None:
+        """Score one window and forget it; AssayError where the engine does not take the codec."""
+        job = config.hooked(self.job(config), self.plan.length, self.plan.seed)
+        for _ in self.engine(config.engine).score_windows(self.windows["main"][:1], job):
+            pass
+
     def _score(self, config: Configuration, anchor: Configuration, windows: str, folder: Path) -> None:
         """Score the windows that are not kept yet; AssayError where the codec took no part."""
         rows = self.anchor(anchor, windows)

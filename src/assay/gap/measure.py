@@ -20,6 +20,7 @@ from assay.gap.layers import measure_layers
 from assay.gap.noise import measure_noise, sigmas_of
 from assay.gap.path import Step
 from assay.gap.recommend import Proposal, measure_proposals, proposals
+from assay.gap.refusals import must_be_tried
 from assay.gap.residual import relative_error
 from assay.gap.switches import measure_switches, switches
 from assay.kv.accounting import NOTE
@@ -57,6 +58,8 @@ def measure_all(bench: Bench) -> Runs:
     """The reference, the candidate, what lies between them, and both ends once more."""
     plan, corners = bench.plan, Corners(bench.plan)
     skipped: dict[str, str] = {}
+    if must_be_tried(plan.candidate):  # now, not when all that needs the reference has been scored
+        bench.try_out(corners.with_codec(plan.candidate))
     path = measure_reference(bench, corners)
     layers = int(path["codec"].engagement.notes[NOTE]["cache"]["layers"])
     # Both engines get the same noise: that of the codec's error on the reference.

@@ -86,9 +86,12 @@ class GapPlan:
 
     @property
     def other_batch(self) -> int:
-        """A batch of another size, for what is measured again: two rounds instead of one, whatever the size."""
-        other = max(3, self.batch * 5 // 8)
-        return other if other != self.batch else 2
+        """A batch of another size, for what is measured again: two rounds instead of one, whatever the size.
+
+        Of fewer windows than a batch holds it is smaller than their number, or both would be the same batch.
+        """
+        together = min(self.batch, self.windows)
+        return together * 5 // 8 or 2
 
     @property
     def measured(self) -> int:

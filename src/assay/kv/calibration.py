@@ -137,12 +137,12 @@ def read_calibration(path: Path) -> Calibration:
         raise AssayError(
             f"cannot read the calibration {path}: {error}",
             finding_id="kv.calibration_unreadable",
-            remedy="make it with `assay kv calibrate`",
+            remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
         ) from error
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise AssayError(
             f"{path} is no calibration of assay (format {metadata.get('format')!r}, version {metadata.get('version')!r})",
             finding_id="kv.calibration_unreadable",
-            remedy="make it with `assay kv calibrate`",
+            remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
         )
     return Calibration(tensors, json.loads(metadata["provenance"]))

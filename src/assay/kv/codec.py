@@ -109,7 +109,7 @@ def _missing(who: str, site: Site, what: str) -> AssayError:
     return AssayError(
         f"{who} needs a calibration with {what} of layer {site.layer}, stream {site.stream}",
         finding_id="kv.no_calibration",
-        remedy="give one by --calibration; this makes it: `assay kv calibrate`",
+        remedy="give one by --calibration; this makes it: `assay kv calibrate MODEL --text FILE --out FILE`",
     )
 
 

@@ -84,7 +84,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
     spec = parse_spec(plan.codec)
     if plan.calibration is None:
-        _require_no_calibration(spec, plan.streams)
+        require_no_calibration(spec, plan.streams)
     hook = hook_spec(
         plan.spec,
         codec=plan.codec,
@@ -140,7 +140,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
     return _report(plan, result, results, subject, measured, interrupted, allow_marginal)
 
 
-def _require_no_calibration(spec: KvSpec, streams: str) -> None:
+def require_no_calibration(spec: KvSpec, streams: str) -> None:
     """UsageError where a codec cannot do without a calibration: now, not when the exact cache has been scored."""
     for stream in streams:
         recipe = spec.of(stream)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from assay.errors import AssayError
 from assay.kv.codec import Samples, Site
@@ -90,22 +91,35 @@ def check_options(options: Sequence[str], *, history: bool) -> None:
 
 def check_checkpoint(model: str) -> None:
     """AssayError for a checkpoint at hand whose attention assay does not hook; a name on the hub is left to the worker."""
-    path = Path(model) / "config.json"
-    if not path.exists():
+    config = _config(model)
+    if config is None:
         return
-    config = json.loads(path.read_text(encoding="utf-8"))
-    name = (config.get("architectures") or ["?"])[0]
-    if name not in ARCHITECTURES:
+    if not known_architecture(model):
         raise _refused(
-            f"{name} is no model whose attention assay hooks in vLLM",
+            f"{(config.get('architectures') or ['?'])[0]} is no model whose attention assay hooks in vLLM",
             f"serve one of {', '.join(ARCHITECTURES)}, or measure the codec with hf:",
         )
-    types = set(config.get("layer_types") or ())
-    if types - {"full_attention"} or config.get("use_sliding_window"):
+    check_full_attention(model)
+
+
+def known_architecture(model: str) -> bool:
+    """Whether a checkpoint at hand is of a family whose attention in vLLM has been read."""
+    return ((_config(model) or {}).get("architectures") or ["?"])[0] in ARCHITECTURES
+
+
+def check_full_attention(model: str) -> None:
+    """AssayError for a checkpoint at hand with layers of another kind than full attention."""
+    config = _config(model) or {}
+    if set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
         raise _refused(
             "the model has sliding-window layers, whose cache lets go of tokens that a codec still has to change",
             "measure the codec on it with hf:",
         )
+
+
+def _config(model: str) -> dict[str, Any] | None:
+    path = Path(model) / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def _refused(what: str, remedy: str) -> AssayError:

@@ -63,6 +63,7 @@ def parse_spec(spec: str) -> VllmSpec:
                 f"{spec!r}: {name}={text} {error}", "look at the options in docs/engines.md"
             ) from error
     parsed = VllmSpec(model, **options)
+    _check_args(spec, parsed.args)
     if parsed.tensor_parallel != 1:
         raise _usage(
             f"{spec!r}: with tensor_parallel={parsed.tensor_parallel} every GPU holds a part of the output head, "
@@ -76,6 +77,31 @@ def parse_spec(spec: str) -> VllmSpec:
             "correct the option",
         )
     return parsed
+
+
+_ONE_ENGINE = "assay scores with one engine in one process"
+_FIXED: Mapping[str, str] = {
+    "tensor_parallel_size": _ONE_ENGINE,
+    "pipeline_parallel_size": _ONE_ENGINE,
+    "data_parallel_size": _ONE_ENGINE,
+    "enable_prefix_caching": "a token that comes out of the cache gives no state, and no codec sees it",
+    "enable_chunked_prefill": "assay says itself what a step holds",
+    "async_scheduling": "tokens of a step that is not done yet cannot be told apart",
+    "speculative_config": "drafted tokens that are rejected would pass through codecs and the cache",
+    "logits_processors": "assay forces the window's tokens by its own",
+    "worker_extension_cls": "assay reads states by its own",
+    "compilation_config": "write enforce_eager=false as an option",
+}
+"""Arguments of `vllm.LLM` that are not the caller's to choose, and why."""
+
+
+def _check_args(spec: str, args: Mapping[str, Any]) -> None:
+    """UsageError for an argument that would undo what the scorer needs, or that an option of the spec stands for."""
+    for name in args:
+        if name in _FIXED:
+            raise _usage(f"{spec!r}: args must not have {name}: {_FIXED[name]}", f"leave {name} out of args")
+        if name in {f.name for f in fields(VllmSpec)} - {"args"}:
+            raise _usage(f"{spec!r}: {name} in args is an option of its own", f"write {name}=… without args")
 
 
 def _truth(text: str) -> bool:

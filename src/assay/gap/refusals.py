@@ -1,0 +1,42 @@
+"""What an engine says of itself before it is opened: the candidate's turn comes late, after all that needs the reference."""
+
+from __future__ import annotations
+
+from assay.engines.opening import check_spec
+from assay.errors import AssayError, UsageError
+from assay.gap.path import engine_name
+from assay.kv.serve_checks import check_full_attention, known_architecture
+
+
+def refuse_engine(spec: str, length: int) -> None:
+    """AssayError for an engine that could not be opened, or that takes no codec: a name, an option, a kind of model,
+    too little room for windows of `length` tokens.
+
+    What only a loaded model shows is refused by its hook: see `must_be_tried`.
+    """
+    check_spec(spec)
+    name = engine_name(spec)
+    if name.kind != "vllm":
+        return
+    from assay.engines.vllm.spec import parse_spec
+
+    options = parse_spec(spec)
+    if options.max_model_len < length:
+        raise UsageError(
+            f"{spec}: windows of {length} tokens do not fit into max_model_len={options.max_model_len}",
+            remedy=f"write max_model_len={length}, or --length {options.max_model_len}",
+            finding_id="gap.usage",
+        )
+    if not options.enforce_eager:
+        raise AssayError(
+            f"{spec}: compiled models and CUDA graphs run no codec",
+            finding_id="kv.unsupported",
+            remedy="leave out enforce_eager=false",
+        )
+    check_full_attention(name.model)
+
+
+def must_be_tried(spec: str) -> bool:
+    """Whether only a loaded model shows that its attention takes a codec."""
+    name = engine_name(spec)
+    return name.kind == "vllm" and not known_architecture(name.model)

@@ -1,0 +1,135 @@
+"""What is refused, chosen and set before a decomposition scores anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from assay.engines.scoring import ScoreJob
+from assay.errors import AssayError
+from assay.gap import bench as bench_module
+from assay.gap.baseline import Corners
+from assay.gap.bench import Bench
+from assay.gap.configuration import Configuration
+from assay.gap.measure import measure_all
+from assay.gap.plan import GapPlan
+from assay.gap.refusals import must_be_tried, refuse_engine
+from assay.progress import NO_PROGRESS
+
+
+@pytest.mark.parametrize(
+    ("batch", "windows", "other"),
+    [(8, 128, 5), (32, 128, 20), (8, 8, 5), (8, 2, 1), (4, 4, 2), (3, 8, 1), (1, 8, 2)],
+)
+def test_the_other_batch_is_another_one_for_the_windows_there_are(
+    batch: int, windows: int, other: int
+) -> None:
+    plan = GapPlan("hf:m", "hf:m", "fp8", batch=batch, windows=windows)
+    assert plan.other_batch == other
+
+
+@given(st.integers(1, 300), st.integers(2, 300))
+def test_windows_are_cut_otherwise_by_the_other_batch(batch: int, windows: int) -> None:
+    other = GapPlan("hf:m", "hf:m", "fp8", batch=batch, windows=windows).other_batch
+    assert other >= 1
+    assert min(other, windows) != min(batch, windows)
+    # At most two rounds for one, but for the smallest batches.
+    assert batch < 4 or -(-windows // other) <= 2 * -(-windows // min(batch, windows))
+
+
+def test_streams_of_few_windows_are_encoded_all_and_of_many_a_fixed_number() -> None:
+    for windows, measured in ((2, 2), (31, 31), (32, 32), (33, 32), (1000, 32)):
+        corners = Corners(GapPlan("hf:m", "hf:m", "fp8", windows=windows))
+        assert corners.asked.measured == measured
+
+
+def checkpoint(folder: Path, architecture: str, **config: object) -> str:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **config}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "codec", "said"),
+    [
+        ("?tensor_parallel=2", "fp8", "every GPU holds a part"),
+        ("?nonsense=2", "fp8", "nonsense"),
+        ("?enforce_eager=false", "fp8", "CUDA graphs run no codec"),
+        ('?args={"enable_prefix_caching":true}', "fp8", "enable_prefix_caching"),
+        ("?max_model_len=64", "fp8", "windows of 1024 tokens do not fit"),
+        ("", "mean+hadamard(bits=4)", "needs a calibration"),
+    ],
+)
+def test_what_the_candidate_cannot_do_is_refused_before_the_reference_is_opened(
+    options: str, codec: str, said: str, tmp_path: Path
+) -> None:
+    model = checkpoint(tmp_path, "LlamaForCausalLM")
+    with pytest.raises(AssayError, match=said):
+        Corners(GapPlan(f"hf:{model}", f"vllm:{model}{options}", codec)).refuse()
+
+
+def test_models_are_told_by_their_configuration(tmp_path: Path) -> None:
+    sliding = checkpoint(tmp_path, "Qwen3ForCausalLM", layer_types=["sliding_attention", "full_attention"])
+    refuse_engine(f"hf:{sliding}", 1024)  # transformers takes it
+    with pytest.raises(AssayError, match="sliding-window") as caught:
+        refuse_engine(f"vllm:{sliding}", 1024)
+    assert "hf:" in caught.value.remedy
+    with pytest.raises(AssayError, match="nowhere"):
+        refuse_engine(f"vllm:{tmp_path}/nowhere", 1024)
+    for architecture, known in (("LlamaForCausalLM", True), ("GPTNeoXForCausalLM", False)):
+        model = checkpoint(tmp_path, architecture)
+        refuse_engine(f"vllm:{model}?max_model_len=1024", 1024)
+        assert must_be_tried(f"vllm:{model}") is not known
+        assert not must_be_tried(f"hf:{model}")
+
+
+class Refusing:
+    """An engine whose attention takes no codec, as only its loaded model shows."""
+
+    def score_windows(self, windows: list[object], job: ScoreJob) -> Iterator[object]:
+        assert len(windows) == 1
+        raise AssayError(
+            "GPTNeoXAttention is no attention that assay hooks", finding_id="fidelity.hook_missing"
+        )
+        yield
+
+
+def test_an_unread_architecture_is_tried_before_anything_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    bench = Bench(GapPlan("hf:m", f"vllm:{checkpoint(tmp_path, 'GPTNeoXForCausalLM')}", "fp8"), NO_PROGRESS)
+    bench.windows = {"main": [object(), object()], "fresh": []}
+    monkeypatch.setattr(bench, "engine", lambda spec, again=False: opened.append(spec) or Refusing())
+    with pytest.raises(AssayError, match="GPTNeoXAttention"):
+        measure_all(bench)
+    assert opened == [bench.plan.candidate]
+
+
+@pytest.mark.parametrize(("cuda", "device"), [(True, "cuda"), (False, "cpu")])
+def test_stored_runs_are_compared_on_the_gpu_where_there_is_one(
+    cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    moved: list[str] = []
+
+    class Rows(SimpleNamespace):
+        def to(self, where: object) -> Rows:
+            moved.append(f"{self.name} to {where}")
+            return self
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(bench_module, "window_statistics", lambda a, b: (a.name, b.name))
+    monkeypatch.setattr(bench_module, "observation", lambda window, first, found: (window, first, found))
+    bench = Bench(GapPlan("hf:a", "hf:b", "fp8"), NO_PROGRESS)
+    bench.windows = {"main": [0, 1]}
+    store = lambda name: SimpleNamespace(rows=lambda ws: [Rows(window=w, first=9, name=name) for w in ws])  # noqa: E731
+    monkeypatch.setattr(bench, "anchor", lambda config: store(config.engine))
+    found = bench.between(Configuration("hf:a", "inforward"), Configuration("hf:b", "inforward"))
+    assert found.seen == [(0, 9, ("hf:a", "hf:b")), (1, 9, ("hf:a", "hf:b"))]
+    assert moved == [f"hf:b to {device}"] * 2
