@@ -62,6 +62,7 @@ def checkpoint(folder: Path, architecture: str, **config: object) -> str:
         ("?enforce_eager=false", "fp8", "CUDA graphs run no codec"),
         ('?args={"enable_prefix_caching":true}', "fp8", "enable_prefix_caching"),
         ("?max_model_len=64", "fp8", "windows of 1024 tokens do not fit"),
+        ("?max_num_batched_tokens=512", "fp8", "would cut a window of 1024 tokens"),
         ("", "mean+hadamard(bits=4)", "needs a calibration"),
     ],
 )
@@ -83,7 +84,7 @@ def test_models_are_told_by_their_configuration(tmp_path: Path) -> None:
         refuse_engine(f"vllm:{tmp_path}/nowhere", 1024)
     for architecture, known in (("LlamaForCausalLM", True), ("GPTNeoXForCausalLM", False)):
         model = checkpoint(tmp_path, architecture)
-        refuse_engine(f"vllm:{model}?max_model_len=1024", 1024)
+        refuse_engine(f"vllm:{model}?max_model_len=1024&max_num_batched_tokens=1023", 1024)
         assert must_be_tried(f"vllm:{model}") is not known
         assert not must_be_tried(f"hf:{model}")
 

@@ -27,6 +27,12 @@ def refuse_engine(spec: str, length: int) -> None:
             remedy=f"write max_model_len={length}, or --length {options.max_model_len}",
             finding_id="gap.usage",
         )
+    if options.batched_tokens < length - 1:  # the last token predicts nothing and is not fed
+        raise UsageError(
+            f"{spec}: a step of {options.batched_tokens} tokens would cut a window of {length} tokens, and a block of a codec",
+            remedy=f"leave out max_num_batched_tokens, or write {length}",
+            finding_id="gap.usage",
+        )
     if not options.enforce_eager:
         raise AssayError(
             f"{spec}: compiled models and CUDA graphs run no codec",
