@@ -22,7 +22,7 @@ from assay.gap.findings import findings_of, verdict_of
 from assay.gap.outcome import CodecGap, Floors, Outcome
 from assay.gap.plan import GapPlan
 from assay.report import console, html, markdown
-from assay.verdict import Chart, Report, Severity, Verdict
+from assay.verdict import Chart, Report, Severity, Table, Verdict
 
 
 def outcome(
@@ -125,6 +125,27 @@ def test_a_report_can_be_drawn_everywhere_and_is_plain_json() -> None:
         "engine", "codec", "interaction", "harness", "left over",
     ]  # fmt: skip
     assert sum(p.y for p in waterfall.series[0].points) == pytest.approx(waterfall.series[1].points[0].y)
+
+
+def test_the_tables_of_either_engine_are_set_side_by_side() -> None:
+    def entry(kl: float) -> dict[str, Any]:
+        bounds = {"value": kl, "lo": kl - 0.01, "hi": kl + 0.01}
+        return {**bounds, "kl": bounds}
+
+    found = {
+        "reference": entry(0.05),
+        "candidate": entry(0.06),
+        "candidate_minus_reference": entry(0.01),
+    }
+    report = blocks(outcome(calibration={"reference": found, "candidate": found}))
+    (table,) = [b for b in report if isinstance(b, Table) and "tables of either" in b.title]
+    assert [row[:3] for row in table.rows[:3]] == [
+        ["reference", "the reference's", "0.05 [0.04, 0.06]"],
+        ["reference", "the candidate's", "0.06 [0.05, 0.07]"],
+        ["reference", "difference of both", "0.01 [0, 0.02]"],
+    ]
+    assert len(table.rows) == 6
+    assert not [b for b in blocks(outcome()) if isinstance(b, Table) and "tables of either" in b.title]
 
 
 def test_an_interrupted_run_prints_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def blocks(outcome: Outcome) -> list[Block]:
     found += _noise(outcome)
     found += _residual(outcome)
     found += _harness(outcome)
+    found += _tables(outcome)
     found += _recommendations(outcome)
     return found
 
@@ -289,6 +290,31 @@ def _harness(outcome: Outcome) -> list[Block]:
             ("engine", "how", "KL (nats)", "ΔNLL (nats)"),
             rows,
             note="Each against the same engine without codec, by the same path, on the second half of each window.",
+        )
+    ]
+
+
+_TABLES = {
+    "reference": "the reference's",
+    "candidate": "the candidate's",
+    "candidate_minus_reference": "difference of both",
+}
+
+
+def _tables(outcome: Outcome) -> list[Block]:
+    rows = [
+        [side, words, _entry(found[name]["kl"]), _entry(found[name])]
+        for side, found in outcome.calibration.items()
+        for name, words in _TABLES.items()
+    ]
+    if not rows:
+        return []
+    return [
+        Table(
+            "The codec with the tables of either engine",
+            ("engine", "tables", "KL (nats)", "ΔNLL (nats)"),
+            rows,
+            note="Each against the same engine without codec; the difference is paired by window.",
         )
     ]
 
