@@ -34,6 +34,13 @@ _SPAN = 256
 """Entries of a row whose largest is found first."""
 
 
+def statistics_device() -> torch.device:
+    """Where statistics of two stored runs are computed: no engine has to be open for them."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @dataclass(frozen=True)
 class RowStatistics:
     """Statistics of n scored tokens, each a tensor [n]; not-a-number where either side's logits are not finite.

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from assay.cache import cache_dir, write_atomically
 from assay.engines.opening import open_scorer
@@ -19,7 +19,7 @@ from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, ScoringPa
 from assay.environment import describe
 from assay.fidelity.engaged import engaged
 from assay.fidelity.identity import label_of
-from assay.fidelity.metrics import window_statistics
+from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.observations import WindowObservation, load, observation
 from assay.fidelity.observe import observe, require_path
 from assay.fidelity.reference import hash_of, plan_windows, store_states, tokenizer_check
@@ -29,9 +29,6 @@ from assay.gap.plan import GapPlan
 from assay.kv.accounting import CacheBytes, measured_bytes
 from assay.kv.calibration import read_calibration
 from assay.progress import Progress
-
-if TYPE_CHECKING:
-    import torch
 
 _DONE = "done.json"
 """Written last: what stands in its folder is whole."""
@@ -136,7 +133,7 @@ class Bench:
     def between(self, anchor: Configuration, other: Configuration) -> Measured:
         """One stored run against another: two engines without codec."""
         stores = [self.anchor(config) for config in (anchor, other)]
-        windows, device = self.windows["main"], _statistics_device()
+        windows, device = self.windows["main"], statistics_device()
         seen = [
             observation(a.window, a.first, window_statistics(a, b.to(device)))
             for a, b in zip(*(store.rows(windows) for store in stores), strict=True)
@@ -201,13 +198,6 @@ class Bench:
         folder = cache_dir("gap") / f"{kind}-{config.key(chr(10).join(parts))}"
         self.used.add(folder)
         return folder
-
-
-def _statistics_device() -> torch.device:
-    """Where statistics of two stored runs are computed: no engine has to be open for them."""
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _to_json(engagement: Engagement) -> dict[str, Any]:
