@@ -277,21 +277,12 @@ def _bounds(interval: Any) -> str:
 
 
 def _harness(outcome: Outcome) -> list[Block]:
-    rows = [
-        [side, name, _entry(entry["kl"]), _entry(entry)]
-        for side, found in outcome.harness.items()
-        for name, entry in found.items()
-    ]
-    if not rows:
-        return []
-    return [
-        Table(
-            "The codec by every way of measuring",
-            ("engine", "how", "KL (nats)", "ΔNLL (nats)"),
-            rows,
-            note="Each against the same engine without codec, by the same path, on the second half of each window.",
-        )
-    ]
+    return _effects(
+        "The codec by every way of measuring",
+        "how",
+        [(side, name, e) for side, found in outcome.harness.items() for name, e in found.items()],
+        "Each against the same engine without codec, by the same path, on the second half of each window.",
+    )
 
 
 _TABLES = {
@@ -302,21 +293,20 @@ _TABLES = {
 
 
 def _tables(outcome: Outcome) -> list[Block]:
-    rows = [
-        [side, words, _entry(found[name]["kl"]), _entry(found[name])]
-        for side, found in outcome.calibration.items()
-        for name, words in _TABLES.items()
-    ]
-    if not rows:
-        return []
-    return [
-        Table(
-            "The codec with the tables of either engine",
-            ("engine", "tables", "KL (nats)", "ΔNLL (nats)"),
-            rows,
-            note="Each against the same engine without codec; the difference is paired by window.",
-        )
-    ]
+    return _effects(
+        "The codec with the tables of either engine",
+        "tables",
+        [(side, _TABLES[n], found[n]) for side, found in outcome.calibration.items() for n in _TABLES],
+        "Each against the same engine without codec; the difference is paired by window.",
+    )
+
+
+def _effects(
+    title: str, what: str, entries: Sequence[tuple[str, str, Mapping[str, Any]]], note: str
+) -> list[Block]:
+    """A table of effects by engine and by `what`; none where nothing was measured."""
+    rows = [[side, name, _entry(entry["kl"]), _entry(entry)] for side, name, entry in entries]
+    return [Table(title, ("engine", what, "KL (nats)", "ΔNLL (nats)"), rows, note=note)] if rows else []
 
 
 def _entry(found: Mapping[str, float]) -> str:
