@@ -40,7 +40,8 @@ def test_windows_are_cut_otherwise_by_the_other_batch(batch: int, windows: int) 
     assert other >= 1
     assert min(other, windows) != min(batch, windows)
     # At most two rounds for one, but for the smallest batches.
-    assert batch < 4 or -(-windows // other) <= 2 * -(-windows // min(batch, windows))
+    together = min(batch, windows)
+    assert together < 4 or -(-windows // other) <= 2 * -(-windows // together)
 
 
 def test_streams_of_few_windows_are_encoded_all_and_of_many_a_fixed_number() -> None:
