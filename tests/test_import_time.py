@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 from stub_server import StubServer
 
@@ -27,12 +27,13 @@ def loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
 
 def test_help_answers_within_a_quarter_of_a_second() -> None:
     def seconds() -> float:
-        began = time.perf_counter()
+        """Time on a core: waiting for one beside other programs says nothing of assay."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "assay", "--help"], check=True, capture_output=True)
-        return time.perf_counter() - began
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # Other programs share the machine: one run that is fast enough shows what the program itself needs.
-    assert any(seconds() < 0.25 for _ in range(20))
+    assert min(seconds() for _ in range(5)) < 0.25
 
 
 def test_the_command_line_alone_loads_nothing_heavy() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import os
+import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,11 +19,17 @@ from assay.speculation.examine import examine, read_files
 from assay.speculation.record import Record
 from assay.speculation.sources import in_time_order, open_source
 
+NOISE = random.Random(0).randbytes(60_000)
 LOG = "\n".join([lines.vllm_engine(0), lines.vllm_v1([80, 50], 100), "bye", ""])
 
 
 def record_of(*names: str) -> Record:
     return combine(read_files(names).settled()).record
+
+
+def packed(data: bytes, level: int = 9) -> bytes:
+    """Compressed without the time of day: names of tests are made of it, and every process must find the same."""
+    return gzip.compress(data, compresslevel=level, mtime=0)
 
 
 def write(path: Path, data: bytes) -> str:
@@ -35,14 +42,14 @@ def write(path: Path, data: bytes) -> str:
     [
         ("plain.log", LOG.encode()),
         ("crlf.log", LOG.replace("\n", "\r\n").encode()),
-        ("server.log.gz", gzip.compress(LOG.encode())),
-        ("misnamed.log", gzip.compress(LOG.encode())),
+        ("server.log.gz", packed(LOG.encode())),
+        ("misnamed.log", packed(LOG.encode())),
         ("server.log.bz2", bz2.compress(LOG.encode())),
         ("server.log.xz", lzma.compress(LOG.encode())),
         ("powershell.log", b"\xff\xfe" + LOG.encode("utf-16-le")),
         ("big_endian.log", b"\xfe\xff" + LOG.encode("utf-16-be")),
         ("no_mark.log", LOG.encode("utf-16-le")),
-        ("powershell.log.gz", gzip.compress(b"\xff\xfe" + LOG.encode("utf-16-le"))),
+        ("powershell.log.gz", packed(b"\xff\xfe" + LOG.encode("utf-16-le"))),
         ("bom.log", b"\xef\xbb\xbf" + LOG.encode()),
         ("latin1.log", "Gerät läuft\n".encode("latin-1") + LOG.encode()),
     ],
@@ -82,7 +89,7 @@ def test_compose_services_are_engines(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("data", [LOG.encode(), gzip.compress(LOG.encode()), LOG.encode("utf-16")])
+@pytest.mark.parametrize("data", [LOG.encode(), packed(LOG.encode()), LOG.encode("utf-16")])
 def test_standard_input(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BufferedReader(io.BytesIO(data))))
     assert record_of("-").accepted == 130
@@ -94,7 +101,7 @@ def test_rotated_parts_are_read_oldest_first(tmp_path: Path) -> None:
     assert in_time_order(["b.log", "-", "a.log"]) == ["b.log", "-", "a.log"]
     # V0 counts since start: in the wrong order the older part would look like a restart.
     newer = write(tmp_path / "v.log", (lines.vllm_v0(100, 180, 150, 3) + "\n").encode())
-    older = write(tmp_path / "v.log.1.gz", gzip.compress((lines.vllm_v0(50, 90, 70, 3) + "\n").encode()))
+    older = write(tmp_path / "v.log.1.gz", packed((lines.vllm_v0(50, 90, 70, 3) + "\n").encode()))
     assert record_of(newer, older).drafted == 180
 
 
@@ -118,11 +125,11 @@ def test_json_in_all_its_wrappings(tmp_path: Path) -> None:
     [
         ("empty.log", b"", "source_empty"),
         ("blank.log", b" \n\r\n", "source_empty"),
-        ("empty.gz", gzip.compress(b"", mtime=0), "source_empty"),
-        ("model.bin", os.urandom(4096), "source_binary"),
+        ("empty.gz", packed(b""), "source_empty"),
+        ("model.bin", NOISE[:4096], "source_binary"),
         ("zeros.bin", bytes(4096), "source_binary"),
-        ("cut.gz", gzip.compress(os.urandom(60_000).hex().encode())[:20_000], "source_truncated"),
-        ("broken.gz", gzip.compress(LOG.encode())[:12] + b"\x00" * 40, "source_truncated"),
+        ("cut.gz", packed(NOISE.hex().encode())[:20_000], "source_truncated"),
+        ("broken.gz", packed(LOG.encode())[:12] + b"\x00" * 40, "source_truncated"),
         ("log.zst", b"\x28\xb5\x2f\xfd" + b"abc" * 20, "source_binary"),
         ("cut.json", b'{"timings": {"draft_n": 40, "draft_n_accep', "source_truncated"),
     ],
@@ -144,7 +151,7 @@ def test_missing_file_and_directory(tmp_path: Path) -> None:
 def test_a_late_truncation_is_found_too(tmp_path: Path) -> None:
     """Also behind the part that is read first."""
     noise = os.urandom(6 << 20).hex().encode()
-    path = write(tmp_path / "long.gz", gzip.compress(noise, compresslevel=1, mtime=0)[:-4000])
+    path = write(tmp_path / "long.gz", packed(noise, level=1)[:-4000])
     with pytest.raises(AssayError, match="end early"):
         examine([path])
 
