@@ -51,7 +51,7 @@ def main() -> None:
     arguments = _arguments()
     out = arguments.out or RESULTS / f"kv_codecs_{arguments.model}.json"
     began = time.monotonic()
-    spec = f"hf:{MODELS[arguments.model]()}?device={arguments.device}"
+    spec = f"hf:{MODELS[arguments.model]()}?device={arguments.device}&dtype={arguments.dtype}"
     table = cache_dir("kv-calibration") / f"{arguments.model}-{arguments.calibration_name}.safetensors"
     if not table.exists():
         _calibrate(arguments, spec, table)
@@ -133,6 +133,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--dtype", default="auto", help="float32: without the rounding of bf16, which hides small errors"
+    )
     parser.add_argument("--calibrate", type=Path, help="WikiText valid; needed where no calibration is kept")
     parser.add_argument("--calibration-name", choices=("wiki", "mixed"), default="mixed")
     parser.add_argument("--calibrate-only", action="store_true")
