@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,15 +17,13 @@ from assay.engines.hf.window_scoring import window_states  # noqa: E402
 from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
 from assay.errors import AssayError, UsageError  # noqa: E402
 from assay.kv.accounting import stream_facts  # noqa: E402
-from assay.kv.calibration import Calibration, write_calibration  # noqa: E402
+from assay.kv.calibration import Calibration  # noqa: E402
 from assay.kv.capture import capture  # noqa: E402
 from assay.kv.fitting import fitters, predicts  # noqa: E402
 from assay.kv.hook import CodecHook, Mode  # noqa: E402
 from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.resident import resident_cache  # noqa: E402
 from assay.kv.rope import Rotary  # noqa: E402
 from assay.kv.setup import Bench, CoderSet  # noqa: E402
-from assay.kv.sides import refuse_sides  # noqa: E402
 from assay.kv.spec import parse_spec  # noqa: E402
 
 SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
@@ -148,6 +145,7 @@ def test_a_pool_fits_what_one_process_fits() -> None:
         ("k:prerope+sinks(n=4)+pca;v:pca(predict=k)", "same sinks"),
         ("k:prerope+int(bits=4);v:pca(predict=k)", "token by token"),
         ("k:pca;v:pca(predict=all)", "after RoPE"),
+        ("k:prerope+pca;v:mean(of=block)+pca(predict=k)", "token by token"),
     ],
 )
 def test_sides_that_come_too_late_are_refused(spec: str, words: str) -> None:
@@ -155,15 +153,7 @@ def test_sides_that_come_too_late_are_refused(spec: str, words: str) -> None:
         coders_of(bench_of(), spec)
 
 
-def test_where_nobody_hands_over_sides_it_is_said(tmp_path: Path) -> None:
-    net = model()
-    known = bench_of()
-    provenance = {"cache": known.shape.to_json()}
-    write_calibration(tmp_path / "own", Calibration(known.calibration.tensors, provenance))  # type: ignore[union-attr]
-    with pytest.raises(AssayError, match="the compressed cache does not hand"):
-        resident_cache(net, SPEC, length=LENGTH, calibration=tmp_path / "own")
-    with pytest.raises(AssayError, match="vLLM's cache does not hand"):
-        refuse_sides(coders_of(bench_of(), SPEC).by_stream, "vLLM's cache")
+def test_measured_steps_need_what_was_measured() -> None:
     with pytest.raises(UsageError, match="shares one step"):
         parse_spec("pca(bits=3, weights=measured)")
     bench = bench_of()

@@ -9,10 +9,10 @@ from typing import Any
 from assay.environment import describe
 from assay.errors import UsageError
 from assay.kv.diagnostics.streams import diagnose_stream
-from assay.kv.diagnostics.traffic import watch
+from assay.kv.diagnostics.traffic import Decoded, watch
 from assay.kv.session import session
 from assay.kv.setup import kept_layers
-from assay.kv.sides import refuse_sides
+from assay.kv.sides import last_readers
 from assay.kv.spec import parse_spec
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
@@ -58,7 +58,6 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
         shape, text = opened.bench.shape, opened.text
         layers = kept_layers(shape, plan.skip_layers)
         coders = opened.bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams).by_stream
-        refuse_sides(coders, "`assay kv diagnose`")
         traffic = watch(
             opened.scorer,
             opened.windows,
@@ -68,9 +67,10 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
             progress=progress,
         )
     found = []
+    decoded = Decoded(traffic, last_readers(coders))
     with progress("diagnosing", len(coders)) as advance:
         for (layer, stream), fitted in coders.items():
-            found.append(diagnose_stream(fitted, traffic, layer, stream))
+            found.append(diagnose_stream(fitted, traffic, decoded, layer, stream))
             advance()
     return Report(
         command="kv diagnose",

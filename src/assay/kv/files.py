@@ -139,8 +139,16 @@ def write_tensor(path: Path, x: torch.Tensor) -> None:
 
 def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
     recipe = parse_recipe(spec)
+    site = Site(place.stream, place.layer, place.layer + 1, heads, head_dim)
+    if sides := recipe.sides(site):
+        raise AssayError(
+            f"{spec} predicts layer {site.layer}, stream {site.stream}, from layer {sides[0][0]}, stream {sides[0][1]}, "
+            "but a file holds one stream",
+            finding_id="kv.side",
+            remedy="use pca with predict=none here",
+        )
     if place.calibration is None:
-        return recipe.fit(Samples(Site(place.stream, place.layer, place.layer + 1, heads, head_dim)))
+        return recipe.fit(Samples(site))
     calibration = read_calibration(place.calibration)
     cache = calibration.provenance["cache"]
     if (cache["kv_heads"], cache["head_dim"]) != (heads, head_dim) or not 0 <= place.layer < cache["layers"]:

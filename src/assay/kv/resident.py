@@ -3,7 +3,9 @@
 Each layer keeps the payloads of full blocks as bytes, the exact sinks, and the tokens that are not coded yet; reading
 decodes, one layer at a time. What attention sees is what `assay kv eval` measures in its mode *decode*: the first call
 (the prompt) attends to exact keys and values; every later token reads what the codec makes of those before it, and is
-coded itself when its block is full and it is no longer recent, or at once where each token is coded alone.
+coded itself when its block is full and it is no longer recent, or at once where each token is coded alone. A codec that
+predicts gets what the layer below, and the keys of its own, decoded in the same call; only that is kept, until the
+layer is done.
 
     cache = resident_cache(model, "prerope+sinks(n=4)+hadamard(bits=4)", length=2048)
     model.generate(**inputs, past_key_values=cache)
@@ -12,16 +14,18 @@ coded itself when its block is full and it is no longer recent, or at once where
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
 from assay.kv.calibration import read_calibration
+from assay.kv.handover import Handover, handovers
 from assay.kv.model import cache_shape
 from assay.kv.rope import Rotary
 from assay.kv.setup import Bench
-from assay.kv.sides import refuse_sides
+from assay.kv.sides import last_readers
 from assay.kv.spec import parse_spec
 
 if TYPE_CHECKING:
@@ -44,13 +48,23 @@ def resident_cache(model: Any, codec: str, *, length: int, calibration: str | Pa
     rotary = Rotary(model, length)
     spec = parse_spec(codec)
     coders = Bench(shape, rotary, known).fit_all(lambda _, stream: spec.of(stream))
-    refuse_sides(coders.by_stream, "the compressed cache")
+    given = handovers(coders.by_stream, rotary)
+    last = last_readers(coders.by_stream)
     held = _cache_type()(config=model.config)
     for index, layer in enumerate(held.layers):
         layer.__class__ = _resident(type(layer))  # type: ignore[arg-type, unused-ignore]
         layer.assay_window = getattr(layer, "sliding_window", None)
+        layer.assay_done = tuple(given[key] for key, reader in last.items() if reader == index)
         layer.assay_streams = tuple(
-            HeldStream(index, coders.by_stream.get((index, stream)), rotary, layer.assay_window, length)
+            HeldStream(
+                index,
+                coder := coders.by_stream.get((index, stream)),
+                rotary,
+                layer.assay_window,
+                length,
+                sides=tuple(given[side] for side in (coder.sides if coder else ())),
+                handover=given.get((index, stream)),
+            )
             for stream in "kv"
         )
     held.table_bytes = coders.table_bytes
@@ -61,16 +75,29 @@ class HeldStream:
     """Keys or values of one layer, [B, KV heads, tokens, head_dim], compressed as soon as they may be.
 
     `window`: a sliding layer's; blocks that no later query can see are dropped. `length` bounds positions before RoPE.
+    `sides` are those of the streams that the coder predicts from, updated before this one in every step; into
+    `handover` goes what others predict from.
     """
 
     def __init__(
-        self, layer: int, coder: FittedCodec | None, rotary: Rotary, window: int | None, length: int
+        self,
+        layer: int,
+        coder: FittedCodec | None,
+        rotary: Rotary,
+        window: int | None,
+        length: int,
+        *,
+        sides: Sequence[Handover] = (),
+        handover: Handover | None = None,
     ) -> None:
         self._layer = layer
         self._coder = coder
         self._rotary = rotary if coder and coder.before_rope and not coder.lossless else None
         self._back = None if window is None else window - 1
         self._limit = length
+        self._sides = tuple(sides)
+        self._handover = handover
+        self._exact = coder is None or coder.lossless
         self.clear()
 
     def clear(self) -> None:
@@ -104,16 +131,23 @@ class HeldStream:
 
         start = self.length
         self.length += new.shape[-2]
-        if self._rotary and self.length > self._limit:
+        turned = self._rotary or (self._handover and self._handover.rotary)
+        if turned and self.length > self._limit:
             raise UsageError(
                 f"the compressed cache was made for {self._limit} tokens, and now there are {self.length}",
                 remedy="make it with a larger length",
                 finding_id="kv.length",
             )
         self._tail = new.clone() if self._tail is None else torch.cat([self._tail, new], dim=-2)
-        seen = new if start == 0 else self._read(start, new.shape[-2])
+        if self._handover:
+            self._handover.clear()
+        whole = new if start == 0 else self._read(start)
+        if self._handover and self._exact:
+            self._handover.put_exact(whole, self.length - whole.shape[-2])
         self._compress()
-        return seen
+        if self._back is None or start == 0:
+            return whole
+        return whole[..., -(min(start, self._back) + new.shape[-2]) :, :]
 
     @property
     def rows(self) -> int:
@@ -129,8 +163,8 @@ class HeldStream:
         self._sinks = None if self._sinks is None else self._sinks.index_select(0, index)
         self._blocks = [[block[i] for i in index.tolist()] for block in self._blocks]
 
-    def _read(self, start: int, count: int) -> torch.Tensor:
-        """What `count` new tokens from position `start` on see."""
+    def _read(self, start: int) -> torch.Tensor:
+        """All tokens that are held, as new ones from position `start` on see them."""
         import torch
 
         tail = self._held_tail()
@@ -139,38 +173,52 @@ class HeldStream:
         if coder is None:
             parts.append(tail)
         else:
-            parts += self._decoded(tail)
+            seen_from = 0 if self._back is None else max(0, start - self._back)
+            if self._blocks:
+                parts.append(self._given(self._decoded(coder, tail.device, seen_from), self._blocks_at))
             at_once = coder.granularity == 1 and coder.exact_last == 0 and start >= coder.exact_first
             ready = (self.length if at_once else start) - coder.exact_last - max(first, coder.exact_first)
             coded = max(0, ready) // coder.granularity * coder.granularity
             skip = max(0, coder.exact_first - first)
             parts.append(tail[..., :skip, :])
             if coded:
-                parts.append(self._round_trip(tail[..., skip : skip + coded, :], first + skip))
+                fresh = tail[..., skip : skip + coded, :]
+                parts.append(
+                    self._given(self._round_trip(coder, fresh, first + skip, seen_from), first + skip)
+                )
             parts.append(tail[..., skip + coded :, :])
-        whole = torch.cat(parts, dim=-2)
-        return whole if self._back is None else whole[..., -(min(start, self._back) + count) :, :]
+        return torch.cat([part.to(tail.dtype) for part in parts], dim=-2)
 
-    def _decoded(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """The tokens of all blocks, in one go."""
-        if not self._blocks or self._coder is None:
-            return []
-        coder = self._coder.coder
+    def _given(self, states: torch.Tensor, at: int) -> torch.Tensor:
+        """Decoded tokens from position `at` on as attention sees them; others may predict from them."""
+        if self._handover and not self._exact:
+            self._handover.put(states, at)
+        return self._outside(states, at)
+
+    def _near(self, lo: int, hi: int, seen_from: int, device: torch.device) -> torch.Tensor | None:
+        """What the coder predicts positions lo … hi − 1 from, [rows, side heads, tokens, d]."""
+        import torch
+
+        if not self._sides:
+            return None
+        return torch.cat([side.take(lo, hi, seen_from).to(device) for side in self._sides], dim=1)
+
+    def _decoded(self, own: FittedCodec, device: torch.device, seen_from: int) -> torch.Tensor:
+        """The tokens of all blocks as the codec sees them, in one go."""
+        coder = own.coder
         rows, size = len(self._blocks[0]), coder.block_tokens
         parts = coder.unpack([payload for block in self._blocks for payload in block], size)
-        found = coder.dequantise(tuple(part.to(like.device) for part in parts))
-        # [blocks · rows, heads, size, d] → [rows, heads, blocks · size, d]
-        states = found.unflatten(0, (-1, rows)).permute(1, 2, 0, 3, 4).flatten(2, 3)
-        return [self._outside(states, self._blocks_at).to(like.dtype)]
+        near = self._near(self._blocks_at, self._blocks_at + len(self._blocks) * size, seen_from, device)
+        found = coder.dequantise(
+            tuple(part.to(device) for part in parts), None if near is None else _blocks(near, size)
+        )
+        return _tokens(found, rows)
 
-    def _round_trip(self, x: torch.Tensor, at: int) -> torch.Tensor:
-        """What tokens from position `at` on become, which are not worth bytes yet."""
-        if self._coder is None:
-            return x
-        rows, heads, tokens, width = x.shape
-        folded = self._inside(x, at).transpose(0, 1).reshape(heads, rows * tokens, width)
-        back = self._coder.reconstruct(folded).reshape(heads, rows, tokens, width).transpose(0, 1)
-        return self._outside(back, at).to(x.dtype)
+    def _round_trip(self, own: FittedCodec, x: torch.Tensor, at: int, seen_from: int) -> torch.Tensor:
+        """What tokens from position `at` on become, which are not worth bytes yet, as the codec sees them."""
+        near = self._near(at, at + x.shape[-2], seen_from, x.device)
+        back = own.reconstruct(_folded(self._inside(x, at)), None if near is None else _folded(near))
+        return back.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
 
     def _compress(self) -> None:
         """Turn what may be coded into payloads, and drop what no later token can see."""
@@ -188,7 +236,8 @@ class HeldStream:
         if unseen or not self._blocks:
             self._blocks, self._blocks_at = [], first + unseen * size
         if count > unseen:
-            self._blocks += self._payloads(tail[..., unseen * size : count * size, :], first + unseen * size)
+            whole = tail[..., unseen * size : count * size, :]
+            self._blocks += self._payloads(coder, whole, first + unseen * size, oldest)
         gone = min(len(self._blocks), max(0, oldest - self._blocks_at) // size)
         self._blocks, self._blocks_at = self._blocks[gone:], self._blocks_at + gone * size
         if self._sinks is not None and oldest >= coder.exact_first:
@@ -209,15 +258,15 @@ class HeldStream:
         """Position of the first token of the tail."""
         return self.length - int(self._held_tail().shape[-2])
 
-    def _payloads(self, x: torch.Tensor, at: int) -> list[list[bytes]]:
+    def _payloads(self, own: FittedCodec, x: torch.Tensor, at: int, seen_from: int) -> list[list[bytes]]:
         """Whole blocks of [rows, heads, tokens, d] as bytes by block and row."""
-        if self._coder is None:
-            return []
-        coder, rows = self._coder.coder, x.shape[0]
-        blocks = (
-            self._inside(x, at).unflatten(2, (-1, coder.block_tokens)).permute(2, 0, 1, 3, 4).flatten(0, 1)
-        )
-        found = coder.pack(coder.quantise(blocks))
+        coder, rows = own.coder, x.shape[0]
+        near = self._near(at, at + x.shape[-2], seen_from, x.device)
+        side = None if near is None else _blocks(near, coder.block_tokens)
+        codes = coder.quantise(_blocks(self._inside(x, at), coder.block_tokens), side)
+        if self._handover and not self._exact:
+            self._handover.put(_tokens(coder.dequantise(codes, side), rows), at)
+        found = coder.pack(codes)
         return [found[i : i + rows] for i in range(0, len(found), rows)]
 
     def _inside(self, x: torch.Tensor, at: int) -> torch.Tensor:
@@ -236,6 +285,21 @@ class HeldStream:
         if self._tail is None:
             raise ValueError("nothing has gone into this stream yet")
         return self._tail
+
+
+def _blocks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[rows, heads, blocks · size, d] → [blocks · rows, heads, size, d]."""
+    return x.unflatten(2, (-1, size)).permute(2, 0, 1, 3, 4).flatten(0, 1)
+
+
+def _tokens(blocks: torch.Tensor, rows: int) -> torch.Tensor:
+    """[blocks · rows, heads, size, d] → [rows, heads, blocks · size, d]."""
+    return blocks.unflatten(0, (-1, rows)).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _folded(x: torch.Tensor) -> torch.Tensor:
+    """[rows, heads, tokens, d] → [heads, rows · tokens, d]."""
+    return x.transpose(0, 1).flatten(1, 2)
 
 
 @cache
@@ -265,12 +329,15 @@ def _resident(base: type) -> type:
 
     class Resident(base):  # type: ignore[misc]
         assay_streams: tuple[HeldStream, HeldStream]
+        assay_done: tuple[Handover, ...]
 
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
             seen = tuple(
                 s.update(x) for s, x in zip(self.assay_streams, (key_states, value_states), strict=True)
             )
+            for handover in self.assay_done:
+                handover.clear()
             if hasattr(self, "cumulative_length"):
                 self.cumulative_length = self.assay_streams[0].length
             return seen

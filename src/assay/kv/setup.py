@@ -13,7 +13,7 @@ from assay.kv.codec import Samples, Site
 from assay.kv.fitted import FittedCodec
 from assay.kv.model import CacheShape
 from assay.kv.rope import Rotary
-from assay.kv.sides import sides_of
+from assay.kv.sides import check_alone, sides_of
 from assay.kv.spec import Recipe
 from assay.kv.track import Key
 
@@ -65,7 +65,9 @@ class Bench:
         sides = sides_of(recipe, site, coded, self.shape)
         key = (recipe, layer, stream, tuple((side, id(coded.get(side))) for side in sides))
         if key not in self._fitted:
-            self._fitted[key] = recipe.fit(self._samples(recipe, site, coded, sides))
+            fitted = recipe.fit(self._samples(recipe, site, coded, sides))
+            check_alone(fitted, coded)
+            self._fitted[key] = fitted
         return self._fitted[key]
 
     def _samples(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from assay.errors import AssayError, UsageError
+from assay.errors import UsageError
 from assay.kv.codec import Site
 from assay.kv.track import Coders, Key
 
@@ -40,13 +40,23 @@ def sides_of(
     return tuple(found)
 
 
-def refuse_sides(coders: Coders, where: str) -> None:
-    """AssayError where a coder predicts and `where` has no way to hand it what it predicts from."""
-    if any(coder.sides for coder in coders.values()):
-        raise AssayError(
-            f"{where} does not hand codecs what they predict from",
-            finding_id="kv.unsupported",
-            remedy="use pca with predict=none there; a model of transformers takes it as it is: `assay kv eval`",
+def last_readers(coders: Coders) -> dict[Key, int]:
+    """Every stream that another predicts from, with the last layer that does."""
+    found: dict[Key, int] = {}
+    for (layer, _), coder in coders.items():
+        for side in coder.sides:
+            found[side] = max(layer, found.get(side, layer))
+    return found
+
+
+def check_alone(fitted: FittedCodec, coded: Mapping[Key, FittedCodec]) -> None:
+    """UsageError where a coder of blocks predicts from coded tokens, which are decoded one by one."""
+    if fitted.granularity != 1 and any(key in coded and not coded[key].lossless for key in fitted.sides):
+        raise UsageError(
+            f"{fitted.spec} in layer {fitted.site.layer}, stream {fitted.site.stream}, codes "
+            f"{fitted.granularity} tokens together, but predicts from streams that are coded token by token",
+            remedy="leave out what works on blocks, such as mean(of=block)",
+            finding_id="kv.side",
         )
 
 

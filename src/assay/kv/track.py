@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -61,6 +61,11 @@ class Track:
     def length(self) -> int:
         """Tokens so far."""
         return self._states.length
+
+    @property
+    def sides(self) -> tuple[Key, ...]:
+        """The streams that its coder predicts from."""
+        return self.coder.sides if self.coder else ()
 
     @property
     def done(self) -> int:
@@ -164,6 +169,24 @@ class Track:
             sha256(stream).hexdigest(),
         )
         return found, back if self.coder.before_rope else self._before_rope(back, start)
+
+
+def facts_of_window(
+    tracks: Mapping[Key, Track], window: int, starts: Mapping[Key, int]
+) -> Iterator[tuple[Key, StreamFacts]]:
+    """The real streams of one window, each stream's tokens from its start on, predicted from what came back of others."""
+    import torch
+
+    needed = {side for track in tracks.values() for side in track.sides}
+    decoded: dict[Key, torch.Tensor] = {}
+    # In this order the sides of a stream come before it.
+    for key in sorted(tracks):
+        track = tracks[key]
+        parts = [decoded[side][:, starts[key] - starts[side] :] for side in track.sides]
+        found, back = track.facts(window, starts[key], torch.cat(parts) if parts else None)
+        yield key, found
+        if key in needed:
+            decoded[key] = back
 
 
 def _folded(x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ the values from the mean of their channel. An error of 1 is that of storing noth
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,14 +34,20 @@ class StageError:
     figures: dict[str, float]
 
 
-def coded(fitted: FittedCodec, x: torch.Tensor) -> torch.Tensor:
-    """What comes back of each window [windows, heads, tokens, head_dim], its exact ends as they were, float32."""
+def coded(fitted: FittedCodec, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+    """What comes back of each window [windows, heads, tokens, head_dim], its exact ends as they were, float32.
+
+    `side` [windows, side heads, tokens, head_dim]: what a decoder has of the streams that the codec predicts from.
+    """
     import torch
 
     lo, hi = span(fitted, x.shape[2])
     result = x.float().clone()
     if hi > lo:
-        result[:, :, lo:hi] = torch.stack([fitted.reconstruct(window[:, lo:hi]) for window in x.float()])
+        nears = [None] * x.shape[0] if side is None else [near[:, lo:hi] for near in side]
+        result[:, :, lo:hi] = torch.stack(
+            [fitted.reconstruct(own[:, lo:hi], near) for own, near in zip(x.float(), nears, strict=True)]
+        )
     return result
 
 
@@ -69,8 +76,8 @@ def outlier_share(x: torch.Tensor) -> torch.Tensor:
     return (off.abs() > FAR * deviation).to(torch.float32).mean(dim=(0, 2, 3))
 
 
-def stage_errors(fitted: FittedCodec, x: torch.Tensor) -> list[StageError]:
-    """The stages of the coded tokens of all windows; none where the codec is one step."""
+def stage_errors(fitted: FittedCodec, x: torch.Tensor, side: torch.Tensor | None = None) -> list[StageError]:
+    """The stages of the coded tokens of all windows; none where the codec is one step. `side` as in `coded`."""
     import torch
 
     lo, hi = span(fitted, x.shape[2])
@@ -79,10 +86,12 @@ def stage_errors(fitted: FittedCodec, x: torch.Tensor) -> list[StageError]:
     entering: dict[str, list[torch.Tensor]] = {}
     figures: dict[str, dict[str, float]] = {}
     tokens = 0
-    for blocks in _batches(x[:, :, lo:hi], fitted.granularity):
+    size = fitted.granularity
+    sides = itertools.repeat(None) if side is None else _batches(side[:, :, lo:hi], size)
+    for blocks, near in zip(_batches(x[:, :, lo:hi], size), sides, strict=False):
         count = blocks.shape[0] * blocks.shape[2]
         tokens += count
-        for stage in fitted.coder.stages(blocks):
+        for stage in fitted.coder.stages(blocks, near):
             error = (blocks - stage.decoded).square().sum(dim=(0, 2, 3))
             lost[stage.name] = lost.get(stage.name, torch.zeros_like(error)) + error
             kept = figures.setdefault(stage.name, {})

@@ -15,7 +15,7 @@ from assay.kv.diagnostics.reconstruction import (
     span,
     stage_errors,
 )
-from assay.kv.diagnostics.traffic import Traffic
+from assay.kv.diagnostics.traffic import Decoded, Traffic
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +23,21 @@ if TYPE_CHECKING:
     from assay.kv.fitted import FittedCodec
 
 
-def diagnose_stream(fitted: FittedCodec, traffic: Traffic, layer: int, stream: str) -> dict[str, Any]:
-    """`results.layers[]` of one stream: figures over all heads, then those of each, then the stages."""
+def diagnose_stream(
+    fitted: FittedCodec, traffic: Traffic, decoded: Decoded, layer: int, stream: str
+) -> dict[str, Any]:
+    """`results.layers[]` of one stream: figures over all heads, then those of each, then the stages.
+
+    `decoded` gives what the codec predicts from, and takes what came back.
+    """
     keys = traffic.rotated(layer, traffic.keys[layer])
     if stream == "k":
         x = traffic.keys[layer].float() if fitted.before_rope else keys
     else:
         x = traffic.values[layer].float()
-    back = coded(fitted, x)
+    side = decoded.sides(fitted)
+    back = coded(fitted, x, side)
+    decoded.put((layer, stream), fitted, back)
     lo, hi = span(fitted, x.shape[2])
     inside, outside = x[:, :, lo:hi], back[:, :, lo:hi]
     mse, far = relative_mse(inside, outside), outlier_share(inside)
@@ -45,7 +52,7 @@ def diagnose_stream(fitted: FittedCodec, traffic: Traffic, layer: int, stream: s
     ]
     for head, found in zip(heads, _attention(traffic, layer, stream, keys, x, back, fitted), strict=True):
         head["attention"] = found
-    stages = stage_errors(fitted, x)
+    stages = stage_errors(fitted, x, side)
     return {
         "layer": layer,
         "stream": stream,
@@ -56,7 +63,7 @@ def diagnose_stream(fitted: FittedCodec, traffic: Traffic, layer: int, stream: s
             name: sum(h["attention"][name] for h in heads) / len(heads) for name in heads[0]["attention"]
         },
         "residual": to_json(distribution(outside - inside)),
-        "bits_per_value": 8 * len(fitted.encode(x[0])) / x[0].numel(),
+        "bits_per_value": 8 * len(fitted.encode(x[0], None if side is None else side[0])) / x[0].numel(),
         "rank": next((s.figures["rank"] for s in stages if "rank" in s.figures), None),
         "coded_apart": next((s.figures["outliers"] for s in stages if "outliers" in s.figures), None),
         "stages": [_stage(s) for s in stages],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +12,13 @@ from assay.kv.capture import Capture
 from assay.kv.diagnostics.attention import Reads
 from assay.kv.model import CacheShape
 from assay.kv.rope import Rotary, Rotation
+from assay.kv.track import Key
 from assay.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
     import torch
+
+    from assay.kv.fitted import FittedCodec
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,33 @@ class Traffic:
         """That of all positions, where the captured tensors are."""
         whole = self.rotary.at(layer, 0, self.keys[layer].shape[2])
         return Rotation(whole.cos.cpu(), whole.sin.cpu())
+
+
+class Decoded:
+    """What a decoder has of the streams of some windows, keys before RoPE, float32, while others predict from them."""
+
+    def __init__(self, traffic: Traffic, last_readers: Mapping[Key, int]) -> None:
+        self._traffic = traffic
+        self._last_readers = last_readers
+        self._held: dict[Key, torch.Tensor] = {}
+
+    def sides(self, fitted: FittedCodec) -> torch.Tensor | None:
+        """What a codec predicts from [windows, side heads, tokens, d]; streams that are not coded are exact."""
+        import torch
+
+        parts = [self._held[key] if key in self._held else self._exact(key) for key in fitted.sides]
+        return torch.cat(parts, dim=1) if parts else None
+
+    def put(self, key: Key, fitted: FittedCodec, back: torch.Tensor) -> None:
+        """What came back of a stream, as its codec sees it; streams that nothing more predicts from are dropped."""
+        if key in self._last_readers and not fitted.lossless:
+            self._held[key] = back
+        for old in [k for k in self._held if self._last_readers[k] < key[0]]:
+            del self._held[old]
+
+    def _exact(self, key: Key) -> torch.Tensor:
+        layer, stream = key
+        return (self._traffic.keys if stream == "k" else self._traffic.values)[layer].float()
 
 
 class _Watch(Capture):

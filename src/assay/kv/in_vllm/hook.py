@@ -10,13 +10,14 @@ from assay.engines.vllm.kv_hook import HookContext
 from assay.engines.vllm.steps import Request, Rewrite
 from assay.errors import AssayError
 from assay.kv.accounting import NOTE, streams_note
+from assay.kv.coder import StreamCoder
 from assay.kv.hook import Mode
 from assay.kv.hooks import HookPlan, bench_of
 from assay.kv.in_vllm.lane import Lane, Spans
 from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
-from assay.kv.sides import refuse_sides
-from assay.kv.track import Coders, Key, StreamFacts
+from assay.kv.sides import last_readers
+from assay.kv.track import Coders, Key, StreamFacts, facts_of_window
 
 if TYPE_CHECKING:
     import torch
@@ -56,27 +57,15 @@ class VllmCodecHook:
         # The model's rotation is needed only to put the calibration's keys where the codec is.
         rotary = Rotary.of_config(model.config, self.plan.length) if self.plan.calibration else None
         self._coders: Coders = self.plan.coders(bench_of(shape, self.plan, rotary)).by_stream
-        refuse_sides(self._coders, "vLLM's cache")
+        self._last_readers = last_readers(self._coders)
         self._to_measure = 0 if serving else self._to_measure
-        for layer in range(shape.layers):
-            coders = {stream: self._coders.get((layer, stream)) for stream in ("k", "v")}
-            stateful = self.mode is not Mode.INFORWARD or any(
-                c is not None and (c.granularity > 1 or c.exact_last > 0) for c in coders.values()
-            )
-            settles = all(c is None or (c.granularity == 1 and not c.exact_last) for c in coders.values())
-            for stream, coder in coders.items():
-                self._lanes[layer, stream] = Lane(
-                    (layer, stream),
-                    coder,
-                    self.mode,
-                    stateful=stateful and any(c is not None for c in coders.values()),
-                    settles=settles,
-                )
+        self._lanes = lanes_of(self._coders, shape.layers, self.mode)
 
     def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:
-        """Where a layer's keys are coded."""
+        """Where a layer's keys are coded; those that others predict from are wanted before RoPE, exact ones too."""
         coder = self._coders.get((layer, "k"))
-        return "pre_rope" if coder is not None and coder.before_rope else "post_rope"
+        before = (coder is not None and coder.before_rope) or (layer, "k") in self._last_readers
+        return "pre_rope" if before else "post_rope"
 
     def start_pass(self, index: int) -> None:
         """Told by the engine before each pass over a batch."""
@@ -104,6 +93,9 @@ class VllmCodecHook:
             lane = self._lanes[layer, stream]
             new[stream], changed[stream] = lane.feed(requests, x, self._is_measured, second=self._second)
         self._rewrite(layer, requests, changed)
+        for key, reader in self._last_readers.items():
+            if reader == layer:
+                self._lanes[key].release()
         return new["k"], new["v"]
 
     def commit(self) -> None:
@@ -121,9 +113,10 @@ class VllmCodecHook:
                     remedy="run with enforce_eager in one engine process",
                     evidence={"coded": {str(layer): tokens for layer, tokens in coded.items()}},
                 )
-        for key, lane in self._lanes.items():
-            for window in self._measured:
-                self.facts.setdefault(key, []).append(lane.histories[window].track.facts(0, 0)[0])
+        for window in self._measured:
+            tracks = {key: lane.histories[window].track for key, lane in self._lanes.items()}
+            for key, found in facts_of_window(tracks, 0, dict.fromkeys(tracks, 0)):
+                self.facts.setdefault(key, []).append(found)
         self._to_measure -= len(self._measured)
         self.discard()
 
@@ -175,6 +168,37 @@ class VllmCodecHook:
 def for_vllm(**config: Any) -> VllmCodecHook:
     """Factory of `assay.kv.hooks.hook_spec` for `vllm:`."""
     return VllmCodecHook(HookPlan.from_config(config))
+
+
+def lanes_of(coders: Coders, layers: int, mode: Mode) -> dict[Key, Lane]:
+    """The lanes of all layers, each with those that it predicts from."""
+    keys = [(layer, stream) for layer in range(layers) for stream in ("k", "v")]
+    readers: dict[Key, set[int]] = {}
+    for (layer, _), reading in coders.items():
+        for side in reading.sides:
+            readers.setdefault(side, set()).add(layer)
+
+    def of(layer: int) -> list[StreamCoder]:
+        return [coders[layer, stream] for stream in ("k", "v") if (layer, stream) in coders]
+
+    single = {n: all(c.granularity == 1 and not c.exact_last for c in of(n)) for n in range(layers)}
+    stateful = {n: bool(of(n)) and (mode is not Mode.INFORWARD or not single[n]) for n in range(layers)}
+    lanes: dict[Key, Lane] = {}
+    for key in keys:
+        layer, coder = key[0], coders.get(key)
+        mine = readers.get(key, set())
+        exact = coder is None or coder.lossless
+        lanes[key] = Lane(
+            key,
+            coder,
+            mode,
+            stateful=stateful[layer],
+            settles=single[layer] and (not exact or all(single[reader] for reader in mine)),
+            sides=[lanes[side] for side in (coder.sides if coder else ())],
+            handed=bool(mine),
+            recorded=exact and any(stateful[reader] for reader in mine),
+        )
+    return lanes
 
 
 def check_cache(shape: CacheShape, context: HookContext) -> None:

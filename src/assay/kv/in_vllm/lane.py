@@ -4,6 +4,9 @@ Tokens of a request are coded in blocks of its own; the coder sees the due block
 coder gives back for tokens of the running step goes to attention, which also writes it into the cache; what it gives
 back for earlier tokens (a block that became full, a token that is recent no longer, the prefix that *decode* left
 exact) must be written into the cache by the caller.
+
+A coder that predicts gets, for the tokens that it codes, what the lanes of its sides made of the same ones; those lanes
+are fed before it in every step.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 
 Spans = Mapping[str, tuple[int, int]]
 """First and past the last position, by the key of a request."""
+Due = tuple[Request, int, int]
+"""Positions from … to, past the last, of a request in the running step."""
 
 
 @dataclass
@@ -41,17 +46,34 @@ class Lane:
     """One stream of one layer. `stateful`: earlier tokens may change, so that all are kept.
 
     `settles`: in *decode* none changes any more once the prefix has been coded, in this stream and in the other, which
-    shares its slots; then nothing more is kept.
+    shares its slots, nor in those that predict from this one; then nothing more is kept. `sides` are the lanes that the
+    coder predicts from. `handed`: others predict from this one; `recorded`: from earlier tokens of it too.
     """
 
     def __init__(
-        self, key: Key, coder: StreamCoder | None, mode: Mode, *, stateful: bool, settles: bool = False
+        self,
+        key: Key,
+        coder: StreamCoder | None,
+        mode: Mode,
+        *,
+        stateful: bool,
+        settles: bool = False,
+        sides: Sequence[Lane] = (),
+        handed: bool = False,
+        recorded: bool = False,
     ) -> None:
         self.key = key
         self.coder = coder
         self.mode = mode
         self.stateful = stateful
         self.settles = settles and mode is Mode.DECODE
+        self.sides = tuple(sides)
+        self.handed = handed
+        self.recorded = recorded
+        self._exact = coder is None or coder.lossless
+        self._step: torch.Tensor | None = None
+        self._second = False
+        self._made: list[tuple[tuple[Due, ...], torch.Tensor]] = []
         self.histories: dict[str, History] = {}
         self.fires = 0
         self.coded = 0
@@ -64,6 +86,9 @@ class Lane:
 
         `kept` says of whom the tokens are kept although nothing needs them; `second` is the second pass of *snapshot*.
         """
+        self.release()
+        if self.handed:
+            self._step, self._second = x, second
         if second:
             return (self._replaced(requests, x), {}) if self.coder else (x, {})
         settled = [r for r in requests if self._is_settled(r) and not kept(r)] if self.settles else []
@@ -79,7 +104,7 @@ class Lane:
         self, requests: Sequence[Request], x: torch.Tensor, kept: Callable[[Request], bool]
     ) -> tuple[torch.Tensor, Spans]:
         for request in requests:
-            if self.stateful or kept(request):
+            if self.stateful or self.recorded or kept(request):
                 rows = x[request.offset : request.offset + request.count].transpose(0, 1)
                 self._history(request).track.append(rows.unsqueeze(0))
         changed: Spans = {}
@@ -94,6 +119,41 @@ class Lane:
                 rows = out[request.offset : request.offset + request.count].transpose(0, 1)
                 self.histories[request.key].held.append(rows)
         return out, changed
+
+    def decoded(self, due: Sequence[Due]) -> torch.Tensor:
+        """What a decoder has of these tokens, [h, all of them, d], float32: exact ones, or what was coded in this step.
+
+        ValueError where they have not been coded in it.
+        """
+        import torch
+
+        if self._exact:
+            return torch.cat([self._exactly(*d) for d in due], dim=1).float()
+        for ranges, result in self._made:
+            if ranges == tuple(due):
+                return result
+        return torch.cat([self._made_of(*d) for d in due], dim=1)
+
+    def release(self) -> None:
+        """Nothing predicts from the running step any more."""
+        self._step = None
+        self._made.clear()
+
+    def _exactly(self, request: Request, lo: int, hi: int) -> torch.Tensor:
+        """Tokens as they came, in the first pass of *snapshot*."""
+        if self._second or lo < request.start or self._step is None:
+            return self.histories[request.key].track.exact[0, :, lo:hi]
+        first = request.offset - request.start
+        return self._step[first + lo : first + hi].transpose(0, 1)
+
+    def _made_of(self, request: Request, lo: int, hi: int) -> torch.Tensor:
+        for ranges, result in self._made:
+            at = 0
+            for other, first, last in ranges:
+                if other.key == request.key and first <= lo and hi <= last:
+                    return result[:, at + lo - first : at + hi - first]
+                at += last - first
+        raise ValueError(f"tokens {lo} to {hi} of request {request.key} are not coded yet in {self.key}")
 
     def _is_settled(self, request: Request) -> bool:
         """Whether all earlier tokens of a request are what they stay, and its new ones are coded as they come."""
@@ -115,11 +175,13 @@ class Lane:
         for request in requests:
             self.histories[request.key].track.mark(request.end)
         total = requests[-1].offset + requests[-1].count
-        return self._coded_rows(x, slice(0, total) if everyone else _rows_from(tuple(requests), 0, x.device))
+        rows = slice(0, total) if everyone else _rows_from(tuple(requests), 0, x.device)
+        return self._coded_rows(x, rows, requests, 0)
 
     def forget(self, keys: Sequence[str] | None = None) -> None:
         """Drop what is kept of these requests, by default of all."""
         if keys is None:
+            self.release()
             self.histories.clear()
             self.coded = 0
         for key in keys or ():
@@ -152,11 +214,16 @@ class Lane:
             rows = _rows_from(tuple(requests), first, x.device)
             if not rows.numel():
                 return x
-        return self._coded_rows(x, rows)
+        return self._coded_rows(x, rows, requests, first)
 
-    def _coded_rows(self, x: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-        """`x` with these rows coded, each token alone."""
-        result = self._code(x[rows].transpose(0, 1)).transpose(0, 1)
+    def _coded_rows(
+        self, x: torch.Tensor, rows: torch.Tensor | slice, requests: Sequence[Request], first: int
+    ) -> torch.Tensor:
+        """`x` with these rows coded, each token alone: those of the requests that are not among their first ones."""
+        due: list[Due] = []
+        if self.sides or self.handed:
+            due = [(r, max(r.start, first), r.end) for r in requests if r.end > first]
+        result = self._code(x[rows].transpose(0, 1), due).transpose(0, 1)
         if result.shape[0] == x.shape[0]:
             return result
         out = x.clone()
@@ -176,7 +243,7 @@ class Lane:
         if not due:
             return x, {}
         results = self._code(
-            torch.cat([self.histories[r.key].track.exact[0, :, lo:hi] for r, lo, hi in due], 1)
+            torch.cat([self.histories[r.key].track.exact[0, :, lo:hi] for r, lo, hi in due], 1), due
         )
         out, changed, done = x.clone(), dict[str, tuple[int, int]](), 0
         for request, lo, hi in due:
@@ -211,8 +278,10 @@ class Lane:
         histories = [self.histories[r.key] for r in requests]
         fresh = [h for h in histories if h.replaced is None]
         spans = [h.track.whole_blocks(h.track.length) for h in fresh]
-        parts = [h.track.exact[0, :, lo:hi] for h, (lo, hi) in zip(fresh, spans, strict=True) if lo < hi]
-        results = self._code(torch.cat(parts, dim=1)) if parts else None
+        new = [r for r in requests if self.histories[r.key].replaced is None]
+        due = [(r, lo, hi) for r, (lo, hi) in zip(new, spans, strict=True) if lo < hi]
+        parts = [self.histories[r.key].track.exact[0, :, lo:hi] for r, lo, hi in due]
+        results = self._code(torch.cat(parts, dim=1), due) if parts else None
         done = 0
         for history, (lo, hi) in zip(fresh, spans, strict=True):
             history.replaced = history.track.exact[0].clone()
@@ -226,13 +295,19 @@ class Lane:
                 out[request.offset : request.offset + request.count] = rows
         return out
 
-    def _code(self, x: torch.Tensor) -> torch.Tensor:
-        """Whole blocks [h, tokens, d] as the codec gives them back, in the same type."""
+    def _code(self, x: torch.Tensor, due: Sequence[Due]) -> torch.Tensor:
+        """Whole blocks [h, tokens, d] as the codec gives them back, in the same type; `due` says which tokens they are."""
+        import torch
+
         self.fires += 1
         self.coded += x.shape[1]
         if self.coder is None or self.coder.lossless:
             return x
-        return self.coder.reconstruct(x).to(x.dtype)
+        near = torch.cat([side.decoded(due) for side in self.sides]) if self.sides else None
+        result = self.coder.reconstruct(x, near)
+        if self.handed:
+            self._made.append((tuple(due), result))
+        return result.to(x.dtype)
 
 
 @lru_cache(maxsize=8)
