@@ -1,7 +1,7 @@
 """Run by a Python that has vLLM: codecs in its cache, with a real model; prints what was measured as JSON.
 
-Usage: python kv_vllm_inside.py CHECKPOINT TENSORS OUT; TENSORS is a safetensors file for `streams_of`, OUT gets what a
-calibration captures.
+Usage: python kv_vllm_inside.py CHECKPOINT TENSORS OUT CALIBRATION; TENSORS is a safetensors file for `streams_of`, OUT gets
+what a calibration captures, CALIBRATION is one for the codec that predicts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -16,12 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from assay.engines.scoring import HookSpec, ScoreJob, Window
+from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
 from assay.engines.vllm.scorer import VllmScorer
 from assay.engines.vllm.steps import Rewrite
 from assay.engines.vllm.wire import save_tensors
 from assay.fidelity.metrics import window_statistics
-from assay.kv.accounting import measured_bytes
+from assay.kv.accounting import measured_bytes, stream_facts
 from assay.kv.codec import Samples, Site
 from assay.kv.hooks import HookPlan, hook_spec, path_of
 from assay.kv.in_vllm.capture import capture_in_vllm
@@ -30,6 +31,8 @@ from assay.kv.spec import parse_recipe
 
 LENGTH, COUNT = 64, 6
 HADAMARD = "hadamard(bits=4)"
+PREDICT, PREDICTED = "prerope+pca(step=0.6, classes=1, predict=all)", (10, 11)
+"""Coded in these layers only, so that the first of them predicts from exact streams."""
 SPECS = (
     "hadamard(bits=4)", "hadamard(bits=3.5)", "int(bits=4)", "fp8", "lattice", "kakeya", "sinks(n=4)+mean+hadamard",
     "outliers(n=2)+recent(n=5)+int(bits=3)", "pca(bits=3, coding=fixed)", "pca(step=0.05)",
@@ -41,17 +44,23 @@ def streams_of(path: Path) -> dict[str, str]:
     given = load_file(path)
     site = Site("k", 3, 30, *given["x"].shape[::2])
     samples = Samples(site, given["samples"], given["positions"], given["metric"])
+    known = replace(samples, side=given["side_samples"], sides=((2, "k"),))
     found = {}
-    for spec in SPECS:
-        coder = parse_recipe(spec).fit(samples)
-        stream = coder.encode(given["x"])
-        found[spec] = hashlib.sha256(stream + coder.decode(stream).numpy().tobytes()).hexdigest()
+    for spec in (*SPECS, PREDICT):
+        side = given["side"] if spec == PREDICT else None
+        coder = parse_recipe(spec).fit(samples if side is None else known)
+        stream = coder.encode(given["x"], side)
+        back = coder.decode(stream, side=side)
+        found[spec] = hashlib.sha256(stream + back.numpy().tobytes()).hexdigest()
     return found
 
 
-def job(engine: str, mode: str, codec: str | None) -> ScoreJob:
-    """How windows are scored with a codec, None for the exact cache."""
-    hook = hook_spec(engine, codec=codec, mode=mode, length=LENGTH, measure_windows=1) if codec else None
+def job(engine: str, mode: str, codec: str | None, calibration: str | None = None) -> ScoreJob:
+    """How windows are scored with a codec, None for the exact cache; one with a calibration in `PREDICTED` only."""
+    hook = None
+    if codec:
+        where = {"calibration": calibration, "layers": PREDICTED} if calibration else {}
+        hook = hook_spec(engine, codec=codec, mode=mode, length=LENGTH, measure_windows=1, **where)
     if mode == "decode":
         return ScoreJob(path_of(mode), scored_from=LENGTH // 2 + 1, batch=COUNT, hook=hook)
     return ScoreJob(path_of(mode), batch=COUNT - 2, hook=hook)
@@ -98,7 +107,13 @@ def peek(**config: Any) -> Peek:
     return Peek(HookPlan.from_config(config))
 
 
-def measure(checkpoint: str, out: Path) -> dict[str, Any]:
+def predicted(taken: Engagement) -> dict[str, float]:
+    """Times that the coded streams of the first window are smaller than bf16."""
+    facts = stream_facts(taken)
+    return {f"{n}.{s}": facts[n, s][0].exact / facts[n, s][0].stored for n in PREDICTED for s in "kv"}
+
+
+def measure(checkpoint: str, out: Path, calibration: str) -> dict[str, Any]:
     """Everything, with one engine."""
     options = f"max_model_len=128&max_num_batched_tokens={COUNT * LENGTH}&kv_cache_gib=0.1"
     engine = VllmScorer.load(f"vllm:{checkpoint}?{options}")
@@ -121,6 +136,9 @@ def measure(checkpoint: str, out: Path) -> dict[str, Any]:
             "fires": sorted(set(taken.per_layer.values())),
             "ratio": measured_bytes(taken, LENGTH - 1).ratio,
         }
+    for mode in plain:
+        rows = list(engine.score_windows(windows, job("vllm", mode, PREDICT, calibration)))
+        found[f"{mode} predicted"] = kl(plain[mode], rows) | predicted(engine.engagement())
     for codec in (HADAMARD, f"prerope+{HADAMARD}"):
         asked = job("vllm", "decode", codec)
         hook = HookSpec(f"{__name__}:peek", asked.hook.config if asked.hook else {})
@@ -135,4 +153,4 @@ def measure(checkpoint: str, out: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     streams = streams_of(Path(sys.argv[2]))
-    print(json.dumps(measure(sys.argv[1], Path(sys.argv[3])) | {"streams": streams}))
+    print(json.dumps(measure(sys.argv[1], Path(sys.argv[3]), sys.argv[4]) | {"streams": streams}))

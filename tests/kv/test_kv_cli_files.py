@@ -78,6 +78,7 @@ def test_mistakes_end_with_words(kv: Any, rows: Path, tmp_path: Path) -> None:
         (("encode", rows, "--codec", "fp8", "--out", out, "--heads", 7), "7 heads"),
         (("encode", rows, "--codec", "pca", "--out", out), "calibration"),
         (("encode", rows, "--codec", "fp8", "--out", out, "--stream", "q"), "stream"),
+        (("encode", rows, "--codec", "pca(predict=k)", "--out", out, "--stream", "v"), "one stream"),
         (("decode", cut, "--out", out), "damaged"),
         (("decode", tmp_path / "junk", "--out", out), "no KV stream"),
         (("decode", tmp_path / "none", "--out", out), "none"),

@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ import assay  # noqa: E402
 from assay.demo.vllm_env import vllm_python  # noqa: E402
 from assay.engines.hf.scorer import HfScorer  # noqa: E402
 from assay.engines.scoring import Window  # noqa: E402
+from assay.kv.calibration import Calibration, write_calibration  # noqa: E402
 from assay.kv.capture import capture  # noqa: E402
 from assay.kv.model import cache_shape  # noqa: E402
-from kv.kv_vllm_inside import HADAMARD, LENGTH, job, kl, streams_of  # noqa: E402
+from kv.kv_vllm_inside import HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of  # noqa: E402
 
 pytestmark = pytest.mark.engine
 
@@ -39,11 +41,14 @@ def tensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return x.bfloat16()
 
     root = torch.randn(3, 64, 64, generator=generator) / 8
+    x, samples = keys(301), keys(600)
     path = tmp_path_factory.mktemp("tensors") / "keys.safetensors"
     save_file(
         {
-            "x": keys(301),
-            "samples": keys(600),
+            "x": x,
+            "samples": samples,
+            "side": (x.flip(0) + keys(301)).contiguous(),
+            "side_samples": (samples.flip(0) + keys(600)).contiguous(),
             "positions": torch.arange(600) % 200,
             "metric": root @ root.mT,
         },
@@ -59,14 +64,34 @@ def captured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def engine(smollm2: Path) -> Iterator[HfScorer]:
+    opened = HfScorer.load(f"hf:{smollm2}")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def calibration(engine: HfScorer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of other text than is scored, with tokens enough to predict from three streams."""
+    ids = engine.tokenizer.encode("\n".join(topics[name] for name in ("lists", "with", "try", "strings")))
+    text = [Window(i, tuple(ids[i * 256 : (i + 1) * 256])) for i in range(5)]
+    shape = cache_shape(engine.engine.model)
+    path = tmp_path_factory.mktemp("calibration") / "own.safetensors"
+    write_calibration(
+        path, Calibration(capture(engine, text, shape, tokens=1275, batch=5), {"cache": shape.to_json()})
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
 def inside(
-    smollm2: Path, tensors: Path, captured: Path, tmp_path_factory: pytest.TempPathFactory
+    smollm2: Path, tensors: Path, captured: Path, calibration: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What `kv_vllm_inside.py` measured."""
     alone = tmp_path_factory.mktemp("path")
     (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
     done = subprocess.run(
-        [vllm_python(), Path(__file__).parent / "kv_vllm_inside.py", smollm2, tensors, captured],
+        [vllm_python(), Path(__file__).parent / "kv_vllm_inside.py", smollm2, tensors, captured, calibration],
         env={**os.environ, "PYTHONPATH": str(alone), "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
@@ -109,13 +134,6 @@ def test_decode_reads_a_cache_that_holds_reconstructions(inside: dict[str, Any])
         assert inside[f"cache {codec}"] == {"coded": True, "exact": False}
 
 
-@pytest.fixture(scope="module")
-def engine(smollm2: Path) -> Iterator[HfScorer]:
-    opened = HfScorer.load(f"hf:{smollm2}")
-    yield opened
-    opened.close()
-
-
 def windows(inside: dict[str, Any]) -> list[Window]:
     return [Window(i, tuple(tokens)) for i, tokens in enumerate(inside["windows"])]
 
@@ -124,6 +142,18 @@ def test_a_codec_costs_what_it_costs_in_transformers(inside: dict[str, Any], eng
     plain = list(engine.score_windows(windows(inside), job("hf", "inforward", None)))
     coded = kl(plain, list(engine.score_windows(windows(inside), job("hf", "inforward", HADAMARD))))
     assert inside[f"inforward {HADAMARD}"]["mean"] == pytest.approx(coded["mean"], rel=0.3)
+
+
+@pytest.mark.parametrize("mode", ["decode", "inforward", "snapshot"])
+def test_a_codec_that_predicts_does_what_it_does_in_transformers(
+    inside: dict[str, Any], engine: HfScorer, calibration: Path, mode: str
+) -> None:
+    exact = list(engine.score_windows(windows(inside), job("hf", mode, None)))
+    rows = list(engine.score_windows(windows(inside), job("hf", mode, PREDICT, str(calibration))))
+    here, there = kl(exact, rows), inside[f"{mode} predicted"]
+    assert there["mean"] == pytest.approx(here["mean"], rel=0.3)
+    for name, ratio in predicted(engine.engagement()).items():
+        assert there[name] == pytest.approx(ratio, rel=0.02), name
 
 
 def test_a_calibration_captures_what_one_of_transformers_does(
