@@ -103,6 +103,11 @@ def sum_of_squares(x: torch.Tensor, largest: float) -> torch.Tensor:
     return whole.sum(-1, dtype=torch.int32).float() * unit
 
 
+def correct_sqrt(x: torch.Tensor) -> torch.Tensor:
+    """√x rounded correctly, float32: `torch.sqrt` on a CPU may be off in the last bit, by the library it was built with."""
+    return x.double().sqrt().float()
+
+
 def squares_unit(count: int, largest: float) -> float:
     """The power of two in which sums of `count` squares of at most `largest` stay below 2³⁰."""
     from math import frexp

@@ -10,7 +10,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     import torch
+
+    Grid: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, float]
 
 _FEW = 4096
 """For fewer values a search costs less."""
@@ -21,7 +25,7 @@ def edges_below(z: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """How many of the rising `edges` lie below each value, int32: `torch.bucketize`, faster for many values on a CPU."""
     import torch
 
-    grid = _grid(tuple(edges.tolist())) if z.device.type == "cpu" and z.numel() >= _FEW else None
+    grid = grid_of(edges) if z.device.type == "cpu" and z.numel() >= _FEW else None
     if grid is None or z.dtype != torch.float32:
         return torch.bucketize(z.contiguous(), edges, out_int32=True)
     below, upper, first, scale = grid
@@ -39,9 +43,16 @@ def _cells(z: torch.Tensor, first: float, scale: float, count: int) -> torch.Ten
     return place.int()
 
 
+def grid_of(edges: torch.Tensor) -> Grid | None:
+    """For each cell the edges before it, and the next edge; where the cells begin, and how many there are in 1.
+
+    Of at least two rising edges, float32; None where there are fewer, or where too many cells would be needed.
+    """
+    return _grid(tuple(edges.tolist()))
+
+
 @lru_cache(maxsize=32)
-def _grid(edges: tuple[float, ...]) -> tuple[torch.Tensor, torch.Tensor, float, float] | None:
-    """For each cell the edges before it, and the next edge; where the cells begin, and how many there are in 1."""
+def _grid(edges: tuple[float, ...]) -> Grid | None:
     import torch
 
     if len(edges) < 2:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import UsageError
+from assay.quant.compiled import is_agreed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -19,11 +20,21 @@ def packed_bytes(count: int, width: int) -> int:
     return -(-count * width // 8)
 
 
+_FEW = 4096
+"""Fewer values are left to torch."""
+
+
 def pack(values: torch.Tensor, width: int) -> torch.Tensor:
     """Integers [..., n] in 0 … 2^width − 1 → uint8 [..., ceil(n · width / 8)]; higher bits are ignored."""
+    _check(width)
+    if _is_for_loops(values, width) and is_agreed(("packing", width), lambda: _same_in_loops(width)):
+        return _pack_in_loops(values, width)
+    return _pack(values, width)
+
+
+def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
     import torch
 
-    _check(width)
     count = values.shape[-1]
     if width == 8:
         return values.to(torch.uint8)
@@ -55,8 +66,8 @@ def pack(values: torch.Tensor, width: int) -> torch.Tensor:
     return words[..., :width].flatten(-2)[..., :size].contiguous()
 
 
-def unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
-    """The first `count` values of uint8 [..., bytes], as int32 [..., count]."""
+def unpack(data: torch.Tensor, width: int, count: int, *, small: bool = False) -> torch.Tensor:
+    """The first `count` values of uint8 [..., bytes], as int32 [..., count]; `small`: as uint8 up to 8 bits, else int16."""
     import torch
 
     _check(width)
@@ -66,6 +77,15 @@ def unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
             finding_id="quant.packing",
         )
     data = data[..., : packed_bytes(count, width)]
+    kind = (torch.uint8 if width <= 8 else torch.int16) if small else torch.int32
+    if _is_for_loops(data, width) and is_agreed(("packing", width), lambda: _same_in_loops(width)):
+        return _unpack_in_loops(data, width, count).to(kind)
+    return _unpack(data, width, count).to(kind)
+
+
+def _unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    import torch
+
     mask = (1 << width) - 1
     if 8 % width == 0:
         each = 8 // width
@@ -85,6 +105,52 @@ def unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
             value = low >> start
         parts.append(value & mask)
     return torch.stack(parts, dim=-1).flatten(-2)[..., :count].to(torch.int32)
+
+
+def _is_for_loops(x: torch.Tensor, width: int) -> bool:
+    return x.device.type == "cpu" and width < 8 and x.numel() >= _FEW
+
+
+def _same_in_loops(width: int) -> bool:
+    """Compare loops and torch on values that fill no whole byte."""
+    import torch
+
+    values = torch.arange(3 * 1021, dtype=torch.int32).mul_(48271).remainder_(251).reshape(3, 1021)
+    packed = _pack(values, width)
+    back = _unpack(packed, width, 1021)
+    return bool(
+        torch.equal(_pack_in_loops(values, width), packed)
+        and torch.equal(_unpack_in_loops(packed, width, 1021).int(), back)
+    )
+
+
+def _pack_in_loops(values: torch.Tensor, width: int) -> torch.Tensor:
+    import torch
+
+    from assay.quant.packing_loops import pack_words
+
+    count = values.shape[-1]
+    rows = values.to(torch.uint8)
+    if count % 8:
+        rows = torch.nn.functional.pad(rows, (0, -count % 8))
+    # A whole number of words in each row: all rows are one.
+    words = rows.contiguous().view(-1).numpy().view("<u8")
+    packed = torch.empty(*values.shape[:-1], rows.shape[-1] // 8 * width, dtype=torch.uint8)
+    pack_words(words, width, packed.view(-1).numpy())
+    size = packed_bytes(count, width)
+    return packed if size == packed.shape[-1] else packed[..., :size].contiguous()
+
+
+def _unpack_in_loops(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """uint8 [..., count]."""
+    import torch
+
+    from assay.quant.packing_loops import unpack_words
+
+    rows = torch.nn.functional.pad(data, (0, -data.shape[-1] % width)) if data.shape[-1] % width else data
+    values = torch.empty(*data.shape[:-1], rows.shape[-1] // width * 8, dtype=torch.uint8)
+    unpack_words(rows.contiguous().view(-1).numpy(), width, values.view(-1).numpy().view("<u8"))
+    return values[..., :count]
 
 
 def pack_numpy(values: np.ndarray[Any, Any], width: int) -> np.ndarray[Any, Any]:

@@ -17,12 +17,14 @@ import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
 from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
 from assay.kv.payload import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
-from assay.quant.hadamard import Rotation, random_normal, signs_on, sum_of_squares
+from assay.quant.compiled import is_agreed
+from assay.quant.hadamard import Rotation, correct_sqrt, random_normal, signs_on, squares_unit, sum_of_squares
+from assay.quant.hadamard_cpu import LevelTable, Loops
 from assay.quant.lloyd_max import gaussian_levels, mixed_widths
 from assay.quant.nearest import edges_below
 from assay.quant.packing import pack, packed_bytes, unpack
@@ -68,8 +70,43 @@ class HadamardCoder(BlockCoder):
         self._narrow = site.head_dim - wide
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        loops = self._loops if x.device.type == "cpu" and self._norm == "norm" else None
+        found = loops.encode(x) if loops is not None else None
+        return self._quantised(x) if found is None else (*found[:2], *to_halves(found[2]))
+
+    def _quantised(self, x: torch.Tensor) -> Parts:
         _, low, high, factor = self._analysed(x.float())
         return low, high, *to_halves(factor)
+
+    @cached_property
+    def _loops(self) -> Loops | None:
+        """The compiled loops, where they take such vectors and give what torch gives, which is tried once."""
+        width, seeds = self.site.head_dim, self._rotation.seeds
+        if not Loops.take(width) or len(seeds) != 1:
+            return None
+        low, high = _table(self._width, width), _table(self._width + (self._narrow < width), width)
+        if low is None or high is None:
+            return None
+        loops = Loops(width, seeds[0], self._narrow, low, high, _LARGEST)
+        key = ("hadamard", width, self._width, self._narrow)
+        return loops if is_agreed(key, lambda: self._same_in_loops(loops)) else None
+
+    def _same_in_loops(self, loops: Loops) -> bool:
+        """Compare loops and torch on vectors of many sizes, a zero among them."""
+        import torch
+
+        x = random_normal(7, 74 * self.site.head_dim).reshape(1, 2, 37, self.site.head_dim)
+        x = x * 10.0 ** (torch.arange(37) % 9 - 4.0)[:, None]
+        x[:, :, 1] = 0
+        for values in (x.bfloat16(), x):
+            found, wanted = loops.encode(values), self._analysed(values.float())[1:]
+            if found is None or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+                return False
+            low, high, factor = found
+            back = self._rotation.inverse(self._shape(low, high)) * factor[..., None]
+            if not torch.equal(loops.decode(low, high, factor), back):
+                return False
+        return True
 
     def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
         """rotation loses nothing; levels with the factor unrounded; factor: as it is stored."""
@@ -87,23 +124,28 @@ class HadamardCoder(BlockCoder):
         # Scaled by the largest value first: squares of huge values would overflow.
         top = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
         unit = x / top
-        length = sum_of_squares(unit, 1.0).sqrt()[..., None].clamp_min(1e-30)
+        length = correct_sqrt(sum_of_squares(unit, 1.0))[..., None].clamp_min(1e-30)
         z = self._rotation.forward(unit) * (self.site.head_dim**0.5 / length)
         low = _nearest(z[..., : self._narrow], self._width)
         high = _nearest(z[..., self._narrow :], self._width + 1)
         shape = self._shape(low, high)
         square = sum_of_squares(shape, _LARGEST)
         if self._norm == "norm":
-            return z, low, high, length[..., 0] / square.sqrt() * top[..., 0]
+            return z, low, high, length[..., 0] / correct_sqrt(square) * top[..., 0]
         inner = (shape * z).sum(-1) * (length[..., 0] / self.site.head_dim**0.5)
         error = self._norm == "error"
         factor = inner / square if error else length[..., 0].square() / inner.clamp_min(1e-30)
         return z, low, high, factor * top[..., 0]
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        import torch
+
         low, high, half, exponent = parts
-        shape = self._shape(low, high)
-        return self._rotation.inverse(shape) * from_halves(half, exponent)[..., None]
+        factor = from_halves(half, exponent)
+        is_small = low.dtype == high.dtype == torch.uint8 and low.device.type == "cpu"
+        if is_small and self._loops is not None:
+            return self._loops.decode(low, high, factor)
+        return self._rotation.inverse(self._shape(low, high)) * factor[..., None]
 
     def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
         if self._is_fused(x):
@@ -173,8 +215,8 @@ class HadamardCoder(BlockCoder):
         )
         shape = (count, site.heads, tokens)
         return (
-            unpack(low, self._width, lows).reshape(*shape, self._narrow),
-            unpack(high, self._width + 1, highs).reshape(*shape, site.head_dim - self._narrow),
+            _unpacked(low, self._width, lows).reshape(*shape, self._narrow),
+            _unpacked(high, self._width + 1, highs).reshape(*shape, site.head_dim - self._narrow),
             typed(half, torch.float16).reshape(shape),
             typed(exponent, torch.int8),
         )
@@ -208,6 +250,19 @@ def _edges(bits: int, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         levels = _levels(bits, device)
         return (levels[1:] + levels[:-1]) / 2
+
+
+@lru_cache(maxsize=64)
+def _table(bits: int, width: int) -> LevelTable | None:
+    import torch
+
+    cpu = torch.device("cpu")
+    return LevelTable.of(_levels(bits, cpu), _edges(bits, cpu), squares_unit(width, _LARGEST))
+
+
+def _unpacked(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """Levels as `_nearest` gives them, uint8 or int16."""
+    return unpack(data, width, count, small=True)
 
 
 def _picked(levels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
