@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -86,10 +87,13 @@ def test_a_sweep_keeps_its_rows_and_measures_its_choice_again(kv: Kv, smollm2: P
     assert body["results"]["rows"][0]["score_s"] == stamps["hadamard(bits=8)"]
 
 
-def by_the_laboratory(net: Any, ids: Any, spec: str, count: int) -> list[int]:
+def by_the_laboratory(
+    net: Any, ids: Any, spec: str, count: int, calibration: Path | None = None
+) -> list[int]:
     """Greedy tokens behind the cache that `assay kv eval` measures in its mode decode."""
     import torch
 
+    from assay.kv.calibration import read_calibration
     from assay.kv.hook import CodecHook, Mode
     from assay.kv.model import cache_shape
     from assay.kv.rope import Rotary
@@ -97,7 +101,8 @@ def by_the_laboratory(net: Any, ids: Any, spec: str, count: int) -> list[int]:
     from assay.kv.spec import parse_spec
 
     parsed, length = parse_spec(spec), ids.shape[1] + count
-    bench = Bench(cache_shape(net), Rotary(net, length))
+    known = read_calibration(calibration) if calibration else None
+    bench = Bench(cache_shape(net), Rotary(net, length), known)
     hook = CodecHook(
         bench.fit_all(lambda _, s: parsed.of(s)).by_stream, Mode.DECODE, length, measure_windows=0
     )
@@ -112,9 +117,16 @@ def by_the_laboratory(net: Any, ids: Any, spec: str, count: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("which", ["smollm2", "gemma3"])
+@pytest.mark.parametrize(
+    ("which", "predict"),
+    [
+        ("smollm2", None),
+        ("gemma3", None),
+        *(pytest.param(which, "all", marks=pytest.mark.slow) for which in ("smollm2", "gemma3")),
+    ],
+)
 def test_text_behind_the_compressed_cache_is_that_of_the_laboratory(
-    which: str, request: pytest.FixtureRequest
+    which: str, predict: str | None, request: pytest.FixtureRequest, kv: Kv, tmp_path: Path
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -122,15 +134,23 @@ def test_text_behind_the_compressed_cache_is_that_of_the_laboratory(
     from assay.kv.resident import resident_cache
 
     path, count, spec = request.getfixturevalue(which), 6, "prerope+sinks(n=4)+hadamard(bits=3)"
+    calibration = None
+    if predict:
+        spec = f"prerope+sinks(n=4)+pca(bits=3, coding=fixed, predict={predict})"
+        calibration, text = tmp_path / "calibration", tmp_path / "text"
+        text.write_text("\n".join(topics[name] for name in sorted(topics)))
+        settings = ("--windows", 8, "--length", 512, "--tokens", 4080)
+        assert kv("calibrate", path, "--text", text, "--out", calibration, *settings)[0] == 0
     net = AutoModelForCausalLM.from_pretrained(path, dtype="auto").eval()
     ids = AutoTokenizer.from_pretrained(path)(PROMPT * 7, return_tensors="pt")["input_ids"]
     length = ids.shape[1] + count
-    cache, exact = resident_cache(net, spec, length=length), DynamicCache(config=net.config)
-    settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-    text = net.generate(ids, past_key_values=cache, **settings)[0, ids.shape[1] :].tolist()
-    assert text == by_the_laboratory(net, ids, spec, count)
+    cache = resident_cache(net, spec, length=length, calibration=calibration)
+    exact = DynamicCache(config=net.config)
+    asked = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+    found = net.generate(ids, past_key_values=cache, **asked)[0, ids.shape[1] :].tolist()
+    assert found == by_the_laboratory(net, ids, spec, count, calibration)
     with torch.inference_mode():
-        net.base_model(input_ids=torch.cat([ids, torch.tensor([text[:-1]])], dim=1), past_key_values=exact)
+        net.base_model(input_ids=torch.cat([ids, torch.tensor([found[:-1]])], dim=1), past_key_values=exact)
     whole = sum(t.numel() * t.element_size() for layer in exact.layers for t in (layer.keys, layer.values))
     assert cache.exact_bytes == whole
     assert cache.resident_bytes < 0.65 * whole

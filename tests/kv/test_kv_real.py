@@ -88,6 +88,32 @@ def test_a_calibrated_mean_helps_keys(
     assert plain["results"]["bytes"]["tables"] == 0
 
 
+def test_what_a_prediction_leaves_is_diagnosed(
+    kv: Kv, smollm2: Path, texts: dict[str, Path], calibration: Path
+) -> None:
+    codec = "prerope+sinks(n=4)+pca(step=0.2, classes=1, predict={})"
+    shared = (
+        "--skip-layers",
+        "0-27",
+        "--calibration",
+        calibration,
+        "--text",
+        texts["test"],
+        "--windows",
+        2,
+        "--length",
+        128,
+    )
+    found = {}
+    for predict in ("none", "below"):
+        code, body = kv("diagnose", smollm2, "--codec", codec.format(predict), *shared)
+        assert code == 0
+        found[predict] = body["results"]["layers"]
+    for plain, predicted in zip(found["none"], found["below"], strict=True):
+        # The step is one of what is left, which is less.
+        assert 0 < predicted["relative_mse"] < 0.9 * plain["relative_mse"]
+
+
 def test_evaluation_on_calibration_text_is_refused(
     kv: Kv, smollm2: Path, texts: dict[str, Path], calibration: Path
 ) -> None:
