@@ -21,29 +21,42 @@ from assay.demo.servers import free_port  # noqa: E402
 from assay.demo.vllm_env import vllm_python  # noqa: E402
 from assay.engines.scoring import ScoreJob, Window  # noqa: E402
 from assay.engines.vllm import VllmScorer  # noqa: E402
+from assay.kv.calibrate import CalibrationPlan, run_calibrate  # noqa: E402
 from assay.kv.hooks import hook_spec  # noqa: E402
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 CODEC, LENGTH = "prerope+sinks(n=4)+hadamard(bits=3)", 128
+PREDICT = "prerope+sinks(n=4)+pca(bits=2, coding=fixed, predict=all)"
 
 
-def logprobs(engine: VllmScorer, window: Window, codec: str | None) -> Any:
+def logprobs(engine: VllmScorer, window: Window, codec: str | None, calibration: Path | None = None) -> Any:
     """Of every token but the first, by prefill."""
-    hook = hook_spec("vllm", codec=codec, mode="inforward", length=LENGTH) if codec else None
+    hook = None
+    if codec:
+        hook = hook_spec("vllm", codec=codec, mode="inforward", length=LENGTH, calibration=calibration)
     (rows,) = engine.score_windows([window], ScoreJob(hook=hook))
     values = rows.logits(0, LENGTH - 1).double().log_softmax(-1)
     return values.gather(1, torch.tensor(window.tokens[1:])[:, None])[:, 0]
 
 
-def test_a_served_codec_gives_the_numbers_that_the_laboratory_measures(smollm2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("codec", [CODEC, PREDICT])
+def test_a_served_codec_gives_the_numbers_that_the_laboratory_measures(
+    smollm2: Path, tmp_path: Path, codec: str
+) -> None:
+    calibration, more = None, []
+    if codec == PREDICT:
+        calibration, text = tmp_path / "calibration", tmp_path / "text"
+        text.write_text("\n".join(topics[name] for name in sorted(topics) if name != "class"))
+        run_calibrate(CalibrationPlan(str(smollm2), (str(text),), 8, 512, tokens=2400), calibration)
+        more = ["--calibration", calibration]
     engine = VllmScorer.load(f"vllm:{smollm2}?python={vllm_python()}&max_model_len=256&kv_cache_gib=0.1")
     window = Window(0, tuple(engine.tokenizer.encode(topics["class"])[:LENGTH]))
-    exact, coded = logprobs(engine, window, None), logprobs(engine, window, CODEC)
+    exact, coded = logprobs(engine, window, None), logprobs(engine, window, codec, calibration)
     engine.close()
     url = f"http://127.0.0.1:{(port := free_port())}"
     command = [
-        sys.executable, "-m", "assay", "kv", "serve", smollm2, "--codec", CODEC, "--python", vllm_python(), "--json", "--",
+        sys.executable, "-m", "assay", "kv", "serve", smollm2, "--codec", codec, *more, "--python", vllm_python(), "--json", "--",
         "--port", port, "--max-model-len", 256, "--served-model-name", "m",
     ]  # fmt: skip
     environment = {
