@@ -3,9 +3,9 @@
     python benchmarks/kv_resident.py [--tokens 1024] [--steps 8] [--codec SPEC …]
 
 SmolLM2-135M in bf16. Calibrated on source of Python's standard library, prompted with other modules of it. The prompt goes
-in at once, which encodes it; then every token decodes all streams of its layer, one layer at a time. Times are the median
-of the steps and their range, one codec after the other in one process; `held over` is the most that the layers hold for those that
-predict from them, beside the cache, while a token runs.
+in at once, which encodes it; then every token decodes all streams of its layer, one layer at a time. Codecs take turns at
+every token, so that what else the machine does meets all of them; times are the median over tokens and their range.
+`held_over_bytes` is the most that layers hold for those that predict from them, beside the cache, while a token runs.
 """
 
 from __future__ import annotations
@@ -50,48 +50,61 @@ def main() -> None:
     if not table.exists():
         text = table.with_suffix(".txt")
         write_atomically(text, kv_texts.other_source())
-        run_calibrate(CalibrationPlan(checkpoint, (str(text),), windows=16, length=512, tokens=8160), table)
+        run_calibrate(CalibrationPlan(checkpoint, (str(text),), windows=8, length=512, tokens=4080), table)
     net = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
     ids = AutoTokenizer.from_pretrained(checkpoint)(kv_texts.python_source()[: 8 * arguments.tokens])[
         "input_ids"
     ]
     ids = torch.tensor([ids[: arguments.tokens + arguments.steps + 1]])
-    rows = []
+    runs = []
     for codec in arguments.codec or CODECS:
-        rows.append({"codec": codec or "none", **measured(net, codec, ids, arguments.tokens, table)})
-        print(json.dumps(rows[-1]), flush=True)
+        runs.append(Run(net, codec, ids[:, : arguments.tokens], ids.shape[1], table))
+    for at in range(arguments.tokens, ids.shape[1]):
+        for run in runs:
+            run.feed(ids[:, at : at + 1])
+    rows = [run.row() for run in runs]
+    for row in rows:
+        print(json.dumps(row))
     document = {"tokens": arguments.tokens, "steps": arguments.steps, "rows": rows, "environment": describe()}
     write_atomically(arguments.out, json.dumps(document, indent=1) + "\n")
 
 
-def measured(net: Any, codec: str, ids: torch.Tensor, tokens: int, table: Path) -> dict[str, Any]:
-    """Bytes after the prompt, seconds of the prompt and milliseconds of each later token."""
-    length = ids.shape[1]
-    cache = (
-        resident_cache(net, codec, length=length, calibration=table)
-        if codec
-        else DynamicCache(config=net.config)
-    )
-    peak = Peak(cache)
-    took = []
-    with torch.inference_mode():
+class Run:
+    """A model with its own cache, which has taken the prompt."""
+
+    def __init__(self, net: Any, codec: str, prompt: torch.Tensor, length: int, table: Path) -> None:
+        self.net, self.codec, self.took = net, codec, []
+        if codec:
+            self.cache = resident_cache(net, codec, length=length, calibration=table)
+        else:
+            self.cache = DynamicCache(config=net.config)
+        self.peak = Peak(self.cache)
+        self.prompt_s = self._timed(prompt)
+
+    def feed(self, token: torch.Tensor) -> None:
+        """One token."""
+        self.took.append(1000 * self._timed(token))
+
+    def row(self) -> dict[str, Any]:
+        """Bytes, seconds of the prompt and milliseconds of a later token; the first of them warms up."""
+        layers = self.cache.layers
+        exact = sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if t is not None)
+        times = self.took[1:]
+        return {
+            "codec": self.codec or "none",
+            "resident_bytes": self.cache.resident_bytes if self.codec else exact,
+            "exact_bytes": self.cache.exact_bytes if self.codec else exact,
+            "table_bytes": self.cache.table_bytes if self.codec else 0,
+            "held_over_bytes": self.peak.most,
+            "prompt_s": self.prompt_s,
+            "ms_a_token": {"median": statistics.median(times), "min": min(times), "max": max(times)},
+        }
+
+    def _timed(self, ids: torch.Tensor) -> float:
         began = time.perf_counter()
-        net(input_ids=ids[:, :tokens], past_key_values=cache)
-        prompt = time.perf_counter() - began
-        for at in range(tokens, length):
-            began = time.perf_counter()
-            net(input_ids=ids[:, at : at + 1], past_key_values=cache)
-            took.append(1000 * (time.perf_counter() - began))
-    took = took[1:]  # the first one warms up
-    exact = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values) if t is not None)
-    return {
-        "resident_bytes": cache.resident_bytes if codec else exact,
-        "exact_bytes": cache.exact_bytes if codec else exact,
-        "table_bytes": cache.table_bytes if codec else 0,
-        "held_over_bytes": peak.most,
-        "prompt_s": prompt,
-        "ms_a_token": {"median": statistics.median(took), "min": min(took), "max": max(took)},
-    }
+        with torch.inference_mode():
+            self.net(input_ids=ids, past_key_values=self.cache)
+        return time.perf_counter() - began
 
 
 class Peak:

@@ -12,7 +12,7 @@ from assay.kv.calibration import read_calibration
 from assay.kv.codec import Samples, Site
 from assay.kv.fitted import FittedCodec
 from assay.kv.kktv import read_kktv, write_kktv
-from assay.kv.spec import parse_recipe
+from assay.kv.spec import Recipe, parse_recipe
 from assay.kv.stream import from_bytes
 from assay.verdict import Metric, Report, Verdict
 
@@ -139,16 +139,10 @@ def write_tensor(path: Path, x: torch.Tensor) -> None:
 
 def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
     recipe = parse_recipe(spec)
-    site = Site(place.stream, place.layer, place.layer + 1, heads, head_dim)
-    if sides := recipe.sides(site):
-        raise AssayError(
-            f"{spec} predicts layer {site.layer}, stream {site.stream}, from layer {sides[0][0]}, stream {sides[0][1]}, "
-            "but a file holds one stream",
-            finding_id="kv.side",
-            remedy="use pca with predict=none here",
-        )
     if place.calibration is None:
-        return recipe.fit(Samples(site))
+        return recipe.fit(
+            Samples(_alone(recipe, Site(place.stream, place.layer, place.layer + 1, heads, head_dim)))
+        )
     calibration = read_calibration(place.calibration)
     cache = calibration.provenance["cache"]
     if (cache["kv_heads"], cache["head_dim"]) != (heads, head_dim) or not 0 <= place.layer < cache["layers"]:
@@ -158,13 +152,25 @@ def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
             finding_id="kv.calibration_mismatch",
             remedy="give the calibration of the model that the tensor is from",
         )
-    site = Site(place.stream, place.layer, cache["layers"], heads, head_dim)
+    site = _alone(recipe, Site(place.stream, place.layer, cache["layers"], heads, head_dim))
     if place.stream == "k" and not recipe.before_rope:
         raise _usage(
             f"{spec}: a calibration holds keys before RoPE, and no model is loaded here to rotate them",
             "put prerope before the codec and give keys before RoPE",
         )
     return recipe.fit(calibration.samples(site, before_rope=True, rotary=None))
+
+
+def _alone(recipe: Recipe, site: Site) -> Site:
+    """The site; AssayError where the codec predicts it from streams that are not in the file."""
+    if sides := recipe.sides(site):
+        raise AssayError(
+            f"{recipe} predicts layer {site.layer}, stream {site.stream}, from layer {sides[0][0]}, stream {sides[0][1]}, "
+            "but a file holds one stream",
+            finding_id="kv.side",
+            remedy="use pca with predict=none here",
+        )
+    return site
 
 
 def _write(path: Path, data: bytes) -> None:
