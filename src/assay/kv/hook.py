@@ -20,7 +20,7 @@ from assay.kv.accounting import NOTE, streams_note
 from assay.kv.layers import kept_from, observed_cache
 from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
-from assay.kv.track import Coders, Key, StreamFacts, Track
+from assay.kv.track import Coders, Key, StreamFacts, Track, facts_of_window
 
 if TYPE_CHECKING:
     import torch
@@ -150,10 +150,10 @@ class CodecHook:
         """Positions lo … hi − 1 of a stream, predicted from what was coded of its sides."""
         import torch
 
-        sides = track.coder.sides if track.coder else ()
-        if not sides:
+        if not track.sides:
             return track.code(lo, hi)
-        return track.code(lo, hi, torch.cat([self._track(*key).decoded(lo, hi) for key in sides], dim=1))
+        parts = [self._track(*key).decoded(lo, hi) for key in track.sides]
+        return track.code(lo, hi, torch.cat(parts, dim=1))
 
     def _forget(self, layer: int) -> None:
         for stream in ("k", "v"):
@@ -181,25 +181,11 @@ class CodecHook:
 
     def _measure(self) -> None:
         """Encode the first windows of the batch that is done, whole, as they stand in the cache at its end."""
-        import torch
-
         if not self._tracks or self._cache is None:
             return
         windows = min(self._to_measure, next(iter(self._tracks.values())).exact.shape[0])
         self._to_measure -= windows
-        needed = {side for coder in self.coders.values() for side in coder.sides}
         starts = {key: kept_from(self._cache.layers[key[0]]) for key in self._tracks}
         for window in range(windows):
-            decoded: dict[Key, torch.Tensor] = {}
-            # In this order the sides of a stream come before it.
-            for key in sorted(self._tracks):
-                track = self._tracks[key]
-                parts = [
-                    decoded[s][:, starts[key] - starts[s] :]
-                    for s in (track.coder.sides if track.coder else ())
-                ]
-                side = torch.cat(parts) if parts else None
-                found, back = track.facts(window, starts[key], side)
+            for key, found in facts_of_window(self._tracks, window, starts):
                 self.facts.setdefault(key, []).append(found)
-                if key in needed:
-                    decoded[key] = back
