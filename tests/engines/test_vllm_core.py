@@ -170,7 +170,10 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
     references = [StateRows(r.window, r.first, r.states + 0.1, r.head) for r in rows]
     reduced = list(
         engine.reduce_windows(
-            [r.window for r in references], iter(references), job, "assay.fidelity.metrics:window_statistics"
+            [r.window for r in references],
+            iter(references),
+            job,
+            "assay.fidelity.metrics:statistics_on_device",
         )
     )
     assert [window for window, _ in reduced] == WINDOWS

@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window  # noqa: E402
 from assay.fidelity import metrics  # noqa: E402
-from assay.fidelity.metrics import first_max, row_statistics, window_statistics  # noqa: E402
+from assay.fidelity.metrics import row_statistics, window_statistics  # noqa: E402
+from assay.fidelity.row_sums import first_max  # noqa: E402
 
 
 def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:
@@ -170,3 +171,31 @@ def test_statistics_do_not_depend_on_how_many_rows_are_taken_at_once(monkeypatch
         found = window_statistics(*sides)
         for field in fields(found):
             torch.testing.assert_close(getattr(found, field.name), getattr(whole, field.name))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_logits_count_as_the_numbers_that_they_are(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(2, 5, 900, generator=generator) * 4).to(dtype)
+    kept, gold = logits.clone(), torch.arange(5)
+    found, wanted = row_statistics(*logits, gold), row_statistics(*logits.float(), gold)
+    for field in fields(found):
+        torch.testing.assert_close(getattr(found, field.name), getattr(wanted, field.name), rtol=0, atol=0)
+    assert torch.equal(logits, kept)
+
+
+def test_a_row_of_both_infinities_leaves_its_neighbours_alone() -> None:
+    logits = torch.randn(2, 3, 600, generator=torch.Generator().manual_seed(4))
+    gold = torch.tensor([1, 2, 3])
+    alone = row_statistics(*logits, gold)
+    logits[0, 1, 40], logits[1, 1, 41] = -torch.inf, -torch.inf
+    found = row_statistics(*logits, gold)
+    assert found.kl[1].item() == found.kl_rev[1].item() == torch.inf
+    for rows in (0, 2):
+        assert found.kl[rows] == alone.kl[rows]
+
+
+def test_an_id_that_one_side_does_not_know_is_refused() -> None:
+    sides = [LogitRows(Window(0, (1, 2, 5)), 1, torch.randn(2, vocab)) for vocab in (5, 9)]
+    with pytest.raises(ValueError, match="outside of the 5"):
+        window_statistics(*sides)

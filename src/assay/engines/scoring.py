@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from assay.engines.transfer import to_device
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Head:
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, V] of states [n, d]."""
+        return self.own_logits(states).float()
+
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The same in the type of the weight, in which they are computed."""
         import torch
 
         states = states.to(device=self.weight.device, dtype=self.weight.dtype)
@@ -111,7 +116,7 @@ class Head:
             logits = logits * self.scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits.float()
+        return logits
 
     def to(self, device: torch.device) -> Head:
         """The same head on another device; it is copied there once."""
@@ -155,6 +160,10 @@ class WindowRows(Protocol):
         """Float32 logits [hi − lo, V] of the rows lo … hi − 1."""
         ...
 
+    def own_logits(self, lo: int, hi: int) -> torch.Tensor:
+        """The same in the type that they have where they come from: half as much to read where that is bfloat16."""
+        ...
+
 
 @dataclass(frozen=True)
 class StateRows:
@@ -177,11 +186,15 @@ class StateRows:
 
     def to(self, device: torch.device) -> StateRows:
         """The same rows on another device."""
-        return replace(self, states=self.states.to(device), head=self.head.to(device))
+        return replace(self, states=to_device(self.states, device), head=self.head.to(device))
 
     def logits(self, lo: int, hi: int) -> torch.Tensor:
         """Float32 logits of the rows lo … hi − 1."""
         return self.head.logits(self.states[lo:hi])
+
+    def own_logits(self, lo: int, hi: int) -> torch.Tensor:
+        """Logits of the rows lo … hi − 1 in the type of the head."""
+        return self.head.own_logits(self.states[lo:hi])
 
 
 @dataclass(frozen=True)
@@ -213,6 +226,10 @@ class LogitRows:
     def logits(self, lo: int, hi: int) -> torch.Tensor:
         """Float32 logits of the rows lo … hi − 1."""
         return self.values[lo:hi].float()
+
+    def own_logits(self, lo: int, hi: int) -> torch.Tensor:
+        """Logits of the rows lo … hi − 1 as they are kept."""
+        return self.values[lo:hi]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from assay.engines.server.chosen import ChosenScores
 
 Candidate = ScoringEngine | IdScorer
-_STATISTICS = "assay.fidelity.metrics:window_statistics"
+_STATISTICS = "assay.fidelity.metrics:statistics_on_device"
 
 
 @runtime_checkable

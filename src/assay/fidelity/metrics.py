@@ -21,17 +21,21 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
+from assay.engines.transfer import to_device, to_host
+from assay.fidelity import fused
+from assay.fidelity.row_sums import LeftOut, row_sums
+
 if TYPE_CHECKING:
     import torch
 
     from assay.engines.scoring import WindowRows
 
 BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
-"""Bytes of logits of one side that the output head makes at once: few enough to hold, enough to read its weight for."""
-CACHE_BYTES = {"cpu": 3 << 20, "cuda": 512 << 20}
-"""Bytes of them that statistics are taken of at once: on a CPU what stays in its cache from one pass to the next."""
-_SPAN = 256
-"""Entries of a row whose largest is found first."""
+"""Bytes of logits of one side that the output head makes at once: enough to read its weight for, and on a CPU few
+enough that the allocator uses the same memory again (glibc maps larger blocks anew, page by page)."""
+CACHE_BYTES = {"cpu": 3 << 20, "cuda": 1 << 30}
+"""Bytes of them as float32 that statistics are taken of at once: on a CPU what stays in its cache from one pass to the
+next."""
 
 
 def statistics_device() -> torch.device:
@@ -71,25 +75,25 @@ def row_statistics(
     """
     import torch
 
-    ref, cand = ref_logits.float(), cand_logits.to(ref_logits.device).float()
-    (ref_max, ref_best), (cand_max, cand_best) = first_max(ref), first_max(cand)
-    a, b = ref - ref_max.unsqueeze(-1), cand - cand_max.unsqueeze(-1)
-    index = gold.to(ref.device).long().unsqueeze(-1)
-    gold_a, gold_b = a.gather(-1, index).squeeze(-1).double(), b.gather(-1, index).squeeze(-1).double()
-    difference = a - b
-    left_out = a.isneginf() if rest else None
-    p, q = a.exp_(), b.exp_()  # not yet divided by their sums
-    p_sum, q_sum = p.sum(-1).double(), q.sum(-1).double()
+    cand_logits, gold = cand_logits.to(ref_logits.device), gold.to(ref_logits.device).long()
+    apart: LeftOut | None = None
+    if rest:
+        sums, apart = row_sums(ref_logits, cand_logits, gold, rest=True)
+    else:
+        sums = fused.sums(ref_logits, cand_logits, gold)
+    p_sum, q_sum = sums.p_sum, sums.q_sum
     p_kept = q_kept = torch.ones_like(p_sum)
-    if left_out is not None:
-        p_kept = torch.where(left_out.any(-1), p_sum * ref_max.double().exp(), 1.0).clamp(max=1.0)
-        p_sum = (-ref_max).double().exp()  # the values are normalised already, over more than is kept
-        q_kept = 1.0 - (q * left_out).sum(-1).double() / q_sum
-        difference, q = difference.masked_fill(left_out, 0.0), q.masked_fill(left_out, 0.0)
+    if apart is not None:
+        p_kept = torch.where(apart.any, p_sum * sums.ref_max.exp(), 1.0).clamp(max=1.0)
+        p_sum = (-sums.ref_max).exp()  # the values are normalised already, over more than is kept
+        q_kept = 1.0 - apart.q_sum / q_sum
     log_ratio = p_sum.log() - q_sum.log()
-    kl = _dot(p, difference) / p_sum - log_ratio * p_kept + _bucket(1.0 - p_kept, 1.0 - q_kept)
-    kl_rev = -_dot(q, difference) / q_sum + log_ratio * q_kept + _bucket(1.0 - q_kept, 1.0 - p_kept)
-    log_p, log_q = gold_a - p_sum.log(), gold_b - q_sum.log()
+    kl = sums.p_dot / p_sum - log_ratio * p_kept
+    kl_rev = -sums.q_dot / q_sum + log_ratio * q_kept
+    if apart is not None:
+        kl = kl + _bucket(1.0 - p_kept, 1.0 - q_kept)
+        kl_rev = kl_rev + _bucket(1.0 - q_kept, 1.0 - p_kept)
+    log_p, log_q = sums.gold_a - p_sum.log(), sums.gold_b - q_sum.log()
     bad = ~(p_sum.isfinite() & q_sum.isfinite())
 
     def clean(values: torch.Tensor) -> torch.Tensor:
@@ -100,34 +104,11 @@ def row_statistics(
         nll_cand=clean(-log_q),
         kl=clean(kl),
         kl_rev=clean(kl_rev),
-        top1=(ref_best == cand_best) & ~bad,
+        top1=sums.same_best & ~bad,
         p_ref=clean(log_p.exp()),
         p_cand=clean(log_q.exp()),
         conf=clean(1.0 / p_sum),
     )
-
-
-def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Largest value of each row [n, V] and the lowest index that has it, as `x.max(-1)`; on a CPU in a third of the time.
-
-    The largest of every span of the row comes first, which takes no indices; only the span that holds the largest
-    of all is searched for its index.
-    """
-    import torch
-
-    whole = x.shape[-1] // _SPAN * _SPAN
-    if x.device.type != "cpu" or whole < 2 * _SPAN:
-        largest = x.max(-1)
-        return largest.values, largest.indices
-    spans = x[:, :whole].unflatten(-1, (-1, _SPAN))
-    values, span = spans.amax(-1).max(-1)
-    place = spans[torch.arange(len(x), device=x.device), span].max(-1).indices + span * _SPAN
-    if whole < x.shape[-1]:
-        tail, at = x[:, whole:].max(-1)
-        # Not a number is the largest of all, as it is for `max`.
-        later = (tail > values) | (tail.isnan() & ~values.isnan())
-        values, place = torch.where(later, tail, values), torch.where(later, at + whole, place)
-    return values, place
 
 
 def _bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -137,46 +118,43 @@ def _bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return torch.where((p > 0) & (q > 0), p * (p / q).log(), 0.0)
 
 
-def _dot(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Σ_v w v of each row [n, V], in float64 [n]; a weight of 0 makes its term 0 even where the value is infinite."""
-    import torch
-
-    total = torch.linalg.vecdot(weights, values).double()
-    for row in total.isnan().nonzero().flatten().tolist():
-        terms = torch.where(weights[row] > 0, weights[row] * values[row], 0.0)
-        total[row] = terms.sum(dtype=torch.float64)
-    return total
-
-
 def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatistics:
-    """Statistics of all scored tokens of one window, by blocks of rows, on the CPU.
+    """`statistics_on_device`, on the CPU."""
+    return RowStatistics(**to_host([vars(statistics_on_device(reference, candidate))])[0])
+
+
+def statistics_on_device(reference: WindowRows, candidate: WindowRows) -> RowStatistics:
+    """Statistics of all scored tokens of one window, by blocks of rows, where the candidate's logits come from.
 
     Both sides must have scored the same tokens of the same window. Logits past the smaller vocabulary (padding rows)
-    are left out on both sides.
+    are left out on both sides. A GPU may still be at work on them when this returns.
     """
     import torch
 
-    if reference.window.tokens != candidate.window.tokens or reference.first != candidate.first:
-        raise ValueError(f"window {reference.window.index}: the two sides scored different tokens")
-    reference = reference.to(candidate.device)
-    gold = torch.tensor(reference.window.tokens[reference.first :], device=candidate.device)
+    window = reference.window
+    if window.tokens != candidate.window.tokens or reference.first != candidate.first:
+        raise ValueError(f"window {window.index}: the two sides scored different tokens")
     vocab = min(reference.vocab_size, candidate.vocab_size)
+    scored = window.tokens[reference.first :]
+    if max(scored) >= vocab or min(scored) < 0:
+        raise ValueError(f"window {window.index}: it has ids outside of the {vocab:,} that both sides know")
+    device = candidate.device
+    reference = reference.to(device)
+    gold = to_device(torch.tensor(scored), device)
+    few = _rows_of(CACHE_BYTES, device.type, 4 * vocab)
     parts: list[RowStatistics] = []
-    lo, count = 0, len(gold)
-    rows = 1
-    while lo < count:
-        hi = min(count, lo + rows)
-        ref, cand = reference.logits(lo, hi)[:, :vocab], candidate.logits(lo, hi)[:, :vocab]
-        few = _rows_of(CACHE_BYTES, ref.device.type, vocab)
+    entry = max(side.own_logits(0, 0).element_size() for side in (reference, candidate))
+    rows = _rows_of(BLOCK_BYTES, device.type, entry * vocab)
+    for lo in range(0, len(gold), rows):
+        hi = min(len(gold), lo + rows)
+        ref, cand = reference.own_logits(lo, hi)[:, :vocab], candidate.own_logits(lo, hi)[:, :vocab]
         for own, other, ids in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True):
             parts.append(row_statistics(own, other, ids, rest=getattr(reference, "rest", False)))
-        lo = hi
-        rows = _rows_of(BLOCK_BYTES, ref.device.type, vocab)
     return RowStatistics(
-        *(torch.cat([getattr(part, f.name) for part in parts]).cpu() for f in fields(RowStatistics))
+        *(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(RowStatistics))
     )
 
 
-def _rows_of(sizes: dict[str, int], device: str, vocab: int) -> int:
-    """Rows of `vocab` logits that take as many bytes as a device of this kind may work on at once."""
-    return max(1, sizes.get(device, sizes["cuda"]) // (4 * vocab))
+def _rows_of(sizes: dict[str, int], device: str, row_bytes: int) -> int:
+    """Rows of logits that take as many bytes as a device of this kind may work on at once."""
+    return max(1, sizes.get(device, sizes["cuda"]) // row_bytes)

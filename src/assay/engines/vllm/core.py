@@ -24,6 +24,7 @@ from assay.engines.scoring import (
     Window,
 )
 from assay.engines.setup import setup_facts
+from assay.engines.transfer import to_host
 from assay.engines.vllm.blocks import WindowPlan, batch_size, cache_reads, plan_window
 from assay.engines.vllm.extension import WINDOW
 from assay.engines.vllm.head import check_head, output_head
@@ -243,7 +244,8 @@ class VllmCore:
         """Statistics of each window against the states of a reference, computed where the engine is.
 
         `target` names a function by import path (`package.module:name`) that takes (reference rows, candidate rows)
-        and gives a dataclass of tensors; they come back by field name, on the CPU.
+        and gives a dataclass of tensors; they come back by field name, on the CPU. The whole batch is copied there at
+        once, so that the engine's device does not wait after every window.
         """
         if self._job is None:
             raise RuntimeError("reduce() before begin()")
@@ -252,9 +254,8 @@ class VllmCore:
         found = []
         for window, reference, states in zip(windows, references, self.score(windows), strict=True):
             rows = StateRows(window, self._job.scored_from, states, self.head)
-            result = vars(function(reference.to(states.device), rows))
-            found.append({field: values.cpu() for field, values in result.items()})
-        return found
+            found.append(vars(function(reference.to(states.device), rows)))
+        return to_host(found)
 
     def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, with vLLM's own log-probabilities of the two likeliest."""

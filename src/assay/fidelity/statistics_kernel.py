@@ -1,0 +1,110 @@
+"""`row_sums` as one Triton kernel: a program a row, each side's logits read twice in the type that the engine gave them.
+
+The first reading finds the largest logit of both sides and its lowest index, the second adds up what is relative to
+it, so that nothing is rescaled on the way and the rounding is that of `row_sums`. Exponentials below the smallest
+normal float32 (a or b < −87) count as 0. Import it only where Triton is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from assay.fidelity.row_sums import RowSums
+
+if TYPE_CHECKING:
+    import torch
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _first_max(best, index, none):  # type: ignore[no-untyped-def]
+    """Largest of the lanes' values and the lowest index that has it, `none` where no lane has it."""
+    top = tl.max(best, axis=0)
+    return top, tl.min(tl.where(best == top, index, none), axis=0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row_sums(  # type: ignore[no-untyped-def]
+    ref_at,
+    cand_at,
+    gold_at,
+    out_at,
+    rows,
+    vocab,
+    ref_stride,
+    cand_stride,
+    block: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    ref_row, cand_row = ref_at + row * ref_stride, cand_at + row * cand_stride
+    lane = tl.arange(0, block)
+    ref_best = tl.full((block,), float("-inf"), tl.float32)
+    cand_best = tl.full((block,), float("-inf"), tl.float32)
+    ref_index = tl.zeros((block,), tl.int32)
+    cand_index = tl.zeros((block,), tl.int32)
+    for start in range(0, vocab, block):
+        at = start + lane
+        x = tl.load(ref_row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        y = tl.load(cand_row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        # A lane keeps the first of equal values.
+        ref_index = tl.where(x > ref_best, at, ref_index)
+        cand_index = tl.where(y > cand_best, at, cand_index)
+        ref_best = tl.where(x > ref_best, x, ref_best)
+        cand_best = tl.where(y > cand_best, y, cand_best)
+    ref_max, ref_first = _first_max(ref_best, ref_index, vocab)
+    cand_max, cand_first = _first_max(cand_best, cand_index, vocab)
+
+    p_sum = tl.zeros((block,), tl.float32)
+    q_sum = tl.zeros((block,), tl.float32)
+    p_dot = tl.zeros((block,), tl.float32)
+    q_dot = tl.zeros((block,), tl.float32)
+    for start in range(0, vocab, block):
+        at = start + lane
+        inside = at < vocab
+        a = tl.load(ref_row + at, mask=inside, other=float("-inf")).to(tl.float32) - ref_max
+        b = tl.load(cand_row + at, mask=inside, other=float("-inf")).to(tl.float32) - cand_max
+        # Past the end nothing is added, not even to a row that is nothing but −inf or not a number.
+        p = tl.where(inside, tl.exp(a), 0.0)
+        q = tl.where(inside, tl.exp(b), 0.0)
+        difference = a - b
+        p_sum += p
+        q_sum += q
+        p_dot += tl.where(p > 0, p * difference, 0.0)
+        q_dot += tl.where(q > 0, q * difference, 0.0)
+
+    gold = tl.load(gold_at + row)
+    tl.store(out_at + row, ref_max)
+    tl.store(out_at + rows + row, tl.sum(p_sum, axis=0))
+    tl.store(out_at + 2 * rows + row, tl.sum(q_sum, axis=0))
+    tl.store(out_at + 3 * rows + row, tl.sum(p_dot, axis=0))
+    tl.store(out_at + 4 * rows + row, tl.sum(q_dot, axis=0))
+    tl.store(out_at + 5 * rows + row, tl.load(ref_row + gold).to(tl.float32) - ref_max)
+    tl.store(out_at + 6 * rows + row, tl.load(cand_row + gold).to(tl.float32) - cand_max)
+    tl.store(out_at + 7 * rows + row, (ref_first == cand_first).to(tl.float32))
+
+
+def fused_row_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> RowSums:
+    """Sums of logits [n, V] (bfloat16, float16 or float32; entries of a row next to each other), ids [n] below V."""
+    import torch
+
+    rows, vocab = ref.shape
+    out = torch.empty(8, rows, dtype=torch.float32, device=ref.device)
+    if rows:
+        _row_sums[(rows,)](
+            ref,
+            cand,
+            gold,
+            out,
+            rows,
+            vocab,
+            ref.stride(0),
+            cand.stride(0),
+            block=_BLOCK,
+            num_warps=8,
+        )
+    sums = out.double().unbind()
+    return RowSums(*sums[:7], same_best=sums[7] > 0)
