@@ -13,6 +13,7 @@ from assay.errors import UsageError
 
 def test_engine_strings() -> None:
     assert parse_spec("hf:./model") == HfSpec("./model")
+    assert parse_spec("hf:m?kv_cache_dtype=fp8") == parse_spec("hf:m?kv_cache_dtype=fp8_e4m3")
     assert parse_spec("./model?device=cuda&dtype=float32") == HfSpec("./model", "float32", "cuda")
 
 
@@ -23,6 +24,8 @@ def test_engine_strings() -> None:
         ("hf:?dtype=float32", "names no model"),
         ("hf:m?", "without options"),
         ("hf:m?dtype=int4", "unknown dtype 'int4'"),
+        ("hf:m?kv_cache_dtype=fp8_e4m2", "unknown kv_cache_dtype 'fp8_e4m2'"),
+        ("hf:m?kv_cache_dtype=", "unknown kv_cache_dtype ''"),
         ("hf:m?speed=9", "the unknown option 'speed'"),
     ],
 )

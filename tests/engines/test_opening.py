@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from assay.engines.opening import check_spec
+from assay.engines.scoring import ScoringPath
 from assay.errors import AssayError, UsageError
 
 
@@ -36,6 +37,17 @@ def test_what_is_wrong_is_named(tmp_path: Path, spec: str, said: str) -> None:
 def test_a_path_where_nothing_is_is_named(spec: str) -> None:
     with pytest.raises(AssayError, match=r"there is no .*nowhere"):
         check_spec(spec)
+
+
+def test_an_option_that_the_path_does_not_read_is_named(tmp_path: Path) -> None:
+    spec = f"hf:{tmp_path}?kv_cache_dtype=fp8"
+    with pytest.raises(AssayError, match=r"kv_cache_dtype=fp8_e4m3 .* the prefill path reads none") as caught:
+        check_spec(spec, ScoringPath.PREFILL)
+    assert "\n" not in caught.value.message
+    for path in (ScoringPath.CHUNKED, ScoringPath.DECODE, None):
+        check_spec(spec, path)
+    check_spec(f"hf:{tmp_path}?kv_cache_dtype=auto", ScoringPath.PREFILL)
+    check_spec("vllm:ORG/NAME?kv_cache_dtype=fp8", ScoringPath.PREFILL)  # vLLM's prefill reads its cache
 
 
 def test_what_may_be_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,32 @@ def test_decode_reads_the_cache_and_says_so(compare: Compare, smollm2: Path) -> 
     assert body["results"]["kld"]["mean"] > 0
 
 
+def test_a_cache_of_8_bits_shows_in_decode_and_is_refused_in_prefill(
+    compare: Compare, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [f"hf:{smollm2}?kv_cache_dtype=fp8_{form}" for form in ("e4m3", "e5m2")]
+    shape = ("--path", "decode", "--windows", 8, "--length", 32, "--batch", 8, "--no-floors", "--greedy", 2)
+    code, body = compare(f"hf:{smollm2}", *specs, *shape)
+    assert code in (1, 3)
+    first, second = body["results"]["candidates"]
+    # One bit of mantissa less is twice the rounding error, four times its square.
+    assert 0.001 < first["kld"]["mean"] < second["kld"]["mean"] / 2 < 0.1
+    assert [c["engine"]["kv_cache_dtype"] for c in (first, second)] == ["fp8_e4m3", "fp8_e5m2"]
+    whole = body["results"]["reference"]["kv_bytes_per_token"]
+    assert {c["engine"]["kv_bytes_per_token"] * 2 for c in (first, second)} == {whole}
+    assert first["engaged"]["bytes_read"] == 8 * sum(range(31)) * whole / 2
+    assert first["greedy"]["available"]
+
+    def opened(spec: str) -> None:
+        raise AssertionError(f"{spec} was opened")
+
+    monkeypatch.setattr("assay.fidelity.reference.open_scorer", opened)
+    code, body = compare(f"hf:{smollm2}", specs[0], *SMALL)
+    assert code == 2
+    assert body["findings"][0]["id"] == "fidelity.missing_capability"
+    assert "the prefill path reads none" in body["findings"][0]["title"]
+
+
 def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path) -> None:
     specs = [f"hf:{smollm2}?weights=int(bits={b},group=64)" for b in (8, 3)]
     code, body = compare(f"hf:{smollm2}", *specs, *SMALL)

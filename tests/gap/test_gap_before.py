@@ -75,6 +75,16 @@ def test_what_the_candidate_cannot_do_is_refused_before_the_reference_is_opened(
         Corners(GapPlan(f"hf:{model}", f"vllm:{model}{options}", codec)).refuse()
 
 
+def test_an_option_of_the_cache_needs_modes_that_read_it(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, "LlamaForCausalLM")
+    pair = (f"hf:{model}", f"hf:{model}?kv_cache_dtype=fp8_e4m3", "fp8")
+    Corners(GapPlan(*pair, mode="decode", base_mode="decode")).refuse()
+    for modes in ({}, {"mode": "snapshot", "base_mode": "decode"}):
+        with pytest.raises(AssayError, match="prefill path reads none") as caught:
+            Corners(GapPlan(*pair, **modes)).refuse()
+        assert "--base-mode decode" in caught.value.remedy
+
+
 def test_models_are_told_by_their_configuration(tmp_path: Path) -> None:
     sliding = checkpoint(tmp_path, "Qwen3ForCausalLM", layer_types=["sliding_attention", "full_attention"])
     refuse_engine(f"hf:{sliding}", 1024)  # transformers takes it

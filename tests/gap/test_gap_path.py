@@ -21,6 +21,10 @@ def test_within_one_engine_every_option_is_a_step() -> None:
         ("engine.rounding", "hf:m"),
         ("engine.attention", "hf:m?attention=eager"),
     ]
+    assert steps("hf:m?dtype=float32", "hf:m?kv_cache_dtype=fp8_e4m3") == [
+        ("engine.rounding", "hf:m"),
+        ("engine.cache", "hf:m?kv_cache_dtype=fp8_e4m3"),
+    ]
     assert steps("vllm:m", "vllm:m?kv_cache_dtype=fp8&attention_backend=TRITON_ATTN") == [
         ("engine.attention", "vllm:m?attention_backend=TRITON_ATTN"),
         ("engine.cache", "vllm:m?kv_cache_dtype=fp8&attention_backend=TRITON_ATTN"),

@@ -6,7 +6,7 @@ from importlib import import_module
 
 from assay.engines.id_scoring import IdScorer
 from assay.engines.options import require_local
-from assay.engines.scoring import ScoringEngine
+from assay.engines.scoring import ScoringEngine, ScoringPath
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
 
@@ -26,8 +26,11 @@ _SPECS = {
 }
 
 
-def check_spec(spec: str) -> None:
-    """UsageError or AssayError for a spec that no engine could open: a typing error should not cost a scored reference."""
+def check_spec(spec: str, path: ScoringPath | None = None) -> None:
+    """UsageError or AssayError for a spec that no engine could open: a typing error should not cost a scored reference.
+
+    With `path` also for an option that changes nothing on that scoring path.
+    """
     for prefix, target in _SPECS.items():
         if spec.startswith(prefix):
             module, _, name = target.partition(":")
@@ -38,6 +41,8 @@ def check_spec(spec: str) -> None:
             require_local(spec, parsed.model)
             if getattr(parsed, "weights", ""):
                 import_module("assay.engines.hf.weights").parse_transform(parsed.weights)
+            if path and prefix == "hf:":
+                parsed.refuse_path(path)
             return
     if spec.startswith("run:"):
         raise UsageError(

@@ -61,7 +61,7 @@ def run_compare(
     """
     folder = cache_dir("compare") / plan_key(plan)
     for spec in plan.candidates:
-        check_spec(spec)
+        check_spec(spec, ScoringPath(plan.path))
     servers = _servers(plan)
     results: list[CandidateResult] = []
     failed: list[Finding] = []

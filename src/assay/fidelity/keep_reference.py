@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.opening import check_spec, open_scorer
-from assay.engines.scoring import ScoringEngine, Window, WindowRows
+from assay.engines.scoring import ScoringEngine, ScoringPath, Window, WindowRows
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.floors import measure_floors
@@ -45,7 +45,7 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             remedy="give another name",
             finding_id="fidelity.usage",
         )
-    check_spec(plan.reference)
+    check_spec(plan.reference, ScoringPath(plan.path))
     text = plan_text(plan)
     engine = open_scorer(plan.reference)
     try:

@@ -45,7 +45,7 @@ class Corners:
     def refuse(self) -> None:
         """AssayError before anything is scored, where an engine cannot be opened or take the codec in a mode that is needed."""
         for engine in (self.plan.reference, self.plan.candidate):
-            refuse_engine(engine, self.plan.length)
+            refuse_engine(engine, self.plan.length, (self.plan.mode, self.plan.base_mode))
             for mode in (self.plan.mode, self.plan.base_mode):
                 self.with_codec(engine, mode).hooked(ScoreJob(), self.plan.length, self.plan.seed)
         if not self.plan.calibration:

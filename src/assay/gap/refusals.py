@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from assay.engines.opening import check_spec
 from assay.errors import AssayError, UsageError
 from assay.gap.path import engine_name
+from assay.kv.hooks import path_of
 from assay.kv.serve_checks import check_full_attention, known_architecture
 
 
-def refuse_engine(spec: str, length: int) -> None:
+def refuse_engine(spec: str, length: int, modes: Iterable[str] = ()) -> None:
     """AssayError for an engine that could not be opened, or that takes no codec: a name, an option, a kind of model,
-    too little room for windows of `length` tokens.
+    too little room for windows of `length` tokens, an option of which one of the `modes` shows nothing.
 
     What only a loaded model shows is refused by its hook: see `must_be_tried`.
     """
     check_spec(spec)
+    for mode in modes:
+        check_spec(spec, path_of(mode))
     name = engine_name(spec)
     if name.kind != "vllm":
         return

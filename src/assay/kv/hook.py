@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from assay.engines.hf.caches import cache_dtype
 from assay.engines.scoring import Engagement
 from assay.kv.accounting import NOTE, streams_note
 from assay.kv.layers import kept_from, observed_cache
 from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
 from assay.kv.track import Coders, Key, StreamFacts, Track, facts_of_window
+from assay.quant.fp8 import cast
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +112,7 @@ class CodecHook:
             self._code_ready(layer, self._cache.layers[layer], position)
         self._forget(layer - 1)
         if self._armed:
-            self._bytes_read += position * 2 * keys[..., :1, :].numel() * keys.element_size()
+            self._bytes_read += position * 2 * keys[..., :1, :].numel() * cache_dtype(self._model).itemsize
         return new["k"], new["v"]
 
     def _replaced(self, track: Track, new: torch.Tensor, position: int) -> torch.Tensor:
@@ -167,7 +169,9 @@ class CodecHook:
         # A sliding layer may have let go of the start of a block.
         visible = max(lo, start)
         if visible < hi:
-            held[..., visible - start : hi - start, :] = result[..., visible - lo : hi - lo, :]
+            held[..., visible - start : hi - start, :] = cast(
+                result[..., visible - lo : hi - lo, :], held.dtype
+            )
 
     def _track(self, layer: int, stream: str) -> Track:
         key = (layer, stream)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from assay.engines.hf.caches import new_cache
+
 if TYPE_CHECKING:
     import torch
 
@@ -18,13 +20,12 @@ OnUpdate = Callable[[int, int, "torch.Tensor", "torch.Tensor"], tuple["torch.Ten
 
 
 def observed_cache(model: Any, on_update: OnUpdate) -> Any:
-    """A `DynamicCache` for `model` whose layers pass through `on_update`.
+    """The cache of `model` with layers that pass through `on_update`.
 
-    Each layer stays what the model wants (full or sliding); only its `update` is preceded by the call.
+    Each layer stays what the model wants (full or sliding) and holds the type that its engine was asked for; only its
+    `update` is preceded by the call.
     """
-    from transformers import DynamicCache
-
-    held = DynamicCache(config=model.config)
+    held = new_cache(model)
     for index, layer in enumerate(held.layers):
         layer.__class__ = _observed(type(layer))  # type: ignore[arg-type, unused-ignore]
         layer.assay_index = index

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.hf.cache_name import with_cache
+from assay.engines.hf.caches import new_cache
 from assay.engines.hf.sampling import draw_tokens
 
 if TYPE_CHECKING:
@@ -47,13 +48,12 @@ class Row:
 def decode_batch(model: Any, rows: Sequence[Row], pad_id: int) -> None:
     """Run all rows to their end. Prompts are padded on the left; finished rows leave the batch as it goes on."""
     import torch
-    from transformers import DynamicCache
 
     device = next(model.parameters()).device
     width = max(len(row.prompt) for row in rows)
     ids = torch.tensor([[pad_id] * (width - len(r.prompt)) + list(r.prompt) for r in rows], device=device)
     mask = torch.tensor([[0] * (width - len(r.prompt)) + [1] * len(r.prompt) for r in rows], device=device)
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(model)
     live = list(rows)
     with torch.inference_mode():
         logits = _prefill(model, ids, mask, cache)

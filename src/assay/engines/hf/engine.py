@@ -10,6 +10,7 @@ from typing import Any
 
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores
 from assay.engines.hf.batching import plan_batches
+from assay.engines.hf.caches import cache_dtype, set_cache_dtype, token_bytes
 from assay.engines.hf.packages import missing_package
 from assay.engines.hf.spec import HfSpec, parse_spec
 from assay.engines.hf.weights import transform_weights, weight_bytes
@@ -66,6 +67,7 @@ class HfEngine:
                 output_loading_info=True,
             )
             _refuse_made_up(spec.model, sorted(loading["missing_keys"]))
+            set_cache_dtype(model, spec.kv_cache_dtype)
             model = _on_device(model.eval(), spec)
             size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
         except ImportError as error:  # a quantised checkpoint needs its quantiser's library
@@ -115,6 +117,8 @@ class HfEngine:
             "device": self.spec.device,
             "attention": self._model.config._attn_implementation,
             "weights": self.spec.weights or "as stored",
+            "kv_cache_dtype": self._cache_name,
+            "kv_bytes_per_token": token_bytes(self._model),
             "setup": setup_facts(self._model.config),
             "weight_bytes": self._weight_bytes,
             "transformers": transformers.__version__,
@@ -173,6 +177,12 @@ class HfEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def _cache_name(self) -> str:
+        """The type in which the KV cache is held, by vLLM's name."""
+        name = self.spec.kv_cache_dtype
+        return str(cache_dtype(self._model)).removeprefix("torch.") if name == "auto" else name
 
     @property
     def _pad_id(self) -> int:

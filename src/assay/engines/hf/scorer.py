@@ -9,6 +9,7 @@ from typing import Any
 
 from assay.engines.base import Engine
 from assay.engines.continuing import GreedyStep
+from assay.engines.hf.caches import token_bytes
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.greedy import greedy_steps
 from assay.engines.hf.head import output_head
@@ -44,8 +45,10 @@ class HfScorer:
 
     @property
     def ability(self) -> ScoringAbility:
-        """Every path, whole distributions, states."""
-        return ScoringAbility(frozenset(ScoringPath), hooks=True)
+        """Every path, whole distributions, states; not prefill where the KV cache is held in another type."""
+        unread = self.engine.spec.unread
+        paths = frozenset(ScoringPath) - {ScoringPath.PREFILL} if unread else frozenset(ScoringPath)
+        return ScoringAbility(paths, hooks=True, reason=unread)
 
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
@@ -70,6 +73,7 @@ class HfScorer:
     ) -> Iterator[WindowRows]:
         """As `score_windows`, with a hook that is an object already."""
         check_windows(windows, job)
+        self.engine.spec.refuse_path(job.path)
         with hook.attach(self.engine.model) if hook else nullcontext():
             for window, states in window_states(self.engine.model, windows, job, hook):
                 yield StateRows(window, job.scored_from, states, self.head)
@@ -96,14 +100,14 @@ class HfScorer:
         self.engine.close()
 
 
-def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int:
-    """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0 for prefill."""
-    if job.path is ScoringPath.PREFILL:
-        return 0
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int | None:
+    """K and V bytes of earlier blocks that attention reads in all steps, were no layer to slide. 0 for prefill.
+
+    None where nobody knows what a token takes.
+    """
+    token = token_bytes(model)
+    if job.path is ScoringPath.PREFILL or token is None:
+        return None if token is None else 0
     step = 1 if job.path is ScoringPath.DECODE else job.chunk
     tokens = sum(range(job.scored_from - 1, len(windows[0].tokens) - 1, step))
-    token_bytes: int = 2 * heads * width * config.num_hidden_layers * model.dtype.itemsize
-    return len(windows) * tokens * token_bytes
+    return len(windows) * tokens * token

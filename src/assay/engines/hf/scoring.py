@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from assay.engines.hf.cache_name import with_cache
+from assay.engines.hf.caches import new_cache
 
 _LOGITS_AT_ONCE = 2**25
 """Bound on tokens × vocabulary of the logits in memory (128 MiB as float32)."""
@@ -13,13 +14,12 @@ _LOGITS_AT_ONCE = 2**25
 def token_logprobs(model: Any, ids: tuple[int, ...]) -> tuple[float | None, ...]:
     """Natural log-probability of each token given those before it, in float32; None for the first."""
     import torch
-    from transformers import DynamicCache
 
     device = next(model.parameters()).device
     tokens = torch.tensor([ids], device=device)
     vocabulary = model.get_input_embeddings().num_embeddings
     chunk = min(1024, max(16, _LOGITS_AT_ONCE // vocabulary))
-    cache = DynamicCache(config=model.config)
+    cache = new_cache(model)
     found: list[float | None] = [None]
     with torch.inference_mode():
         for start in range(0, len(ids) - 1, chunk):

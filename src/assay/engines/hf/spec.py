@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from assay.engines.options import read_options
-from assay.errors import UsageError
+from assay.engines.scoring import ScoringPath
+from assay.errors import AssayError, UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Accepted values of `dtype`; `auto` is the type in which the checkpoint is stored."""
+
+KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""Accepted values of `kv_cache_dtype`, by vLLM's names; `auto` is the type of the model, `fp8` is `fp8_e4m3`."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,24 @@ class HfSpec:
     """`eager`, `sdpa`, …; empty: assay's own, the same as `sdpa` but for one new token."""
     weights: str = ""
     """A transformation of the weights after loading, such as `polar(bits=4)`; empty: as stored."""
+    kv_cache_dtype: str = "auto"
+    """What the KV cache holds its keys and values in."""
+
+    def refuse_path(self, path: ScoringPath) -> None:
+        """AssayError where the scoring path does not read what `kv_cache_dtype` changes."""
+        if path is ScoringPath.PREFILL and self.kv_cache_dtype != "auto":
+            raise AssayError(
+                f"hf:{self.model}: {self.unread}",
+                finding_id="fidelity.missing_capability",
+                remedy="score by decode (--path decode; --mode decode in assay kv, with --base-mode decode in assay gap), or leave it out",
+            )
+
+    @property
+    def unread(self) -> str:
+        """Why the prefill path is no path for a cache of another type; empty for `auto`."""
+        if self.kv_cache_dtype == "auto":
+            return ""
+        return f"kv_cache_dtype={self.kv_cache_dtype} changes what is read from a KV cache, and the prefill path reads none"
 
 
 def parse_spec(spec: str) -> HfSpec:
@@ -36,8 +58,11 @@ def parse_spec(spec: str) -> HfSpec:
         finding_id="server.usage",
     )
     options |= dict(given)
-    if options["dtype"] not in DTYPES:
-        raise UsageError(
-            f"{spec!r}: unknown dtype {options['dtype']!r}", remedy=f"one of {', '.join(DTYPES)}"
-        )
+    for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        if options[name] not in known:
+            raise UsageError(
+                f"{spec!r}: unknown {name} {options[name]!r}", remedy=f"one of {', '.join(known)}"
+            )
+    if options["kv_cache_dtype"] == "fp8":
+        options["kv_cache_dtype"] = "fp8_e4m3"
     return HfSpec(model=model, **options)

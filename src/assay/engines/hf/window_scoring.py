@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.hf.cache_name import with_cache
+from assay.engines.hf.caches import new_cache
 from assay.engines.scoring import EngineHook, ScoreJob, ScoringPath, Window
 from assay.engines.setup import setup_facts
 from assay.errors import AssayError
@@ -77,10 +78,9 @@ def _through_cache(
 ) -> torch.Tensor:
     """Prefill the prefix, then feed the rest by blocks (or one by one), each reading the cache."""
     import torch
-    from transformers import DynamicCache
 
     if cache is None:
-        cache = DynamicCache(config=model.config)
+        cache = new_cache(model)
     prefix, last = job.scored_from - 1, ids.shape[1] - 1  # the last token predicts nothing that is scored
     if prefix:
         _forward(model, ids[:, :prefix], cache)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Tables, need_table
 from assay.kv.payload import join_fields, split_fields
+from assay.quant.fp8 import Format, cast, fp8_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ class Fp8(Codec):
 
     name = "fp8"
     summary = "8-bit floats"
-    format: Literal["e4m3", "e5m2"] = "e4m3"
+    format: Format = "e4m3"
     scale: Literal["one", "tensor", "head"] = "one"
 
     def fit(self, samples: Samples) -> BlockCoder:
@@ -31,7 +32,7 @@ class Fp8(Codec):
         top = samples.need_x(str(self)).abs().amax(dim=(1, 2)).cpu().clamp_min(2.0**-100)
         if self.scale == "tensor":
             top = top.max().expand(site.heads)
-        return Fp8Coder(site, self.format, top / torch.finfo(_kind(self.format)).max)
+        return Fp8Coder(site, self.format, top / torch.finfo(fp8_dtype(self.format)).max)
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
         import torch
@@ -41,16 +42,10 @@ class Fp8(Codec):
         return Fp8Coder(site, self.format, torch.from_numpy(need_table(tables, "scale", str(self), site)))
 
 
-def _kind(name: str) -> torch.dtype:
-    import torch
-
-    return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[name]
-
-
 class Fp8Coder(BlockCoder):
     """Codes are 8-bit floats of x / scale; `scale` [heads]."""
 
-    def __init__(self, site: Site, form: str, scale: torch.Tensor) -> None:
+    def __init__(self, site: Site, form: Format, scale: torch.Tensor) -> None:
         super().__init__(site)
         self._form = form
         self._scale = scale.float().clone()
@@ -62,13 +57,11 @@ class Fp8Coder(BlockCoder):
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
         import torch
 
-        kind = _kind(self._form)
-        top = torch.finfo(kind).max
         scaled = x.float() / self._scale.to(x.device)[:, None, None]
-        return (scaled.clamp(-top, top).to(kind).view(torch.uint8),)
+        return (cast(scaled, fp8_dtype(self._form)).view(torch.uint8),)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        values = parts[0].view(_kind(self._form)).float()
+        values = parts[0].view(fp8_dtype(self._form)).float()
         return values * self._scale.to(values.device)[:, None, None]
 
     def pack(self, parts: Parts) -> list[bytes]:
