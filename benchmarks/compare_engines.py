@@ -1,6 +1,7 @@
-"""Candidates that only other engines have: vLLM's fp8 KV cache through its decode path, and llama.cpp's own formats.
+"""Candidates that only an engine has: 8-bit KV caches of vLLM and transformers by the decode path, llama.cpp's formats.
 
-    python benchmarks/compare_engines.py --text WIKI_TEST --windows 64          # vLLM; llama.cpp where it is built
+    python benchmarks/compare_engines.py --text WIKI_TEST --windows 64          # all; llama.cpp where it is built
+    python benchmarks/compare_engines.py --text WIKI_TEST --length 512 --batch 64 --only hf
     python benchmarks/compare_engines.py --reports FILE.json …                   # tables of `assay compare --json` reports
 
 Reference and candidate run in the same engine by the same path, so that only the format differs. The F16 reference and
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +48,22 @@ def main() -> None:
     )
     parser.add_argument("--caches", default="fp8", help="values of kv_cache_dtype, by comma")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--only", choices=["vllm", "gguf"])
+    parser.add_argument("--only", choices=[*PLANS])
+    parser.add_argument(
+        "--dtypes", default="float32,bfloat16", help="number formats of transformers, by comma"
+    )
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=RESULTS / "compare_engines.json")
     arguments = parser.parse_args()
     reports = [json.loads(path.read_text()) for path in arguments.reports]
     if arguments.text:
-        plans = {"vllm": vllm_plan, "gguf": gguf_plan}
-        chosen = [plans[arguments.only]] if arguments.only else plans.values()
-        reports += [run_compare(plan(arguments), show).to_json() for plan in chosen]
+        chosen = [PLANS[arguments.only]] if arguments.only else PLANS.values()
+        reports += [run_compare(plan, show).to_json() for plans in chosen for plan in plans(arguments)]
     document: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     for report in reports:
         results = report["results"]
-        document[results["reference"]["engine"]] = {
+        engine = results["reference"]["engine"]
+        document[f"hf, {results['reference']['dtype']}" if engine == "hf" else engine] = {
             "reference": {k: v for k, v in results["reference"].items() if k != "label"},
             "text": results["text"],
             "environment": report["environment"],
@@ -71,33 +76,50 @@ def main() -> None:
     print(table(document))
 
 
-def vllm_plan(arguments: argparse.Namespace) -> Plan:
-    """The second half of each window, token by token: the cache is read as serving reads it."""
+def vllm_plans(arguments: argparse.Namespace) -> list[Plan]:
+    """vLLM's own caches."""
     python = arguments.python or vllm_python()
     engine = (
         f"vllm:{build_smollm2()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
     )
+    return [caches_plan(arguments, engine, arguments.caches.split(","))]
+
+
+def hf_plans(arguments: argparse.Namespace) -> list[Plan]:
+    """Caches that hold 8-bit floats in transformers, where nothing else differs; in each number format of the model."""
+    engines = [f"hf:{build_smollm2()}?dtype={dtype}" for dtype in arguments.dtypes.split(",")]
+    return [caches_plan(arguments, engine, ("fp8_e4m3", "fp8_e5m2")) for engine in engines]
+
+
+def caches_plan(arguments: argparse.Namespace, engine: str, caches: Sequence[str]) -> Plan:
+    """The second half of each window, token by token: the cache is read as serving reads it."""
     return Plan(
         engine,
-        tuple(f"{engine}&kv_cache_dtype={cache}" for cache in arguments.caches.split(",")),
+        tuple(f"{engine}&kv_cache_dtype={cache}" for cache in caches),
         (str(arguments.text),),
         windows=arguments.windows,
         length=arguments.length,
         path="decode",
         scored="second-half",
         batch=arguments.batch,
+        floors=not engine.startswith("hf:"),
     )
 
 
-def gguf_plan(arguments: argparse.Namespace) -> Plan:
+def gguf_plans(arguments: argparse.Namespace) -> list[Plan]:
     source, folder = next(cache_dir("gguf").glob("smollm2/*.gguf")), cache_dir("gguf") / "smollm2-quantised"
-    return Plan(
-        f"gguf:{quantise(source, folder, 'F16')}",
-        tuple(f"gguf:{quantise(source, folder, kind)}" for kind in TYPES),
-        (str(arguments.text),),
-        windows=arguments.windows,
-        length=arguments.length,
-    )
+    return [
+        Plan(
+            f"gguf:{quantise(source, folder, 'F16')}",
+            tuple(f"gguf:{quantise(source, folder, kind)}" for kind in TYPES),
+            (str(arguments.text),),
+            windows=arguments.windows,
+            length=arguments.length,
+        )
+    ]
+
+
+PLANS = {"vllm": vllm_plans, "hf": hf_plans, "gguf": gguf_plans}
 
 
 def table(document: dict[str, Any]) -> str:
@@ -126,7 +148,9 @@ def table(document: dict[str, Any]) -> str:
 
 def name_of(row: dict[str, Any]) -> str:
     engine = row["engine"]
-    return engine["model"] if engine["engine"] == "gguf" else f"KV cache {engine['kv_cache_dtype']}"
+    if engine["engine"] == "gguf":
+        return str(engine["model"])
+    return f"KV cache {engine['kv_cache_dtype']}, {engine['kv_bytes_per_token']:,} bytes a token"
 
 
 if __name__ == "__main__":
