@@ -11,13 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.hf.caches import (  # noqa: E402
-    cache_dtype,
-    new_cache,
-    resident_bytes,
-    set_cache_dtype,
-    token_bytes,
-)
+from assay.engines.hf.caches import cache_dtype, new_cache, set_cache_dtype, token_bytes  # noqa: E402
 from assay.engines.hf.decoding import Row, decode_batch  # noqa: E402
 from assay.engines.hf.engine import HfEngine  # noqa: E402
 from assay.engines.hf.greedy import greedy_steps  # noqa: E402
@@ -75,6 +69,13 @@ def filled(model: Any, tokens: int) -> Any:
         for token in windows(1)[0].tokens[:tokens]:
             model.base_model(input_ids=torch.tensor([[token]] * 2), past_key_values=held, use_cache=True)
     return held
+
+
+def resident_bytes(held: Any) -> int:
+    """Bytes of the storage behind all that the layers of a cache hold."""
+    held = [x for layer in held.layers for x in vars(layer).values() if isinstance(x, torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in held if x.ndim == 4}
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

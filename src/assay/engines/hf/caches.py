@@ -91,9 +91,3 @@ def token_bytes(model: Any) -> int | None:
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     return int(2 * heads * width * config.num_hidden_layers * cache_dtype(model).itemsize)
-
-
-def resident_bytes(held: Any) -> int:
-    """Bytes of the storage behind the keys and values that a cache holds."""
-    tensors = (x for layer in held.layers if layer.is_initialized for x in (layer.keys, layer.values))
-    return sum(int(x.untyped_storage().nbytes()) for x in tensors)

@@ -105,9 +105,11 @@ def _bytes_read(model: Any, windows: Sequence[Window], job: ScoreJob) -> int | N
 
     None where nobody knows what a token takes.
     """
+    if job.path is ScoringPath.PREFILL:
+        return 0
     token = token_bytes(model)
-    if job.path is ScoringPath.PREFILL or token is None:
-        return None if token is None else 0
+    if token is None:
+        return None
     step = 1 if job.path is ScoringPath.DECODE else job.chunk
     tokens = sum(range(job.scored_from - 1, len(windows[0].tokens) - 1, step))
     return len(windows) * tokens * token

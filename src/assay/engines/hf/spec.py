@@ -31,7 +31,7 @@ class HfSpec:
 
     def refuse_path(self, path: ScoringPath) -> None:
         """AssayError where the scoring path does not read what `kv_cache_dtype` changes."""
-        if path is ScoringPath.PREFILL and self.kv_cache_dtype != "auto":
+        if path is ScoringPath.PREFILL and self.unread:
             raise AssayError(
                 f"hf:{self.model}: {self.unread}",
                 finding_id="fidelity.missing_capability",
