@@ -76,6 +76,9 @@ class Run:
         self.net, self.codec, self.took = net, codec, []
         if codec:
             self.cache = resident_cache(net, codec, length=length, calibration=table)
+            # What is built on first use is built before anything is timed.
+            self._timed(prompt)
+            self.cache.reset()
         else:
             self.cache = DynamicCache(config=net.config)
         self.peak = Peak(self.cache)
