@@ -7,9 +7,12 @@ Run it with a Python that has vLLM (on a GPU or a CPU) and assay in its path:
 Four ways over the same windows, in tokens scored a second:
 
 - *prefill*: `LLM.generate` with one new token, nothing scored: the bare forward pass;
-- *kl*: assay's scoring, then all statistics of every token (KL both ways, NLL, top-1) against states of a reference,
-  which lie in the main memory as a stored reference's do;
+- *kl*: what `assay compare` does: assay's scoring, then all statistics of every token (KL both ways, NLL, top-1) against
+  states of a reference, which lie in the main memory as a stored reference's do;
 - *top20*: `prompt_logprobs=20`, and *all*: `prompt_logprobs=-1`, on fewer tokens as they are slow.
+
+`processor_s` are the seconds of all threads of this process, which other programs disturb less than the clock. On a GPU
+`fused` says whether the kernel of `assay.fidelity.statistics_kernel` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
 """
 
 from __future__ import annotations
@@ -30,7 +33,10 @@ from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import VllmScorer
 from assay.environment import describe
 from assay.errors import AssayError
+from assay.fidelity.fused import fused_statistics
 from assay.fidelity.metrics import window_statistics
+
+STATISTICS = "assay.fidelity.metrics:statistics_on_device"
 
 
 def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:
@@ -46,12 +52,18 @@ def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:
 def rate(run: Callable[[], Any], tokens: int, repeats: int) -> dict[str, Any]:
     """Tokens a second of `run`, which is run once to warm up: median and all values."""
     run()
-    values = []
+    values, processor = [], []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start, began = time.perf_counter(), time.process_time()
         run()
         values.append(tokens / (time.perf_counter() - start))
-    return {"tokens_per_s": statistics.median(values), "all": values, "tokens": tokens}
+        processor.append(time.process_time() - began)
+    return {
+        "tokens_per_s": statistics.median(values),
+        "all": values,
+        "tokens": tokens,
+        "processor_s": statistics.median(processor),
+    }
 
 
 def measure(
@@ -86,12 +98,14 @@ def measure(
     states = rate(lambda: list(engine.score_windows(windows, job)), scored, args.repeats)
 
     def kl() -> list[float]:
-        rows = zip(reference, engine.score_windows(windows, job), strict=True)
-        return [float(window_statistics(one, other).kl.mean()) for one, other in rows]
+        found = engine.reduce_windows(windows, iter(reference), job, STATISTICS)
+        return [float(values["kl"].mean()) for _, values in found]
 
     found |= {"states": states, "kl": rate(kl, scored, args.repeats)}
     found["kl_self"] = max(kl())
+    found["fused"] = fused_statistics()
     found["kl_share_of_prefill"] = found["kl"]["tokens_per_s"] / found["prefill"]["tokens_per_s"]
+    found["kl_share_of_prefill_by_processor"] = found["prefill"]["processor_s"] / found["kl"]["processor_s"]
     found["states_share_of_prefill"] = states["tokens_per_s"] / found["prefill"]["tokens_per_s"]
     found["kl_times_top20"] = found["kl"]["tokens_per_s"] / found["top20"]["tokens_per_s"]
     found["kl_times_all"] = found["kl"]["tokens_per_s"] / found["all"]["tokens_per_s"]

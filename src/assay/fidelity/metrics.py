@@ -19,16 +19,18 @@ data-processing inequality, tight to the size of m_p.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from assay.engines.transfer import to_device, to_host
 from assay.fidelity import fused
-from assay.fidelity.row_sums import LeftOut, row_sums
+from assay.fidelity.row_sums import LeftOut, RowSums, row_sums
 
 if TYPE_CHECKING:
     import torch
 
     from assay.engines.scoring import WindowRows
+
+_Rows = TypeVar("_Rows", RowSums, LeftOut)
 
 BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Bytes of logits of one side that the output head makes at once: enough to read its weight for, and on a CPU few
@@ -73,14 +75,20 @@ def row_statistics(
     makes KL infinite, as it is. Rows with a NaN or +inf on either side come back as NaN, `top1` False. With `rest` the
     reference's values are log-probabilities of a part of its distribution, and −inf stands for one of the rest.
     """
+    return _statistics(*_sums(ref_logits, cand_logits, gold, rest))
+
+
+def _sums(
+    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, rest: bool
+) -> tuple[RowSums, LeftOut | None]:
+    cand, gold = cand.to(ref.device), gold.to(ref.device).long()
+    return row_sums(ref, cand, gold, rest=True) if rest else (fused.sums(ref, cand, gold), None)
+
+
+def _statistics(sums: RowSums, apart: LeftOut | None) -> RowStatistics:
+    """What follows from the sums over the vocabulary, in float64."""
     import torch
 
-    cand_logits, gold = cand_logits.to(ref_logits.device), gold.to(ref_logits.device).long()
-    apart: LeftOut | None = None
-    if rest:
-        sums, apart = row_sums(ref_logits, cand_logits, gold, rest=True)
-    else:
-        sums = fused.sums(ref_logits, cand_logits, gold)
     p_sum, q_sum = sums.p_sum, sums.q_sum
     p_kept = q_kept = torch.ones_like(p_sum)
     if apart is not None:
@@ -142,17 +150,27 @@ def statistics_on_device(reference: WindowRows, candidate: WindowRows) -> RowSta
     reference = reference.to(device)
     gold = to_device(torch.tensor(scored), device)
     few = _rows_of(CACHE_BYTES, device.type, 4 * vocab)
-    parts: list[RowStatistics] = []
+    rest = getattr(reference, "rest", False)
     entry = max(side.own_logits(0, 0).element_size() for side in (reference, candidate))
     rows = _rows_of(BLOCK_BYTES, device.type, entry * vocab)
+    parts: list[tuple[RowSums, LeftOut | None]] = []
     for lo in range(0, len(gold), rows):
         hi = min(len(gold), lo + rows)
         ref, cand = reference.own_logits(lo, hi)[:, :vocab], candidate.own_logits(lo, hi)[:, :vocab]
-        for own, other, ids in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True):
-            parts.append(row_statistics(own, other, ids, rest=getattr(reference, "rest", False)))
-    return RowStatistics(
-        *(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(RowStatistics))
-    )
+        parts += [
+            _sums(*chunk, rest)
+            for chunk in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True)
+        ]
+    apart = [left_out for _, left_out in parts if left_out is not None]
+    return _statistics(_joined([sums for sums, _ in parts]), _joined(apart) if apart else None)
+
+
+def _joined(parts: list[_Rows]) -> _Rows:
+    """One dataclass of tensors of all rows."""
+    import torch
+
+    kind = type(parts[0])
+    return kind(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(kind)))
 
 
 def _rows_of(sizes: dict[str, int], device: str, row_bytes: int) -> int:

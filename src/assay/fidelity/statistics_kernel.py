@@ -105,6 +105,7 @@ def fused_row_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) ->
             cand.stride(0),
             block=_BLOCK,
             num_warps=8,
+            enable_fp_fusion=False,
         )
-    sums = out.double().unbind()
-    return RowSums(*sums[:7], same_best=sums[7] > 0)
+    ref_max, p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, same_best = out.double().unbind()
+    return RowSums(ref_max, p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, same_best > 0)
