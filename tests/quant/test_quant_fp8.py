@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from assay.quant.fp8 import cast, fp8_dtype  # noqa: E402
+from assay.quant.fp8 import cast, fp8_dtype, widen  # noqa: E402
 
 FORMATS = ("e4m3", "e5m2")
 
@@ -70,3 +70,17 @@ def test_ties_go_to_the_even_code_and_what_is_too_large_to_the_largest() -> None
     assert cast(torch.tensor([7e4, float("-inf")]), fp8_dtype("e5m2")).float().tolist() == [57344, -57344]
     # 16-bit types are a plain cast.
     assert cast(torch.tensor([7e4]), torch.float16).isinf().all()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_codes_are_widened_as_torch_does(form: str, dtype: torch.dtype) -> None:
+    # A view that is not contiguous, as layers of a cache keep.
+    codes = (
+        torch.arange(256, dtype=torch.uint8).view(fp8_dtype(form)).reshape(2, 8, 16)[:, 1:].transpose(1, 2)
+    )
+    found = widen(codes, dtype)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found, codes.to(dtype), rtol=0, atol=0, equal_nan=True)
+    kept = codes.to(dtype)
+    assert widen(kept, torch.float32).dtype is torch.float32

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError
-from assay.quant.fp8 import cast, fp8_dtype
+from assay.quant.fp8 import cast, fp8_dtype, widen
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def _narrow(base: type) -> type:
 
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             new = (cast(x, self.assay_dtype) for x in (key_states, value_states))
-            return tuple(x.to(key_states.dtype) for x in super().update(*new, *args, **kwargs))
+            return tuple(widen(x, key_states.dtype) for x in super().update(*new, *args, **kwargs))
 
     Narrow.__name__ = f"Narrow{base.__name__}"
     return Narrow
