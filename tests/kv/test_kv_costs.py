@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 from tests.kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
 
 from assay.engines.hf.scorer import HfScorer  # noqa: E402
+from assay.engines.hf.spec import HfSpec  # noqa: E402
 from assay.kv.calibration import Calibration, read_calibration  # noqa: E402
 from assay.kv.capture import capture  # noqa: E402
 from assay.kv.costs import measure_sensitivity  # noqa: E402
@@ -33,7 +34,7 @@ def test_it_foretells_what_other_errors_cost(tmp_path: Path, monkeypatch: pytest
         for weight in net.parameters():
             # As it comes, this model says the same whatever it reads.
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)
-    scorer = HfScorer(cast(Any, SimpleNamespace(model=net)))
+    scorer = HfScorer(cast(Any, SimpleNamespace(model=net, spec=HfSpec("small"))))
     shape = cache_shape(net)
     tensors = capture(cast(Any, scorer), some, shape, tokens=230, batch=6)
     bench = Bench(shape, Rotary(net, LENGTH), Calibration(tensors, {}))

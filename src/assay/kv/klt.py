@@ -3,8 +3,8 @@
 All KV heads of a token form one row x of `width` values. With mean μ, metric M = L Lᵀ (error e costs e M eᵀ) and
 covariance Σ of the samples, Lᵀ Σ L = U Λ Uᵀ gives the Karhunen-Loève transform in that metric: x − μ = Δ c S with
 S = Uᵀ L⁻¹, coefficients c with variances Λ / Δ². A step of 1 in c costs Δ² / 12 wherever it is taken, so one step for
-all is the best for a sum of errors (reverse water-filling). S is kept in fp16; coefficients are found from the rounded
-S by least squares in the metric, so rounding costs nothing but its effect on the span.
+all is the best for a sum of errors (reverse water-filling). S is kept in 8 bits with a scale for each row; coefficients
+are found from the rounded S by least squares in the metric, so rounding costs nothing but its effect on the span.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 from assay.kv.codec import Tables, need_table
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from assay.kv.codec import Samples, Site
 
@@ -41,11 +43,29 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Klt:
-    """c = (x − μ) A and x = μ + c S; `analysis` [width, rank], `synthesis` [rank, width] fp16, `mean` fp32."""
+    """c = (x − μ) A and x = μ + c S; `mean` and `analysis` [width, rank] in float32.
+
+    S [rank, width] is `synthesis`, int8, times `scale` [rank], float32.
+    """
 
     mean: torch.Tensor
     synthesis: torch.Tensor
+    scale: torch.Tensor
     analysis: torch.Tensor
+
+    @classmethod
+    def of(cls, mean: torch.Tensor, rows: torch.Tensor, metric: torch.Tensor) -> Klt:
+        """Round the rows of S [rank, width], float64, and find the analysis that suits what is left of them."""
+        import torch
+
+        scale = (rows.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny).float()
+        synthesis = (rows / scale.double()[:, None]).round().clamp(-127, 127).to(torch.int8)
+        return cls(mean, synthesis, scale, analysis(synthesis.double() * scale.double()[:, None], metric))
+
+    @property
+    def rank(self) -> int:
+        """Coefficients of a row."""
+        return int(self.synthesis.shape[0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Rows [..., width] → coefficients [..., rank], float32."""
@@ -53,15 +73,23 @@ class Klt:
 
     def inverse(self, c: torch.Tensor) -> torch.Tensor:
         """Coefficients → rows."""
-        return self.mean.to(c.device) + c @ self.synthesis.to(c.device).float()
+        return self.mean.to(c.device) + (c * self.scale.to(c.device)) @ self.synthesis.to(c.device).float()
+
+    def kept(self, order: NDArray[np.int64]) -> Klt:
+        """These coefficients alone, in this order."""
+        return Klt(self.mean, self.synthesis[order], self.scale[order], self.analysis[:, order].contiguous())
 
     def to(self, device: torch.device) -> Klt:
         """The same on a device."""
-        return Klt(self.mean.to(device), self.synthesis.to(device), self.analysis.to(device))
+        return Klt(*(t.to(device) for t in (self.mean, self.synthesis, self.scale, self.analysis)))
 
     def tables(self) -> Tables:
-        """What a decoder needs, and `analysis`, which it does not (it is left out of the bytes)."""
-        return {"mean": self.mean.numpy(), "synthesis": self.synthesis.numpy()}
+        """What a decoder needs; `analysis` it does not."""
+        return {
+            "mean": self.mean.numpy(),
+            "synthesis": self.synthesis.numpy(),
+            "synthesis_scale": self.scale.numpy(),
+        }
 
 
 @dataclass(frozen=True)
@@ -78,8 +106,7 @@ class Spectrum:
     def with_step(self, step: float, smallest: float) -> Klt:
         """The transform for Δ = `step`; coefficients whose deviation is below `smallest` steps are left out."""
         keep = max(1, int((self.variances.sqrt() > smallest * step).sum()))
-        rows = (self.rows[:keep] * step).half()
-        return Klt(self.mean, rows, analysis(rows, self.metric))
+        return Klt.of(self.mean, self.rows[:keep] * step, self.metric)
 
 
 def spectrum(rows: torch.Tensor, metric: torch.Tensor, ridge: float = 1e-4) -> Spectrum:
@@ -99,12 +126,11 @@ def spectrum(rows: torch.Tensor, metric: torch.Tensor, ridge: float = 1e-4) -> S
 
 
 def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
-    """A = M Sᵀ (S M Sᵀ)⁻¹: coefficients with the least error in the metric, float32."""
+    """A = M Sᵀ (S M Sᵀ)⁻¹ of S = `rows`, float64: coefficients with the least error in the metric, float32."""
     import torch
 
-    s = rows.double()
-    right = metric @ s.T
-    lower = torch.linalg.cholesky(s @ right)
+    right = metric @ rows.T
+    lower = torch.linalg.cholesky(rows @ right)
     return torch.cholesky_solve(right.T, lower).T.contiguous().float()
 
 
@@ -127,7 +153,7 @@ def restore(site: Site, tables: Tables, who: str) -> Klt:
     def get(name: str) -> torch.Tensor:
         return torch.from_numpy(need_table(tables, name, who, site))
 
-    return Klt(get("mean"), get("synthesis"), get("analysis"))
+    return Klt(get("mean"), get("synthesis"), get("synthesis_scale"), get("analysis"))
 
 
 def sampled_rows(samples: Samples, who: str) -> torch.Tensor:

@@ -25,7 +25,7 @@ class TransformCoder(BlockCoder):
     @property
     def rank(self) -> int:
         """Coefficients that are coded."""
-        return int(self.transform.synthesis.shape[0])
+        return self.transform.rank
 
     @property
     def tables(self) -> Tables:

@@ -60,13 +60,12 @@ def fit_fixed(
         widths = (cost + saved * np.arange(MAX_WIDTH + 1)).argmin(axis=1)
     # Coefficients of equal width stand together, and those of width 0 are left out.
     order = np.argsort(-widths, kind="stable")[: max(1, int((widths > 0).sum()))]
-    kept = Klt(transform.mean, transform.synthesis[order], transform.analysis[:, order].contiguous())
     own: Tables = {
         "deviation": deviation.numpy()[order].astype(np.float16),
         "widths": widths[order].astype(np.uint8),
         "levels": np.concatenate(levels),
     }
-    return FixedCoder(site, kept, predictor, own)
+    return FixedCoder(site, transform.kept(order), predictor, own)
 
 
 def allocate(cost: np.ndarray[Any, Any], budget: int) -> np.ndarray[Any, Any]:

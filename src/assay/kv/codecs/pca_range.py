@@ -58,7 +58,7 @@ def fit_range(
         own = {
             "laws": laws,
             "odds": odds / odds.sum(),
-            "shrink": np.zeros((2, transform.synthesis.shape[0]), np.int8),
+            "shrink": np.zeros((2, transform.rank), np.int8),
         }
         coder = RangeCoder(site, transform, predictor, own, rdo if turn else 0.0)
         c = whole if turn else c
