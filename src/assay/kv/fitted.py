@@ -150,7 +150,8 @@ class FittedCodec:
             token += run * block.tokens
             number += run
         empty = torch.zeros(site.heads, 0, site.head_dim, device=device)
-        whole = torch.cat([t.to(device) for t in found], dim=1) if found else empty
+        found = [t.to(device) for t in found] or [empty]
+        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
         if hi is not None:
             start = first or 0
             whole = whole[:, lo - start : hi - start]

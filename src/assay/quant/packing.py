@@ -26,7 +26,11 @@ _FEW = 4096
 
 def pack(values: torch.Tensor, width: int) -> torch.Tensor:
     """Integers [..., n] in 0 … 2^width − 1 → uint8 [..., ceil(n · width / 8)]; higher bits are ignored."""
+    import torch
+
     _check(width)
+    if not values.shape[-1]:
+        return torch.empty(values.shape, dtype=torch.uint8, device=values.device)
     if _is_for_loops(values, width) and is_agreed(("packing", width), lambda: _same_in_loops(width)):
         return _pack_in_loops(values, width)
     return _pack(values, width)
@@ -78,6 +82,8 @@ def unpack(data: torch.Tensor, width: int, count: int, *, small: bool = False) -
         )
     data = data[..., : packed_bytes(count, width)]
     kind = (torch.uint8 if width <= 8 else torch.int16) if small else torch.int32
+    if not count:
+        return torch.empty(*data.shape[:-1], 0, dtype=kind, device=data.device)
     if _is_for_loops(data, width) and is_agreed(("packing", width), lambda: _same_in_loops(width)):
         return _unpack_in_loops(data, width, count).to(kind)
     return _unpack(data, width, count).to(kind)
@@ -127,16 +133,19 @@ def _same_in_loops(width: int) -> bool:
 def _pack_in_loops(values: torch.Tensor, width: int) -> torch.Tensor:
     import torch
 
-    from assay.quant.packing_loops import pack_words
+    from assay.quant.packing_loops import pack_nibbles, pack_words
 
     count = values.shape[-1]
     rows = values.to(torch.uint8)
     if count % 8:
         rows = torch.nn.functional.pad(rows, (0, -count % 8))
     # A whole number of words in each row: all rows are one.
-    words = rows.contiguous().view(-1).numpy().view("<u8")
+    flat = rows.contiguous().view(-1).numpy()
     packed = torch.empty(*values.shape[:-1], rows.shape[-1] // 8 * width, dtype=torch.uint8)
-    pack_words(words, width, packed.view(-1).numpy())
+    if width == 4:
+        pack_nibbles(flat.view("<u2"), packed.view(-1).numpy())
+    else:
+        pack_words(flat.view("<u8"), width, packed.view(-1).numpy())
     size = packed_bytes(count, width)
     return packed if size == packed.shape[-1] else packed[..., :size].contiguous()
 
@@ -145,11 +154,15 @@ def _unpack_in_loops(data: torch.Tensor, width: int, count: int) -> torch.Tensor
     """uint8 [..., count]."""
     import torch
 
-    from assay.quant.packing_loops import unpack_words
+    from assay.quant.packing_loops import unpack_nibbles, unpack_words
 
     rows = torch.nn.functional.pad(data, (0, -data.shape[-1] % width)) if data.shape[-1] % width else data
     values = torch.empty(*data.shape[:-1], rows.shape[-1] // width * 8, dtype=torch.uint8)
-    unpack_words(rows.contiguous().view(-1).numpy(), width, values.view(-1).numpy().view("<u8"))
+    flat, into = rows.contiguous().view(-1).numpy(), values.view(-1).numpy()
+    if width == 4:
+        unpack_nibbles(flat, into.view("<u2"))
+    else:
+        unpack_words(flat, width, into.view("<u8"))
     return values[..., :count]
 
 

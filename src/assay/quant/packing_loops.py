@@ -46,3 +46,19 @@ def unpack_words(data, width, words):  # type: ignore[no-untyped-def]
         word = (word & pairs) | ((word & ~pairs) << by2)
         ones = word & (mask & _BYTES)
         words[i] = ones | (((word ^ ones) << by1) & mask)
+
+
+@_compiled
+def pack_nibbles(pairs, out):  # type: ignore[no-untyped-def]
+    """Two values of 4 bits in the bytes of each word of 16 → one byte of `out`; higher bits are ignored."""
+    for i in range(out.shape[0]):
+        pair = pairs[i] & np.uint16(0x0F0F)
+        out[i] = np.uint8(pair | (pair >> np.uint16(4)))
+
+
+@_compiled
+def unpack_nibbles(data, pairs):  # type: ignore[no-untyped-def]
+    """One byte of `data` → two values of 4 bits in the bytes of a word of 16."""
+    for i in range(data.shape[0]):
+        both = np.uint16(data[i])
+        pairs[i] = (both | (both << np.uint16(4))) & np.uint16(0x0F0F)
