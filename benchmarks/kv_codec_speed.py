@@ -4,8 +4,8 @@
 
 One stream of one layer shaped like SmolLM2's (3 KV heads of 64, bf16), made-up values with channels of different
 spread. Speeds count the bytes of the bf16 tensor; the best of some runs, because other programs share the cores.
-`share_of_prefill`: encoding and decoding all 60 streams of SmolLM2-135M over the time of its forward pass, in bf16, of
-one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes minutes.
+`share_of_prefill`: encoding and decoding all 60 streams of SmolLM2-135M over the time of its forward pass, in bf16 and
+in float32, of one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes minutes.
 `reconstruct` is the round trip without the bytes, what a model's forward pass rides on in the tests of `assay kv eval`.
 """
 
@@ -62,18 +62,18 @@ def seconds(call: Callable[[], object], rounds: int = 5) -> float:
     return best
 
 
-def prefill_seconds(rounds: int) -> float:
+def prefill_seconds(dtype: torch.dtype, rounds: int) -> float:
     """A forward pass of the whole model over one prompt, with the logits of its last token."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(build_smollm2(), dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_pretrained(build_smollm2(), dtype=dtype).eval()
     ids = torch.randint(0, model.config.vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         return seconds(lambda: model(input_ids=ids, logits_to_keep=1), rounds)
 
 
 def measure(
-    spec: str, x: torch.Tensor, calibration: torch.Tensor, prefill: float, rounds: int
+    spec: str, x: torch.Tensor, calibration: torch.Tensor, prefill: dict[str, float], rounds: int
 ) -> dict[str, Any]:
     codec = parse_recipe(spec).fit(Samples(SITE, calibration))
     stream = codec.encode(x)
@@ -91,7 +91,9 @@ def measure(
         "gb_per_s": {name: size / value / 1e9 for name, value in spent.items()},
         "encode_and_decode_gb_per_s": size / both / 1e9,
         "microseconds_per_token": 1e6 * both / x.shape[1],
-        "share_of_prefill": 2 * SITE.layers * both / prefill if x.shape[1] == PROMPT else None,
+        "share_of_prefill": {dtype: 2 * SITE.layers * both / forward for dtype, forward in prefill.items()}
+        if x.shape[1] == PROMPT
+        else None,
     }
 
 
@@ -105,8 +107,8 @@ def main() -> None:
     rounds = arguments.rounds
     load = os.getloadavg()[0]
     torch.set_num_threads(2)
-    prefill = prefill_seconds(rounds)
-    print(f"prefill of {PROMPT} tokens: {prefill:.2f} s", flush=True)
+    prefill = {name: prefill_seconds(getattr(torch, name), rounds) for name in ("bfloat16", "float32")}
+    print(f"prefill of {PROMPT} tokens, seconds: {prefill}", flush=True)
     calibration = values(4096, 1).float()
     rows = []
     for length in LENGTHS:
@@ -119,7 +121,7 @@ def main() -> None:
             print(length, spec, row["gb_per_s"], row["share_of_prefill"], flush=True)
     result = {
         "shape": {"heads": SITE.heads, "head_dim": SITE.head_dim, "dtype": "bfloat16"},
-        "prefill": {"tokens": PROMPT, "seconds": prefill, "dtype": "bfloat16"},
+        "prefill": {"tokens": PROMPT, "seconds": prefill},
         "machine": {
             "cpu": platform.processor() or platform.machine(),
             "threads": 2,
