@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import assay
 from assay.errors import AssayError, InconclusiveError, UsageError
-from assay.verdict import Finding, Report, Severity, Verdict, jsonable, worst
+from assay.verdict import AREAS, Finding, Report, Severity, Verdict, jsonable, worst
 
 FAILING = Finding("coherence.degenerate", Severity.ERROR, "loops")
 
@@ -138,3 +140,14 @@ def test_errors_become_findings(error: AssayError, verdict: str, severity: str) 
     finding = error.to_finding()
     assert (error.verdict.value, finding.severity.value, finding.title) == (verdict, severity, "no")
     assert finding.remedies == ("do",)
+
+
+def test_every_finding_that_the_source_names_is_in_a_known_area() -> None:
+    source = Path(assay.__file__).parent
+    named = {
+        (str(file.relative_to(source)), area)
+        for file in source.rglob("*.py")
+        for area in re.findall(r'finding_id[^="]*=\s*f?"([a-z_]+)\.', file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert {(file, area) for file, area in named if area not in AREAS} == set()

@@ -28,6 +28,7 @@ SPECS = {
     "hadamard(bits=2.5)": 0.29,
     "hadamard(bits=8, norm=error)": 0.01,
     "hadamard(bits=9.25, norm=projection)": 0.006,
+    "hadamard(bits=10)": 0.004,
     "sinks+recent(n=3)+hadamard(bits=1)": 0.75,
     "mean+hadamard": 0.09,
     "mean(of=block)+int(bits=3, residual=0)": 0.24,

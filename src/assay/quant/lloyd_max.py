@@ -28,7 +28,7 @@ def gaussian_levels(levels: int) -> np.ndarray[Any, Any]:
     from scipy.special import ndtri
 
     if not 1 <= levels <= 1024:
-        raise UsageError(f"{levels} levels: 1 to 1024 are possible", finding_id="quant.levels")
+        raise UsageError(f"{levels} levels: 1 to 1024 are possible", finding_id="kv.levels")
     c = np.sqrt(3.0) * ndtri((np.arange(levels) + 0.5) / levels)
     for _ in range(200):
         mean, left, right = _cell_means(c)
@@ -68,7 +68,7 @@ def empirical_levels(samples: Array, levels: int, *, iterations: int = 200) -> n
 
     values = np.sort(np.asarray(samples, dtype=np.float64).ravel())
     if values.size == 0:
-        raise UsageError("levels cannot be fitted to no values", finding_id="quant.levels")
+        raise UsageError("levels cannot be fitted to no values", finding_id="kv.levels")
     sums = np.concatenate([[0.0], np.cumsum(values)])
     c = np.quantile(values, (np.arange(levels) + 0.5) / levels)
     tolerance = 1e-9 * float(values.std())

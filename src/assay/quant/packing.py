@@ -78,7 +78,7 @@ def unpack(data: torch.Tensor, width: int, count: int, *, small: bool = False) -
     if data.shape[-1] < packed_bytes(count, width):
         raise UsageError(
             f"{data.shape[-1]} bytes hold less than {count} values of {width} bits",
-            finding_id="quant.packing",
+            finding_id="kv.packing",
         )
     data = data[..., : packed_bytes(count, width)]
     kind = (torch.uint8 if width <= 8 else torch.int16) if small else torch.int32
@@ -183,7 +183,7 @@ def unpack_numpy(data: np.ndarray[Any, Any], width: int, count: int) -> np.ndarr
     if data.shape[-1] < packed_bytes(count, width):
         raise UsageError(
             f"{data.shape[-1]} bytes hold less than {count} values of {width} bits",
-            finding_id="quant.packing",
+            finding_id="kv.packing",
         )
     bits = np.unpackbits(data, axis=-1, count=count * width, bitorder="little")
     grouped = bits.reshape(*data.shape[:-1], count, width).astype(np.int32)
@@ -193,4 +193,4 @@ def unpack_numpy(data: np.ndarray[Any, Any], width: int, count: int) -> np.ndarr
 
 def _check(width: int) -> None:
     if not 1 <= width <= 16:
-        raise UsageError(f"values of {width} bits cannot be packed, 1 to 16 can", finding_id="quant.packing")
+        raise UsageError(f"values of {width} bits cannot be packed, 1 to 16 can", finding_id="kv.packing")

@@ -33,9 +33,10 @@ class HfSpec:
         """AssayError where the scoring path does not read what `kv_cache_dtype` changes."""
         if path is ScoringPath.PREFILL and self.unread:
             raise AssayError(
-                f"hf:{self.model}: {self.unread}",
+                f"hf:{self.model}?kv_cache_dtype={self.kv_cache_dtype}: {self.unread}",
                 finding_id="fidelity.missing_capability",
-                remedy="score by decode (--path decode; --mode decode in assay kv, with --base-mode decode in assay gap), or leave it out",
+                remedy="score by --path decode or chunked (assay kv: --mode decode; assay gap: --mode decode --base-mode decode), "
+                "or leave it out",
             )
 
     @property

@@ -273,5 +273,6 @@ def _nearest(z: torch.Tensor, bits: int) -> torch.Tensor:
     """Index of the nearest level, uint8 or int16."""
     import torch
 
-    found = edges_below(z, _edges(bits, z.device))
-    return found.to(torch.uint8 if bits <= 8 else torch.int16)
+    kind = torch.uint8 if bits <= 8 else torch.int16
+    # No levels where no place has so many bits: one bit more than the most may be too many.
+    return edges_below(z, _edges(bits, z.device)).to(kind) if z.shape[-1] else z.to(kind)
