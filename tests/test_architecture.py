@@ -15,10 +15,11 @@ PACKAGE = ROOT / "src" / "assay"
 # Imported inside the functions that need them, everywhere.
 NEVER_ON_TOP = {
     "torch", "transformers", "safetensors", "gguf", "vllm", "llama_cpp", "accelerate", "huggingface_hub", "numpy",
-    "scipy", "jinja2", "rich", "prometheus_client",
+    "scipy", "jinja2", "rich", "prometheus_client", "numba",
 }  # fmt: skip
 ENGINES = {"torch", "transformers", "accelerate", "vllm", "llama_cpp"}
 INSIDE_VLLM = "engines/vllm/forcing.py"
+COMPILED = ("quant/hadamard_loops.py", "quant/packing_loops.py")
 
 
 def modules(node: ast.stmt) -> Iterator[str]:
@@ -43,15 +44,17 @@ def test_costly_packages_are_imported_where_they_are_used() -> None:
         for path in sources()
         if (names := on_top(ast.parse(path.read_text(encoding="utf-8"))) & NEVER_ON_TOP)
     }
-    # A report is drawn by modules that only the verb's end imports; a class of vLLM's is loaded by vLLM alone.
-    assert {path for path in found if not path.startswith(("report/", INSIDE_VLLM))} == set()
+    # A report is drawn by modules that only the verb's end imports; a class of vLLM's is loaded by vLLM alone; compiled
+    # loops are loaded by the first call that needs one.
+    assert {path for path in found if not path.startswith(("report/", INSIDE_VLLM, *COMPILED))} == set()
     assert not any(names & ENGINES for path, names in found.items() if path != INSIDE_VLLM)
 
 
 def test_no_engine_is_imported_by_the_core_at_all() -> None:
     # What works on tensors imports torch where it does so; text, checkpoints and logs never do.
     allowed = (
-        "engines/hf/", "engines/vllm/", "engines/gguf/", "engines/scoring.py", "engines/continuing.py", "demo/", "checkpoint/meta_model.py",
+        "engines/hf/", "engines/vllm/", "engines/gguf/", "engines/scoring.py", "engines/continuing.py",
+        "engines/transfer.py", "demo/", "checkpoint/meta_model.py",
         "fidelity/", "quant/", "kv/",
     )  # fmt: skip
     found = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ def start_llm(spec: VllmSpec) -> Any:
             arguments["attention_backend"] = spec.attention_backend
         if cache:
             arguments["kv_cache_memory_bytes"] = int(cache * 2**30)
+        _let_numba_be_looked_into()
         return LLM(**arguments | dict(spec.args))
     except (
         ImportError,
@@ -68,6 +70,7 @@ def start_llm(spec: VllmSpec) -> Any:
         TypeError,
         RuntimeError,
         AssertionError,
+        AttributeError,
         NotImplementedError,
     ) as error:
         raise AssayError(
@@ -75,6 +78,25 @@ def start_llm(spec: VllmSpec) -> Any:
             finding_id="fidelity.engine_load",
             remedy="give a checkpoint and options that this vLLM can serve: vllm:PATH?dtype=…&kv_cache_dtype=…",
         ) from error
+
+
+def _let_numba_be_looked_into() -> None:
+    """Keep vLLM 0.32's CPU build from stumbling over numba, where a codec has loaded it before the engine starts.
+
+    vLLM asks all that any module holds for its `__dict__`, and llvmlite's library gives a function for any name.
+    """
+    library = getattr(sys.modules.get("llvmlite.binding.ffi"), "lib", None)
+    if library is None or isinstance(getattr(library, "__dict__", {}), dict):
+        return
+    kind = type(library)
+    function_of = kind.__getattr__
+
+    def only_functions(self: Any, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return function_of(self, name)
+
+    kind.__getattr__ = only_functions
 
 
 def _context(spec: VllmSpec) -> int:
