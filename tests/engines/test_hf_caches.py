@@ -203,4 +203,8 @@ def test_a_model_that_keeps_other_state_is_refused() -> None:
 def test_every_name_that_is_accepted_has_a_type() -> None:
     for name in KV_CACHE_DTYPES:
         if name != "fp8":  # read as fp8_e4m3
-            set_cache_dtype(net(), name)
+            model = net()
+            set_cache_dtype(model, name)
+            held = str(cache_dtype(model)).removeprefix("torch.")
+            wanted = str(model.dtype).removeprefix("torch.") if name == "auto" else name
+            assert held.replace("float8_", "fp8_").removesuffix("fn") == wanted

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import warnings
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from assay.fidelity.row_sums import RowSums, row_sums
+from assay.quant.agreement import gives_the_same
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +36,10 @@ def same_by_both(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> b
     """Compare kernel and torch on these rows; a warning says why the kernel is not used."""
     if os.environ.get("ASSAY_NO_TRITON"):
         return False
-    try:
-        same = _alike(_fused(ref, cand, gold), row_sums(ref, cand, gold)[0])
-        why = "it gives other values here"
-    except Exception as error:  # compilers fail in their own ways, and torch can do the same
-        same, why = False, f"{type(error).__name__}: {error}"[:300]
-    if not same:
-        warnings.warn(f"the fused kernel of statistics is not used: {why}", RuntimeWarning, stacklevel=2)
-    return same
+    return gives_the_same(
+        "the fused kernel of statistics",
+        lambda: _alike(_fused(ref, cand, gold), row_sums(ref, cand, gold)[0]),
+    )
 
 
 def _alike(one: RowSums, other: RowSums) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
+from assay.quant.agreement import gives_the_same
+
 _SAME: dict[Hashable, bool] = {}
 
 
@@ -20,18 +22,8 @@ def is_agreed(key: Hashable, compare: Callable[[], bool]) -> bool:
     Where numba is missing, or ASSAY_NO_NUMBA is set, it may not; where it fails or differs, a warning says so.
     """
     if key not in _SAME:
-        _SAME[key] = _is_installed() and _is_same(key, compare)
+        _SAME[key] = _is_installed() and gives_the_same(f"the compiled loop {key}", compare)
     return _SAME[key]
-
-
-def _is_same(key: Hashable, compare: Callable[[], bool]) -> bool:
-    try:
-        same, why = compare(), "it gives other values than torch here"
-    except Exception as error:  # compilers fail in their own ways, and torch can do the same
-        same, why = False, f"{type(error).__name__}: {error}"[:300]
-    if not same:
-        warnings.warn(f"the compiled loop {key} is not used: {why}", RuntimeWarning, stacklevel=3)
-    return same
 
 
 @cache

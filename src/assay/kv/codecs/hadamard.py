@@ -14,7 +14,6 @@ Fractional bits give the last coordinates one bit more; after the rotation all c
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 from assay.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
 from assay.kv.payload import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
+from assay.quant.agreement import gives_the_same
 from assay.quant.compiled import is_agreed
 from assay.quant.hadamard import Rotation, correct_sqrt, random_normal, signs_on, squares_unit, sum_of_squares
 from assay.quant.hadamard_cpu import LevelTable, Loops
@@ -183,14 +183,10 @@ class HadamardCoder(BlockCoder):
         x = random_normal(7, 8192 * width).reshape(1, 2, 4096, width).to(device)
         x = (x * 10.0 ** (torch.arange(4096, device=device) % 9 - 4.0)[:, None]).bfloat16()
         x[:, :, 1] = 0
-        try:
-            same = bool(torch.equal(self._fused(x), super().reconstruct(x)))
-            why = "it gives other values here"
-        except Exception as error:  # compilers fail in their own ways, and torch can do the same
-            same, why = False, f"{type(error).__name__}: {error}"[:300]
-        if not same:
-            warnings.warn(f"the fused kernel of hadamard is not used: {why}", RuntimeWarning, stacklevel=2)
-        return same
+        by_torch = super().reconstruct
+        return gives_the_same(
+            "the fused kernel of hadamard", lambda: torch.equal(self._fused(x), by_torch(x))
+        )
 
     def pack(self, parts: Parts) -> list[bytes]:
         low, high, half, exponent = parts
