@@ -104,7 +104,7 @@ def test_a_run_that_did_not_hold_is_no_reference(
 @pytest.mark.parametrize(
     ("engine", "finding"),
     [
-        ("gguf:model", "coherence.usage"),
+        ("gguf:model", "server.usage"),
         ("hf:", "server.usage"),
         ("hf:no-such-folder", "coherence.reference"),
         ("hf:.?dtype=int3", "server.usage"),

@@ -46,6 +46,30 @@ def test_a_wrong_command_line_is_one_json_object_and_exit_2(
     assert report["findings"][0]["id"].endswith(".usage")
 
 
+@pytest.mark.parametrize(
+    ("area", "arguments"),
+    [
+        ("server", ("check", "http://127.0.0.1:9", "--reference-engine", "hf:.?kv_cache_dtype=int3")),
+        ("server", ("check", "http://127.0.0.1:9", "--reference-engine", "gguf:.")),
+        ("checkpoint", ("verify", ".", "--serve-args", "--kv-cache-dtype 'fp8")),
+        ("fidelity", ("compare", "hf:.?kv_cache_dtype=int3", "hf:.")),
+        ("fidelity", ("compare", "hf:.", "http://127.0.0.1:9/?x=1")),
+        ("fidelity", ("reference", "hf:.?kv_cache_dtype=int3", "--text", "x", "--out", "x")),
+        ("kv", ("kv", "eval", "hf:.?kv_cache_dtype=int3", "--codec", "identity")),
+        ("kv", ("kv", "eval", "vllm:.?max_model_len=x", "--codec", "identity")),
+        ("kv", ("kv", "noise", "hf:.", "--text", "/nowhere/x.txt", "--html", "/nowhere/x.html")),
+        ("gap", ("gap", "hf:.?kv_cache_dtype=int3", "hf:.", "--codec", "identity")),
+        ("gap", ("gap", "hf:.", "hf:.", "--codec", "identity", "--margin-ppl", "many")),
+        ("speculation", ("spec", "a.log", "--for", "3")),
+    ],
+)
+def test_a_wrong_use_is_of_the_area_of_its_verb_wherever_it_is_noticed(
+    capsys: pytest.CaptureFixture[str], area: str, arguments: tuple[str, ...]
+) -> None:
+    code, report = run(capsys, *arguments)
+    assert (code, [f["id"] for f in report["findings"]]) == (2, [f"{area}.usage"])
+
+
 def test_a_wrong_model_name_is_answered_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     with StubServer() as stub:
         code, report = check(capsys, stub.url, "--model", "gpt-9")

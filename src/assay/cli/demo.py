@@ -25,7 +25,7 @@ def command(
     from assay.report.picture import export_comparison_svg
 
     if svg is not None:
-        check_writable("demo", "svg", svg)
+        check_writable("svg", svg)
     report, pair = run_demo(show)
     side_by_side(pair)
     if svg is not None:

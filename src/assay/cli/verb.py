@@ -117,9 +117,10 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
         try:
             for option in ("html", "junit", "markdown", "prometheus"):
                 if (path := getattr(output, option)) is not None:
-                    check_writable(name, option, path)
+                    check_writable(option, path)
         except UsageError as error:
-            write(with_environment(error_report(name, error)), Output(json=output.json), stdout)
+            report = with_usage_of(name, error_report(name, error))
+            write(with_environment(report), Output(json=output.json), stdout)
             return error.verdict.exit_code
         try:
             report = body()
@@ -135,7 +136,7 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
                 file=sys.stderr,
             )
             return EXIT_BUG
-        report = with_environment(report)
+        report = with_environment(with_usage_of(name, report))
         try:
             write(report, output, stdout)
         except BrokenPipeError:
@@ -148,15 +149,12 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
         return report.exit_code
 
 
-def check_writable(name: str, option: str, path: Path) -> None:
+def check_writable(option: str, path: Path) -> None:
     """A report that cannot be written should not cost the minutes of a run first."""
-    usage = f"{area_of(name)}.usage"
     if path.is_dir():
-        raise UsageError(f"--{option} {path} is a directory", remedy="name a file in it", finding_id=usage)
+        raise UsageError(f"--{option} {path} is a directory", remedy="name a file in it")
     if not path.parent.is_dir():
-        raise UsageError(
-            f"--{option} {path}: its folder does not exist", remedy="make it first", finding_id=usage
-        )
+        raise UsageError(f"--{option} {path}: its folder does not exist", remedy="make it first")
 
 
 def write(report: Report, output: Output, stdout: TextIO) -> None:
@@ -190,6 +188,15 @@ def write(report: Report, output: Output, stdout: TextIO) -> None:
 def error_report(name: str, error: AssayError) -> Report:
     """The report of a subject that could not be examined."""
     return Report(command=name, verdict=error.verdict, findings=(error.to_finding(),))
+
+
+def with_usage_of(name: str, report: Report) -> Report:
+    """`report` with every wrong use in the area of its verb: what reads a spec does not know which verb was asked."""
+    usage = f"{area_of(name)}.usage"
+    return replace(
+        report,
+        findings=tuple(replace(f, id=usage) if f.id.endswith(".usage") else f for f in report.findings),
+    )
 
 
 def usage_report(name: str, message: str) -> Report:

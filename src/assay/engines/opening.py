@@ -34,10 +34,7 @@ def check_spec(spec: str, path: ScoringPath | None = None) -> None:
     for prefix, target in _SPECS.items():
         if spec.startswith(prefix):
             module, _, name = target.partition(":")
-            try:
-                parsed = getattr(import_module(module), name)(spec)
-            except UsageError as error:  # of whichever verb that reads such a spec too
-                raise UsageError(error.message, remedy=error.remedy, finding_id="fidelity.usage") from error
+            parsed = getattr(import_module(module), name)(spec)
             require_local(spec, parsed.model)
             if getattr(parsed, "weights", ""):
                 import_module("assay.engines.hf.weights").parse_transform(parsed.weights)

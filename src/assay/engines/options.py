@@ -30,7 +30,6 @@ def read_options(
     example: str,
     what: str = "model",
     shown: str = "",
-    finding_id: str = "fidelity.usage",
 ) -> tuple[str, Options]:
     """What stands between `prefix` and the question mark, and the options after it.
 
@@ -51,4 +50,4 @@ def read_options(
     else:
         # No shell expands a ~ that stands after a colon.
         return str(Path(body).expanduser()) if body.startswith("~") else body, pairs
-    raise UsageError(f"{shown!r} {problem}", remedy=remedy, finding_id=finding_id)
+    raise UsageError(f"{shown!r} {problem}", remedy=remedy, finding_id="fidelity.usage")

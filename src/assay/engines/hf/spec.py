@@ -50,19 +50,16 @@ class HfSpec:
 def parse_spec(spec: str) -> HfSpec:
     """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
     options: dict[str, str] = {field.name: str(field.default) for field in fields(HfSpec)[1:]}
-    # A model of transformers is also the reference of `assay check`, whose errors these are then.
     model, given = read_options(
-        spec,
-        "hf:",
-        list(options),
-        example="hf:PATH, such as hf:./model?dtype=float32",
-        finding_id="server.usage",
+        spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32"
     )
     options |= dict(given)
     for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
         if options[name] not in known:
             raise UsageError(
-                f"{spec!r}: unknown {name} {options[name]!r}", remedy=f"one of {', '.join(known)}"
+                f"{spec!r}: unknown {name} {options[name]!r}",
+                remedy=f"one of {', '.join(known)}",
+                finding_id="fidelity.usage",
             )
     if options["kv_cache_dtype"] == "fp8":
         options["kv_cache_dtype"] = "fp8_e4m3"
