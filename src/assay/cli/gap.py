@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from assay.cli.numbers import numbers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -61,7 +62,7 @@ def command(
         "fresh": fresh,
         "batch": batch,
         "groups": groups,
-        "phases": phases_of(phases),
+        "phases": None if phases is None else numbers_of(phases, "--phases", "1,3-5"),
     }
     settings = (QUICK if quick else {}) | {k: v for k, v in given.items() if v is not None}
     plan = GapPlan(
@@ -78,22 +79,3 @@ def command(
         **settings,
     )
     return run_gap(plan, show, keep=keep)
-
-
-def phases_of(text: str | None) -> tuple[int, ...] | None:
-    """`1,3-5` as numbers; UsageError where it is not. None, all of them, where nothing is given."""
-    from assay.errors import UsageError
-
-    if text is None:
-        return None
-    found: list[int] = []
-    for part in text.split(","):
-        lo, dash, hi = part.strip().partition("-")
-        if not lo.isdigit() or (dash and not hi.isdigit()):
-            raise UsageError(
-                f"--phases {text!r}: {part.strip()!r} is no phase",
-                remedy="write 1,3-5",
-                finding_id="gap.usage",
-            )
-        found += range(int(lo), int(hi or lo) + 1)
-    return tuple(dict.fromkeys(found))

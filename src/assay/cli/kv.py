@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from assay.cli import kv_diagnose, kv_import, kv_noise, kv_serve, kv_sweep
-from assay.cli.kv_options import (
-    AnyModel,
-    Batch,
-    Calibration,
-    CodecSpec,
-    Length,
-    Model,
-    SkipLayers,
-    Text,
-    Windows,
-    layers_of,
-)
+from assay.cli.kv_options import AnyModel, Calibration, CodecSpec, Layer, Model, OneStream, plan_options
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -47,21 +37,22 @@ def list_codecs() -> Report:
 
 @app.command("eval")
 @verb("kv eval")
+@plan_options(
+    mode="decode",
+    stream="kv",
+    skip_layers=None,
+    text=None,
+    windows=32,
+    length=1024,
+    batch=8,
+    calibration=None,
+    table_tokens=32_768,
+    seed=0,
+)
 def evaluate(
+    shared: Mapping[str, Any],
     model: AnyModel,
     codec: CodecSpec,
-    mode: Annotated[str, typer.Option(help="decode (what serving does), inforward or snapshot.")] = "decode",
-    stream: Annotated[str, typer.Option(help="kv, k or v; the other stays exact.")] = "kv",
-    skip_layers: SkipLayers = None,
-    text: Text = None,
-    windows: Windows = 32,
-    length: Length = 1024,
-    batch: Batch = 8,
-    calibration: Calibration = None,
-    table_tokens: Annotated[
-        int, typer.Option(min=1, help="Cache length that calibration tables are counted against.")
-    ] = 32_768,
-    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 0,
     margin_ppl: Annotated[str, typer.Option(help="ACCEPT within ± this.")] = "1%",
     margin_top1: Annotated[str, typer.Option(help="ACCEPT from this up.")] = "95%",
     marginal_ppl: Annotated[str, typer.Option(help="MARGINAL within ± this.")] = "3%",
@@ -79,33 +70,22 @@ def evaluate(
     plan = EvalPlan(
         model=model,
         codec=codec,
-        mode=mode,
-        streams=stream,
-        skip_layers=layers_of(skip_layers),
-        text=tuple(text or ()),
-        windows=windows,
-        length=length,
-        batch=batch,
-        calibration=str(calibration) if calibration else None,
-        table_tokens=table_tokens,
-        seed=seed,
         margin_ppl=fraction(margin_ppl, "margin-ppl"),
         margin_top1=fraction(margin_top1, "margin-top1"),
         marginal_ppl=fraction(marginal_ppl, "marginal-ppl"),
         marginal_top1=fraction(marginal_top1, "marginal-top1"),
+        **shared,
     )
     return run_eval(plan, show, allow_marginal=allow_marginal)
 
 
 @app.command("calibrate")
 @verb("kv calibrate")
+@plan_options(text=None, windows=32, length=1024, batch=4)
 def calibrate(
+    shared: Mapping[str, Any],
     model: AnyModel,
     out: Annotated[Path, typer.Option(help="File that is written.")],
-    text: Text = None,
-    windows: Windows = 32,
-    length: Length = 1024,
-    batch: Batch = 4,
     tokens: Annotated[int, typer.Option(min=256, help="Sampled tokens that the file holds.")] = 4096,
     sensitivity: Annotated[
         int,
@@ -118,23 +98,18 @@ def calibrate(
     from assay.cli.progress import show
     from assay.kv.calibrate import CalibrationPlan, run_calibrate
 
-    plan = CalibrationPlan(model, tuple(text or ()), windows, length, batch, tokens, sensitivity)
+    plan = CalibrationPlan(model=model, tokens=tokens, sensitivity=sensitivity, **shared)
     return run_calibrate(plan, out, show)
 
 
 @app.command("attribute")
 @verb("kv attribute")
+@plan_options(mode="inforward", skip_layers=None, text=None, windows=8, length=512, batch=8, calibration=None)
 def attribute(
+    shared: Mapping[str, Any],
     model: Model,
     codec: CodecSpec,
     each: Annotated[str, typer.Option(help="stream (K and V of a layer apart) or layer.")] = "stream",
-    mode: Annotated[str, typer.Option(help="decode, inforward or snapshot.")] = "inforward",
-    skip_layers: SkipLayers = None,
-    text: Text = None,
-    windows: Windows = 8,
-    length: Length = 512,
-    batch: Batch = 8,
-    calibration: Calibration = None,
 ) -> Report:
     """Code every layer and stream alone, then all together: what hurts, and does it add up?
 
@@ -143,34 +118,18 @@ def attribute(
     from assay.cli.progress import show
     from assay.kv.attribution import AttributionPlan, run_attribute
 
-    plan = AttributionPlan(
-        model=model,
-        codec=codec,
-        each=each,
-        mode=mode,
-        skip_layers=layers_of(skip_layers),
-        text=tuple(text or ()),
-        windows=windows,
-        length=length,
-        batch=batch,
-        calibration=str(calibration) if calibration else None,
-    )
-    return run_attribute(plan, show)
+    return run_attribute(AttributionPlan(model=model, codec=codec, each=each, **shared), show)
 
 
 @app.command("allocate")
 @verb("kv allocate")
+@plan_options(mode="inforward", text=None, windows=8, length=512, batch=8, calibration=None)
 def allocate(
+    shared: Mapping[str, Any],
     model: Model,
     codec: CodecSpec,
     target_ratio: Annotated[float, typer.Option(help="Stored bytes: how many times smaller than bf16.")],
-    mode: Annotated[str, typer.Option(help="decode, inforward or snapshot.")] = "inforward",
-    text: Text = None,
-    windows: Windows = 8,
     fresh: Annotated[int, typer.Option(min=8, help="Further windows that the choice is measured on.")] = 16,
-    length: Length = 512,
-    batch: Batch = 8,
-    calibration: Calibration = None,
     step: Annotated[float, typer.Option(help="Bits are given out in steps of this.")] = 0.25,
     least: Annotated[float, typer.Option(help="Fewest bits a value.")] = 1.0,
     most: Annotated[float, typer.Option(help="Most bits a value before a stream stays exact.")] = 8.0,
@@ -186,16 +145,11 @@ def allocate(
         model=model,
         codec=codec,
         target_ratio=target_ratio,
-        mode=mode,
-        text=tuple(text or ()),
-        windows=windows,
         fresh=fresh,
-        length=length,
-        batch=batch,
-        calibration=str(calibration) if calibration else None,
         step=step,
         least=least,
         most=most,
+        **shared,
     )
     return run_allocate(plan, show)
 
@@ -214,8 +168,8 @@ def encode(
     tensor: Annotated[
         str | None, typer.Option(help="Tensor of a safetensors file that holds several.")
     ] = None,
-    stream: Annotated[str, typer.Option(help="k or v.")] = "k",
-    layer: Annotated[int, typer.Option(min=0, help="Layer, for codecs that need a calibration.")] = 0,
+    stream: OneStream = "k",
+    layer: Layer = 0,
     calibration: Calibration = None,
 ) -> Report:
     """Encode a tensor of keys or values to its serialised stream, and say what was lost."""
@@ -229,8 +183,8 @@ def encode(
 def decode(
     source: Annotated[Path, typer.Argument(help="Stream that `assay kv encode` wrote.")],
     out: Annotated[Path, typer.Option(help="Tensor that is written: .safetensors, else KKTV.")],
-    stream: Annotated[str, typer.Option(help="k or v.")] = "k",
-    layer: Annotated[int, typer.Option(min=0, help="Layer, for codecs that need a calibration.")] = 0,
+    stream: OneStream = "k",
+    layer: Layer = 0,
     calibration: Calibration = None,
 ) -> Report:
     """Decode a stream with the codec that its header names."""

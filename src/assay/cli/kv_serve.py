@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from assay.cli.kv_options import Calibration, CodecSpec, SkipLayers, layers_of
+from assay.cli.kv_options import CodecSpec, plan_options
 from assay.cli.verb import verb
 from assay.verdict import Report
 
 
 @verb("kv serve")
+@plan_options(stream="kv", skip_layers=None, calibration=None)
 def command(
+    shared: Mapping[str, Any],
     model: Annotated[str, typer.Argument(help="Checkpoint that vLLM serves.")],
     codec: CodecSpec,
     options: Annotated[
@@ -21,9 +24,6 @@ def command(
     mode: Annotated[
         str, typer.Option(help="inforward (all tokens coded) or decode (the prompt is prefilled exactly).")
     ] = "inforward",
-    stream: Annotated[str, typer.Option(help="kv, k or v; the other stays exact.")] = "kv",
-    skip_layers: SkipLayers = None,
-    calibration: Calibration = None,
     python: Annotated[str, typer.Option(help="A Python that has vLLM.")] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command and stop.")] = False,
 ) -> Report:
@@ -37,10 +37,8 @@ def command(
         model=model,
         codec=codec,
         mode=mode,
-        calibration=str(calibration) if calibration else None,
-        streams=stream,
-        skip_layers=layers_of(skip_layers),
         python=python,
         options=tuple(options or ()),
+        **shared,
     )
     return run_serve(plan, lambda line: typer.echo(line, err=True), dry_run=dry_run)
