@@ -24,6 +24,7 @@ from assay.environment import describe
 from assay.fidelity.candidate import CandidateResult
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
+from comparison_table import comparison_table, sizes
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -131,20 +132,9 @@ def gpu_name() -> str | None:
 def table(document: dict[str, Any]) -> str:
     """The rows as Markdown."""
     rows = document["rows"]
-    head = f"{rows[0]['windows']} windows, {rows[0]['tokens']:,} tokens" if rows else "nothing yet"
-    lines = [
-        f"Against float32. {head}; intervals are two-sided 95 %, by window.",
-        "",
-        "| candidate | MiB | Δppl % | KL, nats | top-1 % | grade |",
-        "|---|---:|---|---|---|---|",
-    ]
-    for r in rows:
-        d, k, t = r["dppl_pct"], r["kld"], r["top1_pct"]
-        lines.append(
-            f"| {r['name']}{' (control)' if r['control'] else ''} | {r['weight_bytes'] / 2**20:.1f} "
-            f"| {d['value']:+.2f} [{d['lo']:+.2f}, {d['hi']:+.2f}] | {k['mean']:.5f} [{k['lo']:.5f}, {k['hi']:.5f}] "
-            f"| {t['value']:.2f} [{t['lo']:.2f}, {t['hi']:.2f}] | {r['grade']} |"
-        )
+    names = [f"{r['name']}{' (control)' if r['control'] else ''}" for r in rows]
+    lines = [f"Against float32. {sizes(rows)}", ""]
+    lines += comparison_table((name, r["weight_bytes"], r) for name, r in zip(names, rows, strict=True))
     return "\n".join(lines) + "\n"
 
 

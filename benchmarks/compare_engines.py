@@ -22,6 +22,7 @@ from assay.demo.models import build_smollm2
 from assay.demo.vllm_env import vllm_python
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
+from comparison_table import comparison_table, sizes
 from llama_perplexity_agreement import quantise
 
 RESULTS = Path(__file__).parent / "results"
@@ -128,20 +129,8 @@ def table(document: dict[str, Any]) -> str:
         if not part["rows"]:
             lines += [f"**{engine}**", "", *part["unavailable"], ""]
             continue
-        first = part["rows"][0]
-        lines += [
-            f"**{engine}**, {part['text']['path']} path, {first['windows']} windows, {first['tokens']:,} tokens; "
-            "intervals are two-sided 95 %, by window.",
-            "",
-            "| candidate | Δppl % | KL, nats | top-1 % | grade |",
-            "|---|---|---|---|---|",
-        ]
-        for r in part["rows"]:
-            d, k, t = r["dppl_pct"], r["kld"], r["top1_pct"]
-            lines.append(
-                f"| {name_of(r)} | {d['value']:+.2f} [{d['lo']:+.2f}, {d['hi']:+.2f}] | {k['mean']:.5f} "
-                f"[{k['lo']:.5f}, {k['hi']:.5f}] | {t['value']:.2f} [{t['lo']:.2f}, {t['hi']:.2f}] | {r['grade']} |"
-            )
+        lines += [f"**{engine}**, {part['text']['path']} path, {sizes(part['rows'])}", ""]
+        lines += comparison_table((name_of(r), None, r) for r in part["rows"])
         lines += ["", *(f"- not available: {reason}" for reason in part.get("unavailable", ())), ""]
     return "\n".join(lines)
 

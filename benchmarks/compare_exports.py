@@ -26,6 +26,7 @@ from assay.errors import AssayError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.keep_reference import keep_reference
 from assay.fidelity.plan import Plan
+from comparison_table import comparison_table, sizes
 
 RESULTS = Path(__file__).parent / "results"
 KEPT = ("grade", "grade_point", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows")
@@ -89,20 +90,9 @@ def row(stored: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, 
 def table(document: dict[str, Any]) -> str:
     measured = {n: r for n, r in document["rows"].items() if "kld" in r}
     others = {n: r for n, r in document["rows"].items() if "kld" not in r}
-    sizes = {(r["windows"], r["tokens"]) for r in measured.values()}
-    lines = [
-        "; ".join(f"{w} windows, {t:,} tokens" for w, t in sorted(sizes))
-        + "; intervals are two-sided 95 %, by window.",
-        "",
-        "| checkpoint | MiB | Δppl % | KL, nats | top-1 % | grade |",
-        "|---|---:|---|---|---|---|",
-    ]
-    for name, r in sorted(measured.items(), key=lambda item: item[1]["kld"]["mean"]):
-        d, k, t = r["dppl_pct"], r["kld"], r["top1_pct"]
-        lines.append(
-            f"| {name} | {r['bytes'] / 2**20:.1f} | {d['value']:+.2f} [{d['lo']:+.2f}, {d['hi']:+.2f}] "
-            f"| {k['mean']:.5f} [{k['lo']:.5f}, {k['hi']:.5f}] | {t['value']:.2f} [{t['lo']:.2f}, {t['hi']:.2f}] | {r['grade']} |"
-        )
+    ordered = sorted(measured.items(), key=lambda item: item[1]["kld"]["mean"])
+    lines = [sizes(measured.values()), ""]
+    lines += comparison_table(((name, r["bytes"], r) for name, r in ordered), "checkpoint")
     lines += ["", *(f"- {name}: {r['reason']}" for name, r in others.items())]
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from comparison_table import interval
+
 Row = dict[str, Any]
 _PLAIN = re.compile(r"hadamard(\(bits=[\d.]+\))?")
 
@@ -103,18 +105,14 @@ def _line(row: Row, plain: Sequence[Row]) -> str:
         f"`{row['codec']}`",
         _calibration(row),
         f"{row['bytes']['ratio']:.2f}×",
-        f"{kl['mean']:.5f} [{kl['lo']:.5f}, {kl['hi']:.5f}]",
-        _interval(row["dppl_pct"], "+.2f"),
-        _interval(row["top1_pct"], ".2f"),
+        interval(kl, ".5f", "mean"),
+        interval(row["dppl_pct"], "+.2f"),
+        interval(row["top1_pct"], ".2f"),
         row["grade"],
         rival,
         share,
     )
     return f"| {' | '.join(cells)} |"
-
-
-def _interval(figure: dict[str, float], shape: str) -> str:
-    return f"{figure['value']:{shape}} [{figure['lo']:{shape}}, {figure['hi']:{shape}}]"
 
 
 if __name__ == "__main__":
