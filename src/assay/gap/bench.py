@@ -161,8 +161,7 @@ class Bench:
 
     def try_out(self, config: Configuration) -> None:
         """Score one window and forget it; AssayError where the engine does not take the codec."""
-        job = config.hooked(self.job(config), self.plan.length, self.plan.seed)
-        for _ in self.engine(config.engine).score_windows(self.windows["main"][:1], job):
+        for _ in self.engine(config.engine).score_windows(self.windows["main"][:1], self._hooked(config)):
             pass
 
     def _score(self, config: Configuration, anchor: Configuration, windows: str, folder: Path) -> None:
@@ -173,7 +172,7 @@ class Bench:
         if not todo:  # interrupted before what the engine counted was kept
             shutil.rmtree(folder)
             todo = chosen
-        job = config.hooked(self.job(config), self.plan.length, self.plan.seed)
+        job = self._hooked(config)
         engine = self.engine(config.engine, config.again)
         folder.mkdir(parents=True, exist_ok=True)
         with self.progress(f"scoring {config.label}", len(chosen)) as advance:
@@ -183,6 +182,9 @@ class Bench:
             engaged(seen, found, path=ScoringPath(job.path), hooked=True, same=False, label=config.label)
         looked_at = [w.index for w in todo[: config.measured]]
         write_atomically(folder / _DONE, json.dumps(_to_json(found) | {"windows": looked_at}))
+
+    def _hooked(self, config: Configuration) -> ScoreJob:
+        return config.hooked(self.job(config), self.plan.length, self.plan.seed)
 
     def _ordered(self, config: Configuration, windows: str) -> list[Window]:
         chosen = self.windows[windows]
