@@ -1,0 +1,148 @@
+"""Trellis-coded quantisation: two quantisers that take turns, and which of them comes next hangs on what came before.
+
+Quantiser 0 has its values at k, quantiser 1 at k − sgn(k)/2. The parities of the numbers k drive a convolutional code of
+2^ν states whose state names the quantiser of the next number; of all ways through it, the search (Viterbi) takes the
+cheapest. Neighbouring values of both quantisers together lie half a step apart, and yet a number costs no more bits
+than with one quantiser: 4 to 32 states have 1.0 to 1.2 dB less error than rounding at the same rate, of the 1.53 dB
+that any quantiser could have less (Marcellin and Fischer, IEEE Trans. Communications 38, 1990; codes of Ungerboeck,
+IEEE Trans. Information Theory 28, 1982; values as in the dependent quantisation of VVC, Schwarz et al., DCC 2019).
+
+A path starts in state 0. What drives the state is linear over GF(2), so the quantiser of every number follows from the
+parities by one matrix, and reading numbers back needs no loop.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+_CODES = {4: (0o5, 0o2), 8: (0o13, 0o04), 16: (0o23, 0o04), 32: (0o45, 0o10)}
+"""Ungerboeck's parity checks (h0, h1) by number of states: of input bits u, h0 makes the parity of the number, h1 names
+the quantiser."""
+STATES = tuple(_CODES)
+
+
+@dataclass(frozen=True)
+class Trellis:
+    """State s holds the last ν input bits, the newest lowest: input u leads from s to (2 s + u) mod 2^ν.
+
+    `quantiser` [states] of the number that leaves a state, `parity` [states, 2] of it by input.
+    """
+
+    states: int
+    quantiser: NDArray[np.uint8]
+    parity: NDArray[np.uint8]
+
+    def selector(self, count: int) -> NDArray[np.uint8]:
+        """0/1 matrix [count, count]: quantisers of `count` numbers = their parities times it, mod 2."""
+        return _selector(self.states, count)
+
+    def apart(self) -> int:
+        """How many numbers follow each other whose quantisers none of them decides."""
+        _, quantiser = _CODES[self.states]
+        return (quantiser & -quantiser).bit_length() - 1
+
+
+@cache
+def trellis(states: int) -> Trellis:
+    """The code of 4, 8, 16 or 32 states; KeyError for another number."""
+    import numpy as np
+
+    h0, h1 = _CODES[states]
+    state = np.arange(states)
+    # Bits of s are the inputs 1, 2, … numbers ago; bit 0 of a check belongs to the input of now.
+    before = np.array([(s << 1) & h0 for s in state]), np.array([(s << 1) & h1 for s in state])
+    odd, quantiser = (np.array([int(x).bit_count() & 1 for x in row], np.uint8) for row in before)
+    return Trellis(states, quantiser, np.stack([odd, odd ^ 1], axis=1))
+
+
+@cache
+def _selector(states: int, count: int) -> NDArray[np.uint8]:
+    import numpy as np
+
+    found = trellis(states)
+    result = np.zeros((count, count), np.uint8)
+    for i in range(count):
+        state = 0
+        for j in range(count):
+            result[i, j] = found.quantiser[state]
+            # The input that gives the parity: 1 at number i and 0 elsewhere.
+            state = ((state << 1) | int(found.parity[state, 0] ^ (i == j))) & (states - 1)
+    return result
+
+
+def quantisers(numbers: torch.Tensor, code: Trellis) -> torch.Tensor:
+    """Which quantiser each number [..., n] was taken from, 0 or 1, float32."""
+    import torch
+
+    selector = torch.from_numpy(code.selector(numbers.shape[-1])).to(numbers.device, torch.float32)
+    return ((numbers & 1).float() @ selector) % 2
+
+
+def values(numbers: torch.Tensor, quantiser: torch.Tensor) -> torch.Tensor:
+    """What numbers stand for, float32."""
+    return numbers.float() - 0.5 * quantiser * numbers.sign()
+
+
+def candidates(c: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """The nearest number to each of c [...] of each parity in both quantisers: [..., 2 quantisers, 2 parities], int64.
+
+    None is larger than `most` [..., 2], at least 1, the largest number of each quantiser there.
+    """
+    import torch
+
+    size = c.abs().unsqueeze(-1)
+    below = (size + size.new_tensor([0.0, 0.5])).floor().minimum(most - 1).long()
+    odd = (below & 1).bool()
+    both = torch.stack([torch.where(odd, below + 1, below), torch.where(odd, below, below + 1)], dim=-1)
+    # Quantiser 1 has 0, 1/2 and 3/2: up to 3/4 the even one is 0.
+    both[..., 1, 0] = torch.where(size[..., 0] <= 0.75, 0, both[..., 1, 0])
+    return torch.where(c < 0, -1, 1)[..., None, None] * both
+
+
+def cheapest_path(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
+    """Of costs [rows, n, 2 quantisers, 2 parities], float32: what the cheapest path of each row takes.
+
+    uint8 [rows, n], 2 · quantiser + parity. Costs add up in float32 in the order of the numbers; of two equally cheap ways
+    into a state the one from the lower state is taken, and of equally cheap last states the lowest.
+    """
+    import torch
+
+    rows, count = costs.shape[:2]
+    sources, choices = (torch.from_numpy(t).to(costs.device) for t in _ways(code))
+    total = costs.new_full((rows, code.states), _FAR)
+    total[:, 0] = 0
+    steps = costs.flatten(2).unbind(1)
+    came = []
+    for step in steps:
+        low, high = (total[:, sources[i]] + step[:, choices[i]] for i in (0, 1))
+        from_high = high < low
+        came.append(from_high)
+        total = torch.where(from_high, high, low)
+    state = total.argmin(dim=1)
+    result = torch.empty(rows, count, dtype=torch.uint8, device=costs.device)
+    for j in range(count - 1, -1, -1):
+        way = came[j].gather(1, state[:, None])[:, 0].long()
+        result[:, j] = choices[way, state].to(torch.uint8)
+        state = sources[way, state]
+    return result
+
+
+_FAR = 1e30
+"""Of a state that no path has reached: more than any path costs, and it stays a number when costs are added."""
+
+
+def _ways(code: Trellis) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The two states that lead to each state, the lower first, and the choice on the way: both [2, states], int64."""
+    import numpy as np
+
+    to = np.arange(code.states)
+    sources = np.stack([to >> 1, (to >> 1) | (code.states >> 1)])
+    choices = 2 * code.quantiser[sources] + code.parity[sources, to & 1]
+    return sources, choices.astype(np.int64)
