@@ -9,9 +9,10 @@ Four ways over the same windows, in tokens scored a second:
 - *prefill*: `LLM.generate` with one new token, nothing scored: the bare forward pass;
 - *kl*: what `assay compare` does: assay's scoring, then all statistics of every token (KL both ways, NLL, top-1) against
   states of a reference, which lie in the main memory as a stored reference's do;
-- *top20*: `prompt_logprobs=20`, and *all*: `prompt_logprobs=-1`, on fewer tokens as they are slow.
+- *top20*: `prompt_logprobs=20`, and *all*: `prompt_logprobs=-1`, on fewer tokens as they are slow, the second of them once.
 
-`processor_s` are the seconds of all threads of this process, which other programs disturb less than the clock. On a GPU
+The ways take turns, each once a round and every other round in reverse, and shares are those of one round: a machine
+that becomes slower in the meantime moves both sides of a share. `processor_s` are the seconds of all threads of this process, which other programs disturb less than the clock. On a GPU
 `fused` says whether the kernel of `assay.fidelity.statistics_kernel` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
 """
 
@@ -23,8 +24,8 @@ import os
 import pydoc_data.topics
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,44 @@ def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:
     return [Window(i, (*head, *ids[i * step : i * step + body])) for i in range(count)]
 
 
-def rate(run: Callable[[], Any], tokens: int, repeats: int) -> dict[str, Any]:
-    """Tokens a second of `run`, which is run once to warm up: median and all values."""
-    run()
-    values, processor = [], []
-    for _ in range(repeats):
-        start, began = time.perf_counter(), time.process_time()
-        run()
-        values.append(tokens / (time.perf_counter() - start))
-        processor.append(time.process_time() - began)
+@dataclass(frozen=True)
+class Way:
+    """One way of running: what is run, and the tokens that it is timed by."""
+
+    run: Callable[[], Any]
+    tokens: int
+
+
+def in_turns(ways: Mapping[str, Way], rounds: int) -> dict[str, dict[str, Any]]:
+    """Tokens a second of every way in each round, in the order of the rounds, after each ran once to warm up."""
+    for way in ways.values():
+        way.run()
+    timed: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for turn in range(rounds):
+        for name in sorted(ways, key=list(ways).index, reverse=turn % 2 == 1):
+            timed[name].append(seconds(ways[name].run))
     return {
-        "tokens_per_s": statistics.median(values),
-        "all": values,
-        "tokens": tokens,
-        "processor_s": statistics.median(processor),
+        name: {
+            "tokens_per_s": statistics.median(way.tokens / clock for clock, _ in timed[name]),
+            "all": [way.tokens / clock for clock, _ in timed[name]],
+            "tokens": way.tokens,
+            "processor_s": [processor for _, processor in timed[name]],
+        }
+        for name, way in ways.items()
     }
+
+
+def seconds(run: Callable[[], Any]) -> tuple[float, float]:
+    """What the clock and the processor took."""
+    start, began = time.perf_counter(), time.process_time()
+    run()
+    return time.perf_counter() - start, time.process_time() - began
+
+
+def share(of: Sequence[float], by: Sequence[float]) -> dict[str, Any]:
+    """Median and range of the shares of the rounds."""
+    shares = [a / b for a, b in zip(of, by, strict=True)]
+    return {"value": statistics.median(shares), "lo": min(shares), "hi": max(shares)}
 
 
 def measure(
@@ -87,27 +111,32 @@ def measure(
 
     length = len(windows[0].tokens)
     scored = len(windows) * (length - 1)
-    found = {
-        "prefill": rate(lambda: generate(windows, -1, None), scored, args.repeats),
-        "top20": rate(
-            lambda: generate(windows[: args.top_windows], -1, 20), args.top_windows * (length - 2), 1
-        ),
-        "all": rate(lambda: generate(windows[:1], args.all_tokens, -1), args.all_tokens - 1, 1),
-    }
     reference = [replace(r, states=r.states.cpu()) for r in engine.score_windows(windows, job)]
-    states = rate(lambda: list(engine.score_windows(windows, job)), scored, args.repeats)
 
     def kl() -> list[float]:
         found = engine.reduce_windows(windows, iter(reference), job, STATISTICS)
         return [float(values["kl"].mean()) for _, values in found]
 
-    found |= {"states": states, "kl": rate(kl, scored, args.repeats)}
-    found["kl_self"] = max(kl())
-    found["fused"] = fused_statistics()
-    found["kl_share_of_prefill"] = found["kl"]["tokens_per_s"] / found["prefill"]["tokens_per_s"]
-    found["kl_share_of_prefill_by_processor"] = found["prefill"]["processor_s"] / found["kl"]["processor_s"]
-    found["states_share_of_prefill"] = states["tokens_per_s"] / found["prefill"]["tokens_per_s"]
-    found["kl_times_top20"] = found["kl"]["tokens_per_s"] / found["top20"]["tokens_per_s"]
+    some = windows[: args.top_windows]
+    found: dict[str, Any] = in_turns(
+        {
+            "prefill": Way(lambda: generate(windows, -1, None), scored),
+            "states": Way(lambda: list(engine.score_windows(windows, job)), scored),
+            "kl": Way(kl, scored),
+            "top20": Way(lambda: generate(some, -1, 20), len(some) * (length - 2)),
+        },
+        args.rounds,
+    )
+    every = Way(lambda: generate(windows[:1], args.all_tokens, -1), args.all_tokens - 1)
+    found |= in_turns({"all": every}, 1)
+    found |= {"kl_self": max(kl()), "fused": fused_statistics()}
+    speed = {name: found[name]["all"] for name in ("prefill", "states", "kl", "top20")}
+    found["kl_share_of_prefill"] = share(speed["kl"], speed["prefill"])
+    found["kl_share_of_prefill_by_processor"] = share(
+        found["prefill"]["processor_s"], found["kl"]["processor_s"]
+    )
+    found["states_share_of_prefill"] = share(speed["states"], speed["prefill"])
+    found["kl_times_top20"] = share(speed["kl"], speed["top20"])
     found["kl_times_all"] = found["kl"]["tokens_per_s"] / found["all"]["tokens_per_s"]
     if torch.cuda.is_available():
         found["device"] = torch.cuda.get_device_name()
@@ -134,7 +163,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--rounds", "--repeats", type=int, default=5)
     parser.add_argument("--top-windows", type=int, default=4)
     parser.add_argument("--all-tokens", type=int, default=33)
     parser.add_argument("--out", type=Path)
@@ -148,6 +177,7 @@ def main() -> None:
             "windows": args.windows,
             "length": args.length,
             "batch": args.batch,
+            "rounds": args.rounds,
             **found,
             "load_average": os.getloadavg(),
             "environment": describe(),
