@@ -37,7 +37,7 @@ from assay.errors import AssayError
 from assay.fidelity.fused import fused_statistics
 from assay.fidelity.metrics import window_statistics
 
-STATISTICS = "assay.fidelity.metrics:statistics_on_device"
+STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
 
 def windows_of(engine: VllmScorer, count: int, length: int) -> list[Window]:

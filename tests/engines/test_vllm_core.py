@@ -173,7 +173,7 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
             [r.window for r in references],
             iter(references),
             job,
-            "assay.fidelity.metrics:statistics_on_device",
+            "assay.fidelity.metrics:batch_statistics",
         )
     )
     assert [window for window, _ in reduced] == WINDOWS

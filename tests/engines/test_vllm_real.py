@@ -115,7 +115,7 @@ def test_a_worker_gives_what_transformers_gives(engine: VllmScorer, smollm2: Pat
             windows(engine),
             iter(wanted),
             job,
-            "assay.fidelity.metrics:statistics_on_device",  # type: ignore[arg-type]
+            "assay.fidelity.metrics:batch_statistics",  # type: ignore[arg-type]
         )
     )
     for (window, values), one, other in zip(reduced, wanted, found, strict=True):

@@ -74,7 +74,7 @@ def test_a_session_scores_and_reduces_through_files(line: Line, tmp_path: Path) 
         head=found["file"],
         rest=found["rest"],
         first=4,
-        target="assay.fidelity.metrics:statistics_on_device",
+        target="assay.fidelity.metrics:batch_statistics",
     )["result"]
     for name in names:
         assert float(wire.load_tensors(tmp_path / name)["kl"].abs().max()) < 1e-9

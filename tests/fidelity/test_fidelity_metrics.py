@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window  # noqa: E402
 from assay.fidelity import metrics  # noqa: E402
-from assay.fidelity.metrics import row_statistics, window_statistics  # noqa: E402
+from assay.fidelity.metrics import batch_statistics, row_statistics, window_statistics  # noqa: E402
 from assay.fidelity.row_sums import first_max  # noqa: E402
 
 
@@ -199,3 +199,34 @@ def test_an_id_that_one_side_does_not_know_is_refused() -> None:
     sides = [LogitRows(Window(0, (1, 2, 5)), 1, torch.randn(2, vocab)) for vocab in (5, 9)]
     with pytest.raises(ValueError, match="outside of the 5"):
         window_statistics(*sides)
+
+
+def batch_of(lengths: tuple[int, ...], vocab: int, rest: bool) -> list[list[LogitRows]]:
+    """Both sides of windows of these lengths; with `rest` the reference has only a part of its distributions."""
+    generator = torch.Generator().manual_seed(4)
+    sides: list[list[LogitRows]] = [[], []]
+    for index, length in enumerate(lengths):
+        window = Window(index, tuple(torch.randint(vocab, (length,), generator=generator).tolist()))
+        ref = torch.randn(length - 2, vocab, generator=generator).log_softmax(-1)
+        if rest:
+            ref = ref.masked_fill(ref < ref.median(-1, keepdim=True).values, float("-inf"))
+        sides[0].append(LogitRows(window, 2, ref, rest=rest))
+        sides[1].append(LogitRows(window, 2, torch.randn(length - 2, vocab, generator=generator)))
+    return sides
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_windows_of_a_batch_keep_their_own_numbers(rest: bool) -> None:
+    sides = batch_of((5, 40, 3), 60, rest)
+    for ref, cand, found in zip(*sides, batch_statistics(*sides), strict=True):
+        wanted = row_statistics(ref.values, cand.values, torch.tensor(ref.window.tokens[2:]), rest=rest)
+        for field in fields(found):
+            one, other = getattr(found, field.name), getattr(wanted, field.name)
+            assert len(one) == len(ref.window.tokens) - 2
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_parts_of_distributions_do_not_go_with_whole_ones() -> None:
+    whole, parts = batch_of((6, 7), 30, False), batch_of((6, 7), 30, True)
+    with pytest.raises(ValueError, match="in one batch"):
+        batch_statistics([whole[0][0], parts[0][1]], whole[1])

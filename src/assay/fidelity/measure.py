@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from assay.engines.server.chosen import ChosenScores
 
 Candidate = ScoringEngine | IdScorer
-_STATISTICS = "assay.fidelity.metrics:statistics_on_device"
+_STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
 
 @runtime_checkable

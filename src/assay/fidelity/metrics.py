@@ -26,6 +26,8 @@ from assay.fidelity import fused
 from assay.fidelity.row_sums import LeftOut, RowSums, row_sums
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     import torch
 
     from assay.engines.scoring import WindowRows
@@ -127,16 +129,36 @@ def _bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
 
 
 def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatistics:
-    """`statistics_on_device`, on the CPU."""
-    return RowStatistics(**to_host([vars(statistics_on_device(reference, candidate))])[0])
+    """`batch_statistics` of one window, on the CPU."""
+    return RowStatistics(**to_host([vars(batch_statistics([reference], [candidate])[0])])[0])
 
 
-def statistics_on_device(reference: WindowRows, candidate: WindowRows) -> RowStatistics:
-    """Statistics of all scored tokens of one window, by blocks of rows, where the candidate's logits come from.
+def batch_statistics(
+    references: Sequence[WindowRows], candidates: Sequence[WindowRows]
+) -> list[RowStatistics]:
+    """Statistics of all scored tokens of each window, where the candidate's logits come from.
 
-    Both sides must have scored the same tokens of the same window. Logits past the smaller vocabulary (padding rows)
-    are left out on both sides. A GPU may still be at work on them when this returns.
+    Both sides must have scored the same tokens of the same windows. Logits past the smaller vocabulary (padding rows)
+    are left out on both sides. A GPU may still be at work on them when this returns; what follows from the sums over
+    the vocabulary is computed of all windows at once, as it is many small steps.
     """
+    sums: list[RowSums] = []
+    apart: list[LeftOut] = []
+    for reference, candidate in zip(references, candidates, strict=True):
+        for one, left_out in _window_sums(reference, candidate):
+            sums.append(one)
+            if left_out is not None:
+                apart.append(left_out)
+    if apart and len(apart) != len(sums):
+        raise ValueError("whole distributions and parts of them in one batch")
+    found = vars(_statistics(_joined(sums), _joined(apart) if apart else None))
+    counts = [len(c.window.tokens) - c.first for c in candidates]
+    parts = {name: values.split(counts) for name, values in found.items()}
+    return [RowStatistics(**{name: split[i] for name, split in parts.items()}) for i in range(len(counts))]
+
+
+def _window_sums(reference: WindowRows, candidate: WindowRows) -> Iterator[tuple[RowSums, LeftOut | None]]:
+    """Sums of all scored tokens of one window, by blocks of rows."""
     import torch
 
     window = reference.window
@@ -153,16 +175,11 @@ def statistics_on_device(reference: WindowRows, candidate: WindowRows) -> RowSta
     rest = getattr(reference, "rest", False)
     entry = max(side.own_logits(0, 0).element_size() for side in (reference, candidate))
     rows = _rows_of(BLOCK_BYTES, device.type, entry * vocab)
-    parts: list[tuple[RowSums, LeftOut | None]] = []
     for lo in range(0, len(gold), rows):
         hi = min(len(gold), lo + rows)
         ref, cand = reference.own_logits(lo, hi)[:, :vocab], candidate.own_logits(lo, hi)[:, :vocab]
-        parts += [
-            _sums(*chunk, rest)
-            for chunk in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True)
-        ]
-    apart = [left_out for _, left_out in parts if left_out is not None]
-    return _statistics(_joined([sums for sums, _ in parts]), _joined(apart) if apart else None)
+        for chunk in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True):
+            yield _sums(*chunk, rest)
 
 
 def _joined(parts: list[_Rows]) -> _Rows:

@@ -24,7 +24,7 @@ from assay.engines.scoring import (
     Window,
 )
 from assay.engines.setup import setup_facts
-from assay.engines.transfer import to_host
+from assay.engines.transfer import to_device, to_host
 from assay.engines.vllm.blocks import WindowPlan, batch_size, cache_reads, plan_window
 from assay.engines.vllm.extension import WINDOW
 from assay.engines.vllm.head import check_head, output_head
@@ -180,7 +180,9 @@ class VllmCore:
             if buffer is None:
                 buffer = states.new_empty(len(windows) * ledger.rows, states.shape[-1])
             if len(moves.source):
-                source, target = (torch.from_numpy(m).to(states.device) for m in (moves.source, moves.target))
+                source, target = (
+                    to_device(torch.from_numpy(m), states.device) for m in (moves.source, moves.target)
+                )
                 buffer.index_copy_(0, target, states.index_select(0, source))
 
         for index in range(self._hooks.passes if self._hooks else 1):
@@ -243,19 +245,17 @@ class VllmCore:
     ) -> list[dict[str, torch.Tensor]]:
         """Statistics of each window against the states of a reference, computed where the engine is.
 
-        `target` names a function by import path (`package.module:name`) that takes (reference rows, candidate rows)
-        and gives a dataclass of tensors; they come back by field name, on the CPU. The whole batch is copied there at
-        once, so that the engine's device does not wait after every window.
+        `target` names a function by import path (`package.module:name`) that takes the rows of all windows of both sides
+        and gives a dataclass of tensors for each; they come back by field name, on the CPU. The whole batch is copied
+        there at once, so that the engine's device does not wait after every window.
         """
         if self._job is None:
             raise RuntimeError("reduce() before begin()")
         module, _, name = target.partition(":")
         function = getattr(import_module(module), name)
-        found = []
-        for window, reference, states in zip(windows, references, self.score(windows), strict=True):
-            rows = StateRows(window, self._job.scored_from, states, self.head)
-            found.append(vars(function(reference.to(states.device), rows)))
-        return to_host(found)
+        first, head = self._job.scored_from, self.head
+        rows = [StateRows(w, first, s, head) for w, s in zip(windows, self.score(windows), strict=True)]
+        return to_host([vars(found) for found in function(references, rows)])
 
     def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, with vLLM's own log-probabilities of the two likeliest."""

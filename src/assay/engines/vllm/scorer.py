@@ -73,8 +73,8 @@ class VllmScorer:
         """Statistics of every window against a reference's states, computed on the engine's device.
 
         `references` are the reference's rows of `windows`, taken batch by batch. `target` is the import path of a
-        function of (reference rows, candidate rows) that gives a dataclass of tensors, such as
-        `assay.fidelity.metrics:statistics_on_device`. For a worker only the states travel to it and the statistics
+        function of a batch (reference rows, candidate rows) that gives a dataclass of tensors for each window, such as
+        `assay.fidelity.metrics:batch_statistics`. For a worker only the states travel to it and the statistics
         back; in this process it is what `score_windows` and that function do.
         """
         for part in self._batches(windows, job):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.vllm.spec import VllmSpec
-from assay.engines.vllm.turboquant import PREFIX, name_caches
+from assay.engines.vllm.turboquant import PREFIX, prepare
 from assay.errors import AssayError
 
 # Read when vLLM is imported: one process, V1 runner, nothing sent home, stdout left to the caller.
@@ -34,7 +34,7 @@ def start_llm(spec: VllmSpec) -> Any:
         from vllm.platforms import current_platform
 
         if spec.kv_cache_dtype.startswith(PREFIX):
-            name_caches(spec.kv_cache_dtype)
+            prepare(spec.kv_cache_dtype, spec.args)
         cache = spec.kv_cache_gib or (1.0 if current_platform.is_cpu() else 0.0)
         arguments: dict[str, Any] = {
             "model": spec.model,

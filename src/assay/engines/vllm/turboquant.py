@@ -4,13 +4,25 @@ vLLM 0.25's V1 asks a layer's backend for its cache as of type `auto` unless the
 TurboQuant's does not; its backend then stops with "Unknown TurboQuant cache dtype: 'auto'". Runner V2 makes an
 exception for these caches; here the backend takes `auto` for the preset of the engine. Layers that the preset leaves
 alone have another backend.
+
+Whatever `kv_cache_dtype_skip_layers` says, vLLM leaves the first two and the last two layers alone as well; here a list
+that is given is the whole list.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 PREFIX = "turboquant_"
+SKIP = "kv_cache_dtype_skip_layers"
+"""vLLM's argument for the layers that keep the model's own type."""
+
+
+def prepare(kv_cache_dtype: str, arguments: Mapping[str, Any]) -> None:
+    """Get this process ready for an engine with this preset and these arguments of `vllm.LLM`."""
+    name_caches(kv_cache_dtype)
+    keep_boundary(SKIP not in arguments)
 
 
 def name_caches(kv_cache_dtype: str) -> None:
@@ -30,3 +42,21 @@ def name_caches(kv_cache_dtype: str) -> None:
 
     get_kv_cache_shape.assay_inner = inner  # type: ignore[attr-defined]
     Backend.get_kv_cache_shape = staticmethod(get_kv_cache_shape)
+
+
+def keep_boundary(kept: bool) -> None:
+    """Whether vLLM adds the first and the last layers to those that are left alone, in this process."""
+    try:
+        from vllm.model_executor.layers.quantization.turboquant.config import TurboQuantConfig as Config
+    except ImportError:
+        return
+    boundary = getattr(Config, "get_boundary_skip_layers", None)
+    if boundary is None:
+        return
+    inner = getattr(boundary, "assay_inner", boundary)
+
+    def get_boundary_skip_layers(*args: Any, **kwargs: Any) -> list[str]:
+        return list(inner(*args, **kwargs)) if kept else []
+
+    get_boundary_skip_layers.assay_inner = inner  # type: ignore[attr-defined]
+    Config.get_boundary_skip_layers = staticmethod(get_boundary_skip_layers)
