@@ -2,9 +2,11 @@
 
     python benchmarks/compare_engines.py --text WIKI_TEST --windows 64          # all; llama.cpp where it is built
     python benchmarks/compare_engines.py --text WIKI_TEST --length 512 --batch 64 --only hf
+    python benchmarks/compare_engines.py --text WIKI_TEST --only vllm --caches 'turboquant_4bit_nc&args={"kv_cache_dtype_skip_layers":[]}'
     python benchmarks/compare_engines.py --reports FILE.json …                   # tables of `assay compare --json` reports
 
-Reference and candidate run in the same engine by the same path, so that only the format differs. The F16 reference and
+Reference and candidate run in the same engine by the same path, so that only the format differs. Rows of the same text that an
+earlier run has written stay beside the new ones, so that caches can be taken one after the other. The F16 reference and
 the candidates of llama.cpp come from its own quantiser (`llama_perplexity_agreement.py` makes them).
 """
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +50,11 @@ def main() -> None:
     parser.add_argument(
         "--engine", default="kv_cache_gib=1", help="options of vLLM, as in vllm:MODEL?option=value&…"
     )
-    parser.add_argument("--caches", default="fp8", help="values of kv_cache_dtype, by comma")
+    parser.add_argument(
+        "--caches",
+        default="fp8",
+        help="values of kv_cache_dtype by comma, with more options: CACHE&option=value",
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--only", choices=[*PLANS])
     parser.add_argument(
@@ -64,17 +71,32 @@ def main() -> None:
     for report in reports:
         results = report["results"]
         engine = results["reference"]["engine"]
-        document[f"hf, {results['reference']['dtype']}" if engine == "hf" else engine] = {
+        name = f"hf, {results['reference']['dtype']}" if engine == "hf" else engine
+        part = {
             "reference": {k: v for k, v in results["reference"].items() if k != "label"},
             "text": results["text"],
             "environment": report["environment"],
             "rows": [{k: r[k] for k in KEPT if k in r} for r in results.get("candidates", [results])],
             # Of several candidates those that cannot be run: why.
-            "unavailable": [f["title"] for f in report["findings"] if f["id"] in FAILED],
+            "unavailable": [without_python(f["title"]) for f in report["findings"] if f["id"] in FAILED],
         }
+        document[name] = together(document.get(name), part)
     arguments.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(table(document), encoding="utf-8")
     print(table(document))
+
+
+def together(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, Any]:
+    """A part with what an earlier run wrote, where reference, text and packages are the same: the newer row counts."""
+
+    def basis(of: dict[str, Any]) -> list[Any]:
+        return [of["reference"], of["text"], of["environment"]["packages"]]
+
+    if before is None or basis(before) != basis(part):
+        return part
+    rows = {name_of(row): row for row in (*before["rows"], *part["rows"])}
+    refused = dict.fromkeys((*before["unavailable"], *part["unavailable"]))
+    return part | {"rows": list(rows.values()), "unavailable": list(refused)}
 
 
 def vllm_plans(arguments: argparse.Namespace) -> list[Plan]:
@@ -139,7 +161,14 @@ def name_of(row: dict[str, Any]) -> str:
     engine = row["engine"]
     if engine["engine"] == "gguf":
         return str(engine["model"])
-    return f"KV cache {engine['kv_cache_dtype']}, {engine['kv_bytes_per_token']:,} bytes a token"
+    more = engine.get("args") or {}
+    every = ", every layer" if more.get("kv_cache_dtype_skip_layers") == [] else ""
+    return f"KV cache {engine['kv_cache_dtype']}{every}, {engine['kv_bytes_per_token']:,} bytes a token"
+
+
+def without_python(text: str) -> str:
+    """Without the option that names a Python of this machine."""
+    return re.sub(r"python=[^&\s:]*&", "", text)
 
 
 if __name__ == "__main__":

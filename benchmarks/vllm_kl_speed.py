@@ -4,16 +4,18 @@ Run it with a Python that has vLLM (on a GPU or a CPU) and assay in its path:
 
     python benchmarks/vllm_kl_speed.py 'vllm:./model?max_model_len=1024' --windows 64 --batch 8 --out FILE.json
 
-Four ways over the same windows, in tokens scored a second:
+Ways over the same windows, in tokens scored a second:
 
 - *prefill*: `LLM.generate` with one new token, nothing scored: the bare forward pass;
 - *kl*: what `assay compare` does: assay's scoring, then all statistics of every token (KL both ways, NLL, top-1) against
   states of a reference, which lie in the main memory as a stored reference's do;
+- *statistics*: those alone, with the candidate's states at hand; `enqueued_s` are the seconds until the processor has told
+  the device all of it;
 - *top20*: `prompt_logprobs=20`, and *all*: `prompt_logprobs=-1`, on fewer tokens as they are slow, the second of them once.
 
 The ways take turns, each once a round and every other round in reverse, and shares are those of one round: a machine
-that becomes slower in the meantime moves both sides of a share. `processor_s` are the seconds of all threads of this process, which other programs disturb less than the clock. On a GPU
-`fused` says whether the kernel of `assay.fidelity.statistics_kernel` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
+that becomes slower in the meantime moves both sides of a share. `processor_s` are the seconds of all threads of this
+process, which other programs disturb less than the clock. On a GPU `fused` says whether the kernel of `assay.fidelity.statistics_kernel` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
 """
 
 from __future__ import annotations
@@ -30,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.scoring import ScoreJob, StateRows, Window
+from assay.engines.transfer import to_host
 from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import VllmScorer
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.fused import fused_statistics
-from assay.fidelity.metrics import window_statistics
+from assay.fidelity.metrics import batch_statistics, window_statistics
 
 STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
@@ -93,7 +96,7 @@ def share(of: Sequence[float], by: Sequence[float]) -> dict[str, Any]:
 def measure(
     engine: VllmScorer, windows: Sequence[Window], job: ScoreJob, args: argparse.Namespace
 ) -> dict[str, Any]:
-    """All four ways."""
+    """All ways."""
     import torch
     from vllm import SamplingParams
 
@@ -117,18 +120,29 @@ def measure(
         found = engine.reduce_windows(windows, iter(reference), job, STATISTICS)
         return [float(values["kl"].mean()) for _, values in found]
 
+    own = [replace(r, states=r.states.clone()) for r in engine.score_windows(windows, job)]
+    enqueued: list[float] = []
+
+    def statistics_alone() -> None:
+        began = time.perf_counter()
+        of_all = [vars(s) for s in batch_statistics(reference, own)]
+        enqueued.append(time.perf_counter() - began)
+        to_host(of_all)
+
     some = windows[: args.top_windows]
     found: dict[str, Any] = in_turns(
         {
             "prefill": Way(lambda: generate(windows, -1, None), scored),
             "states": Way(lambda: list(engine.score_windows(windows, job)), scored),
             "kl": Way(kl, scored),
+            "statistics": Way(statistics_alone, scored),
             "top20": Way(lambda: generate(some, -1, 20), len(some) * (length - 2)),
         },
         args.rounds,
     )
     every = Way(lambda: generate(windows[:1], args.all_tokens, -1), args.all_tokens - 1)
     found |= in_turns({"all": every}, 1)
+    found["statistics"]["enqueued_s"] = statistics.median(enqueued[1:])
     found |= {"kl_self": max(kl()), "fused": fused_statistics()}
     speed = {name: found[name]["all"] for name in ("prefill", "states", "kl", "top20")}
     found["kl_share_of_prefill"] = share(speed["kl"], speed["prefill"])
