@@ -32,6 +32,7 @@ from assay.quant.packing import pack, packed_bytes, unpack
 if TYPE_CHECKING:
     import torch
 
+    from assay.quant.hadamard_kernel import RoundTrip
 
 MOST_LEVELS = 32
 """More levels than that are left to torch: the kernel compares with one after the other."""
@@ -39,7 +40,7 @@ MOST_LEVELS = 32
 _LARGEST = 32.0
 """No level of up to 1,024 is farther out than its root."""
 
-_SAME: dict[tuple[int, int, int, torch.device], bool] = {}
+_SAME: dict[tuple[int, int, int, torch.device, torch.dtype, torch.dtype], bool] = {}
 
 
 @dataclass(frozen=True)
@@ -148,45 +149,56 @@ class HadamardCoder(BlockCoder):
         return self._rotation.inverse(self._shape(low, high)) * factor[..., None]
 
     def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
-        if self._is_fused(x):
-            return self._fused(x)
-        return super().reconstruct(x, side)
+        import torch
 
-    def _is_fused(self, x: torch.Tensor) -> bool:
-        """Whether one kernel gives the same: on a GPU, after both were compared there once."""
-        plain = self._norm == "norm" and self._narrow == self.site.head_dim and 2**self._width <= MOST_LEVELS
-        if not (
-            x.is_cuda and plain and len(self._rotation.seeds) == 1 and x.shape[0] == 1 and x.stride(-1) == 1
-        ):
-            return False
-        key = (self.site.head_dim, self._rotation.seeds[0], self._width, x.device)
+        found = self.round_trip(x.transpose(1, 2), torch.float32)
+        return super().reconstruct(x, side) if found is None else found.transpose(1, 2)
+
+    def alike(self, other: BlockCoder) -> bool:
+        """Whether `other` makes the same of the same vectors."""
+        return isinstance(other, HadamardCoder) and self._settings == other._settings
+
+    @property
+    def _settings(self) -> tuple[object, ...]:
+        return self._norm, self._rotation.length, self._rotation.seeds, self._width, self._narrow
+
+    def round_trip(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """Blocks with tokens first, [blocks, tokens, heads, d], through one kernel, rounded to `dtype`.
+
+        None where there is no GPU, or no kernel that gives the bits of torch there: both are compared once.
+        """
+        if not (x.is_cuda and x.stride(-1) == 1 and self._has_kernel):
+            return None
+        key = (self.site.head_dim, self._rotation.seeds[0], self._width, x.device, x.dtype, dtype)
         if key not in _SAME:
-            _SAME[key] = self._same_by_both(x.device)
-        return _SAME[key]
+            _SAME[key] = self._same_by_both(x.device, x.dtype, dtype)
+        return self._fused(x, dtype) if _SAME[key] else None
 
-    def _fused(self, x: torch.Tensor) -> torch.Tensor:
-        from assay.quant.hadamard_kernel import round_trip
+    @cached_property
+    def _has_kernel(self) -> bool:
+        whole = self._narrow == self.site.head_dim and len(self._rotation.seeds) == 1
+        return self._norm == "norm" and whole and 2**self._width <= MOST_LEVELS
 
-        signs = signs_on(self._rotation.seeds[0], self.site.head_dim, x.device)
-        rows = x[0].transpose(0, 1)
-        levels, edges = _levels(self._width, x.device), _edges(self._width, x.device)
-        back = round_trip(rows, signs, levels, edges, largest=_LARGEST)
-        return back.transpose(0, 1)[None]
+    def _fused(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return _kernel(self._rotation.seeds[0], self.site.head_dim, self._width, x.device)(x, dtype)
 
-    def _same_by_both(self, device: torch.device) -> bool:
+    def _same_by_both(self, device: torch.device, given: torch.dtype, dtype: torch.dtype) -> bool:
         """Compare kernel and torch on 8,192 vectors of many sizes, a zero among them."""
         import torch
 
         if os.environ.get("ASSAY_NO_TRITON"):
             return False
         width = self.site.head_dim
-        x = random_normal(7, 8192 * width).reshape(1, 2, 4096, width).to(device)
-        x = (x * 10.0 ** (torch.arange(4096, device=device) % 9 - 4.0)[:, None]).bfloat16()
-        x[:, :, 1] = 0
+        x = random_normal(7, 8192 * width).reshape(2, 2048, 2, width).to(device)
+        x = (x * 10.0 ** (torch.arange(2048, device=device) % 9 - 4.0)[:, None, None]).to(given)
+        x[:, 1] = 0
         by_torch = super().reconstruct
-        return gives_the_same(
-            "the fused kernel of hadamard", lambda: torch.equal(self._fused(x), by_torch(x))
-        )
+
+        def same() -> bool:
+            wanted = by_torch(x.transpose(1, 2)).transpose(1, 2).to(dtype)
+            return bool(torch.equal(self._fused(x, dtype), wanted))
+
+        return gives_the_same("the fused kernel of hadamard", same)
 
     def pack(self, parts: Parts) -> list[bytes]:
         low, high, half, exponent = parts
@@ -229,6 +241,14 @@ class HadamardCoder(BlockCoder):
 def fused_kernels() -> bool | None:
     """Whether the fused kernel is in use; None where no tensor was on a GPU yet."""
     return all(_SAME.values()) if _SAME else None
+
+
+@lru_cache(maxsize=64)
+def _kernel(seed: int, width: int, bits: int, device: torch.device) -> RoundTrip:
+    from assay.quant.hadamard_kernel import RoundTrip
+
+    tables = signs_on(seed, width, device), _levels(bits, device), _edges(bits, device)
+    return RoundTrip(*tables, largest=_LARGEST)
 
 
 @lru_cache(maxsize=64)
