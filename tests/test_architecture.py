@@ -19,7 +19,7 @@ NEVER_ON_TOP = {
 }  # fmt: skip
 ENGINES = {"torch", "transformers", "accelerate", "vllm", "llama_cpp"}
 INSIDE_VLLM = "engines/vllm/forcing.py"
-COMPILED = ("quant/hadamard_loops.py", "quant/packing_loops.py")
+COMPILED = ("quant/hadamard_loops.py", "quant/packing_loops.py", "quant/trellis_loops.py")
 
 
 def modules(node: ast.stmt) -> Iterator[str]:

@@ -13,9 +13,15 @@ parities by one matrix, and reading numbers back needs no loop.
 
 from __future__ import annotations
 
+import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
+
+from assay.quant.agreement import gives_the_same
+from assay.quant.compiled import in_parts, is_agreed
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +48,19 @@ class Trellis:
     def selector(self, count: int) -> NDArray[np.uint8]:
         """0/1 matrix [count, count]: quantisers of `count` numbers = their parities times it, mod 2."""
         return _selector(self.states, count)
+
+    def takes_second(self, numbers: NDArray[np.int64], columns: slice | None = None) -> NDArray[np.bool_]:
+        """Where `columns` of whole paths are of quantiser 1; only numbers [rows, n] before them need be there.
+
+        Without columns, all n of the numbers themselves.
+        """
+        import numpy as np
+
+        count = numbers.shape[1]
+        own = columns or slice(0, count)
+        selector = self.selector(max(count, own.stop))[:count, own]
+        found: NDArray[np.bool_] = (numbers & 1).astype(np.float32) @ selector.astype(np.float32) % 2 > 0
+        return found
 
     def apart(self) -> int:
         """How many numbers follow each other whose quantisers none of them decides."""
@@ -114,6 +133,18 @@ def cheapest_path(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
     """
     import torch
 
+    if costs.dtype == torch.float32:
+        if costs.device.type == "cpu" and is_agreed("trellis", _same_in_loops):
+            return _in_loops(costs, code)
+        if costs.is_cuda and _has_kernel(costs, code):
+            return _by_kernel(costs, code)
+    return by_torch(costs, code)
+
+
+def by_torch(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
+    """`cheapest_path` as torch finds it on any device: what the quicker ways are held against."""
+    import torch
+
     rows, count = costs.shape[:2]
     sources, choices = (torch.from_numpy(t).to(costs.device) for t in _ways(code))
     total = costs.new_full((rows, code.states), _FAR)
@@ -132,6 +163,69 @@ def cheapest_path(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
         result[:, j] = choices[way, state].to(torch.uint8)
         state = sources[way, state]
     return result
+
+
+def _in_loops(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    from assay.quant.trellis_loops import search
+
+    rows, count = costs.shape[:2]
+    out = torch.empty(rows, count, dtype=torch.uint8)
+    source, into = costs.detach().reshape(rows, 4 * count).contiguous().numpy(), out.numpy()
+    fixed = (code.quantiser, np.ascontiguousarray(code.parity[:, 0]), np.float32(_FAR))
+    in_parts(lambda lo, hi: search(source, *fixed, lo, hi, into), rows, _PART)
+    return out
+
+
+_PART = 256
+"""Rows for which a second thread is worth waking."""
+
+
+def _by_kernel(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
+    import torch
+
+    from assay.quant.trellis_kernel import search
+
+    with torch.cuda.device_of(costs):  # Triton launches on the current GPU
+        return search(costs, code, far=_FAR)
+
+
+def _has_kernel(costs: torch.Tensor, code: Trellis) -> bool:
+    """Whether one kernel gives the same: on a GPU, after both were compared there once."""
+    # The kernel is another one for numbers that make other blocks.
+    key = (costs.device, code.states, math.gcd(costs.shape[1], 8))
+    if key not in _SAME:
+        _SAME[key] = not bool(os.environ.get("ASSAY_NO_TRITON")) and gives_the_same(
+            f"the kernel of the trellis of {code.states} states",
+            lambda: _same(_by_kernel, costs.device, code, 3 * key[2]),
+        )
+    return _SAME[key]
+
+
+_SAME: dict[tuple[torch.device, int, int], bool] = {}
+
+
+def _same_in_loops() -> bool:
+    import torch
+
+    return all(_same(_in_loops, torch.device("cpu"), trellis(states), 24) for states in STATES)
+
+
+def _same(
+    search: Callable[[torch.Tensor, Trellis], torch.Tensor], device: torch.device, code: Trellis, count: int
+) -> bool:
+    """Compare a search with torch's: costs of many sizes, equally cheap paths, and rows with what is no number."""
+    import torch
+
+    drawn = torch.arange(1, 1 + 40 * count * 4).mul_(48271).remainder_(2147483647).mul_(16807)
+    costs = drawn.remainder_(2147483647).float().reshape(40, count, 2, 2)
+    costs *= 10.0 ** (torch.arange(40) % 9 - 12.0)[:, None, None, None]
+    costs[20:] = (costs[20:] * 4 / costs[20:].amax(dim=(1, 2, 3), keepdim=True)).floor()
+    costs[37, count // 2, 1, 0], costs[38, 0], costs[39, -1] = math.nan, math.inf, math.nan
+    costs = costs.to(device)
+    return bool(torch.equal(search(costs, code), by_torch(costs, code)))
 
 
 _FAR = 1e30
