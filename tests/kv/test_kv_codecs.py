@@ -265,8 +265,9 @@ def test_more_bits_help_only_with_the_norm() -> None:
     assert error(4, True) > 5 * error(4, False)
 
 
-def test_the_range_code_is_as_short_as_its_laws_say() -> None:
-    codec = fitted("pca(bits=3)", "k64")
+@pytest.mark.parametrize("spec", ["pca(bits=3)", "pca(bits=3, trellis=8)"])
+def test_the_range_code_is_as_short_as_its_laws_say(spec: str) -> None:
+    codec = fitted(spec, "k64")
     assert abs(codec.coder.calibrated_bits - 3) < 0.05
     x = tokens(SITES["k64"], 1024, seed=2)
     numbers, kinds, _ = codec.coder.quantise(x[None])
@@ -289,6 +290,40 @@ def test_a_transform_over_heads_beats_one_vector_alone_at_equal_bytes() -> None:
         sizes[spec] = len(stream)
     assert sizes["pca(bits=3)"] < sizes["mean+hadamard(bits=3)"]
     assert errors["pca(bits=3)"] < errors["pca(bits=3, coding=fixed)"] < errors["mean+hadamard(bits=3)"]
+
+
+@pytest.mark.parametrize("bits", [1.5, 3, 5])
+def test_a_trellis_has_less_error_than_rounding_at_equal_bytes(bits: float) -> None:
+    x = tokens(SITES["k64"], 1024, seed=2)
+    learnt = type(samples(SITES["k64"]))(SITES["k64"], tokens(SITES["k64"], 4000, seed=9))
+    error, size = {}, {}
+    for states in (0, 8, 32):
+        codec = parse_recipe(f"pca(bits={bits}, trellis={states})").fit(learnt)
+        stream = codec.encode(x)
+        size[states] = len(stream)
+        # As if all streams were of the same length: a bit a value is 6.02 dB.
+        error[states] = float((codec.decode(stream) - x).square().mean()) * 4.0 ** (
+            (len(stream) - size[0]) * 8 / x.numel()
+        )
+    assert abs(size[8] / size[0] - 1) < 0.02
+    assert error[8] < 0.92 * error[0]
+    assert error[32] < error[8]
+
+
+@pytest.mark.parametrize("states", [4, 8, 16, 32])
+def test_far_outliers_along_a_trellis_are_escapes(states: int) -> None:
+    codec = fitted(f"pca(bits=3, trellis={states})", "k64")
+    x = tokens(SITES["k64"], 40, seed=2)
+    x[1, 7, 5] = 3e4
+    x[0, 30] *= -100
+    numbers, _, raw = codec.coder.quantise(x[None])
+    assert (numbers[0, [7, 30]] == 1024).any() and raw[0, [7, 30]].abs().max() > 100
+    others = [t for t in range(40) if t not in (7, 30)]
+    calm = codec.decode(codec.encode(x))
+    torch.testing.assert_close(
+        calm[:, others], codec.decode(codec.encode(x[:, others])), rtol=1e-4, atol=1e-4
+    )
+    assert (calm - x)[:, [7, 30]].norm() < 0.02 * x[:, [7, 30]].norm()
 
 
 def test_what_the_decoder_has_makes_codes_shorter() -> None:

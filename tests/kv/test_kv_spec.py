@@ -66,6 +66,8 @@ def test_round_trip(text: str) -> None:
         ("", "no codec", ""),
         ("hadamard(bits=0.5)", "1 to 10", ""),
         ("lattice(q=1000)", "1 to 110", ""),
+        ("pca(trellis=12)", "4, 8, 16, 32 states", "pca(trellis=8)"),
+        ("pca(trellis=8, coding=fixed)", "needs coding=range", ""),
     ],
 )
 def test_wrong_specs(text: str, message: str, remedy: str) -> None:

@@ -3,6 +3,9 @@
 Law p is a density with location 0 cut at half integers: Gaussian, logistic or Laplace, with one of 72 scales from 1/16
 to about 228, six an octave. A calibration names one law per channel, one byte each, so that tables are small and a
 channel that another text makes wider still has a proper tail. Numbers beyond the radius of their law are escapes.
+
+The first `LAWS` are for numbers k that stand for k, as many again for numbers of the trellis' quantiser 1, which stand
+for k − sgn(k)/2: the same densities, cut at ±1/4 and at ±1, ±2 and so on.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 RADIUS = 1023
 SCALES = 72
 LAWS = 3 * SCALES
+"""Laws of a quantiser."""
 ESCAPE = RADIUS + 1
 """What stands for an escape among numbers."""
 ESCAPE_BITS = 32.0
@@ -29,11 +33,20 @@ _TAIL = 2.0**-13
 
 @cache
 def _laws() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Probabilities [LAWS, 2 · RADIUS + 2] of −RADIUS … RADIUS and the escape, and the radius of each law."""
+    """Probabilities [2 · LAWS, 2 · RADIUS + 2] of −RADIUS … RADIUS and the escape, and the radius of each law."""
+    import numpy as np
+
+    whole = np.arange(RADIUS + 1.0)
+    found = [_cut(whole + 0.5), _cut(np.maximum(whole, 0.25))]
+    laws, radius = (np.concatenate(rows) for rows in zip(*found, strict=True))
+    return laws, radius
+
+
+def _cut(edge: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Probabilities of all densities cut at ±`edge` [RADIUS + 1], and their radii."""
     import numpy as np
     from scipy.special import expit, ndtr
 
-    edge = np.arange(RADIUS + 1) + 0.5
     scale = 2.0 ** (np.arange(SCALES) / 6 - 4)[:, None]
     # Upper tails P(X > edge): they do not cancel.
     tails = np.concatenate(
@@ -57,7 +70,7 @@ def radii() -> NDArray[np.int64]:
 
 @cache
 def code_lengths() -> NDArray[np.float32]:
-    """Bits [LAWS, 2 · RADIUS + 3] of −RADIUS … RADIUS and ESCAPE under each law, an escape's value included."""
+    """Bits [2 · LAWS, 2 · RADIUS + 3] of −RADIUS … RADIUS and ESCAPE under each law, an escape's value included."""
     import numpy as np
 
     laws, _ = _laws()
@@ -70,43 +83,57 @@ def code_lengths() -> NDArray[np.float32]:
     return result
 
 
-def best_laws(counts: NDArray[np.float64]) -> NDArray[np.uint8]:
-    """The law with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2] of numbers and escapes."""
+def best_laws(counts: NDArray[np.float64], quantiser: int = 0) -> NDArray[np.uint8]:
+    """The law with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2] of numbers and escapes.
+
+    Laws are counted from the first one of the quantiser.
+    """
     import numpy as np
 
     # Nearly all numbers are small: columns that nothing fell into cost nothing.
     used = np.flatnonzero(counts.any(axis=0))
-    lengths = code_lengths()[:, used].astype("float64")
+    own = slice(quantiser * LAWS, (quantiser + 1) * LAWS)
+    lengths = code_lengths()[own, used].astype("float64")
     best: NDArray[np.uint8] = (counts[:, used] @ lengths.T).argmin(axis=1).astype("uint8")
     return best
 
 
-def histogram(numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """How often each of −RADIUS … RADIUS and ESCAPE stands in each column of [n, channels]."""
+def histogram(numbers: NDArray[np.int64], chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+    """How often each of −RADIUS … RADIUS and ESCAPE stands in each column of [n, channels], of those that are chosen."""
     import numpy as np
 
     width = 2 * RADIUS + 2
     columns = np.arange(numbers.shape[1]) * width
-    flat = np.bincount((numbers + RADIUS + columns).ravel(), minlength=width * numbers.shape[1])
+    places = numbers + RADIUS + columns
+    found = places.ravel() if chosen is None else places[chosen]
+    flat = np.bincount(found, minlength=width * numbers.shape[1])
     return flat.reshape(numbers.shape[1], width).astype(np.float64)
 
 
 def encode(
     numbers: NDArray[np.int64],
-    laws: NDArray[np.uint8],
+    laws: NDArray[np.integer[Any]],
     kinds: NDArray[np.int64],
     odds: NDArray[np.float64],
+    columns: int | None = None,
 ) -> bytes:
-    """Range-coded words: first `kinds` under `odds`, then `numbers`, each under its law, law by law."""
+    """Range-coded words: first `kinds` under `odds`, then `numbers` [tokens, n], each under its law, law by law.
+
+    With `columns` so many columns of them after one another, as `Decoder.numbers` will be asked for them.
+    """
     import numpy as np
 
     coder = library().stream.queue.RangeEncoder()
     if odds.size > 1:
         coder.encode(kinds.astype(np.int32), _model(odds))
-    flat, order, starts = numbers.ravel(), *_by_law(laws)
-    for law, lo, hi in starts:
-        radius = int(radii()[law])
-        coder.encode((np.minimum(flat[order[lo:hi]], radius + 1) + radius).astype(np.int32), _law_model(law))
+    width = max(1, numbers.shape[1])
+    for first in range(0, width, columns or width):
+        some = slice(first, first + (columns or width))
+        flat, order, starts = numbers[:, some].ravel(), *_by_law(laws[:, some])
+        for law, lo, hi in starts:
+            radius = int(radii()[law])
+            words = (np.minimum(flat[order[lo:hi]], radius + 1) + radius).astype(np.int32)
+            coder.encode(words, _law_model(law))
     return bytes(coder.get_compressed().astype("<u4").tobytes())
 
 
@@ -128,8 +155,8 @@ class Decoder:
             return np.zeros(count, dtype=np.int64)
         return self._read(_model(odds), count)
 
-    def numbers(self, laws: NDArray[np.uint8]) -> NDArray[np.int64]:
-        """Numbers under their laws, of the shape of `laws`."""
+    def numbers(self, laws: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
+        """The next numbers, under their laws and of the shape of `laws`."""
         import numpy as np
 
         order, starts = _by_law(laws)
@@ -148,13 +175,13 @@ class Decoder:
         return found
 
 
-def _by_law(laws: NDArray[np.uint8]) -> tuple[NDArray[np.int64], list[tuple[int, int, int]]]:
+def _by_law(laws: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], list[tuple[int, int, int]]]:
     """Positions sorted by law, and for each law that occurs (law, first, end) among them."""
     import numpy as np
 
     flat = laws.ravel()
     order = np.argsort(flat, kind="stable")
-    ends = np.cumsum(np.bincount(flat, minlength=LAWS))
+    ends = np.cumsum(np.bincount(flat, minlength=2 * LAWS))
     starts = np.concatenate([[0], ends[:-1]])
     used = np.flatnonzero(ends > starts)
     return order, [(int(law), int(starts[law]), int(ends[law])) for law in used]
