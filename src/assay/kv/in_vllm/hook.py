@@ -13,6 +13,7 @@ from assay.kv.accounting import NOTE, streams_note
 from assay.kv.coder import StreamCoder
 from assay.kv.hook import Mode
 from assay.kv.hooks import HookPlan, bench_of
+from assay.kv.in_vllm.joint import Joint, joint_of
 from assay.kv.in_vllm.lane import Lane, Spans
 from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
@@ -41,6 +42,8 @@ class VllmCodecHook:
         self._to_measure = plan.measure_windows
         self._second = False
         self._running: tuple[Request, ...] | None = None
+        self._earliest = 0
+        self._keeps = False
 
     def bind(self, model: Any, context: HookContext) -> None:
         """Fit the coders to the model; AssayError for a model whose cache they do not fit."""
@@ -60,6 +63,10 @@ class VllmCodecHook:
         self._last_readers = last_readers(self._coders)
         self._to_measure = 0 if serving else self._to_measure
         self._lanes = lanes_of(self._coders, shape.layers, self.mode)
+        self._joints = {
+            layer: joint_of(self._coders.get((layer, "k")), self._coders.get((layer, "v")))
+            for layer in range(shape.layers)
+        }
 
     def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:
         """Where a layer's keys are coded; those that others predict from are wanted before RoPE, exact ones too."""
@@ -80,23 +87,47 @@ class VllmCodecHook:
             return k, v
         if requests is not self._running:
             self._begin(requests)
+        self._check_shapes(layer, k, v)
+        joint = self._joints[layer]
+        both = self._coded_together(layer, joint, requests, k, v) if joint and not self._keeps else None
+        if both is not None:
+            return both
         new: dict[str, torch.Tensor] = {}
         changed: dict[str, Spans] = {}
         for stream, x in (("k", k), ("v", v)):
-            if x.shape[1:] != (self._shape.kv_heads, self._shape.head_dim):
+            lane = self._lanes[layer, stream]
+            new[stream], changed[stream] = lane.feed(requests, x, self._is_measured, second=self._second)
+        if any(changed.values()):
+            self._rewrite(layer, requests, changed)
+        for key, reader in self._last_readers.items():
+            if reader == layer:
+                self._lanes[key].release()
+        return new["k"], new["v"]
+
+    def _coded_together(
+        self, layer: int, joint: Joint, requests: tuple[Request, ...], k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V in one go where all their tokens are coded as they come and there is a kernel; None elsewhere."""
+        lanes = self._lanes[layer, "k"], self._lanes[layer, "v"]
+        tokens = requests[-1].offset + requests[-1].count
+        if tokens != k.shape[0] or not all(lane.codes_all(requests, self._earliest) for lane in lanes):
+            return None
+        found = joint(k, v)
+        if found is not None:
+            for lane in lanes:
+                lane.coded_all(requests, tokens)
+        return found
+
+    def _check_shapes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        wanted = (self._shape.kv_heads, self._shape.head_dim)
+        for stream, x in (("k", k), ("v", v)):
+            if x.shape[1:] != wanted:
                 raise AssayError(
                     f"layer {layer} has {stream.upper()} of shape {tuple(x.shape)}, "
                     f"not [tokens, {self._shape.kv_heads}, {self._shape.head_dim}]",
                     finding_id="kv.unsupported",
                     remedy="use a model whose layers have one shape of cache, on one GPU",
                 )
-            lane = self._lanes[layer, stream]
-            new[stream], changed[stream] = lane.feed(requests, x, self._is_measured, second=self._second)
-        self._rewrite(layer, requests, changed)
-        for key, reader in self._last_readers.items():
-            if reader == layer:
-                self._lanes[key].release()
-        return new["k"], new["v"]
 
     def commit(self) -> None:
         """A batch went through: all its layers must have coded as much; its first windows are encoded for real."""
@@ -146,6 +177,8 @@ class VllmCodecHook:
         for request in requests:
             if request.start == 0 and not self._second and len(self._measured) < self._to_measure:
                 self._measured.append(request.key)
+        self._earliest = min((request.start for request in requests), default=0)
+        self._keeps = self._second or any(map(self._is_measured, requests))
 
     def _is_measured(self, request: Request) -> bool:
         return request.key in self._measured

@@ -120,6 +120,25 @@ class Lane:
                 self.histories[request.key].held.append(rows)
         return out, changed
 
+    def codes_all(self, requests: Sequence[Request], earliest: int) -> bool:
+        """Whether every token of the step is coded as it comes and that is all: `earliest` is the first of all positions.
+
+        Then whoever can code them may do so and tell `coded_all`, instead of `feed`, unless some are kept for measuring.
+        """
+        if self._exact or self.coder is None or self.sides or self.handed or self.recorded:
+            return False
+        if self.settles:
+            return all(self._is_settled(request) for request in requests)
+        return not self.stateful and self.mode is Mode.INFORWARD and earliest >= self.coder.exact_first
+
+    def coded_all(self, requests: Sequence[Request], tokens: int) -> None:
+        """All tokens of these requests were coded."""
+        self.fires += 1
+        self.coded += tokens
+        if self.settles:
+            for request in requests:
+                self.histories[request.key].track.mark(request.end)
+
     def decoded(self, due: Sequence[Due]) -> torch.Tensor:
         """What a decoder has of these tokens, [h, all of them, d], float32: exact ones, or what was coded in this step.
 
