@@ -92,7 +92,9 @@ def search(costs, quantisers, parities, far, lo, hi, out):  # type: ignore[no-un
     """
     count, states = out.shape[1], quantisers.shape[0]
     half, size = states // 2, states * LANES
-    quantiser_bits, parity_bits = np.uint32(0), np.uint32(0)
+    quantiser_bits, parity_bits, top = np.uint32(0), np.uint32(0), np.uint32(0)
+    while 2 << top < states:  # a shift: LLVM makes vectors of it, not of a product
+        top += _ONE
     for s in range(states):
         quantiser_bits |= np.uint32(quantisers[s]) << np.uint32(s)
         parity_bits |= np.uint32(parities[s]) << np.uint32(s)
@@ -130,7 +132,7 @@ def search(costs, quantisers, parities, far, lo, hi, out):  # type: ignore[no-un
         for j in range(count - 1, -1, -1):
             for r in range(rows):
                 way = (words[j * LANES + r] >> state[r]) & _ONE
-                source = (state[r] >> _ONE) | (way * np.uint32(half))
+                source = (state[r] >> _ONE) | (way << top)
                 parity = ((parity_bits >> source) ^ state[r]) & _ONE
                 out[start + r, j] = np.uint8(_TWO * ((quantiser_bits >> source) & _ONE) + parity)
                 state[r] = source
