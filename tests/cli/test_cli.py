@@ -57,6 +57,16 @@ def test_a_wrong_command_line_is_one_json_object_and_exit_2(
         ("fidelity", ("reference", "hf:.?kv_cache_dtype=int3", "--text", "x", "--out", "x")),
         ("kv", ("kv", "eval", "hf:.?kv_cache_dtype=int3", "--codec", "identity")),
         ("kv", ("kv", "eval", "vllm:.?max_model_len=x", "--codec", "identity")),
+        ("kv", ("kv", "eval", "gguf:x", "--codec", "identity")),
+        ("kv", ("kv", "eval", "hf:.", "--codec", "identity", "--seed", "9223372036854775808")),
+        ("kv", ("kv", "eval", "hf:.", "--codec", "int", "--margin-ppl", "5")),
+        ("kv", ("kv", "eval", "hf:.", "--codec", "k:int(bits=4)", "--stream", "v")),
+        ("kv", ("kv", "diagnose", "hf:.", "--codec", "v:int(bits=4)", "--stream", "k")),
+        ("kv", ("kv", "sweep", "hf:.", "--codec", "v:int(bits=4)", "--stream", "k")),
+        ("kv", ("kv", "sweep", "http://u:secret@127.0.0.1:9", "--codec", "int", "--windows", "1")),
+        ("kv", ("kv", "noise", "hf:.", "--seed", "-1")),
+        ("gap", ("gap", "hf:.", "hf:.", "--codec", "int", "--seed", "-1")),
+        ("checkpoint", ("verify", ".", "--write-manifest", "no/such/folder/m.json")),
         ("kv", ("kv", "noise", "hf:.", "--text", "/nowhere/x.txt", "--html", "/nowhere/x.html")),
         ("gap", ("gap", "hf:.?kv_cache_dtype=int3", "hf:.", "--codec", "identity")),
         ("gap", ("gap", "hf:.", "hf:.", "--codec", "identity", "--margin-ppl", "many")),
@@ -64,10 +74,28 @@ def test_a_wrong_command_line_is_one_json_object_and_exit_2(
     ],
 )
 def test_a_wrong_use_is_of_the_area_of_its_verb_wherever_it_is_noticed(
-    capsys: pytest.CaptureFixture[str], area: str, arguments: tuple[str, ...]
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    area: str,
+    arguments: tuple[str, ...],
 ) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
     code, report = run(capsys, *arguments)
     assert (code, [f["id"] for f in report["findings"]]) == (2, [f"{area}.usage"])
+
+
+def test_a_group_without_a_command_shows_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert invoke(["kv"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out.startswith("Usage: assay kv")
+    assert all(name in shown.out for name in ("eval", "sweep", "serve"))
+    code, report = run(capsys, "kv", "evl")
+    assert (code, report["command"]) == (2, "kv")
+    assert report["findings"][0]["remedies"] == ["assay kv --help"]
+    code, report = run(capsys, "kv", "eval")
+    assert report["findings"][0]["remedies"] == ["assay kv eval --help"]
 
 
 def test_a_wrong_model_name_is_answered_with_the_names_there_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,6 +54,18 @@ def test_label_and_exit_code(tmp_path: Path, capsys, text: str, label: str, code
     assert row["coherent_chars"] >= 0 and report["exit_code"] == code and report["schema"] == "assay/1"
 
 
+@pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])
+def test_a_response_without_a_choice_holds_no_text(tmp_path: Path, capsys, kind: str) -> None:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({"object": kind, "choices": [], "usage": None}))
+    code, report = run(capsys, str(path))
+    assert (code, report["results"]["files"]) == (2, [])
+    assert report["findings"][0]["id"] == "coherence.unreadable"
+    assert "without a choice" in report["findings"][0]["title"]
+    path.write_text(json.dumps({"object": "poll", "choices": []}))  # a model's own answer
+    assert run(capsys, str(path))[0] == 0
+
+
 def test_every_file_is_reported_and_the_worst_decides(tmp_path: Path, capsys) -> None:
     (tmp_path / "good").write_text(GOOD)
     (tmp_path / "cut").write_text("<think>\nWell,")

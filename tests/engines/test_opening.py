@@ -39,7 +39,30 @@ def test_a_path_where_nothing_is_is_named(spec: str) -> None:
         check_spec(spec)
 
 
+def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
+    with pytest.raises(AssayError, match="the folder holds no config") as caught:
+        check_spec(f"hf:{tmp_path}")
+    assert caught.value.finding_id == "fidelity.engine_load"
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_spec(f"hf:{tmp_path}")
+
+
+@pytest.mark.parametrize("device", ["tpu9", "cuda:99999999999", "cuda", ""])
+def test_a_device_that_is_not_there_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(AssayError, match=r"no device '.*': .+") as caught:
+        check_spec(f"hf:{tmp_path}?device={device}")
+    assert "\n" not in caught.value.message
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_spec(f"hf:{tmp_path}?device=cuda")
+
+
 def test_an_option_that_the_path_does_not_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
     spec = f"hf:{tmp_path}?kv_cache_dtype=fp8"
     with pytest.raises(AssayError, match=r"kv_cache_dtype=fp8_e4m3 .* the prefill path reads none") as caught:
         check_spec(spec, ScoringPath.PREFILL)
@@ -51,6 +74,7 @@ def test_an_option_that_the_path_does_not_read_is_named(tmp_path: Path) -> None:
 
 
 def test_what_may_be_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     for spec in (
         f"hf:{tmp_path}?weights=int(bits=4,group=32,minimum=True)",

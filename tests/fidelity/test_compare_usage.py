@@ -15,7 +15,9 @@ from assay.engines import opening
 def no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "model").mkdir()
+    for name in ("model", "no-model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "file.txt").write_text("text")
     (tmp_path / "empty.txt").write_text(" \n")
     (tmp_path / "bytes.txt").write_bytes(b"ab\xff")
@@ -35,10 +37,20 @@ STORE = ["reference", "hf:./model", "--out"]
         (["compare", "hf:./model"], "usage", "names no candidate"),
         (["compare", "hf:./model", "hf:./other"], "engine_load", "there is no ./other"),
         (["compare", "hf:./model", "hf:./model?weights=int(bit=4)"], "usage", "unknown option 'bit'"),
+        (["compare", "hf:./model", "hf:no-model"], "engine_load", "the folder holds no config.json"),
+        (["compare", "hf:./model", "hf:./file.txt"], "engine_load", "it is a file"),
+        (["compare", "hf:./model", "hf:./model?weights=int(bits='4')"], "usage", "bits must be int, got '4'"),
+        (
+            ["compare", "hf:./model", "hf:./model?weights=int(minimum=1)"],
+            "usage",
+            "minimum must be bool, got 1",
+        ),
+        (["compare", "run:", "hf:./model"], "usage", "names no stored reference"),
         (["compare", "hf:./model", "run:x"], "usage", "no model to score"),
         (["compare", "run:./model", "hf:./model"], "store_unusable", "no stored reference"),
         (["compare", "plan.toml"], "usage", "unknown entry 'window'"),
         ([*PAIR, "--seed", "-1"], "usage", "seed must be at least 0"),
+        ([*PAIR, "--seed", "9223372036854775808"], "usage", "seed must be below 2^63"),
         ([*PAIR, "--marginal-ppl", "300%"], "usage", "MARGINAL < 100 %"),
         ([*PAIR, "--margin-ppl", "5%"], "usage", "got 5.000% and 3.000%"),
         ([*PAIR, "--path", "sideways"], "usage", "sideways"),

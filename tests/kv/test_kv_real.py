@@ -148,6 +148,23 @@ def test_parts_are_attributed_and_add_up_roughly(kv: Kv, smollm2: Path) -> None:
     assert results["joint"]["kld"]["value"] > max(p["kld"]["value"] for p in results["parts"]) / 2
 
 
+@pytest.mark.parametrize(
+    ("options", "finding", "said"),
+    [
+        (("--skip-layers", "0-29"), "kv.usage", "leaves none of the 30 layers"),
+        (("--skip-layers", "30"), "kv.usage", "layer 30 does not exist"),
+        (("--codec", "boundary(first=15, last=15)+hadamard"), "fidelity.not_engaged", "took no part"),
+        (("--codec", "recent(n=64)+hadamard"), "fidelity.not_engaged", "its hook never fired"),
+    ],
+)
+def test_a_codec_that_codes_nothing_is_no_self_test(
+    kv: Kv, smollm2: Path, options: tuple[str, ...], finding: str, said: str
+) -> None:
+    code, body = kv("eval", smollm2, "--codec", "hadamard", *options, "--windows", 2, "--length", 32)
+    assert (code, body["findings"][0]["id"]) == (2, finding)
+    assert said in body["findings"][0]["title"]
+
+
 def test_mistakes_end_with_words(kv: Kv, smollm2: Path, tmp_path: Path) -> None:
     for arguments, said in (
         (("eval", smollm2, "--codec", "hadamrd"), "hadamrd"),

@@ -43,7 +43,7 @@ def command(
         Path | None, typer.Option(help="The same from the candidate's engine, for phase 6.")
     ] = None,
     margin_ppl: Annotated[str, typer.Option(help="The total must lie within ± this.")] = "3%",
-    seed: Annotated[int, typer.Option(help="Seed of the noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the noise.")] = 0,
     keep: Annotated[bool, typer.Option("--keep", help="Keep what was scored after the run.")] = False,
 ) -> Report:
     """Take the difference of two deployments apart into buckets that sum, with intervals, and measure what would help.

@@ -10,7 +10,7 @@ import typer
 
 from assay.cli import kv_diagnose, kv_import, kv_noise, kv_serve, kv_sweep
 from assay.cli.kv_options import AnyModel, Calibration, CodecSpec, Layer, Model, OneStream, plan_options
-from assay.cli.verb import verb
+from assay.cli.verb import check_writable, verb
 from assay.verdict import Report
 
 app = typer.Typer(
@@ -98,6 +98,7 @@ def calibrate(
     from assay.cli.progress import show
     from assay.kv.calibrate import CalibrationPlan, run_calibrate
 
+    check_writable("out", out)
     plan = CalibrationPlan(model=model, tokens=tokens, sensitivity=sensitivity, **shared)
     return run_calibrate(plan, out, show)
 

@@ -17,6 +17,7 @@ AnyModel = Annotated[
     str, typer.Argument(help="hf:MODEL (or a folder) or vllm:MODEL, with options after '?'.")
 ]
 CodecSpec = Annotated[str, typer.Option("--codec", help="SPEC, such as sinks(n=4)+hadamard(bits=4).")]
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the bootstrap, and of noise.")]
 Calibration = Annotated[Path | None, typer.Option(help="File of `assay kv calibrate`.")]
 OneStream = Annotated[str, typer.Option(help="k or v.")]
 Layer = Annotated[int, typer.Option(min=0, help="Layer, for codecs that need a calibration.")]
@@ -35,7 +36,7 @@ _OPTIONS: Mapping[str, Any] = {
     "table_tokens": Annotated[
         int, typer.Option(min=1, help="Cache length that calibration tables are counted against.")
     ],
-    "seed": Annotated[int, typer.Option(help="Seed of the bootstrap, and of noise.")],
+    "seed": Seed,
 }
 
 # What a plan holds in another form, or (streams) under another name.

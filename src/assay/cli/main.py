@@ -107,7 +107,7 @@ def invoke(arguments: list[str]) -> int:
     except typer.Abort:
         return EXIT_INTERRUPTED
     except _ClickException as error:
-        if not arguments:  # the "error" is the help text
+        if arguments in ([], *([group] for group in GROUPS)):  # the "error" is the help text
             print(_message(error))
             return Verdict.ERROR.exit_code
         report = usage_report(_verb_of(arguments), _message(error))
@@ -119,7 +119,8 @@ def _verb_of(arguments: list[str]) -> str:
     """The verb of a wrong command line, `kv eval` where it is one of a group; `assay` where there is none."""
     words = [a for a in arguments if not a.startswith("-")]
     if words and words[0] in GROUPS:
-        return " ".join(words[:2])
+        known = import_module(GROUPS[words[0]]).app.registered_commands
+        return " ".join(words[: 2 if words[1:2] and words[1] in {c.name for c in known} else 1])
     return words[0] if words and words[0] in VERBS else "assay"
 
 

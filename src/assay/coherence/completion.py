@@ -10,6 +10,10 @@ from assay.coherence.grading import Grade, Label, grade
 _WORST_FIRST = (Label.DEGENERATE, Label.EMPTY, Label.TRUNCATED_REASONING, Label.OK)
 
 
+RESPONSES = ("chat.completion", "text_completion")
+"""What a server writes as `object` into a response."""
+
+
 def is_completion(value: Any) -> bool:
     """Whether a JSON value is a server's response, and not a model's answer that happens to be JSON."""
     choices = value.get("choices") if isinstance(value, Mapping) else None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.coherence.completion import grade_completion, graded_part, is_completion
+from assay.coherence.completion import RESPONSES, grade_completion, graded_part, is_completion
 from assay.coherence.explain import explain
 from assay.coherence.grading import Grade, Label, grade
-from assay.coherence.reading import Reading, read_text
+from assay.coherence.reading import Reading, read_text, unreadable
 from assay.errors import AssayError
 from assay.verdict import Block, Finding, Metric, Quote, Report, Severity, Table, Verdict, worst
 
@@ -61,20 +61,22 @@ def grade_files(paths: Sequence[str]) -> Report:
 def grade_file(path: str) -> GradedFile:
     """Grade one file: raw text, or one completion response as JSON (JSON of another shape is itself the answer)."""
     reading = read_text(path)
-    response = _response(reading.text)
+    response = _response(path, reading.text)
     if response is None:
         return GradedFile(path, grade(reading.text), reading.text, reading)
     result = grade_completion(response)
     return GradedFile(path, result, graded_part(response, result), reading)
 
 
-def _response(text: str) -> dict[str, Any] | None:
+def _response(path: str, text: str) -> dict[str, Any] | None:
     if not text.lstrip().startswith("{"):
         return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
+    if isinstance(value, dict) and value.get("choices") == [] and value.get("object") in RESPONSES:
+        raise unreadable(path, "a response of a server without a choice in it")
     return value if is_completion(value) else None
 
 

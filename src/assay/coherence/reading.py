@@ -37,7 +37,7 @@ def read_text(path: str) -> Reading:
         data = sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else _read_file(Path(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise _unreadable(path, reason) from None
+        raise unreadable(path, reason) from None
     return decode(data[:MAX_BYTES], path, truncated=len(data) > MAX_BYTES)
 
 
@@ -46,7 +46,7 @@ def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
     bom, encoding = next(((b, name) for b, name in _BOMS if data.startswith(b)), (b"", "utf-8"))
     data = data[len(bom) :]
     if encoding == "utf-8" and data.count(0) > max(8, len(data) // 50):
-        raise _unreadable(path, "a binary file, not text")
+        raise unreadable(path, "a binary file, not text")
     decoder = codecs.getincrementaldecoder(encoding)("strict")
     try:
         return Reading(decoder.decode(data, final=not truncated), truncated)
@@ -55,7 +55,7 @@ def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
     text = codecs.getincrementaldecoder(encoding)("replace").decode(data, final=not truncated)
     invalid = text.count("\ufffd")
     if invalid > _ALLOWED_INVALID * len(text):
-        raise _unreadable(path, f"not UTF-8 text (first invalid byte at offset {first})")
+        raise unreadable(path, f"not UTF-8 text (first invalid byte at offset {first})")
     return Reading(text, truncated, invalid, first)
 
 
@@ -90,7 +90,8 @@ def _read_fifo(path: Path) -> bytes:
         os.close(fd)
 
 
-def _unreadable(path: str, reason: str) -> AssayError:
+def unreadable(path: str, reason: str) -> AssayError:
+    """The error for a file (`-` is stdin) that holds no text."""
     shown = "stdin" if path == "-" else path
     return AssayError(
         f"{shown}: {reason}",

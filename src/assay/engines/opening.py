@@ -38,8 +38,10 @@ def check_spec(spec: str, path: ScoringPath | None = None) -> None:
             require_local(spec, parsed.model)
             if getattr(parsed, "weights", ""):
                 import_module("assay.engines.hf.weights").parse_transform(parsed.weights)
-            if path and prefix == "hf:":
-                parsed.refuse_path(path)
+            if prefix == "hf:":
+                parsed.refuse_what_is_not_there()
+                if path:
+                    parsed.refuse_path(path)
             return
     if spec.startswith("run:"):
         raise UsageError(

@@ -70,6 +70,8 @@ def engaged(
     raise AssayError(
         f"{label} took no part in the numbers: {why}",
         finding_id="fidelity.not_engaged",
-        remedy="score through the decode path (--path decode), or compare the reference with itself if that is meant",
+        remedy="give longer windows (--length): tokens that a codec keeps exact, the first and the recent, may be all there are"
+        if silent
+        else "score through the decode path (--path decode), or compare the reference with itself if that is meant",
         evidence={"zero_share": share, "fires": engagement.fires, "bytes_read": engagement.bytes_read},
     )

@@ -62,6 +62,8 @@ class Plan:
         ):
             if getattr(self, name) < least:
                 raise _usage(f"{name} must be at least {least}, got {getattr(self, name)}", "")
+        if self.seed >= 2**63:
+            raise _usage(f"seed must be below 2^63, got {self.seed}", "give a smaller one")
         if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
             raise _usage(f"the candidate {printable(twice)} is given twice", "name every candidate once")
         if not 0 < self.margin_ppl <= self.marginal_ppl < 1:

@@ -11,7 +11,7 @@ from itertools import pairwise
 from assay.engines.scoring import HookSpec, ScoreJob
 from assay.fidelity.identity import fingerprint, label_of
 from assay.kv.hooks import hook_spec, path_of
-from assay.kv.spec import KvSpec, Recipe, parse_spec
+from assay.kv.spec import parse_spec
 
 ROUNDING = "assay.fidelity.floors:RoundingNoise"
 
@@ -51,9 +51,7 @@ class Configuration:
     @property
     def lossless(self) -> bool:
         """Whether its codec cannot change anything (all of SPEC is identity)."""
-        return not self.codec or all(
-            r is None or r.codec.name == "identity" for r in _recipes(parse_spec(self.codec))
-        )
+        return not self.codec or parse_spec(self.codec).changes_nothing
 
     @property
     def label(self) -> str:
@@ -105,12 +103,8 @@ def with_placement(codec: str, placement: str) -> str:
     """A SPEC with a placement (`recent(n=8)`) around both streams."""
     spec = parse_spec(codec)
     return ";".join(
-        f"{s}:{placement}+{r}" for s, r in zip("kv", _recipes(spec), strict=True) if r is not None
+        f"{s}:{placement}+{r}" for s, r in zip("kv", (spec.k, spec.v), strict=True) if r is not None
     )
-
-
-def _recipes(spec: KvSpec) -> tuple[Recipe | None, Recipe | None]:
-    return spec.k, spec.v
 
 
 def span(layers: Sequence[int]) -> str:

@@ -52,6 +52,7 @@ class DiagnosisPlan:
 def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Capture keys, values and queries, code them, and say what was lost where."""
     spec = parse_spec(plan.codec)
+    spec.require(plan.streams)
     with session(
         plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
     ) as opened:

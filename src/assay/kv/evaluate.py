@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Engagement
 from assay.environment import describe
 from assay.errors import UsageError
@@ -19,8 +20,9 @@ from assay.fidelity.plan import Plan
 from assay.kv.accounting import NOTE, TABLE_TOKENS
 from assay.kv.codec import Samples, Site
 from assay.kv.hook import Mode
-from assay.kv.hooks import hook_spec, path_of
+from assay.kv.hooks import HookPlan, hook_spec, path_of
 from assay.kv.lab import Measured, Trials
+from assay.kv.model import cache_shape
 from assay.kv.session import engine_spec, scoring
 from assay.kv.spec import KvSpec, parse_spec
 from assay.progress import NO_PROGRESS, Progress
@@ -82,7 +84,8 @@ class EvalPlan:
 
 def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal: bool = False) -> Report:
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
-    spec = parse_spec(plan.codec)
+    spec, comparison = parse_spec(plan.codec), plan.comparison  # whose margins and sizes are checked now
+    spec.require(plan.streams)
     if plan.calibration is None:
         require_no_calibration(spec, plan.streams)
     hook = hook_spec(
@@ -100,6 +103,9 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
     with scoring(
         plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
     ) as opened:
+        if isinstance(opened.engine, HfScorer):
+            HookPlan.from_config(hook.config).coded(cache_shape(opened.engine.engine.model))
+        hook = replace(hook, config={**hook.config, "windows": len(opened.windows)})
         trials = Trials(opened.engine, opened.windows, Mode(plan.mode), plan.batch)
         try:
             measured = trials.measure_hook(
@@ -125,7 +131,8 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
         subject = {"model": plan.model, "plan": asdict(plan)}
         if not seen:
             return Report("kv eval", Verdict.INCONCLUSIVE, subject, results=results, interrupted=interrupted)
-        same = bool(note.get("lossless"))
+        # Placements that spare every layer of this model are no self-test: nothing took part.
+        same = bool(note.get("lossless")) and spec.changes_nothing
         took_part = engaged(
             seen,
             measured.engagement if measured else Engagement(),
@@ -136,7 +143,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
         )
         # The engine stays open until here: its tokenizer says what tokens are.
         facts, decode = opened.engine.describe(), opened.engine.tokenizer.decode
-        result = assess(plan.comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
+        result = assess(comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
     return _report(plan, result, results, subject, measured, interrupted, allow_marginal)
 
 

@@ -3,7 +3,7 @@
 `hook_spec` makes the `HookSpec` that `ScoreJob.hook` takes. The engine, in this process or in a worker with another
 Python, calls the factory that it names, and that fits the coders to the model which it finds there. What the hook
 measured comes back in `ScoringEngine.engagement()`: calls of coders by layer, and under `notes` the bytes, error and
-SHA-256 of the first windows' streams (`assay.kv.accounting.stream_facts`, `measured_bytes`).
+SHA-256 of the measured windows' streams (`assay.kv.accounting.stream_facts`, `measured_bytes`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from assay.kv.calibration import Calibration, read_calibration
 from assay.kv.hook import CodecHook, Mode
 from assay.kv.model import CacheShape, cache_shape
 from assay.kv.rope import Rotary
-from assay.kv.setup import Bench, CoderSet, kept_layers
+from assay.kv.setup import Bench, CoderSet, kept_layers, require_layers
 from assay.kv.spec import Recipe, parse_spec
 
 _FACTORIES = {"hf": "assay.kv.hooks:for_transformers", "vllm": "assay.kv.in_vllm.hook:for_vllm"}
@@ -31,7 +31,8 @@ _FACTORIES = {"hf": "assay.kv.hooks:for_transformers", "vllm": "assay.kv.in_vllm
 class HookPlan:
     """Which coders go where. Layers are numbers; those of `layer_codecs` take another SPEC than the rest.
 
-    Only `layers` are coded (None: all), and of those none of `skip_layers`. `length` is that of the windows in tokens.
+    Only `layers` are coded (None: all), and of those none of `skip_layers`. `length` is that of the windows in tokens,
+    `windows` how many there will be: see `CodecHook`.
     """
 
     codec: str
@@ -43,6 +44,7 @@ class HookPlan:
     layers: tuple[int, ...] | None = None
     layer_codecs: Mapping[int, str] = field(default_factory=dict)
     measure_windows: int = 8
+    windows: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in list(Mode):
@@ -76,10 +78,13 @@ class HookPlan:
         def recipe(layer: int, stream: str) -> Recipe | None:
             return special.get(layer, everywhere).of(stream)
 
-        kept_layers(bench.shape, [*(self.layers or ()), *self.layer_codecs])  # all must exist
-        layers = kept_layers(bench.shape, self.skip_layers)
-        chosen = [layer for layer in layers if self.layers is None or layer in self.layers]
-        return bench.fit_all(recipe, chosen, self.streams)
+        return bench.fit_all(recipe, self.coded(bench.shape), self.streams)
+
+    def coded(self, shape: CacheShape) -> list[int]:
+        """The layers of a model that are coded; UsageError for one that it has not, and where none is left."""
+        require_layers(shape, [*(self.layers or ()), *self.layer_codecs])
+        layers = kept_layers(shape, self.skip_layers)
+        return [layer for layer in layers if self.layers is None or layer in self.layers]
 
 
 def hook_spec(
@@ -127,7 +132,9 @@ class PlannedHook(CodecHook):
     """A codec's hook of transformers that fits its coders to the model it is attached to."""
 
     def __init__(self, plan: HookPlan) -> None:
-        super().__init__({}, Mode(plan.mode), plan.length, measure_windows=plan.measure_windows)
+        super().__init__(
+            {}, Mode(plan.mode), plan.length, measure_windows=plan.measure_windows, windows=plan.windows
+        )
         self._plan = plan
 
     @contextmanager

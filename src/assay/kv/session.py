@@ -11,6 +11,7 @@ from typing import Any
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.opening import open_scorer
 from assay.engines.scoring import ScoringEngine, Window
+from assay.engines.server.endpoint import without_credentials
 from assay.errors import UsageError
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
@@ -57,7 +58,13 @@ class Scoring:
 
 
 def engine_spec(model: str) -> str:
-    """A model as an engine: of transformers, unless it is written as one of vLLM."""
+    """A model as an engine: of transformers, unless it is written as one of vLLM. UsageError for any other engine."""
+    if model.startswith(("gguf:", "run:", "hub:", "http://", "https://")):
+        raise UsageError(
+            f"codecs do not go into the KV cache of {without_credentials(model)}",
+            remedy="write hf:MODEL, the folder of a checkpoint, or vllm:MODEL",
+            finding_id="kv.usage",
+        )
     return model if model.startswith(("hf:", "vllm:")) else f"hf:{model}"
 
 

@@ -123,15 +123,27 @@ class Bench:
 
 
 def kept_layers(shape: CacheShape, skip: Sequence[int]) -> list[int]:
-    """The layers that are coded; UsageError for one that does not exist."""
-    wrong = [layer for layer in skip if not 0 <= layer < shape.layers]
+    """The layers that are coded; UsageError for one that does not exist, and where none is left."""
+    require_layers(shape, skip)
+    kept = [layer for layer in range(shape.layers) if layer not in skip]
+    if not kept:
+        raise UsageError(
+            f"--skip-layers leaves none of the {shape.layers} layers to code",
+            remedy="leave out at least one",
+            finding_id="kv.usage",
+        )
+    return kept
+
+
+def require_layers(shape: CacheShape, layers: Sequence[int]) -> None:
+    """UsageError for a layer that the model has not."""
+    wrong = [layer for layer in layers if not 0 <= layer < shape.layers]
     if wrong:
         raise UsageError(
             f"layer {wrong[0]} does not exist: the model has layers 0 to {shape.layers - 1}",
             remedy="give layers of the model to --skip-layers",
             finding_id="kv.usage",
         )
-    return [layer for layer in range(shape.layers) if layer not in skip]
 
 
 def open_calibration(

@@ -102,6 +102,20 @@ class KvSpec:
         """The recipe of stream `k` or `v`."""
         return {"k": self.k, "v": self.v}[stream]
 
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether each stream stays exact or is coded by identity, whatever the model."""
+        return all(r is None or r.codec.name == "identity" for r in (self.k, self.v))
+
+    def require(self, streams: str) -> None:
+        """UsageError where it codes none of `streams` (`kv`, `k` or `v`): all would stay exact."""
+        if not any(self.of(stream) for stream in streams):
+            raise UsageError(
+                f"{self} codes nothing of the stream {streams}",
+                remedy="name another --stream",
+                finding_id="kv.usage",
+            )
+
     def __str__(self) -> str:
         if self.k is not None and self.v is not None and str(_without_prerope(self.k)) == str(self.v):
             return str(self.k)

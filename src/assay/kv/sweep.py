@@ -58,7 +58,7 @@ class SweepPlan:
         if self.streams not in ("kv", "k", "v"):
             raise _usage(f"unknown stream {self.streams!r}", "one of kv, k, v")
         for codec in self.codecs:
-            parse_spec(codec)
+            parse_spec(codec).require(self.streams)
 
     def identity(self, windows: Sequence[str]) -> dict[str, Any]:
         """All that a row depends on but its codec; windows by their hashes."""
@@ -77,8 +77,9 @@ def specs_in(path: Path) -> tuple[str, ...]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise _usage(
-            f"cannot read the SPECs in {path}: {error}", "give a text file, one SPEC a line"
+            f"cannot read the SPECs in {path}: {why}", "give a text file, one SPEC a line"
         ) from error
     return tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 

@@ -73,7 +73,7 @@ def _derived(report: Report) -> str:
 def _capital(text: str) -> str:
     """`text` with a capital at its beginning, unless it begins with a name (a file, a URL, an option)."""
     first = text.partition(" ")[0]
-    return text[:1].upper() + text[1:] if first.rstrip(",;").isalpha() else text
+    return text[:1].upper() + text[1:] if first.rstrip(",;").isalpha() and first.islower() else text
 
 
 def plural(number: int, noun: str) -> str:

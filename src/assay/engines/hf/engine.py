@@ -56,6 +56,7 @@ class HfEngine:
         from assay.engines.hf.attention import register
 
         require_local(f"hf:{spec.model}", spec.model)
+        spec.refuse_what_is_not_there()
         transformers.utils.logging.disable_progress_bar()  # loading takes a second, its bar many lines of a log
         dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
         try:

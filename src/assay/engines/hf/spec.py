@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 from assay.engines.options import read_options
 from assay.engines.scoring import ScoringPath
@@ -13,6 +14,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 KV_CACHE_DTYPES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2")
 """Accepted values of `kv_cache_dtype`, by vLLM's names; `auto` is the type of the model, `fp8` is `fp8_e4m3`."""
+
+_CONFIGS = ("config.json", "adapter_config.json")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,39 @@ class HfSpec:
                 finding_id="fidelity.missing_capability",
                 remedy="score by --path decode or chunked (assay kv: --mode decode; assay gap: --mode decode --base-mode decode), "
                 "or leave it out",
+            )
+
+    def refuse_what_is_not_there(self) -> None:
+        """AssayError where a local model is no checkpoint, or torch knows no such device here; loads nothing."""
+        path = Path(self.model)
+        if path.is_file():
+            problem = "it is a file"
+        elif path.is_dir() and not any((path / name).is_file() for name in _CONFIGS):
+            problem = "the folder holds no config.json"
+        else:
+            self._require_device()
+            return
+        raise AssayError(
+            f"hf:{self.model} is no checkpoint: {problem}",
+            finding_id="fidelity.engine_load",
+            remedy="give the folder of a checkpoint that transformers can load: hf:PATH",
+        )
+
+    def _require_device(self) -> None:
+        if self.device == "cpu":
+            return
+        import torch
+
+        try:
+            kind = torch.device(self.device).type
+            problem = "" if kind != "cuda" or torch.cuda.is_available() else "torch finds no GPU here"
+        except RuntimeError as error:
+            problem = str(error).strip().partition("\n")[0]
+        if problem:
+            raise AssayError(
+                f"hf:{self.model}: no device {self.device!r}: {problem}",
+                finding_id="fidelity.engine_load",
+                remedy="name a device that is there: ?device=cpu",
             )
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from importlib import import_module
-from typing import Any
+from typing import Any, get_type_hints
 
 from assay.errors import UsageError
 
@@ -44,6 +44,14 @@ def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
     name, options = _read(spec)
     module, _, function = TRANSFORMS[name].partition(":")
     known = list(inspect.signature(getattr(import_module(module), function)).parameters.values())[1:]
+    hints = get_type_hints(getattr(import_module(module), function))
+    odd = next((o for o, value in options.items() if o in hints and type(value) is not hints[o]), None)
+    if odd:
+        raise UsageError(
+            f"weights={spec}: {odd} must be {hints[odd].__name__}, got {options[odd]!r}",
+            remedy="look at the options in docs/compare.md",
+            finding_id="fidelity.usage",
+        )
     unknown = next((o for o in options if o not in {p.name for p in known}), None)
     missing = next((p.name for p in known if p.default is p.empty and p.name not in options), None)
     if unknown or missing:

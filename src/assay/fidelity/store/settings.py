@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from assay.errors import UsageError
 from assay.fidelity.store.llama_base import open_base
 from assay.fidelity.store.manifest import read_manifest
 
 
 def stored_path(spec: str) -> Path:
-    """The folder or file of `run:PATH`."""
-    return Path(spec.removeprefix("run:")).expanduser()
+    """The folder or file of `run:PATH`; UsageError where it names none."""
+    name = spec.removeprefix("run:")
+    if not name:
+        raise UsageError(
+            "run: names no stored reference",
+            remedy="write run:DIR, with the folder that assay reference wrote",
+            finding_id="fidelity.usage",
+        )
+    return Path(name).expanduser()
 
 
 def stored_settings(spec: str) -> dict[str, Any]:
