@@ -96,7 +96,7 @@ def main() -> None:
                     return
                 started = time.perf_counter()
                 measured = labs[text].measure(
-                    coders.by_stream, table_tokens=32_768, measure_windows=4, progress=show, label=str(parsed)
+                    coders.by_stream, table_tokens=32_768, measure_windows=12, progress=show, label=str(parsed)
                 )
                 ended = time.perf_counter()
                 figures = summarise(measured.seen, Margins(), Resampling(2000, 0)).to_json()

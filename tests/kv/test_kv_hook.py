@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 from assay.engines.hf.window_scoring import window_states  # noqa: E402
 from assay.engines.scoring import ScoreJob, ScoringPath, Window  # noqa: E402
 from assay.kv.accounting import measured_bytes, stream_facts  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
+from assay.kv.hook import CodecHook, Mode, spread  # noqa: E402
 
 LAYERS, LENGTH = 4, 40
 
@@ -250,3 +250,26 @@ def test_bytes_count_every_stream_and_the_exact_ones() -> None:
     assert measured_bytes(sent, tokens).ratio == pytest.approx(
         16 * tokens / (16 * tokens - (tokens - 2)), rel=1e-6
     )
+
+
+def test_measured_windows_are_spread_over_the_run() -> None:
+    class Sized(Rounding):
+        """A stream as long as the window is bright."""
+
+        def encode(self, x: Any, side: Any = None) -> bytes:
+            self.held = x.float()
+            return bytes(int(100_000 * x.abs().mean()))
+
+    def stored(measure: int, windows_known: int | None) -> list[int]:
+        net, coders = model(), everywhere(Sized())
+        hook = CodecHook(coders, Mode.INFORWARD, LENGTH, measure_windows=measure, windows=windows_known)
+        with hook.attach(net):
+            for _ in window_states(net, windows(7), ScoreJob(ScoringPath.PREFILL, batch=3), hook):
+                pass
+        return [f.stored for f in hook.facts[1, "v"]]
+
+    every = stored(7, 7)
+    assert len(set(every)) == 7
+    assert stored(3, 7) == [every[i] for i in (1, 3, 5)]
+    assert stored(3, None) == every[:3]
+    assert spread(8, 5) == set(range(5)) and spread(4, 128) == {16, 48, 80, 112}

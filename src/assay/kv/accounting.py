@@ -77,7 +77,7 @@ def cache_bytes(
 def streams_note(
     facts: Mapping[Key, Sequence[StreamFacts]], coders: Coders, shape: CacheShape
 ) -> dict[str, Any]:
-    """What a hook measured, as plain JSON: facts of the first windows' streams by `layer.stream`."""
+    """What a hook measured, as plain JSON: facts of the measured windows' streams by `layer.stream`."""
     return {
         "streams": {
             f"{layer}.{stream}": [asdict(f) for f in found] for (layer, stream), found in facts.items()
@@ -90,7 +90,7 @@ def streams_note(
 
 
 def stream_facts(engagement: Engagement) -> dict[Key, list[StreamFacts]]:
-    """The facts of the first windows' streams, read back; AssayError where no codec's hook was in place."""
+    """The facts of the measured windows' streams, read back; AssayError where no codec's hook was in place."""
     try:
         note = engagement.notes[NOTE]["streams"]
     except KeyError as error:

@@ -36,20 +36,30 @@ class Mode(StrEnum):
     SNAPSHOT = "snapshot"
 
 
+def spread(count: int, windows: int) -> frozenset[int]:
+    """`count` of so many windows, in the middle of as many equal parts; all where there are not more."""
+    count = min(count, windows)
+    return frozenset((2 * i + 1) * windows // (2 * count) for i in range(count))
+
+
 class CodecHook:
     """Puts coders into the KV cache of one run, and counts what they did.
 
-    The first `measure_windows` windows are also encoded for real, whole, when their batch is done: `facts` holds what
-    their streams came to by (layer, stream), and `engagement().notes` the same as JSON.
+    `measure_windows` windows are also encoded for real, whole, when their batch is done: `facts` holds what their streams
+    came to by (layer, stream), and `engagement().notes` the same as JSON. They are spread over the `windows` of the
+    run, as a text does not begin as it goes on; where their number is not known they are the first.
     """
 
-    def __init__(self, coders: Coders, mode: Mode, length: int, *, measure_windows: int = 8) -> None:
+    def __init__(
+        self, coders: Coders, mode: Mode, length: int, *, measure_windows: int = 8, windows: int | None = None
+    ) -> None:
         self.coders = coders
         self.mode = Mode(mode)
         self.length = length
         self.passes = 2 if self.mode is Mode.SNAPSHOT else 1
         self.facts: dict[Key, list[StreamFacts]] = {}
-        self._to_measure = measure_windows
+        self._to_measure = spread(measure_windows, windows or measure_windows)
+        self._measured_to = 0
         self._fires: dict[int, int] = {}
         self._bytes_read = 0
         self._model: Any = None
@@ -184,12 +194,14 @@ class CodecHook:
         self._fires[layer] = self._fires.get(layer, 0) + 1
 
     def _measure(self) -> None:
-        """Encode the first windows of the batch that is done, whole, as they stand in the cache at its end."""
+        """Encode windows of the batch that is done, whole, as they stand in the cache at its end."""
         if not self._tracks or self._cache is None:
             return
-        windows = min(self._to_measure, next(iter(self._tracks.values())).exact.shape[0])
-        self._to_measure -= windows
+        first = self._measured_to
+        self._measured_to += next(iter(self._tracks.values())).exact.shape[0]
         starts = {key: kept_from(self._cache.layers[key[0]]) for key in self._tracks}
-        for window in range(windows):
-            for key, found in facts_of_window(self._tracks, window, starts):
+        for window in range(first, self._measured_to):
+            if window not in self._to_measure:
+                continue
+            for key, found in facts_of_window(self._tracks, window - first, starts):
                 self.facts.setdefault(key, []).append(found)

@@ -105,9 +105,9 @@ class Lab(Trials):
     ) -> Measured:
         """Score the windows with `coders` in the cache. Interrupted, it raises; `on_window` has seen what was done."""
         self.score_reference(progress)
-        hook = CodecHook(coders, self.mode, self.length, measure_windows=measure_windows)
-        seen: list[WindowObservation] = []
         chosen = self.windows if windows is None else list(windows)
+        hook = CodecHook(coders, self.mode, self.length, measure_windows=measure_windows, windows=len(chosen))
+        seen: list[WindowObservation] = []
         with progress(f"scoring {label}", len(chosen)) as advance:
             for rows in self.scorer.score_with(chosen, self.job, hook):
                 reference = self._reference[rows.window.index]

@@ -11,7 +11,7 @@ from assay.engines.vllm.steps import Request, Rewrite
 from assay.errors import AssayError
 from assay.kv.accounting import NOTE, streams_note
 from assay.kv.coder import StreamCoder
-from assay.kv.hook import Mode
+from assay.kv.hook import Mode, spread
 from assay.kv.hooks import HookPlan, bench_of
 from assay.kv.in_vllm.joint import Joint, joint_of
 from assay.kv.in_vllm.lane import Lane, Spans
@@ -39,7 +39,8 @@ class VllmCodecHook:
         self.facts: dict[Key, list[StreamFacts]] = {}
         self._lanes: dict[Key, Lane] = {}
         self._measured: list[str] = []
-        self._to_measure = plan.measure_windows
+        self._to_measure = spread(plan.measure_windows, plan.windows or plan.measure_windows)
+        self._started = 0
         self._second = False
         self._running: tuple[Request, ...] | None = None
         self._earliest = 0
@@ -61,7 +62,7 @@ class VllmCodecHook:
         rotary = Rotary.of_config(model.config, self.plan.length) if self.plan.calibration else None
         self._coders: Coders = self.plan.coders(bench_of(shape, self.plan, rotary)).by_stream
         self._last_readers = last_readers(self._coders)
-        self._to_measure = 0 if serving else self._to_measure
+        self._to_measure = frozenset() if serving else self._to_measure
         self._lanes = lanes_of(self._coders, shape.layers, self.mode)
         self._joints = {
             layer: joint_of(self._coders.get((layer, "k")), self._coders.get((layer, "v")))
@@ -130,7 +131,7 @@ class VllmCodecHook:
                 )
 
     def commit(self) -> None:
-        """A batch went through: all its layers must have coded as much; its first windows are encoded for real."""
+        """A batch went through: all its layers must have coded as much; measured windows are encoded for real."""
         groups: dict[tuple[Any, ...], dict[int, int]] = {}
         for (layer, stream), lane in self._lanes.items():
             if (coder := lane.coder) is not None:
@@ -148,7 +149,6 @@ class VllmCodecHook:
             tracks = {key: lane.histories[window].track for key, lane in self._lanes.items()}
             for key, found in facts_of_window(tracks, 0, dict.fromkeys(tracks, 0)):
                 self.facts.setdefault(key, []).append(found)
-        self._to_measure -= len(self._measured)
         self.discard()
 
     def discard(self) -> None:
@@ -158,7 +158,7 @@ class VllmCodecHook:
             lane.forget()
 
     def engagement(self) -> Engagement:
-        """Calls of coders by layer, and what the first windows' streams came to."""
+        """Calls of coders by layer, and what streams came to."""
         fires: dict[int, int] = {}
         for layer, stream in self._coders:
             fires[layer] = fires.get(layer, 0) + self._lanes[layer, stream].fires
@@ -175,8 +175,10 @@ class VllmCodecHook:
             for lane in self._lanes.values():
                 lane.forget([key for key in lane.histories if key not in alive])
         for request in requests:
-            if request.start == 0 and not self._second and len(self._measured) < self._to_measure:
-                self._measured.append(request.key)
+            if request.start == 0 and not self._second:
+                if self._started in self._to_measure:
+                    self._measured.append(request.key)
+                self._started += 1
         self._earliest = min((request.start for request in requests), default=0)
         self._keeps = self._second or any(map(self._is_measured, requests))
 
