@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.cache import cache_dir
+from assay.claims import Claims
 from assay.engines.id_scoring import IdScorer
 from assay.engines.opening import check_spec, is_server, open_candidate
 from assay.engines.scoring import Engagement, ScoringPath
@@ -59,37 +60,38 @@ def run_compare(
     `keep` they stay. Interrupted, the report holds what was measured. Of several candidates one that cannot be
     compared is a finding beside the results of the others.
     """
-    folder = cache_dir("compare") / plan_key(plan)
     for spec in plan.candidates:
         check_spec(spec, ScoringPath(plan.path))
-    servers = _servers(plan)
-    results: list[CandidateResult] = []
-    failed: list[Finding] = []
-    interrupted = False
-    reference = None
-    try:
-        reference = open_reference(plan, folder, progress)
-        for spec in plan.candidates:
-            try:
-                engine = servers.pop(spec, None) or open_candidate(spec)
-                result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
-            except AssayError as error:
-                if len(plan.candidates) == 1:
-                    raise
-                failed.append(_not_compared(error, label_of(spec, plan.candidates)))
-                continue
-            if result:
-                results.append(result)
-                on_result(spec, result)
-            if cut:
-                interrupted = True
-                break
-    finally:
-        for opened in (reference, *servers.values()):
-            if opened:
-                opened.close()
-    if not (interrupted or keep or failed):
-        shutil.rmtree(folder, ignore_errors=True)
+    with Claims() as claims:
+        folder = claims.folder(cache_dir("compare") / plan_key(plan))
+        servers = _servers(plan)
+        results: list[CandidateResult] = []
+        failed: list[Finding] = []
+        interrupted = False
+        reference = None
+        try:
+            reference = open_reference(plan, folder, progress)
+            for spec in plan.candidates:
+                try:
+                    engine = servers.pop(spec, None) or open_candidate(spec)
+                    result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
+                except AssayError as error:
+                    if len(plan.candidates) == 1:
+                        raise
+                    failed.append(_not_compared(error, label_of(spec, plan.candidates)))
+                    continue
+                if result:
+                    results.append(result)
+                    on_result(spec, result)
+                if cut:
+                    interrupted = True
+                    break
+        finally:
+            for opened in (reference, *servers.values()):
+                if opened:
+                    opened.close()
+        if not (interrupted or keep or failed):
+            shutil.rmtree(folder, ignore_errors=True)
     return report(plan, reference, results, failed, interrupted=interrupted, allow_marginal=allow_marginal)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.cache import cache_dir, write_atomically
+from assay.claims import Claims
 from assay.engines.opening import open_scorer
 from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.environment import describe
@@ -55,6 +56,7 @@ class Bench:
         self._open: tuple[str, bool] | None = None
         self._check: Callable[[TokenizerFacts, str], None] | None = None
         self.used: set[Path] = set()
+        self._claims = Claims()
         self.measured: dict[str, Measured] = {}
         self.windows: dict[str, list[Window]] = {}
         self.text: dict[str, Any] = {}
@@ -63,12 +65,13 @@ class Bench:
         try:
             self._read_text()
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+        self._claims.release()
 
     def close(self) -> None:
         """Close the engine that is open."""
@@ -170,11 +173,11 @@ class Bench:
         chosen = self._ordered(config, windows)
         todo = [w for w in chosen if not (folder / f"{w.index:06d}.npz").exists()]
         if not todo:  # interrupted before what the engine counted was kept
-            shutil.rmtree(folder)
+            for window in chosen:
+                (folder / f"{window.index:06d}.npz").unlink()
             todo = chosen
         job = self._hooked(config)
         engine = self.engine(config.engine, config.again)
-        folder.mkdir(parents=True, exist_ok=True)
         with self.progress(f"scoring {config.label}", len(chosen)) as advance:
             seen = observe(rows, engine, chosen, job, keep_in=folder, advance=advance)
         found = engine.engagement()
@@ -197,7 +200,7 @@ class Bench:
         parts = [hash_of(self.windows[windows]), str(self.job(config)), json.dumps(describe()["packages"])]
         if anchor:
             parts.append(anchor.key())
-        folder = cache_dir("gap") / f"{kind}-{config.key(chr(10).join(parts))}"
+        folder = self._claims.folder(cache_dir("gap") / f"{kind}-{config.key(chr(10).join(parts))}")
         self.used.add(folder)
         return folder
 

@@ -25,6 +25,9 @@ class Ledger:
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8"))
         value = measure()
+        self._folder.mkdir(
+            parents=True, exist_ok=True
+        )  # the same run beside this one may be done and have deleted it
         write_atomically(path, json.dumps(value))
         return value
 
