@@ -93,8 +93,8 @@ class Fits:
         self._runs: dict[str, subprocess.Popen[str]] = {}
         if not calibration.exists():
             return
-        # No GPU, and few threads: engines are timed meanwhile.
-        alone = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "4"}
+        # No GPU: engines are timed on it meanwhile.
+        alone = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
         for name, codec in codecs.items():
             self._paths[name] = file_of(model, codec, calibration)
             if not self._paths[name].exists():

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir, write_atomically
+from assay.cache import cache_dir
 from assay.kv.hooks import HookPlan, read
 from assay.kv.in_vllm.hook import VllmCodecHook
 from assay.kv.model import cache_shape
@@ -47,6 +47,7 @@ def fit(model: str, codec: str, calibration: Path) -> Path:
     path = file_of(model, codec, calibration)
     if path.exists():
         return path
+    torch.set_num_threads(max(1, min(4, (os.cpu_count() or 1) // 4)))  # engines are timed meanwhile
     with torch.device("meta"):  # its shape is all that is asked of it
         known = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
     shape = cache_shape(known)
@@ -55,7 +56,9 @@ def fit(model: str, codec: str, calibration: Path) -> Path:
     bench = Bench(shape, Rotary.of_config(known.config, LENGTH), found)
     spec = parse_spec(codec)
     coders = bench.fit_all(lambda _, stream: spec.of(stream))
-    write_atomically(path, pickle.dumps(dict(coders.by_stream)))
+    part = path.with_suffix(f".{os.getpid()}")
+    part.write_bytes(pickle.dumps(dict(coders.by_stream)))
+    part.replace(path)  # whole or not at all
     return path
 
 
