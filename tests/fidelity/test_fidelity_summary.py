@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
 from assay.fidelity.engaged import engaged, zero_share
-from assay.fidelity.observations import WindowObservation, load, save
+from assay.fidelity.observations import WindowObservation, load, load_kept, save
 from assay.fidelity.summary import per_window, summarise
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Grade, Margins
@@ -116,6 +120,26 @@ def test_observations_survive_the_disk(tmp_path) -> None:  # type: ignore[no-unt
     assert back.index == 7
     np.testing.assert_array_equal(back.kl, original.kl)
     np.testing.assert_array_equal(back.top1, original.top1)
+
+
+@given(st.data())
+def test_a_damaged_observation_is_none_or_what_was_written(data: st.DataObject) -> None:
+    original = window(7, 1)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "w.npz"
+        assert load_kept(path) is None
+        save(path, original)
+        whole = path.read_bytes()
+        at = data.draw(st.integers(0, len(whole) - 1))
+        cut = data.draw(st.booleans())
+        path.write_bytes(whole[:at] if cut else whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        back = load_kept(path)
+    # A byte of the archive's bookkeeping may be wrong without a number being so.
+    assert back is None or (back.kl.tobytes(), back.nll_ref.tobytes(), back.tokens.tobytes()) == (
+        original.kl.tobytes(),
+        original.nll_ref.tobytes(),
+        original.tokens.tobytes(),
+    )
 
 
 class TestEngaged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -87,6 +89,14 @@ def load(path: Path) -> WindowObservation:
     with np.load(path, allow_pickle=False) as file:
         values = {name: file[name] for name in file.files}
     return _observed(values, index=int(values.pop("index")), first=int(values.pop("first")))
+
+
+def load_kept(path: Path) -> WindowObservation | None:
+    """The same; None where there is no such file, or a damaged one, which is to be scored again."""
+    try:
+        return load(path)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None
 
 
 def _observed(arrays: Mapping[str, Any], **facts: Any) -> WindowObservation:

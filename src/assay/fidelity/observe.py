@@ -11,7 +11,7 @@ from assay.engines.id_scoring import IdScorer
 from assay.engines.scoring import ScoreJob, ScoringEngine, Window, WindowRows
 from assay.errors import AssayError
 from assay.fidelity.measure import Candidate, measure
-from assay.fidelity.observations import WindowObservation, load, save
+from assay.fidelity.observations import WindowObservation, load_kept, save
 from assay.progress import Advance
 
 
@@ -53,10 +53,10 @@ def observe(
     require(candidate, job, len(windows[0].tokens))
     seen: dict[int, WindowObservation] = {}
     for window in windows:
-        path = keep_in / f"{window.index:06d}.npz" if keep_in else None
-        if path and path.exists():
-            seen[window.index] = load(path)
-            on_window(seen[window.index])
+        kept = load_kept(keep_in / f"{window.index:06d}.npz") if keep_in else None
+        if kept:
+            seen[window.index] = kept
+            on_window(kept)
             advance()
     todo = [w for w in windows if w.index not in seen]
     if todo:

@@ -135,7 +135,7 @@ def read_calibration(path: Path) -> Calibration:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise AssayError(
-            f"cannot read the calibration {path}: {error}",
+            f"cannot read the calibration {path}: {str(error).removesuffix(f': {path}')}",
             finding_id="kv.calibration_unreadable",
             remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
         ) from error

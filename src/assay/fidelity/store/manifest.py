@@ -152,11 +152,14 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damaged(path: Path, reason: str) -> AssayError:
-    """The error of a file that is not what was stored."""
+    """The error of a file that is not what was stored. Without its manifest a store cannot be gone on with."""
+    lost = path.name == NAME
     return AssayError(
         f"{path} is damaged: {reason}",
         finding_id="fidelity.store_damaged",
-        remedy="make the reference again with `assay reference`: windows that are whole are kept",
+        remedy="delete the folder and make the reference again: `assay reference`"
+        if lost
+        else "repair it, windows that are whole are kept: `assay reference` with the same options and --out",
         evidence={"file": path.name},
     )
 
