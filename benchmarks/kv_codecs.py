@@ -60,7 +60,10 @@ def main() -> None:
     lines = arguments.specs.read_text().split("\n") if arguments.specs else [*PLAIN, *HADAMARD, *AROUND]
     specs = [parse_spec(line) for line in lines if line.strip() and not line.startswith("#")]
     document: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    done = {(r["text"], r["codec"], r["mode"], r.get("calibration")) for r in document["rows"]}
+    done = {
+        (r["text"], r["codec"], r["mode"], r.get("calibration"), r.get("dtype", "auto"))
+        for r in document["rows"]
+    }
     calibration = read_calibration(table)
     scorer = HfScorer.load(spec)
     shape = cache_shape(scorer.engine.model)
@@ -75,7 +78,8 @@ def main() -> None:
     bench = Bench(shape, Rotary(scorer.engine.model, arguments.length), calibration)
 
     def todo(codec: str) -> list[str]:
-        return [t for t in labs if (t, codec, mode.value, arguments.calibration_name) not in done]
+        rest = (codec, mode.value, arguments.calibration_name, arguments.dtype)
+        return [t for t in labs if (t, *rest) not in done]
 
     with fitters(bench, arguments.jobs) as pool:
         chosen = [s for s in specs if todo(str(s))]
@@ -96,7 +100,11 @@ def main() -> None:
                     return
                 started = time.perf_counter()
                 measured = labs[text].measure(
-                    coders.by_stream, table_tokens=32_768, measure_windows=12, progress=show, label=str(parsed)
+                    coders.by_stream,
+                    table_tokens=32_768,
+                    measure_windows=12,
+                    progress=show,
+                    label=str(parsed),
                 )
                 ended = time.perf_counter()
                 figures = summarise(measured.seen, Margins(), Resampling(2000, 0)).to_json()
@@ -105,6 +113,7 @@ def main() -> None:
                     "mode": mode.value,
                     "text": text,
                     "calibration": arguments.calibration_name,
+                    "dtype": arguments.dtype,
                     "bytes": measured.bytes.to_json(),
                     **{
                         k: figures[k]

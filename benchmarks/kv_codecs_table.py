@@ -51,16 +51,20 @@ def main() -> None:
 
 
 def render(document: dict[str, Any]) -> Iterator[str]:
-    """Markdown of all rows, one table for each text, mode and number of windows."""
+    """Markdown of all rows, one table for each text, mode, number of windows and type of the model."""
     yield f"# KV codecs, {document['model']}, windows of {document['length']} tokens\n"
-    groups: dict[tuple[str, str, int], list[Row]] = {}
+    groups: dict[tuple[str, str, int, str], list[Row]] = {}
     for row in document["rows"]:
-        groups.setdefault((row["text"], row["mode"], row["windows"]), []).append(row)
-    for (text, mode, windows), rows in sorted(groups.items()):
+        groups.setdefault((row["text"], row["mode"], row["windows"], _dtype(row)), []).append(row)
+    for (text, mode, windows, dtype), rows in sorted(groups.items()):
         gpus = sorted({str(r["gpu"]) for r in rows})
-        yield f"## {text}, {mode}, {windows} windows, {rows[0]['tokens']:,} scored tokens ({', '.join(gpus)})\n"
-        yield "| codec | calibrated on | smaller | KL, nats | Δppl % | top-1 % | grade | hadamard at equal bytes | share of it |"
-        yield "|---|---|---:|---|---|---|---|---|---|"
+        tokens = f"{rows[0]['tokens']:,} scored tokens"
+        yield f"## {text}, {mode}, {windows} windows, {tokens}, model in {dtype} ({', '.join(gpus)})\n"
+        yield (
+            "| codec | calibrated on | tables, MB | smaller | KL, nats | Δppl % | top-1 % | grade "
+            "| hadamard at equal bytes | share of it |"
+        )
+        yield "|---|---|---:|---:|---|---|---|---|---|---|"
         plain = sorted(
             (r for r in rows if _PLAIN.fullmatch(r["codec"])), key=lambda r: r["bytes"]["bits_per_value"]
         )
@@ -88,9 +92,17 @@ def _calibration(row: Row) -> str:
     return str(row.get("calibration", "")) if "pca" in row["codec"] or "mean" in row["codec"] else ""
 
 
+def _dtype(row: Row) -> str:
+    """The type that the model computes in; both models are bfloat16 as they are kept."""
+    kind = str(row.get("dtype", "auto"))
+    return "bfloat16" if kind == "auto" else kind
+
+
 def _same(row: Row, other: Row) -> bool:
-    names = ("codec", "text", "mode", "windows")
-    return [*map(row.get, names), _calibration(row)] == [*map(other.get, names), _calibration(other)]
+    def key(r: Row) -> tuple[Any, ...]:
+        return (*map(r.get, ("codec", "text", "mode", "windows")), _calibration(r), _dtype(r))
+
+    return key(row) == key(other)
 
 
 def _line(row: Row, plain: Sequence[Row]) -> str:
@@ -104,6 +116,7 @@ def _line(row: Row, plain: Sequence[Row]) -> str:
     cells = (
         f"`{row['codec']}`",
         _calibration(row),
+        f"{row['bytes']['tables'] / 1e6:.1f}" if row["bytes"]["tables"] else "",
         f"{row['bytes']['ratio']:.2f}×",
         interval(kl, ".5f", "mean"),
         interval(row["dppl_pct"], "+.2f"),

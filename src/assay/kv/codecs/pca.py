@@ -10,8 +10,8 @@ Linear transform in the metric of attention (`assay.kv.klt`), one step for all c
 as measured by the calibration, so one step for all of them spends bits where they save most. `coding=fixed` then takes
 the widths whose last bits save what they save there.
 
-`trellis` (of so many states) codes the indices of two quantisers that take turns (`assay.quant.trellis`): about 6 % fewer
-bits at the same error for `coding=range`, and more time to encode.
+`trellis` (of so many states) codes the indices of two quantisers that take turns (`assay.quant.trellis`): for `coding=range`,
+4 to 6 % fewer bits at the same error, and more time to encode.
 
 `predict` first subtracts a linear map of what the decoder has of the same token:
 
