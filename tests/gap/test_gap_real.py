@@ -99,7 +99,7 @@ def test_mistakes_end_with_words(gap: Gap, smollm2: Path) -> None:
     for arguments, said in (
         ((smollm2, "gguf:model.gguf", "--codec", "fp8"), "gguf:model.gguf"),
         ((smollm2, smollm2, "--codec", "hadamrd"), "hadamrd"),
-        ((smollm2, smollm2, "--codec", "fp8", "--phases", "x"), "'x' is no phase"),
+        ((smollm2, smollm2, "--codec", "fp8", "--phases", "x"), "'x' is no number"),
         ((smollm2, smollm2, "--codec", "fp8", "--mode", "sideways"), "sideways"),
         ((smollm2, smollm2), "--codec"),
     ):
