@@ -123,9 +123,16 @@ def test_no_manifest_of_what_could_not_be_read(
 
 
 def test_a_manifest_that_cannot_be_written(ask: Ask, model: Path, tmp_path: Path) -> None:
-    code, report = ask(model, "--write-manifest", tmp_path / "no" / "such" / "list.json")
-    assert code == 2
-    assert report["findings"][0]["title"] == "cannot write the manifest list.json: No such file or directory"
+    for place, said in (
+        (
+            tmp_path / "no" / "such" / "list.json",
+            "cannot write the manifest list.json: No such file or directory",
+        ),
+        (tmp_path, f"cannot write the manifest {tmp_path.name}: Is a directory"),
+    ):
+        code, report = ask(model, "--write-manifest", place)
+        assert (code, report["results"]) == (2, {})  # nothing was hashed first
+        assert [f["title"] for f in report["findings"]] == [said]
 
 
 def row(**changes: object) -> str:

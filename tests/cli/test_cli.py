@@ -66,7 +66,6 @@ def test_a_wrong_command_line_is_one_json_object_and_exit_2(
         ("kv", ("kv", "sweep", "http://u:secret@127.0.0.1:9", "--codec", "int", "--windows", "1")),
         ("kv", ("kv", "noise", "hf:.", "--seed", "-1")),
         ("gap", ("gap", "hf:.", "hf:.", "--codec", "int", "--seed", "-1")),
-        ("checkpoint", ("verify", ".", "--write-manifest", "no/such/folder/m.json")),
         ("kv", ("kv", "noise", "hf:.", "--text", "/nowhere/x.txt", "--html", "/nowhere/x.html")),
         ("gap", ("gap", "hf:.?kv_cache_dtype=int3", "hf:.", "--codec", "identity")),
         ("gap", ("gap", "hf:.", "hf:.", "--codec", "identity", "--margin-ppl", "many")),

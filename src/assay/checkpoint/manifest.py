@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -51,12 +53,23 @@ def write(path: Path, manifest: Manifest) -> None:
         partial.replace(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        message = f"cannot write the manifest {path.name}: {error.strerror}"
-        raise AssayError(
-            message,
-            finding_id="checkpoint.not_examined",
-            remedy="name a file in a folder that you can write to",
-        ) from error
+        raise _unwritable(path, error.strerror) from error
+
+
+def require_writable(path: Path) -> None:
+    """The same error for a place where no file can be, before hours of hashing."""
+    if path.is_dir():
+        raise _unwritable(path, os.strerror(errno.EISDIR))
+    if not path.parent.is_dir():
+        raise _unwritable(path, os.strerror(errno.ENOENT))
+
+
+def _unwritable(path: Path, reason: str | None) -> AssayError:
+    return AssayError(
+        f"cannot write the manifest {path.name}: {reason}",
+        finding_id="checkpoint.not_examined",
+        remedy="name a file in a folder that you can write to",
+    )
 
 
 def dump(manifest: Manifest) -> str:

@@ -23,6 +23,8 @@ def verify(source: str, options: Options, show: Show = silent) -> Outcome:
     Raises AssayError if there is nothing to examine or an option makes no sense. An interrupt ends the stage that
     runs; the outcome then says so and holds what was found before.
     """
+    if options.write_manifest:
+        manifest.require_writable(options.write_manifest)
     stated = manifest.load(options.manifest) if options.manifest else None
     serve = arguments.parse(options.serve_args) if options.serve_args is not None else None
     began = time.perf_counter()

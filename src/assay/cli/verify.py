@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from assay.cli.verb import check_writable, verb
+from assay.cli.verb import verb
 from assay.verdict import Report
 
 
@@ -79,8 +79,6 @@ def command(
     from assay.checkpoint.digest_cache import DigestCache
     from assay.checkpoint.serving.versions import engine_version as parse_version
 
-    if write_manifest is not None:
-        check_writable("write-manifest", write_manifest)
     options = verify.Options(
         repo=repo,
         revision=revision,
