@@ -56,24 +56,22 @@ def test_numbers_decide_the_quantiser_of_none_of_their_group(states: int) -> Non
         assert j < apart or selector[j - apart, j]
 
 
-def test_candidates_are_the_two_around_in_each_quantiser() -> None:
+@pytest.mark.parametrize("quantiser", [0, 1])
+def test_candidates_are_the_nearest_of_each_parity(quantiser: int) -> None:
     c = torch.linspace(-6.3, 6.3, 127)
-    found = candidates(c, torch.full((127, 2), 50))
-    assert ((found & 1) == torch.tensor([0, 1])).all()
-    for q in (0, 1):
-        numbers = torch.arange(-20, 21)
-        distance = (values(numbers, torch.tensor(float(q)))[:, None] - c).abs()
-        for p in (0, 1):
-            of_parity = (numbers & 1) == p
-            best = distance[of_parity].min(dim=0).values
-            assert torch.allclose((values(found[:, q, p], torch.tensor(float(q))) - c).abs(), best, atol=1e-6)
+    numbers = torch.arange(-20, 21)
+    distance = (values(numbers, quantiser)[:, None] - c).abs()
+    for parity, found in enumerate(candidates(c, torch.tensor(50), quantiser)):
+        assert (found.long() & 1 == parity).all()
+        best = distance[(numbers & 1) == parity].min(dim=0).values
+        assert torch.allclose((values(found, quantiser) - c).abs(), best, atol=1e-6)
 
 
-def test_no_candidate_is_beyond_the_largest_number() -> None:
+@pytest.mark.parametrize("quantiser", [0, 1])
+def test_no_candidate_is_beyond_the_largest_number(quantiser: int) -> None:
     c = torch.tensor([0.0, 0.4, -3.7, 900.0, -900.0])
-    most = torch.tensor([[1, 1], [1, 2], [3, 2], [7, 8], [7, 8]])
-    found = candidates(c, most).abs()
-    assert (found <= most[:, :, None]).all()
+    most = torch.tensor([1, 1, 3, 7, 8])
+    assert all((found.abs() <= most).all() for found in candidates(c, most, quantiser))
 
 
 @pytest.mark.parametrize(("states", "least"), [(4, 0.9), (8, 1.0), (16, 1.05), (32, 1.1)])
@@ -81,10 +79,10 @@ def test_error_is_less_than_of_rounding_at_the_same_rate(states: int, least: flo
     """Of evenly spread values rounding has the error 1/12; dB below it, as Marcellin and Fischer give them."""
     torch.manual_seed(3)
     c = (torch.rand(400, 200) - 0.5) * 4000
-    numbers = candidates(c, torch.full((400, 200, 2), 4000))
-    quantiser = torch.tensor([[0.0], [1.0]]).expand(2, 2)
-    costs = (values(numbers, quantiser) - c[..., None, None]).square()
+    numbers = torch.stack([n for q in (0, 1) for n in candidates(c, torch.tensor(4000), q)], dim=-1)
+    quantiser = torch.tensor([0, 0, 1, 1])
+    costs = (values(numbers, quantiser) - c[..., None]).square().unflatten(-1, (2, 2))
     path = cheapest_path(costs, trellis(states)).long()
-    taken = numbers.flatten(2).gather(-1, path[..., None])[..., 0]
+    taken = numbers.gather(-1, path[..., None])[..., 0].long()
     error = (values(taken, quantisers(taken, trellis(states))) - c).square().mean()
     assert 10 * np.log10(float((1 / 12) / error)) > least

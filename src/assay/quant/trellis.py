@@ -104,25 +104,26 @@ def quantisers(numbers: torch.Tensor, code: Trellis) -> torch.Tensor:
     return ((numbers & 1).float() @ selector) % 2
 
 
-def values(numbers: torch.Tensor, quantiser: torch.Tensor) -> torch.Tensor:
-    """What numbers stand for, float32."""
+def values(numbers: torch.Tensor, quantiser: torch.Tensor | int) -> torch.Tensor:
+    """What numbers of a quantiser stand for, float32."""
     return numbers.float() - 0.5 * quantiser * numbers.sign()
 
 
-def candidates(c: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """The nearest number to each of c [...] of each parity in both quantisers: [..., 2 quantisers, 2 parities], int64.
+def candidates(c: torch.Tensor, most: torch.Tensor, quantiser: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The nearest even and the nearest odd number to each of c [...] in a quantiser, float32; none is larger than `most`.
 
-    None is larger than `most` [..., 2], at least 1, the largest number of each quantiser there.
+    `most` [...] is at least 1.
     """
     import torch
 
-    size = c.abs().unsqueeze(-1)
-    below = (size + size.new_tensor([0.0, 0.5])).floor().minimum(most - 1).long()
-    odd = (below & 1).bool()
-    both = torch.stack([torch.where(odd, below + 1, below), torch.where(odd, below, below + 1)], dim=-1)
-    # Quantiser 1 has 0, 1/2 and 3/2: up to 3/4 the even one is 0.
-    both[..., 1, 0] = torch.where(size[..., 0] <= 0.75, 0, both[..., 1, 0])
-    return torch.where(c < 0, -1, 1)[..., None, None] * both
+    size = c.abs()
+    below = torch.minimum((size + 0.5 * quantiser).floor(), most - 1)
+    is_odd = below % 2 != 0
+    even, odd = torch.where(is_odd, below + 1, below), torch.where(is_odd, below, below + 1)
+    if quantiser:
+        # Its values are 0, 1/2 and 3/2: up to 3/4 the even one is 0.
+        even = torch.where(size <= 0.75, 0.0, even)
+    return torch.copysign(even, c), torch.copysign(odd, c)
 
 
 def cheapest_path(costs: torch.Tensor, code: Trellis) -> torch.Tensor:

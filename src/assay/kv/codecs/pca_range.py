@@ -217,9 +217,8 @@ class RangeCoder(TransformCoder):
 
         rows, kind = c.reshape(-1, c.shape[-1]), kinds.reshape(-1)
         most = _SEARCHED.get(c.device.type, _SEARCHED["cuda"])
-        radius, zero = (table.movedim(0, -1) for table in (self._radius, self._zero))
         found = [
-            cheapest(some, self._lengths, zero[of], radius[of], self._rdo, code)
+            cheapest(some, self._lengths, self._zero[:, of], self._radius[:, of], self._rdo, code)
             for some, of in zip(rows.split(most), kind.split(most), strict=True)
         ]
         return torch.cat(found).reshape(c.shape)

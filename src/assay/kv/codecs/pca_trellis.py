@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from assay.kv import bank
@@ -13,8 +14,9 @@ if TYPE_CHECKING:
 
 def nearest(c: torch.Tensor, most: int, code: Trellis) -> torch.Tensor:
     """Numbers [rows, n] up to `most` with the least squared error of coefficients [rows, n]."""
-    numbers = candidates(c, c.new_full((*c.shape, 2), most))
-    return _along(numbers, _errors(numbers, c), code)
+    tried = [(candidates(c, c.new_full((), most), q), q) for q in (0, 1)]
+    numbers = [number for pair, _ in tried for number in pair]
+    return _along(numbers, [_error(number, c, q) for pair, q in tried for number in pair], code)
 
 
 def cheapest(
@@ -27,34 +29,42 @@ def cheapest(
 ) -> torch.Tensor:
     """Numbers [rows, n] with the least Σ error² + rdo · bits; bank.ESCAPE where c lies beyond what its law knows.
 
-    `zero` [rows, n, 2] says where in `lengths` the number 0 of each quantiser stands, `radius` like it the largest
+    `zero` [2, rows, n] says where in `lengths` the number 0 of each quantiser stands, `radius` like it the largest
     number. An escape counts as even and has no error.
     """
     import torch
 
-    numbers = candidates(c, radius)
-    # A quantiser's 0 is cheap to code: it stands in for the even number wherever it costs less.
-    numbers = torch.cat([numbers, torch.zeros_like(numbers[..., :1])], dim=-1)
-    bits = lengths.index_select(0, (zero[..., None] + numbers.int()).flatten()).view(numbers.shape)
-    costs = _errors(numbers, c) + rdo * bits
-    spared = costs[..., 2] < costs[..., 0]
-    numbers[..., 0].masked_fill_(spared, 0)
-    costs[..., 0] = torch.where(spared, costs[..., 2], costs[..., 0])
-    beyond = c.abs()[..., None] > radius + 0.5
-    if beyond.any():
-        escape = lengths[zero + bank.ESCAPE]
-        numbers[..., 0].masked_fill_(beyond, bank.ESCAPE)
-        costs[..., 0] = torch.where(beyond, rdo * escape, costs[..., 0])
-    return _along(numbers[..., :2], costs[..., :2], code)
+    def bits(number: torch.Tensor | int, quantiser: int) -> torch.Tensor:
+        places = zero[quantiser] + number
+        return lengths.index_select(0, places.flatten().int()).view(c.shape)
+
+    numbers, costs = [], []
+    for quantiser in (0, 1):
+        even, odd = candidates(c, radius[quantiser], quantiser)
+        even_cost, odd_cost = (_error(n, c, quantiser) + rdo * bits(n, quantiser) for n in (even, odd))
+        # The number 0 is cheap to code: it stands in for the even one wherever it costs less.
+        zero_cost = c.square() + rdo * bits(0, quantiser)
+        even = torch.where(zero_cost < even_cost, 0.0, even)
+        even_cost = torch.minimum(zero_cost, even_cost)
+        beyond = c.abs() > radius[quantiser] + 0.5
+        even = torch.where(beyond, float(bank.ESCAPE), even)
+        even_cost = torch.where(beyond, rdo * bits(bank.ESCAPE, quantiser), even_cost)
+        numbers += [even, odd]
+        costs += [even_cost, odd_cost]
+    return _along(numbers, costs, code)
 
 
-def _errors(numbers: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """Squared errors of numbers [rows, n, 2 quantisers, any] of coefficients [rows, n]."""
-    quantiser = c.new_tensor([[0.0], [1.0]])
-    return (values(numbers, quantiser) - c[..., None, None]).square()
+def _error(number: torch.Tensor, c: torch.Tensor, quantiser: int) -> torch.Tensor:
+    """Squared errors of numbers of a quantiser."""
+    return (values(number, quantiser) - c).square()
 
 
-def _along(numbers: torch.Tensor, costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    """Of numbers [rows, n, 2 quantisers, 2 parities] those of the path that costs least."""
-    path = cheapest_path(costs.contiguous(), code).long()
-    return numbers.flatten(2).gather(-1, path[..., None])[..., 0]
+def _along(numbers: Sequence[torch.Tensor], costs: Sequence[torch.Tensor], code: Trellis) -> torch.Tensor:
+    """Of four numbers [rows, n] by quantiser and parity those of the path that costs least, int64."""
+    import torch
+
+    path = cheapest_path(torch.stack(list(costs), dim=-1).unflatten(-1, (2, 2)), code)
+    found = numbers[0]
+    for choice in (1, 2, 3):
+        found = torch.where(path == choice, numbers[choice], found)
+    return found.long()
