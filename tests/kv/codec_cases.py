@@ -40,7 +40,6 @@ SPECS = {
     "pca(step=0.2, classes=2)": 0.2,
     "pca(trellis=8)": 0.17,
     "sinks+pca(bits=1.5, rdo=0, classes=1, trellis=32)": 0.45,
-    "pca(step=0.2, trellis=4)": 0.2,
     "pca(bits=4, coding=fixed)": 0.15,
     "mean+sinks+pca(bits=2.5, coding=fixed)": 0.35,
     "lattice": 0.09,

@@ -292,7 +292,7 @@ def test_a_transform_over_heads_beats_one_vector_alone_at_equal_bytes() -> None:
     assert errors["pca(bits=3)"] < errors["pca(bits=3, coding=fixed)"] < errors["mean+hadamard(bits=3)"]
 
 
-@pytest.mark.parametrize("bits", [1.5, 3, 5])
+@pytest.mark.parametrize("bits", [1.5, 4])
 def test_a_trellis_has_less_error_than_rounding_at_equal_bytes(bits: float) -> None:
     x = tokens(SITES["k64"], 1024, seed=2)
     learnt = type(samples(SITES["k64"]))(SITES["k64"], tokens(SITES["k64"], 4000, seed=9))
