@@ -96,11 +96,17 @@ def _selector(states: int, count: int) -> NDArray[np.uint8]:
     return result
 
 
-def quantisers(numbers: torch.Tensor, code: Trellis) -> torch.Tensor:
-    """Which quantiser each number [..., n] was taken from, 0 or 1, float32."""
+@cache
+def _selector_on(states: int, count: int, device: torch.device) -> torch.Tensor:
+    """Copied to a device once: every token that is decoded needs it."""
     import torch
 
-    selector = torch.from_numpy(code.selector(numbers.shape[-1])).to(numbers.device, torch.float32)
+    return torch.from_numpy(_selector(states, count)).to(device, torch.float32)
+
+
+def quantisers(numbers: torch.Tensor, code: Trellis) -> torch.Tensor:
+    """Which quantiser each number [..., n] was taken from, 0 or 1, float32."""
+    selector = _selector_on(code.states, numbers.shape[-1], numbers.device)
     return ((numbers & 1).float() @ selector) % 2
 
 

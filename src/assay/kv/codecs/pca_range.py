@@ -2,10 +2,10 @@
 
 A token's class (quiet … loud) is what makes its code shortest; it is coded with the token. Channels are heavy-tailed
 because tokens differ in energy, and within a class they are not. Indices minimise c-error² + rdo · bits over the
-nearest number and its neighbour towards zero. Decoded values are the means of the samples at ±1 and beyond, less than
+nearest number and its neighbour towards zero, or, with the two quantisers of a trellis, over all paths through it. Decoded values are the means of the samples at ±1 and beyond, less than
 the number itself for peaked laws. An escape is followed by its coefficient in float32.
 
-A block is u16 escapes, their float32, then the words of the range coder.
+A block is the number of escapes (u32), their float32, then the words of the range coder.
 """
 
 from __future__ import annotations
