@@ -127,6 +127,9 @@ def test_what_it_cannot_do_is_refused(engine: HfEngine, tiny: Path, tmp_path: Pa
     with pytest.raises(UsageError, match="empty prompt"):
         engine.generate(Request(prompt="", max_tokens=4))
     assert Capability.SCORE in engine.capabilities
+    with pytest.raises(AssayError, match=r"is no checkpoint: the folder holds no config\.json"):
+        HfEngine.load(f"hf:{tmp_path}")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(AssayError, match="cannot load the model") as caught:
         HfEngine.load(f"hf:{tmp_path}")
     assert "\n" not in caught.value.message
