@@ -28,7 +28,7 @@ demo: install    ## Check a real server, whole and broken, side by side
 	$(BIN)/assay demo
 
 # By file, so that what tests of a file share is made once; in order, so that the long ones are not left to the end.
-test: install system  ## All tests but the slow ones, real engines included (about 13 minutes on 2 cores)
+test: install system  ## All tests but the slow ones, real engines included (about 14 minutes on 2 cores)
 	$(MAKE) lint types
 	$(BIN)/python -m assay.cli.prepare
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
