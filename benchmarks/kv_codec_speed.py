@@ -33,6 +33,7 @@ SPECS = [
     "hadamard(bits=4)",
     "mean+hadamard(bits=4)",
     "pca(bits=3)",
+    "pca(bits=3, trellis=8)",
     "pca(bits=3, classes=1, rdo=0)",
     "pca(bits=4, coding=fixed)",
     "lattice",
