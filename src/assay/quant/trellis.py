@@ -86,14 +86,13 @@ def _selector(states: int, count: int) -> NDArray[np.uint8]:
     import numpy as np
 
     found = trellis(states)
-    result = np.zeros((count, count), np.uint8)
-    for i in range(count):
-        state = 0
-        for j in range(count):
-            result[i, j] = found.quantiser[state]
-            # The input that gives the parity: 1 at number i and 0 elsewhere.
-            state = ((state << 1) | int(found.parity[state, 0] ^ (i == j))) & (states - 1)
-    return result
+    # What one odd number among even ones does to those after it, wherever it stands.
+    response, state = np.zeros(count, np.uint8), 0
+    for j in range(count):
+        response[j] = found.quantiser[state]
+        state = ((state << 1) | int(found.parity[state, 0] ^ (j == 0))) & (states - 1)
+    after = np.arange(count)[None, :] - np.arange(count)[:, None]
+    return np.where(after >= 0, response[after], np.uint8(0))
 
 
 @cache
