@@ -7,14 +7,11 @@ the answer up to one comparison with one edge, which is made exactly: what comes
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from typing import TypeAlias
+import torch
 
-    import torch
-
-    Grid: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, float]
+Grid: TypeAlias = tuple[torch.Tensor, torch.Tensor, float, float]
 
 _FEW = 4096
 """For fewer values a search costs less."""
@@ -23,8 +20,6 @@ _MOST_CELLS = 1 << 16
 
 def edges_below(z: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
     """How many of the rising `edges` lie below each value, int32: `torch.bucketize`, faster for many values on a CPU."""
-    import torch
-
     grid = grid_of(edges) if z.device.type == "cpu" and z.numel() >= _FEW else None
     if grid is None or z.dtype != torch.float32:
         return torch.bucketize(z.contiguous(), edges, out_int32=True)
@@ -53,8 +48,6 @@ def grid_of(edges: torch.Tensor) -> Grid | None:
 
 @lru_cache(maxsize=32)
 def _grid(edges: tuple[float, ...]) -> Grid | None:
-    import torch
-
     if len(edges) < 2:
         return None
     with torch.inference_mode(False):

@@ -8,13 +8,12 @@ or the speed on a line of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import numpy as np
+import numpy as np
 
-    Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
-    Text = np.ndarray[tuple[int], np.dtype[np.uint8]]
+Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Text = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
