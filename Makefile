@@ -30,14 +30,14 @@ demo: install    ## Check a real server, whole and broken, side by side
 # By file, so that what tests of a file share is made once; in order, so that the long ones are not left to the end.
 test: install system  ## All tests but the slow ones, real engines included (about 14 minutes on 2 cores)
 	$(MAKE) lint types
-	$(BIN)/python -m assay.cli.prepare
+	$(BIN)/python -m assay.cli.demo
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
 
 test-fast: install  ## Tests without engines (a few minutes)
 	$(BIN)/python -m pytest -m "not engine and not slow" -n 2 --dist loadfile
 
 test-slow: install system  ## The rest
-	$(BIN)/python -m assay.cli.prepare
+	$(BIN)/python -m assay.cli.demo
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m slow
 
 lint: install

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
-from assay.demo.pip import run_pip
-from assay.demo.servers import Server
-from assay.demo.vllm_env import vllm_python
+from assay.demo.servers import Server, run_pip, vllm_python
 from assay.engines.base import Request
+from assay.runs import cache_dir
 
 DRIVER = Path(__file__).parent / "bench_serve_driver.py"
 PANDAS = ("pandas==2.3.3", "python-dateutil==2.9.0.post0", "pytz==2025.2", "six==1.17.0", "tzdata==2025.2")

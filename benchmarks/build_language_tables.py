@@ -26,8 +26,8 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.coherence import language as lang
-from assay.coherence.textview import TextView
+from assay.coherence.salad import language as lang
+from assay.coherence.text import TextView
 from legit_texts import generated, stdlib, topics, udhr
 from split import is_table
 

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 VERSION=${LLAMA_CPP_PYTHON_VERSION:-0.3.36}
 TARGETS=(llama-server llama-perplexity llama-quantize)
-cache=$("$PYTHON" -c 'from assay.cache import cache_dir; print(cache_dir("llama.cpp"))')
+cache=$("$PYTHON" -c 'from assay.runs import cache_dir; print(cache_dir("llama.cpp"))')
 
 if [[ ! -x $cache/bin/llama-server ]]; then
   work=$(mktemp -d)

@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}
 VERSION=${LLAMA_CPP_PYTHON_VERSION:-0.3.36}
-cache=$("$PYTHON" -c 'from assay.cache import cache_dir; print(cache_dir("llama-cpp-python"))')
+cache=$("$PYTHON" -c 'from assay.runs import cache_dir; print(cache_dir("llama-cpp-python"))')
 
 if [[ ! -d $cache/llama_cpp ]]; then
   part=$cache.part

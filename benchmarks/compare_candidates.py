@@ -21,9 +21,9 @@ from typing import Any
 from assay.cli.progress import say, show
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.fidelity.candidate import CandidateResult
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
+from assay.fidelity.result import CandidateResult
 from comparison_table import comparison_table, sizes
 
 RESULTS = Path(__file__).parent / "results"

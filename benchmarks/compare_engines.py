@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
-from assay.demo.vllm_env import vllm_python
+from assay.demo.servers import vllm_python
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
+from assay.runs import cache_dir
 from comparison_table import comparison_table, sizes
 from llama_perplexity_agreement import quantise
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.coherence.grading import Grade, Label, grade
-from assay.stats.wilson import wilson
+from assay.stats.intervals import wilson
 from broken_outputs import Output, broken
 from legit_texts import Legit, legitimate
 from split import is_tune

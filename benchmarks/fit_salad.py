@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from assay.coherence import windows
-from assay.coherence.detectors import salad
-from assay.coherence.textview import TextView
+from assay.coherence.salad import detector as salad
+from assay.coherence.salad import detector as windows
+from assay.coherence.text import TextView
 from broken_outputs import broken
 from legit_texts import (
     Legit,

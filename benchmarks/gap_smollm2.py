@@ -26,8 +26,8 @@ from typing import Any
 
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
-from assay.gap.plan import QUICK, SWEEP, GapPlan
-from assay.gap.run import run_gap
+from assay.lab.gap.gap import run_gap
+from assay.lab.gap.plan import QUICK, SWEEP, GapPlan
 from assay.progress import Progress
 from assay.report import markdown
 from assay.verdict import Report

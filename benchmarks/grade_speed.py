@@ -11,7 +11,7 @@ import json
 import time
 from pathlib import Path
 
-from assay.coherence import StreamingGrader, grade
+from assay.coherence.grading import StreamingGrader, grade
 from legit_texts import stdlib, topics
 
 RESULTS = Path(__file__).parent / "results"

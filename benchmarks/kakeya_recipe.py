@@ -19,19 +19,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.kv.attribution import figures, measure
-from assay.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.kv.diagnostics.attention import output_error, score_error
-from assay.kv.diagnostics.reconstruction import coded, relative_mse
-from assay.kv.diagnostics.traffic import Traffic, watch
-from assay.kv.hook import Mode
-from assay.kv.session import Session, session
-from assay.kv.spec import parse_recipe
-from assay.stats.means import mean_interval
+from assay.lab.kv.attribute import figures, measure
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay.lab.kv.lab import Session, session
+from assay.lab.kv.reconstruction import Traffic, coded, output_error, relative_mse, score_error, watch
+from assay.lab.kv.spec import parse_recipe
+from assay.runs import cache_dir
+from assay.stats.cluster import mean_interval
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = [*range(0, 30, 3), 29]

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from assay.demo.models import build_smollm2
-from assay.kv.codec import Samples, Site
-from assay.kv.spec import parse_recipe
+from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.spec import parse_recipe
 
 SPECS = [
     "bf16",

@@ -18,23 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import kv_texts
-from assay.cache import cache_dir, write_atomically
 from assay.cli.progress import show
 from assay.demo.models import build_gemma3, build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.environment import describe
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.summary import summarise
-from assay.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.kv.calibration import Calibration, read_calibration
-from assay.kv.fitting import fitters
-from assay.kv.hook import Mode
-from assay.kv.lab import Lab
-from assay.kv.model import cache_shape
-from assay.kv.rope import Rotary
-from assay.kv.setup import Bench
-from assay.kv.spec import parse_spec
+from assay.fidelity.result import summarise
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay.lab.kv.calibration import Calibration, read_calibration
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import Bench, fitters
+from assay.lab.kv.lab import Lab
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_spec
+from assay.runs import cache_dir, write_atomically
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Margins
 

@@ -21,12 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import kv_texts
-from assay.cache import cache_dir, write_atomically
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.kv.handover import Handover
-from assay.kv.resident import resident_cache
+from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay.lab.kv.resident import Handover, resident_cache
+from assay.runs import cache_dir, write_atomically
 
 AROUND = "prerope+sinks(n=4)+"
 CODECS = (

@@ -16,13 +16,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
-from assay.kv.hooks import HookPlan, read
-from assay.kv.in_vllm.hook import VllmCodecHook
-from assay.kv.model import cache_shape
-from assay.kv.rope import Rotary
-from assay.kv.setup import Bench, CoderSet
-from assay.kv.spec import parse_spec
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import Bench, CoderSet
+from assay.lab.kv.hook_plan import HookPlan, read
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.vllm import VllmCodecHook
+from assay.runs import cache_dir
 
 LENGTH = 8192
 """Positions of the rotary tables that put a calibration's keys behind RoPE."""

@@ -39,7 +39,7 @@ def start(job: dict[str, Any]) -> Any:
     from vllm import LLM
 
     if engine["kv_cache_dtype"].startswith("turboquant") and engine["runner"] == "1":
-        from assay.engines.vllm.turboquant import name_caches
+        from assay.engines.vllm.start import name_caches
 
         name_caches(engine["kv_cache_dtype"])
     longest = max(given["length"], given["prompt"] + given["new"]) + 16
@@ -95,7 +95,7 @@ class Bench:
         """Seconds for these prompts of `length` tokens and `new` tokens each; `named` ones are known again when they come twice."""
         from vllm import SamplingParams
 
-        from assay.engines.vllm.extension import WINDOW
+        from assay.engines.vllm.hooks import WINDOW
 
         size = self.vocabulary
         # Any tokens do: nothing is scored. 17 is no common factor of it, so that windows differ.
@@ -137,9 +137,8 @@ class Bench:
     def hooked(self, row: dict[str, Any]) -> Any:
         """The codec in the engine's layers: as a server has it, in snapshot as windows are scored."""
         from assay.engines.scoring import HookSpec
-        from assay.engines.vllm.kv_hook import KvHooks
-        from assay.engines.vllm.steps import Steps
-        from assay.kv.hooks import hook_spec
+        from assay.engines.vllm.hooks import KvHooks, Steps
+        from assay.lab.kv.hook_plan import hook_spec
 
         runner = self.core.model_executor.driver_worker.model_runner
         spec = hook_spec(
@@ -169,7 +168,7 @@ class Bench:
             found |= {"coder_calls": turns.fires, "layers_coded": turns.layers}
             if not turns.fires:
                 raise RuntimeError("no coder was called")
-            from assay.kv.codecs.hadamard import fused_kernels
+            from assay.lab.kv.codecs.hadamard import fused_kernels
 
             found["fused"] = fused_kernels()
         return found | hardware()

@@ -18,7 +18,7 @@ Codecs that learn are fitted ahead, beside the first engines (`kv_vllm_fitted.py
 `kv_codecs.py --calibrate-only`; without one their rows are not measured.
 
 vLLM 0.25's TurboQuant presets run on its model runner V1, whose steps assay follows, only with their name put right in
-memory (`assay.engines.vllm.turboquant`); then they are tried on V2. What both say is kept where neither runs.
+memory (`assay.engines.vllm.start`); then they are tried on V2. What both say is kept where neither runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
+from assay.runs import cache_dir
 from kv_vllm_child import Child, Fits
 
 SETTINGS = ("windows", "length", "requests", "prompt", "new", "repeats", "cache_gib", "step_tokens", "device")

@@ -19,11 +19,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
 from assay.cli.progress import show
 from assay.environment import describe
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
+from assay.runs import cache_dir
 
 RESULTS = Path(__file__).parent / "results"
 TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")

@@ -24,13 +24,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
-from assay.checkpoint.opening import open_checkpoint
-from assay.checkpoint.options import Options
+from assay.checkpoint.files import Options
+from assay.checkpoint.open import open_checkpoint
 from assay.checkpoint.verify import verify
-from assay.demo.build import locked
 from assay.demo.models import build_smollm2
-from assay.demo.pip import run_pip
+from assay.demo.servers import locked, run_pip
+from assay.runs import cache_dir
 from assay.verdict import Finding, Severity
 
 HERE = Path(__file__).parent

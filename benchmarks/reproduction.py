@@ -23,24 +23,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.cache import cache_dir
 from assay.demo.models import build_smollm2
-from assay.engines.opening import open_scorer
 from assay.engines.scoring import ScoringEngine, Window
+from assay.engines.specs import open_scorer
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.engaged import engaged
-from assay.fidelity.observations import WindowObservation
-from assay.fidelity.observe import observe
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
-from assay.gap.noise import noise_codec
-from assay.kv.accounting import measured_bytes
-from assay.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.kv.calibration import Calibration, read_calibration, write_calibration
-from assay.kv.hook import Mode
-from assay.kv.hooks import hook_spec
-from assay.kv.lab import Trials
+from assay.fidelity.score import WindowObservation, engaged, observe
+from assay.lab.gap.phases import noise_codec
+from assay.lab.kv.accounting import measured_bytes
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay.lab.kv.calibration import Calibration, read_calibration, write_calibration
+from assay.lab.kv.hook_plan import hook_spec
+from assay.lab.kv.lab import Trials
+from assay.runs import cache_dir
 
 if TYPE_CHECKING:
     import numpy as np

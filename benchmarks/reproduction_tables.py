@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from assay.kv.diagnostics.curve import sensitivity
+from assay.lab.kv.noise import sensitivity
 from assay.stats.bootstrap import Resampling
 from assay.stats.cluster import cluster_ratio
-from assay.stats.interval import Interval, percent_change
+from assay.stats.intervals import Interval, percent_change
 from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"

@@ -12,13 +12,13 @@ import argparse
 import json
 from pathlib import Path
 
-from assay.cache import cache_dir
 from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
 from assay.coherence.measure import Plan
 from assay.demo.models import build_smollm2, smollm2_gguf
 from assay.demo.servers import llama_server
 from assay.report.console import print_report
+from assay.runs import cache_dir
 
 RESULTS = Path(__file__).parent / "results" / "second_engine.json"
 

@@ -20,14 +20,14 @@ import torch
 from assay.demo.models import build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, Window, WindowRows
-from assay.engines.server.chosen import ChosenScores
+from assay.engines.server.scoring import ChosenScores
 from assay.environment import describe
-from assay.fidelity.bounded_summary import Bounds, bounds_of
 from assay.fidelity.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.observations import WindowObservation, observation, pooled
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
+from assay.fidelity.result import Bounds, bounds_of
+from assay.fidelity.score import WindowObservation, observation, pooled
 
 RESULTS = Path(__file__).parent / "results"
 CANDIDATES = {

@@ -25,7 +25,7 @@ from typing import Any
 
 from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
-from assay.coherence.judge import judge
+from assay.coherence.diagnosis import judge
 from assay.coherence.measure import Plan
 from assay.coherence.record import CheckRecord
 from assay.demo.damage import DAMAGES, damage_checkpoint

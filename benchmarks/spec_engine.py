@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import numpy as np
 
-from assay.cache import cache_dir
 from assay.demo.servers import vllm_server
 from assay.errors import AssayError
-from assay.speculation.requests import PROMPTS
+from assay.runs import cache_dir
+from assay.speculation.live import PROMPTS
 
 MODEL = "smollm2"
 MAX_TOKENS = 96

@@ -20,12 +20,10 @@ import httpx
 
 from assay.demo.models import smollm2_gguf
 from assay.demo.servers import llama_server
-from assay.speculation.combine import combine
-from assay.speculation.examine import examine
-from assay.speculation.live import between
-from assay.speculation.reading import Reading
-from assay.speculation.record import Record
-from assay.speculation.requests import PROMPTS
+from assay.speculation.live import PROMPTS, between
+from assay.speculation.read import Reading
+from assay.speculation.record import Record, combine
+from assay.speculation.spec import examine
 
 RESULTS = Path(__file__).parent / "results" / "spec_llama_cpp.json"
 REQUESTS, MAX_TOKENS = 4, 96

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from assay.speculation.examine import Options
+from assay.speculation.judge import Options
 from assay.speculation.lossless import measure
 from spec_engine import make_draft, server
 

@@ -18,8 +18,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from assay.speculation.benefit import expected_tokens, extrapolated, measured_cost
-from assay.speculation.throughput import Measured
+from assay.speculation.benefit import Measured, expected_tokens, extrapolated, measured_cost
 
 HERE = Path(__file__).parent / "results"
 DEPTHS = (1, 3, 5)

@@ -109,7 +109,7 @@ def share(pid: int) -> float:
 def read_alone(path: Path) -> float:
     """Seconds that the reading takes in a process that is up."""
     code = (
-        "import sys, time, numpy\nfrom assay.speculation.examine import read_files\nfrom assay.speculation.combine import "
+        "import sys, time, numpy\nfrom assay.speculation.spec import read_files\nfrom assay.speculation.record import "
         "combine\nbegan = time.perf_counter()\ncombine(read_files([sys.argv[1]]).settled())\n"
         "print(time.perf_counter() - began)"
     )

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from assay.speculation.examine import examine
-from assay.speculation.requests import PROMPTS
+from assay.speculation.live import PROMPTS
+from assay.speculation.spec import examine
 from spec_engine import make_draft, server
 
 RESULTS = Path(__file__).parent / "results" / "spec_step_times.json"

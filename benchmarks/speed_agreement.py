@@ -22,14 +22,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from assay.coherence.conversation import TEMPERATURE, TOP_P
-from assay.coherence.probes.base import user
-from assay.coherence.throughput import timed_requests, to_timed_text
+from assay.coherence.conversation import TEMPERATURE, TOP_P, user
+from assay.coherence.measure import timed_requests, to_timed_text
 from assay.demo.models import build_smollm2
-from assay.demo.servers import vllm_server
-from assay.demo.vllm_env import VERSION
+from assay.demo.servers import VERSION, vllm_server
 from assay.engines.base import Request
-from assay.engines.server import Metrics, ServerEngine
+from assay.engines.server.discovery import Metrics
+from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from bench_serve import BenchServe, bench_extras, bench_serve
 from speed_agreement_table import write

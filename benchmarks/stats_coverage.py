@@ -30,10 +30,9 @@ from pathlib import Path
 import numpy as np
 
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles, bootstrap_ratio, bootstrap_t_ratio
-from assay.stats.cluster import cluster_ratio
+from assay.stats.cluster import cluster_proportion, cluster_ratio
 from assay.stats.equivalence import Grade, judge
-from assay.stats.interval import Interval
-from assay.stats.proportion import cluster_proportion
+from assay.stats.intervals import Interval
 
 RESULTS = Path(__file__).parent / "results"
 WINDOWS = (8, 16, 64, 128)

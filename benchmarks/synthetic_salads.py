@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from assay.coherence.detectors.units import FUNCTION_WORDS
-from assay.coherence.textview import TextView
+from assay.coherence.detectors.loops import FUNCTION_WORDS
+from assay.coherence.text import TextView
 from legit_texts import Legit
 
 

@@ -22,9 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint.digest_cache import DigestCache
-from assay.checkpoint.digests import Digest, hash_files
-from assay.checkpoint.options import Options
+from assay.checkpoint.digests import Digest, DigestCache, hash_files
+from assay.checkpoint.files import Options
 from assay.checkpoint.verify import verify
 
 RESULTS = Path(__file__).parent / "results" / "verify_hash.json"

@@ -21,8 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+from assay.checkpoint.files import Options
 from assay.checkpoint.report import build
-from assay.checkpoint.verify import Options, verify
+from assay.checkpoint.verify import verify
 from assay.demo.models import build_smollm2
 from checkpoint_samples import Arrays, edit_json, read_safetensors, write_safetensors
 
@@ -67,7 +68,7 @@ def tensors(change: Callable[[Arrays], Any]) -> Callable[[Path], None]:
 
 def bit(folder: Path) -> None:
     """One exponent bit of one weight, in place."""
-    from assay.checkpoint.headers import read_header
+    from assay.checkpoint.safetensors import read_header
 
     tensor = next(t for t in read_header(folder / WEIGHTS, WEIGHTS).tensors if t.name == GATE)
     with (folder / WEIGHTS).open("r+b") as stream:

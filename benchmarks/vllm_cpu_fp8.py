@@ -3,7 +3,7 @@
     PYTHONPATH=src PYTHON_OF_VLLM benchmarks/vllm_cpu_fp8.py
 
 The kernel may lay the values of a block out as it likes (AMX does), so that what is compared is all of them, sorted:
-with the nearest 8-bit floats (`assay.quant.fp8.cast`), and with those that are cut off toward zero.
+with the nearest 8-bit floats (`assay.engines.hf.cache.cast`), and with those that are cut off toward zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import vllm
 from vllm import _custom_ops as ops
 from vllm.platforms import current_platform
 
-from assay.quant.fp8 import Format, cast, fp8_dtype
+from assay.engines.hf.cache import Format, cast, fp8_dtype
 
 OUT = Path(__file__).parent / "results" / "vllm_cpu_fp8.json"
 TOKENS, WIDTH = 32, 64

@@ -31,14 +31,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from assay.engines.scoring import ScoreJob, StateRows, Window
-from assay.engines.transfer import to_host
+from assay.engines.scoring import ScoreJob, StateRows, Window, to_host
 from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import VllmScorer
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.fused import fused_statistics
 from assay.fidelity.metrics import batch_statistics, window_statistics
+from assay.fidelity.metrics_gpu import fused_statistics
 
 STATISTICS = "assay.fidelity.metrics:batch_statistics"
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from assay.cache import cache_dir
+from assay.runs import cache_dir
 
 
 def require_llama_cpp() -> None:

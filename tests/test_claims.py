@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from assay.claims import Claims
+from assay.runs import Claims
 
-HOLD = "import sys; from pathlib import Path; from assay.claims import Claims; Claims().folder(Path(sys.argv[1])); print(1, flush=True); input()"
+HOLD = "import sys; from pathlib import Path; from assay.runs import Claims; Claims().folder(Path(sys.argv[1])); print(1, flush=True); input()"
 
 
 @contextmanager

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from damages import damaged
 from sources import SOURCES, Source
 
-from assay.cache import cache_dir
 from assay.engines.base import Message, Request
-from assay.engines.hf import HfEngine
+from assay.engines.hf.engine import HfEngine
+from assay.runs import cache_dir
 
 OUTPUT = Path(__file__).parent / "outputs.jsonl.gz"
 

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 
 from assay.demo.models import build_smollm2
-from assay.engines.hf import HfEngine
+from assay.engines.hf.engine import HfEngine
 
 HERE = Path(__file__).parent
 TARGET = HERE / "teacher_bpb.json"

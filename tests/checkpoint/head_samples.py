@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from assay.checkpoint.headers import Header
+from assay.checkpoint.safetensors import DTYPE_BITS, Header, Tensor
 from assay.checkpoint.subject import Checkpoint
-from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 from checkpoint_quantized import MTP_SIZES, mtp_family
 from checkpoint_samples import ENDS
 

@@ -17,11 +17,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.digest_cache import GRANULARITY_NS, WORTH_BYTES, DigestCache
-from assay.checkpoint.digests import BLOCK, MAX_GIT_BYTES, Digest, hash_bytes, hash_files, hash_stream
-from assay.checkpoint.integrity import Expected, Source
-from assay.checkpoint.options import AUTO_BYTES, Options
-from assay.checkpoint.stages.local_files import wants_hash
+from assay.checkpoint.digests import (
+    BLOCK,
+    GRANULARITY_NS,
+    MAX_GIT_BYTES,
+    WORTH_BYTES,
+    Digest,
+    DigestCache,
+    Expected,
+    Source,
+    hash_bytes,
+    hash_files,
+    hash_stream,
+)
+from assay.checkpoint.files import AUTO_BYTES, Options, wants_hash
 from checkpoint.asking import Ask, finding
 
 
@@ -257,7 +266,7 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
 
 
 def test_an_interrupt_does_not_hide_a_fault(ask: Ask, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from assay.checkpoint.stages import local_files
+    from assay.checkpoint import files as local_files
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.draft import aux_layers, check_draft, is_draft, is_eagle3
+from assay.checkpoint.structure import aux_layers, check_draft, is_draft, is_eagle3
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.head_samples import Shapes, checkpoint, family, rows
 

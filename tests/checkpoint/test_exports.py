@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.headers import Header
-from assay.checkpoint.quantization.check import check_quantization
-from assay.checkpoint.quantization.kv import kv_cache
-from assay.checkpoint.quantization.orphans import check_orphans
+from assay.checkpoint import serve_args as arguments
+from assay.checkpoint import serve_flags as lint
+from assay.checkpoint.quantization.check import check_orphans, check_quantization, kv_cache
 from assay.checkpoint.quantization.schemes import parse
-from assay.checkpoint.serving import arguments, lint
+from assay.checkpoint.safetensors import DTYPE_BITS, Header, Tensor
 from assay.checkpoint.structure import check_structure, expectation
 from assay.checkpoint.subject import Checkpoint
-from assay.checkpoint.tensors import DTYPE_BITS, Tensor
 from assay.verdict import Finding
 from checkpoint.export_faults import EXPORT_FAULTS, Config, ExportFault
 
@@ -57,7 +55,7 @@ def findings(subject: Checkpoint, serve_args: str | None = None) -> list[Finding
         *check_orphans(subject),
     ]
     if serve_args is not None:
-        from assay.checkpoint.mtp.examine import examine_checkpoint
+        from assay.checkpoint.mtp import examine_checkpoint
 
         target = lint.Target(
             subject, declared, kv_cache(subject, declared), examine_checkpoint(subject, declared),

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.headers import MAX_HEADER_BYTES, Header, parse_header, read_header
-from assay.checkpoint.tensors import DTYPE_BITS
+from assay.checkpoint.safetensors import DTYPE_BITS, MAX_HEADER_BYTES, Header, parse_header, read_header
 
 
 def parse(data: bytes, size: int | None = None) -> Header:
@@ -224,7 +223,7 @@ def limited() -> None:
 def test_a_hostile_header_costs_neither_memory_nor_time(name: str, tmp_path: Path) -> None:
     (tmp_path / "w").write_bytes(HOSTILE[name]())
     program = (
-        "import sys; from pathlib import Path; from assay.checkpoint.headers import read_header\n"
+        "import sys; from pathlib import Path; from assay.checkpoint.safetensors import read_header\n"
         "h = read_header(Path(sys.argv[1]), 'w'); print(h.faults[0].id, len(h.faults[0].message))"
     )
     began = time.monotonic()

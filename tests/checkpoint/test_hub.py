@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.hub import limits
+from assay.checkpoint import hub as limits
 from checkpoint.asking import Ask, finding, statuses
 from checkpoint.loopback_hub import LoopbackHub, closed_port
 from checkpoint_samples import edit_json, llama
@@ -138,7 +138,7 @@ def test_a_remote_checkpoint_is_examined_without_its_bodies(
 def test_names_and_shapes_are_those_that_huggingface_hub_reads(hub: LoopbackHub, commit: str) -> None:
     from huggingface_hub import HfApi
 
-    from assay.checkpoint.opening import open_checkpoint
+    from assay.checkpoint.open import open_checkpoint
 
     theirs = HfApi(endpoint=hub.url).get_safetensors_metadata(REPO)
     mine = open_checkpoint(f"hub:{REPO}").checkpoint.tensors
@@ -160,7 +160,7 @@ def test_a_fault_in_a_remote_header_is_found(ask: Ask, hub: LoopbackHub, model: 
 def test_a_header_longer_than_the_first_range_is_read_in_full(
     ask: Ask, hub: LoopbackHub, model: Path, commit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.checkpoint.hub import reading
+    from assay.checkpoint import hub as reading
 
     monkeypatch.setattr(reading, "HEAD_BYTES", 64)
     _, report = ask(f"hub:{REPO}", "--allow-unverified")

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from assay.checkpoint import serve_args as arguments
+from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
-from assay.checkpoint.quantization.kv import KvCache
-from assay.checkpoint.serving import arguments
-from assay.checkpoint.serving.kv_backends import BACKENDS, KV_DTYPES, OTHER_NAMES, chosen
-from assay.checkpoint.serving.kv_lint import choice, lint_kv
+from assay.checkpoint.serve_kv import BACKENDS, KV_DTYPES, OTHER_NAMES, choice, chosen, lint_kv
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 
@@ -135,7 +134,7 @@ def test_the_order_of_choice() -> None:
 @pytest.mark.engine
 def test_vllm_itself_agrees() -> None:
     """Backends, their KV dtypes and head sizes as vLLM's classes state them (read, not imported: they need CUDA)."""
-    from assay.demo.vllm_env import vllm_python
+    from assay.demo.servers import vllm_python
 
     package = next((vllm_python().parents[1] / "lib").glob("python3*/site-packages/vllm"))
     literals = _classes(package / "config" / "cache.py", "CacheDType")

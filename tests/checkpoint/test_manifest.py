@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.manifest import Entry, Manifest, dump, load, write
+from assay.checkpoint.digests import Entry, Manifest, dump, load, write
 from assay.errors import AssayError
 from checkpoint.asking import Ask, finding, statuses
 

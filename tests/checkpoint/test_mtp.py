@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.mtp.examine import MtpReport, examine_checkpoint
-from assay.checkpoint.mtp.families import FAMILIES
-from assay.checkpoint.mtp.rule import TRACK, check_mtp, loudness
+from assay.checkpoint.mtp import FAMILIES, TRACK, MtpReport, check_mtp, examine_checkpoint, loudness
 from assay.checkpoint.quantization.schemes import parse
-from assay.checkpoint.serving.versions import Version
+from assay.checkpoint.serve_args import Version
 from checkpoint.head_samples import Shapes, checkpoint, family
 from checkpoint_quantized import FAMILIES as LAYOUTS
 from checkpoint_quantized import FP8_BLOCK, GPTQ, MODELOPT_NVFP4, W4A16
@@ -243,7 +241,7 @@ def test_the_published_families_are_known() -> None:
 
 @pytest.mark.engine
 def test_vllm_builds_the_draft_classes_that_the_table_names() -> None:
-    from assay.demo.vllm_env import vllm_python
+    from assay.demo.servers import vllm_python
 
     package = next((vllm_python().parents[1] / "lib").glob("python3*/site-packages/vllm"))
     source = (package / "config" / "speculative.py").read_text()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from assay.checkpoint.quantization.schemes import parse
-from assay.checkpoint.serving.quant_flags import DEPRECATED, METHODS, MIN_CAPABILITY, Outcome, resolve
-from assay.checkpoint.serving.versions import Version
+from assay.checkpoint.serve_args import Version
+from assay.checkpoint.serve_flags import DEPRECATED, METHODS, MIN_CAPABILITY, Outcome, resolve
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.flag_configs import KINDS, model_type
 
@@ -85,7 +85,7 @@ def test_every_cell_of_the_recorded_table_agrees() -> None:
 
 @pytest.mark.engine
 def test_vllm_itself_agrees() -> None:
-    from assay.demo.vllm_env import vllm_python
+    from assay.demo.servers import vllm_python
 
     flags = ["None", *sorted(METHODS | set(FLAGS) | {"bitsandbytes", "gguf", "torchao"})]
     kinds = {name: {"config": raw, "model_type": model_type(name)} for name, raw in KINDS.items()}

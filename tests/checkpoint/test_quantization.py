@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.quantization.check import check_quantization
-from assay.checkpoint.quantization.declared import Declared
-from assay.checkpoint.quantization.fused import listed
-from assay.checkpoint.quantization.kv import check_kv, kv_cache
-from assay.checkpoint.quantization.orphans import check_orphans
+from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
+from assay.checkpoint.quantization.declared import Declared, listed
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding

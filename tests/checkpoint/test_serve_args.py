@@ -12,14 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.checkpoint.mtp.examine import examine_checkpoint
-from assay.checkpoint.quantization.kv import kv_cache
+from assay.checkpoint.mtp import examine_checkpoint
+from assay.checkpoint.quantization.check import kv_cache
 from assay.checkpoint.quantization.schemes import parse as declared_in
-from assay.checkpoint.serving.advice import advise
-from assay.checkpoint.serving.arguments import known_options, parse
-from assay.checkpoint.serving.known_bad import REPORTS
-from assay.checkpoint.serving.lint import Target, lint
-from assay.checkpoint.serving.versions import Version, engine_version
+from assay.checkpoint.serve_args import Version, engine_version, known_options, parse
+from assay.checkpoint.serve_flags import REPORTS, Target, advise, lint
 from assay.checkpoint.subject import Checkpoint
 from assay.errors import UsageError
 from assay.verdict import Finding
@@ -83,7 +80,7 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 
 @pytest.mark.engine
 def test_vllm_has_exactly_these_options() -> None:
-    from assay.demo.vllm_env import vllm_python
+    from assay.demo.servers import vllm_python
 
     probe = Path(__file__).with_name("vllm_options_probe.py")
     ran = subprocess.run(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.families import FAMILIES
-from assay.checkpoint.stages import tensors
+from assay.checkpoint import verify as tensors
+from assay.checkpoint.expected import FAMILIES
 from assay.checkpoint.structure import expectation
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.asking import Ask, finding

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.opening import open_checkpoint
-from assay.checkpoint.values.duplicates import check_duplicates
-from assay.checkpoint.values.judge import judge_values
-from assay.checkpoint.values.norms import NEGATIVE, POSITIVE, check_norms
-from assay.checkpoint.values.scan import scan
-from assay.checkpoint.values.statistics import Statistics
+from assay.checkpoint.open import open_checkpoint
+from assay.checkpoint.value_rules import NEGATIVE, POSITIVE, check_duplicates, check_norms, judge_values
+from assay.checkpoint.values import Statistics, scan
 
 pytestmark = pytest.mark.engine
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from assay.cli.main import invoke
-from assay.coherence.probes.burst import FACTS
+from assay.coherence.probes import FACTS
 from stub_server import MODEL, Behaviour, Exchange, StubServer, healthy
 
 ROUTES = ("POST /v1/chat/completions", "POST /v1/completions")

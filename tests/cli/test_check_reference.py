@@ -10,7 +10,7 @@ from check_servers import Sane, answering, check, ids, save, serving, words
 
 from assay.coherence import check as check_module
 from assay.coherence import reference as reference_module
-from assay.engines.hf import packages
+from assay.engines.hf import spec as packages
 from assay.errors import AssayError
 from stub_server import StubServer
 

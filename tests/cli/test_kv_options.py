@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from assay.cli.kv import numbers_of
 from assay.cli.main import invoke
-from assay.cli.numbers import numbers_of
 from assay.errors import UsageError
 from assay.verdict import Report, Verdict
 
@@ -42,7 +42,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "noise",
-            "sensitivity:run_noise",
+            "noise:run_noise",
             PASSAGES | STREAMS | {"--mode": "snapshot", "--sigma": "0.1,0.2", "--seed": "7"},
             EXPECTED_PASSAGES | ALL_STREAMS | {"sigmas": (0.1, 0.2), "seed": 7},
         ),
@@ -54,13 +54,13 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "attribute",
-            "attribution:run_attribute",
+            "attribute:run_attribute",
             PASSAGES | CODEC | {"--skip-layers": "5", "--mode": "decode", "--each": "layer"},
             EXPECTED_PASSAGES | EXPECTED_CODEC | {"skip_layers": (5,), "mode": "decode", "each": "layer"},
         ),
         (
             "allocate",
-            "allocation:run_allocate",
+            "allocate:run_allocate",
             PASSAGES | CODEC | {"--target-ratio": "4", "--mode": "decode", "--fresh": "9", "--step": "0.5"},
             EXPECTED_PASSAGES
             | EXPECTED_CODEC
@@ -94,7 +94,7 @@ def test_every_option_reaches_the_plan(
         plans.append(plan)
         return Report(f"kv {command}", Verdict.PASS)
 
-    monkeypatch.setattr(import_module(f"assay.kv.{module}"), name, kept)
+    monkeypatch.setattr(import_module(f"assay.lab.kv.{module}"), name, kept)
     assert invoke(["kv", command, "hf:MODEL", *(word for pair in options.items() for word in pair)]) == 0
     found = {field: getattr(plans[0], field) for field in expected}
     assert found == expected

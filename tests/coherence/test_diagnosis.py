@@ -5,8 +5,7 @@ import shlex
 import pytest
 from check_records import record, sample, samples
 
-from assay.coherence.diagnosis import Subject, diagnose, next_steps, rollback_command
-from assay.coherence.judge import judge
+from assay.coherence.diagnosis import Subject, diagnose, judge, next_steps, rollback_command
 from assay.coherence.record import CheckRecord, ProbeResult, Sample
 from assay.verdict import Finding, Severity
 

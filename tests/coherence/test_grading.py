@@ -7,8 +7,7 @@ from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE, function_salad, soup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.coherence import grade
-from assay.coherence.grading import Label
+from assay.coherence.grading import Label, grade
 from assay.engines.base import ToolCall
 
 

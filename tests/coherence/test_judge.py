@@ -7,10 +7,10 @@ from check_records import answered, passages, record, sample, samples, timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.coherence.check_report import record_json
-from assay.coherence.judge import judge
+from assay.coherence.diagnosis import judge
 from assay.coherence.record import CheckRecord, ProbeResult
-from assay.coherence.rules.texts import is_loop
+from assay.coherence.report import record_json
+from assay.coherence.rules import is_loop
 from assay.verdict import Severity, Verdict, jsonable
 
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from grade_texts import GOOD_START, function_salad
 
-from assay.coherence import language as lang
-from assay.coherence import windows
-from assay.coherence.textview import Ending, TextView, ending_of
+from assay.coherence.salad import detector as windows
+from assay.coherence.salad import language as lang
+from assay.coherence.text import Ending, TextView, ending_of
 
 
 def measures(text: str) -> dict[str, float]:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.detectors.periodic import Run, has_stretch, periodic_runs, true_stretches
+from assay.coherence.detectors.loops import Run, has_stretch, periodic_runs, true_stretches
 
 
 def plain_runs(ids: list[int], period: int, need: int) -> list[tuple[int, int]]:

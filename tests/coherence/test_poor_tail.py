@@ -7,8 +7,7 @@ import random
 import pytest
 from grade_texts import GOOD_START
 
-from assay.coherence import grade
-from assay.coherence.grading import Label
+from assay.coherence.grading import Label, grade
 
 
 def of(chars: str, weights: list[int], count: int, joint: str = "") -> str:

@@ -2,22 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from assay.coherence.conversation import GREEDY, to_request
-from assay.coherence.passages import passages
-from assay.coherence.probes import NAMES, check_names, standard_probes
-from assay.coherence.probes.base import Context
-from assay.coherence.probes.needle import Needle, filler, needle_lengths
-from assay.coherence.probes.question import (
+from assay.coherence.conversation import GREEDY, Context, to_request
+from assay.coherence.measure import passages, timed_requests
+from assay.coherence.needle import Needle, filler, needle_lengths
+from assay.coherence.probes import (
+    NAMES,
+    SecondTurn,
+    ToolUse,
     answers_in_spanish,
+    check_names,
     code_parses,
     extract_code,
     names_paris,
+    standard_probes,
     story_length,
     valid_json_list,
 )
-from assay.coherence.probes.second_turn import SecondTurn
-from assay.coherence.probes.tool_call import ToolUse
-from assay.coherence.throughput import timed_requests
 from assay.engines.base import Reply, ToolCall
 from assay.errors import UsageError
 

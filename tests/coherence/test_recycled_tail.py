@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence import grade
-from assay.coherence.detectors import floods, recycled_tail
-from assay.coherence.grading import Label
-from assay.coherence.textview import Ending, TextView
+from assay.coherence.detectors import floods
+from assay.coherence.detectors import tails as recycled_tail
+from assay.coherence.grading import Label, grade
+from assay.coherence.text import Ending, TextView
 
 
 def changing_items(count: int, choices: int = 5) -> str:
@@ -23,7 +23,7 @@ def changing_items(count: int, choices: int = 5) -> str:
 
 def test_a_loop_in_changing_copies_is_found_where_the_server_cut_it() -> None:
     text = "<ul>\n" + changing_items(40)
-    found = recycled_tail.detect(TextView(text, Ending.CUT))
+    found = recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT))
     assert found is not None and found.onset < 200
     assert grade(text, finish_reason="length").label is Label.DEGENERATE
 
@@ -37,17 +37,17 @@ def test_items_with_contents_of_their_own_are_left_alone() -> None:
     text = "\n".join(
         f'<li><a href="https://example.org/{n}" class="item">Read more about {n}</a></li>' for n in names
     )
-    assert recycled_tail.detect(TextView(text, Ending.CUT)) is None
+    assert recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT)) is None
 
 
 def test_a_numbered_list_of_equal_items_may_be_asked_for_but_comes_to_an_end() -> None:
     text = "\n".join(f"{i}. I shall water the plants in the hall every morning." for i in range(1, 31))
-    assert recycled_tail.detect(TextView(text, Ending.STOPPED)) is None
-    assert recycled_tail.detect(TextView(text, Ending.CUT)) is not None
+    assert recycled_tail.detect_recycled_tail(TextView(text, Ending.STOPPED)) is None
+    assert recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT)) is not None
 
 
 def test_nothing_is_concluded_from_an_open_text() -> None:
-    assert recycled_tail.detect(TextView(changing_items(40), Ending.OPEN)) is None
+    assert recycled_tail.detect_recycled_tail(TextView(changing_items(40), Ending.OPEN)) is None
 
 
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 5))
@@ -63,15 +63,15 @@ def test_earlier_runs_are_those_of_a_dictionary(ids: list[int], length: int) -> 
 
 def test_a_flood_shorter_than_a_rule_counts_where_the_server_cut_it() -> None:
     text = "The answer is " + "7" * 100
-    assert floods.detect(TextView(text, Ending.STOPPED)) is None
-    found = floods.detect(TextView(text, Ending.CUT))
+    assert floods.detect_flood(TextView(text, Ending.STOPPED)) is None
+    found = floods.detect_flood(TextView(text, Ending.CUT))
     assert found is not None and (found.kind, found.onset) == ("single_char_flood", 14)
 
 
 def test_a_line_to_fill_in_and_a_dotted_line_are_no_flood() -> None:
     form = "Name: " + "_" * 40 + "\nAddress: " + "_" * 30
-    assert floods.detect(TextView(form, Ending.CUT)) is None
-    assert floods.detect(TextView("7. The harbour " + "." * 62 + " 41", Ending.CUT)) is None
+    assert floods.detect_flood(TextView(form, Ending.CUT)) is None
+    assert floods.detect_flood(TextView("7. The harbour " + "." * 62 + " 41", Ending.CUT)) is None
 
 
 def mixed_table(rows: int, seed: int = 5) -> str:
@@ -85,13 +85,13 @@ def mixed_table(rows: int, seed: int = 5) -> str:
 
 def test_an_end_of_characters_that_all_came_before() -> None:
     table = mixed_table(40)
-    found = recycled_tail.detect(TextView(table, Ending.CUT))
+    found = recycled_tail.detect_recycled_tail(TextView(table, Ending.CUT))
     assert found is not None and found.kind == "recycled_tail" and found.onset < len(table) / 2
-    assert recycled_tail.detect(TextView(table, Ending.STOPPED)) is None
+    assert recycled_tail.detect_recycled_tail(TextView(table, Ending.STOPPED)) is None
     records = "".join(
         f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60)
     )
-    assert recycled_tail.detect(TextView(records, Ending.CUT)) is None
+    assert recycled_tail.detect_recycled_tail(TextView(records, Ending.CUT)) is None
 
 
 def test_code_said_for_the_third_time() -> None:
@@ -99,5 +99,5 @@ def test_code_said_for_the_third_time() -> None:
     names = ["paint", "floor", "tile", "door", "room", "shed", "barn", "yard", "path", "gate"]
     other = "".join(f"def {n}(x: int) -> int:\n    return x * {k}\n\n\n" for k, n in enumerate(names, 2))
     again = other + item * 5
-    assert recycled_tail.detect(TextView(again[:-9], Ending.CUT)) is not None
-    assert recycled_tail.detect(TextView(other + item, Ending.CUT)) is None
+    assert recycled_tail.detect_recycled_tail(TextView(again[:-9], Ending.CUT)) is not None
+    assert recycled_tail.detect_recycled_tail(TextView(other + item, Ending.CUT)) is None

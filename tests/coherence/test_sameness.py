@@ -4,9 +4,9 @@ from check_records import TEXT, sample
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.judge import judge
+from assay.coherence.diagnosis import judge
 from assay.coherence.record import CheckRecord, ProbeResult
-from assay.coherence.rules.sameness import same_answers
+from assay.coherence.rules import same_answers
 from assay.verdict import Severity, Verdict
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.coherence.file_grading import grade_file
+from assay.coherence.grade_files import grade_file
 
 CASES = Path(__file__).parents[2].parent / "shared" / "cases" / "outputs"
 SIDECARS = sorted(CASES.glob("*.json"))

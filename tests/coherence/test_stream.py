@@ -8,8 +8,7 @@ from grade_texts import DEGENERATE, GOOD_START, LEGITIMATE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.coherence import StreamingGrader, grade
-from assay.coherence.stream import STRIDE, TAIL
+from assay.coherence.grading import STRIDE, TAIL, StreamingGrader, grade
 
 
 def feed(text: str, seed: int = 0, widest: int = 9) -> tuple[StreamingGrader, int | None]:

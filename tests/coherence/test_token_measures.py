@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from grade_texts import GOOD_START, soup
 
-from assay.coherence import grade, windows
-from assay.coherence import language as lang
-from assay.coherence.textview import TextView
+from assay.coherence.grading import grade
+from assay.coherence.salad import detector as windows
+from assay.coherence.salad import language as lang
+from assay.coherence.text import TextView
 
 HEX_DUMP = "\n".join(
     f"{16 * i:08x}  " + "3f a1 00 7c 9e 00 12 bb " * 2 + "|?..|....?..|....|" for i in range(12)

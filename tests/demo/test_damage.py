@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from assay.demo.damage import DAMAGES, damage_checkpoint
-from assay.demo.damage.tensors import bf16_to_float32, float32_to_bf16
-from assay.demo.damage.weights import BLOCK_BYTES, BLOCKS, round_to_nearest
+from assay.demo.damage import (
+    BLOCK_BYTES,
+    BLOCKS,
+    DAMAGES,
+    bf16_to_float32,
+    damage_checkpoint,
+    float32_to_bf16,
+    round_to_nearest,
+)
 from assay.errors import AssayError, UsageError
 
 LAYERS, HIDDEN = 6, 192

@@ -9,7 +9,7 @@ import pytest
 
 from assay.demo.models import build_gemma3
 from assay.engines.base import Request
-from assay.engines.hf import HfEngine
+from assay.engines.hf.engine import HfEngine
 
 pytestmark = pytest.mark.engine
 

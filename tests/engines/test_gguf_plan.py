@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.gguf.library import load_library
-from assay.engines.gguf.scorer import GgufScorer, plan_blocks
-from assay.engines.gguf.spec import GgufSpec, parse_spec
+from assay.engines.gguf import GgufScorer, GgufSpec, load_library, parse_spec, plan_blocks
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
 

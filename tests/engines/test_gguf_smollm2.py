@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from assay.cache import cache_dir
 from assay.engines.gguf import GgufScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window, vocabulary_sha256
 from assay.errors import AssayError, UsageError
+from assay.runs import cache_dir
 from llama_cpp_package import require_llama_cpp
 
 pytestmark = pytest.mark.engine

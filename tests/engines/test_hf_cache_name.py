@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from assay.engines.hf.cache_name import with_cache
+from assay.engines.hf.cache import with_cache
 
 
 class Old:

@@ -11,17 +11,34 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.hf.caches import cache_dtype, new_cache, set_cache_dtype, token_bytes  # noqa: E402
-from assay.engines.hf.decoding import Row, decode_batch  # noqa: E402
-from assay.engines.hf.engine import HfEngine  # noqa: E402
-from assay.engines.hf.greedy import greedy_steps  # noqa: E402
-from assay.engines.hf.head import output_head  # noqa: E402
-from assay.engines.hf.scorer import HfScorer  # noqa: E402
-from assay.engines.hf.scoring import token_logprobs  # noqa: E402
-from assay.engines.hf.spec import KV_CACHE_DTYPES, HfSpec  # noqa: E402
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath, Window  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
+from assay.engines.hf.cache import (
+    cache_dtype,
+    new_cache,
+    set_cache_dtype,
+    token_bytes,
+)
+from assay.engines.hf.engine import (
+    HfEngine,
+    Row,
+    decode_batch,
+    token_logprobs,
+)
+from assay.engines.hf.scorer import (
+    HfScorer,
+    greedy_steps,
+    output_head,
+    window_states,
+)
+from assay.engines.hf.spec import (
+    KV_CACHE_DTYPES,
+    HfSpec,
+)
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+    Window,
+)
+from assay.errors import AssayError
 
 torch.set_num_threads(1)
 

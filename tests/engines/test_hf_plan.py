@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.hf import HfSpec, parse_spec
-from assay.engines.hf.batching import plan_batches
+from assay.engines.hf.engine import plan_batches
+from assay.engines.hf.spec import HfSpec, parse_spec
 from assay.errors import UsageError
 
 

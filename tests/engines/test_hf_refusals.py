@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.hf import window_scoring  # noqa: E402
-from assay.engines.hf.engine import _on_device  # noqa: E402
-from assay.engines.hf.spec import HfSpec  # noqa: E402
-from assay.engines.scoring import ScoreJob, Window  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
+from assay.engines.hf import scorer as window_scoring
+from assay.engines.hf.engine import _on_device
+from assay.engines.hf.spec import HfSpec
+from assay.engines.scoring import (
+    ScoreJob,
+    Window,
+)
+from assay.errors import AssayError
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from assay.engines.base import Capability, Message, Request
-from assay.engines.hf import HfEngine
+from assay.engines.hf.engine import HfEngine
 from assay.errors import AssayError
 
 pytestmark = pytest.mark.engine

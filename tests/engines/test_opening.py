@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from assay.engines.opening import check_spec
 from assay.engines.scoring import ScoringPath
+from assay.engines.specs import check_spec
 from assay.errors import AssayError, UsageError
 
 

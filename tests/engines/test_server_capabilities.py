@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from assay.engines.base import Capability, Engine, Message, MissingCapability, Request
-from assay.engines.server import Limits, ServerEngine
+from assay.engines.server.engine import ServerEngine
+from assay.engines.server.http import Limits
 from stub_server import METRICS, MODEL, Exchange, StubServer, events, healthy, models, sse, status, text
 
 PATIENT = Limits(retries=1, first_backoff_s=0.01)

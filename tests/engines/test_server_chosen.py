@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from assay.engines.base import MissingCapability
-from assay.engines.server import Limits, ServerEngine
+from assay.engines.server.engine import ServerEngine
 from assay.engines.server.errors import BadScores
+from assay.engines.server.http import Limits
 from stub_server import Exchange, StubServer, healthy, text
 
 COMPLETIONS = "POST /v1/completions"
@@ -141,9 +142,9 @@ def test_rows_must_fit_the_tokens(engine: ServerEngine) -> None:
 
 
 def test_one_forbidden_route_leaves_the_others_and_all_forbidden_says_so() -> None:
-    from assay.engines.server.chosen import ChosenScores
-    from assay.engines.server.chosen import score_chosen as by_routes
     from assay.engines.server.errors import Unauthorized
+    from assay.engines.server.scoring import ChosenScores
+    from assay.engines.server.scoring import score_chosen as by_routes
 
     scores = ChosenScores(1, (-1.0,), ({5: -1.0},), "candidate")
 

@@ -8,10 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.servers import Server  # noqa: E402
-from assay.engines.hf.scorer import HfScorer  # noqa: E402
-from assay.engines.scoring import ScoreJob, Window  # noqa: E402
-from assay.engines.server import ServerEngine  # noqa: E402
+from assay.demo.servers import Server
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.scoring import (
+    ScoreJob,
+    Window,
+)
+from assay.engines.server.engine import ServerEngine
 
 pytestmark = pytest.mark.engine
 TEXT = "The lighthouse keeper climbed the stairs every evening at dusk, and counted the ships on the horizon."

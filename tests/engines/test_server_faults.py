@@ -13,7 +13,8 @@ from itertools import pairwise
 import pytest
 
 from assay.engines.base import Capability, Message, Reply, Request
-from assay.engines.server import Limits, ServerEngine
+from assay.engines.server.engine import ServerEngine
+from assay.engines.server.http import Limits
 from assay.errors import AssayError
 from assay.verdict import Verdict
 from stub_server import (

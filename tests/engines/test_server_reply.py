@@ -4,7 +4,7 @@ import pytest
 
 from assay.engines.base import Reply, TextPiece, ToolCall
 from assay.engines.server.errors import NotJson, StreamCut, StreamFailed
-from assay.engines.server.reply import StreamAssembler, whole_reply
+from assay.engines.server.messages import StreamAssembler, whole_reply
 
 
 def delta(

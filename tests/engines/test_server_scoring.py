@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from assay.engines.base import Capability, MissingCapability, TokenScores
-from assay.engines.server import Limits, ServerEngine
+from assay.engines.server.engine import ServerEngine
 from assay.engines.server.errors import BadScores
+from assay.engines.server.http import Limits
 from stub_server import MODEL, Exchange, StubServer, healthy, models, text
 
 PATIENT = Limits(retries=1, first_backoff_s=0.01)

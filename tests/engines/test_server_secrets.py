@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from assay.engines.base import Message, Request
-from assay.engines.server import Limits, ServerEngine
+from assay.engines.server.engine import ServerEngine
+from assay.engines.server.http import Limits
 from assay.errors import AssayError
 from stub_server import StubServer, close_at_once, hang, healthy, page, rate_limited, status, text
 

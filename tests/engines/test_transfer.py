@@ -6,7 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.transfer import copied_together, to_device, to_host  # noqa: E402
+from assay.engines.scoring import (
+    copied_together,
+    to_device,
+    to_host,
+)
 
 
 def test_one_copy_brings_all() -> None:

@@ -12,13 +12,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_stand_in import VOCAB, Engine, install  # noqa: E402
+from vllm_stand_in import VOCAB, Engine, install
 
-from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, StateRows, Window, WindowRows  # noqa: E402
-from assay.engines.vllm.core import VllmCore  # noqa: E402
-from assay.engines.vllm.scorer import VllmScorer  # noqa: E402
-from assay.engines.vllm.spec import VllmSpec  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
+from assay.engines.scoring import (
+    LogitRows,
+    ScoreJob,
+    ScoringPath,
+    StateRows,
+    Window,
+    WindowRows,
+)
+from assay.engines.vllm.core import VllmCore
+from assay.engines.vllm.scorer import VllmScorer
+from assay.engines.vllm.start import VllmSpec
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
 
 LENGTH = 24
 WINDOWS = [Window(i, tuple((7 * i + 3 * j * j) % VOCAB for j in range(LENGTH))) for i in range(5)]
@@ -204,7 +214,7 @@ class Stored:
 def test_a_comparison_reduces_where_the_engine_is_and_goes_on_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from assay.fidelity.observe import observe
+    from assay.fidelity.score import observe
 
     engine, _ = scorer()
     monkeypatch.setattr(engine, "describe", lambda: {"engine": "vllm"})

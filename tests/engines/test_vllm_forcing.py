@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_stand_in import install  # noqa: E402
+from vllm_stand_in import install
 
 
 @pytest.fixture

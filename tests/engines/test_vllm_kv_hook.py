@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import HookSpec  # noqa: E402
-from assay.engines.vllm.kv_hook import KvHooks  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
+from assay.engines.scoring import HookSpec
+from assay.engines.vllm.hooks import KvHooks
+from assay.errors import AssayError
 
 TOKENS, HEADS, KV_HEADS, WIDTH, LAYERS = 6, 4, 2, 8, 3
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 5])

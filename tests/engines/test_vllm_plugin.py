@@ -13,11 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_vllm_kv_hook import Model  # noqa: E402
+from test_vllm_kv_hook import Model
 
-from assay.engines.scoring import HookSpec  # noqa: E402
-from assay.engines.vllm import plugin  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
+from assay.engines.scoring import HookSpec
+from assay.engines.vllm import hooks as plugin
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
 
 
 @pytest.fixture

@@ -13,11 +13,19 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import assay  # noqa: E402
-from assay.demo.vllm_env import vllm_python  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath, StateRows, Window  # noqa: E402
-from assay.engines.vllm import VllmScorer  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
+import assay
+from assay.demo.servers import vllm_python
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+    StateRows,
+    Window,
+)
+from assay.engines.vllm.scorer import VllmScorer
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from assay.engines.vllm import placement
-from assay.engines.vllm.spec import VllmSpec, parse_spec
+from assay.engines.vllm import scorer as placement
+from assay.engines.vllm.start import VllmSpec, parse_spec
 from assay.errors import AssayError, UsageError
 
 

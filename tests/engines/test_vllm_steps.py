@@ -10,10 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.vllm.extension import WINDOW  # noqa: E402
-from assay.engines.vllm.kv_hook import HookContext  # noqa: E402
-from assay.engines.vllm.steps import Rewrite, Steps  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
+from assay.engines.vllm.hooks import (
+    WINDOW,
+    HookContext,
+    Rewrite,
+    Steps,
+)
+from assay.errors import AssayError
 
 BLOCK, HEADS, WIDTH = 4, 2, 3
 

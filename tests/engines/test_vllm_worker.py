@@ -11,15 +11,25 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_stand_in import VOCAB, Engine, install  # noqa: E402
+from vllm_stand_in import VOCAB, Engine, install
 
-from assay.engines.scoring import Head, HookSpec, ScoreJob, ScoringPath, StateRows, Window  # noqa: E402
-from assay.engines.vllm import wire  # noqa: E402
-from assay.engines.vllm.core import VllmCore  # noqa: E402
-from assay.engines.vllm.remote import RemoteCore  # noqa: E402
-from assay.engines.vllm.spec import VllmSpec  # noqa: E402
-from assay.engines.vllm.worker import Session, answer  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
+from assay.engines.scoring import (
+    Head,
+    HookSpec,
+    ScoreJob,
+    ScoringPath,
+    StateRows,
+    Window,
+)
+from assay.engines.vllm import worker as wire
+from assay.engines.vllm.core import VllmCore
+from assay.engines.vllm.start import VllmSpec
+from assay.engines.vllm.worker import (
+    RemoteCore,
+    Session,
+    answer,
+)
+from assay.errors import AssayError
 
 WINDOWS = [Window(3, tuple(range(12))), Window(8, tuple(range(12, 24)))]
 JOB = ScoreJob(ScoringPath.CHUNKED, scored_from=4, chunk=3, batch=2, hook=HookSpec("a.b:c", {"x": 1}))

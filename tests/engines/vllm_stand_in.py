@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from assay.engines.vllm.extension import WINDOW, ScoringExtension
+from assay.engines.vllm.hooks import WINDOW, ScoringExtension
 
 VOCAB, WIDTH, BLOCK = 50, 8, 16
 

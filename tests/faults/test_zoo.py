@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from assay.checkpoint.files import Options
 from assay.checkpoint.report import build
-from assay.checkpoint.verify import Options, verify
+from assay.checkpoint.verify import verify
 from assay.verdict import Severity, Verdict
 from faults.zoo import FAULTS, Fault, healthy
 

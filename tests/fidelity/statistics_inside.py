@@ -9,7 +9,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from assay.fidelity import fused, metrics
+from assay.fidelity import metrics
+from assay.fidelity import metrics_gpu as fused
 from assay.fidelity.metrics import RowStatistics, row_statistics
 from assay.fidelity.row_sums import row_sums
 from assay.fidelity.statistics_kernel import fused_row_sums

@@ -11,10 +11,23 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import LogitRows, Window  # noqa: E402
-from assay.engines.server.chosen import ChosenScores  # noqa: E402
-from assay.fidelity.bounds import SLACK, BoundedStatistics, choose_ids, window_bounds  # noqa: E402
-from assay.fidelity.observations import BoundedObservation, load, observation, save  # noqa: E402
+from assay.engines.scoring import (
+    LogitRows,
+    Window,
+)
+from assay.engines.server.scoring import ChosenScores
+from assay.fidelity.bounds import (
+    SLACK,
+    BoundedStatistics,
+    choose_ids,
+    window_bounds,
+)
+from assay.fidelity.score import (
+    BoundedObservation,
+    load,
+    observation,
+    save,
+)
 
 
 def rows(logits: np.ndarray, tokens: list[int]) -> LogitRows:

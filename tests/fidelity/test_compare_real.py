@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from assay.cli.main import invoke
-from assay.engines.hf import window_scoring
+from assay.engines.hf import scorer as window_scoring
 from assay.engines.scoring import ScoreJob, ScoringPath
 
 pytestmark = pytest.mark.engine
@@ -61,7 +61,7 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     ids = tokenizer("\n\n".join(topics.values()), add_special_tokens=False)["input_ids"]
     # This tokenizer puts no start token before a text, so a window is 64 tokens of it.
     windows = [ids[i * 64 : (i + 1) * 64] for i in range(8)]
-    from assay.quant.rounding import quantise_model
+    from assay.lab.quant.weights import quantise_model
 
     logits = []
     for quantised in (False, True):
@@ -129,7 +129,7 @@ def test_a_cache_of_8_bits_shows_in_decode_and_is_refused_in_prefill(
     def opened(spec: str) -> None:
         raise AssertionError(f"{spec} was opened")
 
-    monkeypatch.setattr("assay.fidelity.reference.open_scorer", opened)
+    monkeypatch.setattr("assay.engines.specs.open_scorer", opened)
     code, body = compare(f"hf:{smollm2}", specs[0], *SMALL)
     assert code == 2
     assert body["findings"][0]["id"] == "fidelity.missing_capability"
@@ -209,7 +209,7 @@ def test_a_short_text_is_refused(compare: Compare, smollm2: Path, tmp_path: Path
 def test_an_interrupted_run_goes_on_where_it_stopped(
     compare: Compare, smollm2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import assay.fidelity.measure as measure_module
+    import assay.fidelity.score as measure_module
 
     real, calls = measure_module.window_statistics, []
 

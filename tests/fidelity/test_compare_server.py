@@ -14,20 +14,38 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.cli.main import invoke  # noqa: E402
-from assay.engines.base import MissingCapability  # noqa: E402
-from assay.engines.opening import open_candidate  # noqa: E402
-from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, Window, WindowRows  # noqa: E402
-from assay.engines.server.candidate import ServerCandidate, parse_spec  # noqa: E402
-from assay.engines.server.errors import BadScores  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
-from assay.fidelity import compare as compare_module  # noqa: E402
-from assay.fidelity.identity import label_of  # noqa: E402
-from assay.fidelity.observe import observe  # noqa: E402
-from assay.fidelity.plan import Plan  # noqa: E402
-from assay.fidelity.reference import Reference  # noqa: E402
-from assay.fidelity.tokenizer_proof import PROBE, probe_ids, prove_tokenizer  # noqa: E402
-from stub_server import MODEL, Exchange, StubServer, healthy, models, not_found  # noqa: E402
+from assay.cli.main import invoke
+from assay.engines.base import MissingCapability
+from assay.engines.scoring import (
+    LogitRows,
+    ScoreJob,
+    ScoringPath,
+    Window,
+    WindowRows,
+)
+from assay.engines.server.engine import (
+    ServerCandidate,
+    parse_spec,
+)
+from assay.engines.server.errors import BadScores
+from assay.engines.specs import open_candidate
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
+from assay.fidelity import compare as compare_module
+from assay.fidelity.plan import (
+    Plan,
+    label_of,
+)
+from assay.fidelity.reference import Reference
+from assay.fidelity.score import observe
+from assay.fidelity.text import (
+    PROBE,
+    probe_ids,
+    prove_tokenizer,
+)
+from stub_server import MODEL, Exchange, StubServer, healthy, models, not_found
 
 VOCAB, LENGTH, COUNT = 40, 12, 9
 COMPLETIONS, TOKENS_IN = "POST /v1/completions", "POST /inference/v1/generate"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import invoke
-from assay.engines import opening
+from assay.engines import specs as opening
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import LogitRows, Window  # noqa: E402
-from assay.fidelity import metrics  # noqa: E402
-from assay.fidelity.metrics import batch_statistics, row_statistics, window_statistics  # noqa: E402
-from assay.fidelity.row_sums import first_max  # noqa: E402
+from assay.engines.scoring import (
+    LogitRows,
+    Window,
+)
+from assay.fidelity import metrics
+from assay.fidelity.metrics import (
+    batch_statistics,
+    row_statistics,
+    window_statistics,
+)
+from assay.fidelity.row_sums import first_max
 
 
 def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:

@@ -8,8 +8,7 @@ import pytest
 
 from assay.engines.scoring import ScoringPath
 from assay.errors import AssayError, UsageError
-from assay.fidelity.identity import fingerprint, label_of
-from assay.fidelity.plan import Plan, fraction, plan_from, read_plan
+from assay.fidelity.plan import Plan, fingerprint, fraction, label_of, plan_from, read_plan
 
 TOML = """
 reference = "hf:./model?dtype=float32"
@@ -113,7 +112,7 @@ def test_a_changed_file_has_another_fingerprint(tmp_path: Path) -> None:
 
 
 def test_engines_that_cannot_be_compared_are_refused_with_the_reason() -> None:
-    from assay.engines.opening import open_scorer
+    from assay.engines.specs import open_scorer
 
     with pytest.raises(AssayError, match="no distribution can be rebuilt") as error:
         open_scorer("http://me:secret@localhost:8000?model=m")

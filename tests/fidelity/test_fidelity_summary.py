@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
-from assay.fidelity.engaged import engaged, zero_share
-from assay.fidelity.observations import WindowObservation, load, load_kept, save
-from assay.fidelity.summary import per_window, summarise
+from assay.fidelity.result import per_window, summarise
+from assay.fidelity.score import WindowObservation, engaged, load, load_kept, save, zero_share
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Grade, Margins
 

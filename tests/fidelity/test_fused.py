@@ -11,9 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.vllm_env import vllm_python  # noqa: E402
-from assay.fidelity import fused  # noqa: E402
-from assay.fidelity.row_sums import RowSums, row_sums  # noqa: E402
+from assay.demo.servers import vllm_python
+from assay.fidelity import metrics_gpu as fused
+from assay.fidelity.row_sums import (
+    RowSums,
+    row_sums,
+)
 
 HERE = Path(__file__).parent
 

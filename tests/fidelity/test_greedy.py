@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from assay.engines.continuing import GreedyStep
-from assay.engines.scoring import Window
+from assay.engines.scoring import GreedyStep, Window
 from assay.errors import AssayError
 from assay.fidelity.greedy import compare_greedy, continue_greedily, prefixes_of
-from assay.fidelity.greedy_blocks import greedy_blocks
+from assay.fidelity.report import greedy_blocks
 
 WINDOWS = [Window(i, tuple(range(i, i + 20))) for i in range(10)]
 
@@ -93,7 +92,7 @@ def test_an_engine_that_cannot_says_why(engine: object, said: str) -> None:
 
 def test_the_two_likeliest_of_a_row() -> None:
     torch = pytest.importorskip("torch")
-    from assay.engines.continuing import top_two
+    from assay.engines.scoring import top_two
 
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 4.5, 0.0]])
     tied, apart = top_two(logits)

@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import LogitRows, Window  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
-from assay.fidelity.store.llama_base import encode_rows, open_base, write_base  # noqa: E402
+from assay.engines.scoring import (
+    LogitRows,
+    Window,
+)
+from assay.errors import AssayError
+from assay.fidelity.llama_base import (
+    encode_rows,
+    open_base,
+    write_base,
+)
 
 
 def scored(count: int, length: int, vocab: int, seed: int = 0) -> tuple[list[Window], list[LogitRows]]:

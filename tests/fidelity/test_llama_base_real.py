@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from assay.cache import cache_dir
 from assay.engines.gguf import GgufScorer
 from assay.engines.scoring import LogitRows, ScoreJob
+from assay.fidelity.llama_base import BaseFile, open_base, write_base
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.store.llama_base import BaseFile, open_base, write_base
+from assay.fidelity.plan import Cut, cut_windows
 from assay.fidelity.text import read_text
-from assay.fidelity.windows import Cut, cut_windows
+from assay.runs import cache_dir
 from llama_cpp_package import require_llama_cpp
 
 pytestmark = pytest.mark.engine

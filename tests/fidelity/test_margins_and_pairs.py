@@ -10,17 +10,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from assay.fidelity.candidate import CandidateResult, findings_of
-from assay.fidelity.candidate_charts import pareto, short_names
-from assay.fidelity.compare_blocks import blocks
-from assay.fidelity.engaged import Engaged
 from assay.fidelity.floors import Floors
-from assay.fidelity.margin_tests import margin_tests
-from assay.fidelity.observations import WindowObservation
-from assay.fidelity.pairs import all_pairs
-from assay.fidelity.pilot import power_of
+from assay.fidelity.margins import all_pairs, margin_tests
 from assay.fidelity.plan import Plan
-from assay.fidelity.summary import summarise
+from assay.fidelity.report import blocks, pareto, short_names
+from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise
+from assay.fidelity.score import Engaged, WindowObservation
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Margins
 from assay.verdict import Chart, Table

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.fidelity.sampled_text import generate_text
+from assay.fidelity.text import generate_text
 
 pytestmark = pytest.mark.engine
 

@@ -10,9 +10,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import Head, Window  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
-from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store  # noqa: E402
+from assay.engines.scoring import (
+    Head,
+    Window,
+)
+from assay.errors import AssayError
+from assay.fidelity.store import (
+    Store,
+    StoreHeader,
+    StoreWriter,
+    open_store,
+)
 
 LENGTH, FIRST, WIDTH, VOCAB = 12, 3, 16, 50
 HEADER = StoreHeader(

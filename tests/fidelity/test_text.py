@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from assay.engines.base import Capability, CapabilityReport, MissingCapability, Reply, Request
 from assay.errors import AssayError, UsageError
-from assay.fidelity.sampled_text import generate_text
-from assay.fidelity.text import read_text
-from assay.fidelity.windows import Cut, available_windows, cut_windows
+from assay.fidelity.plan import Cut, available_windows, cut_windows
+from assay.fidelity.text import generate_text, read_text
 
 
 def test_files_are_joined_in_order_and_hashed(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.fidelity.token_classes import TokenClass, token_class, token_classes
+from assay.fidelity.breakdown import TokenClass, token_class, token_classes
 
 EXAMPLES = {
     TokenClass.WORDS: ["the", " The", "ing", " don't", "é", " naïve", "U", " USA", "-based", " e.g", "ﬁ", "ß", "McDonald"[:2]],

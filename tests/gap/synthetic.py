@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from assay.fidelity.observations import WindowObservation
-from assay.gap.sums import WindowSums
+from assay.fidelity.score import WindowObservation
+from assay.lab.gap.buckets import WindowSums
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

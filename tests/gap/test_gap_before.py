@@ -13,13 +13,11 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
-from assay.gap import bench as bench_module
-from assay.gap.baseline import Corners
-from assay.gap.bench import Bench
-from assay.gap.configuration import Configuration
-from assay.gap.measure import measure_all
-from assay.gap.plan import GapPlan
-from assay.gap.refusals import must_be_tried, refuse_engine
+from assay.lab.gap import bench as bench_module
+from assay.lab.gap.bench import Bench
+from assay.lab.gap.gap import measure_all
+from assay.lab.gap.phases import Corners
+from assay.lab.gap.plan import Configuration, GapPlan, must_be_tried, refuse_engine
 from assay.progress import NO_PROGRESS
 
 

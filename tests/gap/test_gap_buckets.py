@@ -11,9 +11,7 @@ from scipy import stats
 from synthetic import configurations, observed, sums
 
 from assay.errors import AssayError
-from assay.gap.amounts import amount, effect, ratio
-from assay.gap.buckets import decompose
-from assay.gap.sums import WindowSums, aligned, zero_like
+from assay.lab.gap.buckets import WindowSums, aligned, amount, decompose, effect, ratio, zero_like
 
 values = hnp.arrays(np.float64, 6, elements=st.floats(-5, 5, width=32))
 window_sums = st.builds(lambda d, k: sums(d, np.abs(k)), values, values)

@@ -9,17 +9,24 @@ import numpy as np
 import pytest
 from synthetic import configurations, observed
 
+from assay.engines.base import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
-from assay.engines.setup import setup_differences, setup_facts
-from assay.gap.amounts import Amount, effect
-from assay.gap.baseline import Corners
-from assay.gap.bench import Measured
-from assay.gap.closure import Place, closed, closed_nll, place
-from assay.gap.layers import attribute, group_name
-from assay.gap.noise import curve, kl_at, noise_codec, sigmas_of
-from assay.gap.plan import GapPlan
-from assay.gap.recommend import hot_layers, judged, proposals, with_more_bits
-from assay.gap.residual import relative_error, residuals
+from assay.lab.gap.bench import Measured
+from assay.lab.gap.buckets import Amount, effect
+from assay.lab.gap.outcome import Place, closed, closed_nll, place
+from assay.lab.gap.phases import (
+    Corners,
+    attribute,
+    curve,
+    group_name,
+    kl_at,
+    noise_codec,
+    relative_error,
+    residuals,
+    sigmas_of,
+)
+from assay.lab.gap.plan import GapPlan
+from assay.lab.gap.recommend import hot_layers, judged, proposals, with_more_bits
 
 
 def an(value: float, half: float) -> Amount:

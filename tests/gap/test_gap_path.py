@@ -6,10 +6,17 @@ import pytest
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import UsageError
-from assay.gap.configuration import Configuration, grouped, span, with_placement
-from assay.gap.path import engine_name, engine_steps, full_spec
-from assay.gap.plan import GapPlan
-from assay.gap.switches import switches
+from assay.lab.gap.phases import switches
+from assay.lab.gap.plan import (
+    Configuration,
+    GapPlan,
+    engine_name,
+    engine_steps,
+    full_spec,
+    grouped,
+    span,
+    with_placement,
+)
 
 
 def steps(reference: str, candidate: str, *dtypes: str | None) -> list[tuple[str, str]]:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from assay.cli.main import invoke
-from assay.demo.vllm_env import vllm_python
-from assay.engines.vllm.placement import PYTHON
-from assay.gap import bench
+from assay.demo.servers import vllm_python
+from assay.engines.vllm.scorer import PYTHON
+from assay.lab.gap import bench
 
 pytestmark = pytest.mark.engine
 

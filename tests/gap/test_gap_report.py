@@ -12,15 +12,12 @@ import pytest
 from synthetic import configurations, observed, sums
 
 from assay.engines.scoring import Engagement
-from assay.gap import run
-from assay.gap.amounts import effect
-from assay.gap.bench import Bench, Measured
-from assay.gap.blocks import blocks, headline
-from assay.gap.buckets import decompose
-from assay.gap.closure import closed, closed_nll
-from assay.gap.findings import findings_of, verdict_of
-from assay.gap.outcome import CodecGap, Floors, Outcome
-from assay.gap.plan import GapPlan
+from assay.lab.gap import gap as run
+from assay.lab.gap.bench import Bench, Measured
+from assay.lab.gap.buckets import decompose, effect
+from assay.lab.gap.outcome import CodecGap, Floors, Outcome, closed, closed_nll
+from assay.lab.gap.plan import GapPlan
+from assay.lab.gap.report import blocks, findings_of, headline, verdict_of
 from assay.report import console, html, markdown
 from assay.verdict import Chart, Report, Severity, Table, Verdict
 

@@ -6,9 +6,9 @@ from functools import cache
 
 import torch
 
-from assay.kv.codec import Samples, Site
-from assay.kv.fitted import FittedCodec
-from assay.kv.spec import parse_recipe
+from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.spec import parse_recipe
+from assay.lab.kv.stream_coder import FittedCodec
 
 # Small tensors: threads would only wait for each other.
 torch.set_num_threads(1)

@@ -10,10 +10,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 from triton.runtime import interpreter
 
-from assay.kv.codec import Site
-from assay.kv.codecs.hadamard import _LARGEST, Hadamard, HadamardCoder, _edges, _levels
-from assay.quant.hadamard import signs_on
-from assay.quant.hadamard_kernel import RoundTrip
+from assay.lab.kv.codec import Site
+from assay.lab.kv.codecs.hadamard import _LARGEST, Hadamard, HadamardCoder, _edges, _levels
+from assay.lab.quant.hadamard import signs_on
+from assay.lab.quant.hadamard_kernel import RoundTrip
 
 convert = interpreter._convert_float
 

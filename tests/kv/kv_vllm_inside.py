@@ -18,16 +18,15 @@ import torch
 from safetensors.torch import load_file
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
+from assay.engines.vllm.hooks import Rewrite
 from assay.engines.vllm.scorer import VllmScorer
-from assay.engines.vllm.steps import Rewrite
-from assay.engines.vllm.wire import save_tensors
+from assay.engines.vllm.worker import save_tensors
 from assay.fidelity.metrics import window_statistics
-from assay.kv.accounting import measured_bytes, stream_facts
-from assay.kv.codec import Samples, Site
-from assay.kv.hooks import HookPlan, hook_spec, path_of
-from assay.kv.in_vllm.capture import capture_in_vllm
-from assay.kv.in_vllm.hook import VllmCodecHook
-from assay.kv.spec import parse_recipe
+from assay.lab.kv.accounting import measured_bytes, stream_facts
+from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.hook_plan import HookPlan, hook_spec, path_of
+from assay.lab.kv.spec import parse_recipe
+from assay.lab.kv.vllm import VllmCodecHook, capture_in_vllm
 
 LENGTH, COUNT = 64, 6
 HADAMARD = "hadamard(bits=4)"

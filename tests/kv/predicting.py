@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from assay.kv.codec import BlockCoder, Site
-from assay.kv.fitted import FittedCodec
+from assay.lab.kv.codec import BlockCoder, Site
+from assay.lab.kv.stream_coder import FittedCodec
 
 
 class Leaning(BlockCoder):

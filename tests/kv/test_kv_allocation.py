@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.errors import UsageError
-from assay.kv.accounting import cache_bytes
-from assay.kv.allocation import EXACT_BITS, AllocationPlan, allocate, bits_of, predicted_kl
-from assay.kv.attribution import AttributionPlan
-from assay.kv.ledger import Ledger
-from assay.kv.spec import parse_spec
+from assay.lab.kv.accounting import cache_bytes
+from assay.lab.kv.allocate import EXACT_BITS, AllocationPlan, allocate, bits_of, predicted_kl
+from assay.lab.kv.attribute import AttributionPlan
+from assay.lab.kv.lab import Ledger
+from assay.lab.kv.spec import parse_spec
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=4), st.integers(1, 5))

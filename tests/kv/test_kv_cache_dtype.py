@@ -9,16 +9,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from test_kv_hook import LENGTH, Rounding, everywhere, model, windows  # noqa: E402
+from test_kv_hook import LENGTH, Rounding, everywhere, model, windows
 
-from assay.engines.hf.caches import set_cache_dtype  # noqa: E402
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
-from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.rope import Rotary  # noqa: E402
-from assay.kv.setup import Bench  # noqa: E402
-from assay.kv.spec import parse_spec  # noqa: E402
+from assay.engines.hf.cache import set_cache_dtype
+from assay.engines.hf.scorer import window_states
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+)
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+)
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_spec
 
 torch.set_num_threads(1)
 

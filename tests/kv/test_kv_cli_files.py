@@ -11,8 +11,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.cli.main import invoke  # noqa: E402
-from assay.kv.kktv import read_kktv, write_kktv  # noqa: E402
+from assay.cli.main import invoke
+from assay.lab.kv.files import (
+    read_kktv,
+    write_kktv,
+)
 
 
 @pytest.fixture

@@ -8,11 +8,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from codec_cases import SITES, SPECS, fitted, metric, samples, tokens  # noqa: E402
+from codec_cases import SITES, SPECS, fitted, metric, samples, tokens
 
-from assay.errors import AssayError, UsageError  # noqa: E402
-from assay.kv.spec import parse_recipe, parse_spec  # noqa: E402
-from assay.kv.stream import from_bytes  # noqa: E402
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
+from assay.lab.kv.spec import (
+    parse_recipe,
+    parse_spec,
+)
+from assay.lab.kv.stream import from_bytes
 
 # Every codec meets one site of keys, with a head_dim that is no power of two, and one of values; the others when there
 # is time.
@@ -225,7 +231,7 @@ def test_streams_of_other_tables_are_refused() -> None:
 
 
 def test_a_codec_that_must_learn_says_so() -> None:
-    from assay.kv.codec import Samples
+    from assay.lab.kv.codec import Samples
 
     with pytest.raises(AssayError, match="calibration"):
         parse_recipe("fp8(scale=head)").fit(Samples(SITES["k64"]))
@@ -245,7 +251,7 @@ def test_bytes_are_what_the_formula_says(
 
 
 def test_boundary_layers_stay_exact() -> None:
-    from assay.kv.codec import Samples, Site
+    from assay.lab.kv.codec import Samples, Site
 
     for layer, exact in ((0, True), (1, False), (2, False), (3, True)):
         codec = parse_recipe("boundary+hadamard").fit(Samples(Site("k", layer, 4, 1, 16)))
@@ -327,7 +333,7 @@ def test_far_outliers_along_a_trellis_are_escapes(states: int) -> None:
 
 
 def test_what_the_decoder_has_makes_codes_shorter() -> None:
-    from assay.kv.codec import Samples
+    from assay.lab.kv.codec import Samples
 
     site = SITES["v64"]
     below = tokens(site, 3000, seed=4)
@@ -351,7 +357,7 @@ def test_widths_are_the_best_of_all() -> None:
 
     import numpy as np
 
-    from assay.kv.codecs.pca_fixed import allocate
+    from assay.lab.kv.codecs.pca_coders import allocate
 
     rng = np.random.default_rng(3)
     for budget in range(9):

@@ -12,19 +12,24 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
+from tests.kv.test_kv_hook import LENGTH, model, windows
 
-from assay.engines.hf.scorer import HfScorer  # noqa: E402
-from assay.engines.hf.spec import HfSpec  # noqa: E402
-from assay.kv.calibration import Calibration, read_calibration  # noqa: E402
-from assay.kv.capture import capture  # noqa: E402
-from assay.kv.costs import measure_sensitivity  # noqa: E402
-from assay.kv.hook import Mode  # noqa: E402
-from assay.kv.lab import Lab  # noqa: E402
-from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.rope import Rotary  # noqa: E402
-from assay.kv.setup import Bench  # noqa: E402
-from assay.kv.spec import parse_spec  # noqa: E402
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.hf.spec import HfSpec
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.calibrate import (
+    capture,
+    measure_sensitivity,
+)
+from assay.lab.kv.calibration import (
+    Calibration,
+    read_calibration,
+)
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.lab import Lab
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_spec
 
 
 def test_it_foretells_what_other_errors_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

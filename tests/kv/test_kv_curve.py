@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from assay.cli.kv_noise import sizes_of
+from assay.cli.kv import sizes_of
 from assay.errors import UsageError
-from assay.kv.diagnostics.curve import longest_run, sensitivity
-from assay.kv.sensitivity import NoisePlan
+from assay.lab.kv.noise import NoisePlan, longest_run, sensitivity
 from assay.stats.bootstrap import Resampling
 
 SIGMAS = [0.003, 0.01, 0.03, 0.1, 0.3]

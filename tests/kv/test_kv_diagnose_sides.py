@@ -10,12 +10,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from assay.kv.diagnostics.reconstruction import relative_mse  # noqa: E402
-from assay.kv.diagnostics.streams import diagnose_stream  # noqa: E402
-from assay.kv.diagnostics.traffic import Decoded, watch  # noqa: E402
-from assay.kv.sides import last_readers  # noqa: E402
-from kv.test_kv_hook import model, windows  # noqa: E402
-from kv.test_kv_sides import SPEC, bench_of, coders_of  # noqa: E402
+from assay.lab.kv.diagnose import diagnose_stream
+from assay.lab.kv.predictors import last_readers
+from assay.lab.kv.reconstruction import (
+    Decoded,
+    relative_mse,
+    watch,
+)
+from kv.test_kv_hook import model, windows
+from kv.test_kv_sides import SPEC, bench_of, coders_of
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,23 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from codec_cases import SITES, fitted, tokens  # noqa: E402
-from scipy import stats  # noqa: E402
+from codec_cases import SITES, fitted, tokens
+from scipy import stats
 
-from assay.errors import UsageError  # noqa: E402
-from assay.kv.capture import queries_of  # noqa: E402
-from assay.kv.diagnose import DiagnosisPlan, collapsed  # noqa: E402
-from assay.kv.diagnostics.attention import Reads, output_error, score_error  # noqa: E402
-from assay.kv.diagnostics.distribution import distribution  # noqa: E402
-from assay.kv.diagnostics.reconstruction import (  # noqa: E402
+from assay.errors import UsageError
+from assay.lab.kv.calibrate import queries_of
+from assay.lab.kv.diagnose import (
+    DiagnosisPlan,
+    collapsed,
+)
+from assay.lab.kv.reconstruction import (
+    Reads,
     coded,
+    distribution,
     outlier_share,
+    output_error,
     relative_mse,
+    score_error,
     stage_errors,
 )
 

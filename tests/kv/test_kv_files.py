@@ -12,13 +12,21 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from codec_cases import SITES  # noqa: E402
+from codec_cases import SITES
 
-from assay.errors import AssayError  # noqa: E402
-from assay.kv.codec import Samples  # noqa: E402
-from assay.kv.kktv import read_kktv, write_kktv  # noqa: E402
-from assay.kv.spec import parse_recipe  # noqa: E402
-from assay.kv.stream import Block, Stream, from_bytes, to_bytes  # noqa: E402
+from assay.errors import AssayError
+from assay.lab.kv.codec import Samples
+from assay.lab.kv.files import (
+    read_kktv,
+    write_kktv,
+)
+from assay.lab.kv.spec import parse_recipe
+from assay.lab.kv.stream import (
+    Block,
+    Stream,
+    from_bytes,
+    to_bytes,
+)
 
 GOLDEN = Path(__file__).parents[1] / "data" / "kv_streams"
 GOLDEN_SPECS = {

@@ -10,9 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.vllm_env import vllm_python  # noqa: E402
-from assay.kv.codec import BlockCoder, Site  # noqa: E402
-from assay.kv.codecs.hadamard import MOST_LEVELS, Hadamard, HadamardCoder, _edges, _levels  # noqa: E402
+from assay.demo.servers import vllm_python
+from assay.lab.kv.codec import (
+    BlockCoder,
+    Site,
+)
+from assay.lab.kv.codecs.hadamard import (
+    MOST_LEVELS,
+    Hadamard,
+    HadamardCoder,
+    _edges,
+    _levels,
+)
 
 HERE = Path(__file__).parent
 

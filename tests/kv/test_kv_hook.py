@@ -11,10 +11,21 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath, Window  # noqa: E402
-from assay.kv.accounting import measured_bytes, stream_facts  # noqa: E402
-from assay.kv.hook import CodecHook, Mode, spread  # noqa: E402
+from assay.engines.hf.scorer import window_states
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+    Window,
+)
+from assay.lab.kv.accounting import (
+    measured_bytes,
+    stream_facts,
+)
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+    spread,
+)
 
 LAYERS, LENGTH = 4, 40
 

@@ -11,16 +11,33 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import HookSpec, ScoreJob, load_hook  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
-from assay.kv.accounting import measured_bytes, stream_facts  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
-from assay.kv.hooks import HookPlan, hook_spec, path_of  # noqa: E402
-from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.rope import Rotary  # noqa: E402
-from assay.kv.setup import Bench  # noqa: E402
-from kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
+from assay.engines.hf.scorer import window_states
+from assay.engines.scoring import (
+    HookSpec,
+    ScoreJob,
+    load_hook,
+)
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
+from assay.lab.kv.accounting import (
+    measured_bytes,
+    stream_facts,
+)
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+)
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.hook_plan import (
+    HookPlan,
+    hook_spec,
+    path_of,
+)
+from assay.lab.kv.rope import Rotary
+from kv.test_kv_hook import LENGTH, model, windows
 
 SPEC: dict[str, Any] = {"codec": "hadamard(bits=4)", "mode": "decode", "length": LENGTH}
 

@@ -93,12 +93,12 @@ def by_the_laboratory(
     """Greedy tokens behind the cache that `assay kv eval` measures in its mode decode."""
     import torch
 
-    from assay.kv.calibration import read_calibration
-    from assay.kv.hook import CodecHook, Mode
-    from assay.kv.model import cache_shape
-    from assay.kv.rope import Rotary
-    from assay.kv.setup import Bench
-    from assay.kv.spec import parse_spec
+    from assay.lab.kv.cache_hook import CodecHook, Mode
+    from assay.lab.kv.calibration import read_calibration
+    from assay.lab.kv.codec import cache_shape
+    from assay.lab.kv.fit import Bench
+    from assay.lab.kv.rope import Rotary
+    from assay.lab.kv.spec import parse_spec
 
     parsed, length = parse_spec(spec), ids.shape[1] + count
     known = read_calibration(calibration) if calibration else None
@@ -131,7 +131,7 @@ def test_text_behind_the_compressed_cache_is_that_of_the_laboratory(
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-    from assay.kv.resident import resident_cache
+    from assay.lab.kv.resident import resident_cache
 
     path, count, spec = request.getfixturevalue(which), 6, "prerope+sinks(n=4)+hadamard(bits=3)"
     calibration = None

@@ -8,12 +8,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from codec_cases import SITES, tokens  # noqa: E402
-from scipy import stats  # noqa: E402
+from codec_cases import SITES, tokens
+from scipy import stats
 
-from assay.errors import UsageError  # noqa: E402
-from assay.kv.codec import Samples, Site  # noqa: E402
-from assay.kv.spec import parse_recipe  # noqa: E402
+from assay.errors import UsageError
+from assay.lab.kv.codec import (
+    Samples,
+    Site,
+)
+from assay.lab.kv.spec import parse_recipe
 
 
 def noisy(spec: str, site: Site, x: torch.Tensor) -> torch.Tensor:

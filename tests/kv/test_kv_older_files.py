@@ -13,17 +13,24 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import save_file
 
-from assay.cli.main import invoke  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
-from assay.kv.calibration import read_calibration  # noqa: E402
-from assay.kv.codec import Site  # noqa: E402
-from assay.kv.model import CacheShape, cache_shape  # noqa: E402
-from assay.kv.older_files import read_levels, read_moments, read_sidecar  # noqa: E402
-from assay.kv.rope import Rotary  # noqa: E402
-from assay.kv.setup import Bench  # noqa: E402
-from assay.kv.spec import parse_recipe  # noqa: E402
+from assay.cli.main import invoke
+from assay.errors import AssayError
+from assay.lab.kv.calibration import read_calibration
+from assay.lab.kv.codec import (
+    CacheShape,
+    Site,
+    cache_shape,
+)
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.older_files import (
+    read_levels,
+    read_moments,
+    read_sidecar,
+)
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_recipe
 
 SHAPE = CacheShape(2, 2, 4, 16, (None, None), "LlamaForCausalLM")
 RIDGE = 1e-3

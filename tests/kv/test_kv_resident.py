@@ -8,23 +8,41 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
-from test_kv_hook import LAYERS, LENGTH, model, windows  # noqa: E402
+from test_kv_hook import LAYERS, LENGTH, model, windows
 
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
-from assay.kv.codec import Samples, Site  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
-from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.resident import HeldStream, resident_cache  # noqa: E402
-from assay.kv.rope import Rotary  # noqa: E402
-from assay.kv.setup import Bench  # noqa: E402
-from assay.kv.spec import parse_recipe, parse_spec  # noqa: E402
+from assay.engines.hf.scorer import window_states
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+)
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+)
+from assay.lab.kv.codec import (
+    Samples,
+    Site,
+    cache_shape,
+)
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.resident import (
+    HeldStream,
+    resident_cache,
+)
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import (
+    parse_recipe,
+    parse_spec,
+)
 
 # Small tensors: threads would only wait for each other.
 torch.set_num_threads(1)

@@ -10,18 +10,30 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
-from assay.kv.calibration import Calibration, write_calibration  # noqa: E402
-from assay.kv.handover import Handover  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
-from assay.kv.resident import HeldStream, resident_cache  # noqa: E402
-from kv.predicting import leaning  # noqa: E402
-from kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
-from kv.test_kv_sides import SPEC, bench_of, coders_of  # noqa: E402
+from assay.engines.hf.scorer import window_states
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+)
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+)
+from assay.lab.kv.calibration import (
+    Calibration,
+    write_calibration,
+)
+from assay.lab.kv.resident import (
+    Handover,
+    HeldStream,
+    resident_cache,
+)
+from kv.predicting import leaning
+from kv.test_kv_hook import LENGTH, model, windows
+from kv.test_kv_sides import SPEC, bench_of, coders_of
 
 MIXED = "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(step=0.2, classes=2, predict=all)"
 
@@ -157,8 +169,8 @@ def test_any_chunks_see_what_is_due(
 
 
 def _identity(key: tuple[int, str], ends: tuple[int, int]) -> Any:
-    from assay.kv.codec import Samples, Site
-    from assay.kv.spec import parse_recipe
+    from assay.lab.kv.codec import Samples, Site
+    from assay.lab.kv.spec import parse_recipe
 
     coder = parse_recipe(f"sinks(n={ends[0]})+recent(n={ends[1]})+identity").fit(
         Samples(Site(key[1], key[0], 4, 2, 4))

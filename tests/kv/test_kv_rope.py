@@ -9,7 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.kv.rope import Rotary, Rotation  # noqa: E402
+from assay.lab.kv.rope import (
+    Rotary,
+    Rotation,
+)
 
 SMALL = {
     "hidden_size": 64,

@@ -16,11 +16,18 @@ pytest.importorskip("torch")
 
 import assay
 from assay.cli.main import invoke
-from assay.engines.vllm.plugin import HOOK
+from assay.engines.vllm.hooks import HOOK
 from assay.errors import AssayError
-from assay.kv import serve
-from assay.kv.serve import ServePlan, launch_of, plugin_folder, run_serve
-from assay.kv.serve_checks import check_options, needs_history, option
+from assay.lab.kv import serve
+from assay.lab.kv.serve import (
+    ServePlan,
+    check_options,
+    launch_of,
+    needs_history,
+    option,
+    plugin_folder,
+    run_serve,
+)
 
 
 @pytest.fixture
@@ -148,7 +155,7 @@ def test_a_python_finds_the_plugin_in_its_folder(checkpoint: Path) -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     module, path = done.stdout.split()
-    assert module == "assay.engines.vllm.plugin"
+    assert module == "assay.engines.vllm.hooks"
     assert Path(path).resolve() == Path(assay.__file__).resolve()
 
 

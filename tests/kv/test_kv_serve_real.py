@@ -17,12 +17,20 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.servers import free_port  # noqa: E402
-from assay.demo.vllm_env import vllm_python  # noqa: E402
-from assay.engines.scoring import ScoreJob, Window  # noqa: E402
-from assay.engines.vllm import VllmScorer  # noqa: E402
-from assay.kv.calibrate import CalibrationPlan, run_calibrate  # noqa: E402
-from assay.kv.hooks import hook_spec  # noqa: E402
+from assay.demo.servers import (
+    free_port,
+    vllm_python,
+)
+from assay.engines.scoring import (
+    ScoreJob,
+    Window,
+)
+from assay.engines.vllm.scorer import VllmScorer
+from assay.lab.kv.calibrate import (
+    CalibrationPlan,
+    run_calibrate,
+)
+from assay.lab.kv.hook_plan import hook_spec
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -11,20 +11,33 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from tests.kv.test_kv_hook import LENGTH, model, windows  # noqa: E402
+from tests.kv.test_kv_hook import LENGTH, model, windows
 
-from assay.engines.hf.window_scoring import window_states  # noqa: E402
-from assay.engines.scoring import ScoreJob, ScoringPath  # noqa: E402
-from assay.errors import AssayError, UsageError  # noqa: E402
-from assay.kv.accounting import stream_facts  # noqa: E402
-from assay.kv.calibration import Calibration  # noqa: E402
-from assay.kv.capture import capture  # noqa: E402
-from assay.kv.fitting import fitters, predicts  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
-from assay.kv.model import cache_shape  # noqa: E402
-from assay.kv.rope import Rotary  # noqa: E402
-from assay.kv.setup import Bench, CoderSet  # noqa: E402
-from assay.kv.spec import parse_spec  # noqa: E402
+from assay.engines.hf.scorer import window_states
+from assay.engines.scoring import (
+    ScoreJob,
+    ScoringPath,
+)
+from assay.errors import (
+    AssayError,
+    UsageError,
+)
+from assay.lab.kv.accounting import stream_facts
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+)
+from assay.lab.kv.calibrate import capture
+from assay.lab.kv.calibration import Calibration
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import (
+    Bench,
+    CoderSet,
+    fitters,
+    predicts,
+)
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_spec
 
 SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
 

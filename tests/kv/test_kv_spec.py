@@ -7,10 +7,17 @@ import pytest
 pytest.importorskip("torch")
 
 from assay.errors import UsageError
-from assay.kv.codec import Site
-from assay.kv.codecs.hadamard import Hadamard
-from assay.kv.registry import CODECS, WRAPPERS, codec_type, wrapper_type
-from assay.kv.spec import parse_recipe, parse_spec, with_parameters
+from assay.lab.kv.codec import Site
+from assay.lab.kv.codecs.hadamard import Hadamard
+from assay.lab.kv.spec import (
+    CODECS,
+    WRAPPERS,
+    codec_type,
+    parse_recipe,
+    parse_spec,
+    with_parameters,
+    wrapper_type,
+)
 
 
 def test_both_streams() -> None:

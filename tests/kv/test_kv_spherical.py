@@ -6,12 +6,17 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from codec_cases import SITES, tokens  # noqa: E402
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from codec_cases import SITES, tokens
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from assay.kv.jacobi import eigh_batched  # noqa: E402
-from assay.kv.spherical import _sketch, random_basis, random_basis_of_grams, ranks  # noqa: E402
+from assay.lab.kv.codecs.kmeans import (
+    _sketch,
+    random_basis,
+    random_basis_of_grams,
+    ranks,
+)
+from assay.lab.kv.klt import eigh_batched
 
 
 @settings(max_examples=10, deadline=None)

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from codec_cases import SITES, SPECS, fitted, tokens  # noqa: E402
+from codec_cases import SITES, SPECS, fitted, tokens
 
 STAGED = [s for s in SPECS if any(name in s for name in ("kakeya", "pca", "hadamard"))]
 

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import AssayError, UsageError
-from assay.kv.front import choose, curse, front
-from assay.kv.rows import RowFile
-from assay.kv.sweep import SweepPlan, specs_in
+from assay.lab.kv.sweep import RowFile, SweepPlan, choose, curse, front, specs_in
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
 
@@ -108,10 +106,9 @@ def test_rows_belong_to_windows_and_tables(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_processes_fit_the_same_coders() -> None:
     torch = pytest.importorskip("torch")
-    from assay.kv.fitting import fitters
-    from assay.kv.model import CacheShape
-    from assay.kv.setup import Bench
-    from assay.kv.spec import parse_spec
+    from assay.lab.kv.codec import CacheShape
+    from assay.lab.kv.fit import Bench, fitters
+    from assay.lab.kv.spec import parse_spec
 
     bench = Bench(CacheShape(3, 2, 4, 16, (None,) * 3, "M"))
     x = torch.randn(2, 20, 16)

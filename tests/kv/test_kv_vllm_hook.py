@@ -10,11 +10,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.scoring import load_hook  # noqa: E402
-from assay.engines.vllm.steps import Request  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
-from assay.kv.accounting import measured_bytes, stream_facts  # noqa: E402
-from assay.kv.hooks import hook_spec  # noqa: E402
+from assay.engines.scoring import load_hook
+from assay.engines.vllm.hooks import Request
+from assay.errors import AssayError
+from assay.lab.kv.accounting import (
+    measured_bytes,
+    stream_facts,
+)
+from assay.lab.kv.hook_plan import hook_spec
 
 LAYERS, HEADS, WIDTH, LENGTH = 3, 2, 16, 21
 

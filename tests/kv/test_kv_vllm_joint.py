@@ -9,11 +9,18 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from assay.kv.codec import BlockCoder, Samples, Site  # noqa: E402
-from assay.kv.codecs.hadamard import HadamardCoder  # noqa: E402
-from assay.kv.in_vllm.joint import in_one, joint_of  # noqa: E402
-from assay.kv.spec import parse_recipe  # noqa: E402
-from kv.test_kv_vllm_hook import HEADS, LAYERS, WIDTH, Context, bound, step  # noqa: E402
+from assay.lab.kv.codec import (
+    BlockCoder,
+    Samples,
+    Site,
+)
+from assay.lab.kv.codecs.hadamard import HadamardCoder
+from assay.lab.kv.spec import parse_recipe
+from assay.lab.kv.vllm_stream import (
+    in_one,
+    joint_of,
+)
+from kv.test_kv_vllm_hook import HEADS, LAYERS, WIDTH, Context, bound, step
 
 
 class Calls:

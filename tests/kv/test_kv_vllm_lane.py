@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from assay.engines.vllm.steps import Request  # noqa: E402
-from assay.errors import AssayError  # noqa: E402
-from assay.kv.hook import Mode  # noqa: E402
-from assay.kv.in_vllm.lane import Lane  # noqa: E402
-from kv.test_kv_hook import Rounding  # noqa: E402
+from assay.engines.vllm.hooks import Request
+from assay.errors import AssayError
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.vllm_stream import Lane
+from kv.test_kv_hook import Rounding
 
 HEADS, WIDTH = 2, 4
 CODERS = [

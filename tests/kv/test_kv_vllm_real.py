@@ -15,14 +15,17 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("constriction")
 
-import assay  # noqa: E402
-from assay.demo.vllm_env import vllm_python  # noqa: E402
-from assay.engines.hf.scorer import HfScorer  # noqa: E402
-from assay.engines.scoring import Window  # noqa: E402
-from assay.kv.calibration import Calibration, write_calibration  # noqa: E402
-from assay.kv.capture import capture  # noqa: E402
-from assay.kv.model import cache_shape  # noqa: E402
-from kv.kv_vllm_inside import HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of  # noqa: E402
+import assay
+from assay.demo.servers import vllm_python
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.scoring import Window
+from assay.lab.kv.calibrate import capture
+from assay.lab.kv.calibration import (
+    Calibration,
+    write_calibration,
+)
+from assay.lab.kv.codec import cache_shape
+from kv.kv_vllm_inside import HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
 
 pytestmark = pytest.mark.engine
 

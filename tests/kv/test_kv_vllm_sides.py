@@ -11,14 +11,20 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.vllm.steps import Request  # noqa: E402
-from assay.kv.accounting import stream_facts  # noqa: E402
-from assay.kv.hook import CodecHook, Mode  # noqa: E402
-from assay.kv.hooks import HookPlan  # noqa: E402
-from assay.kv.in_vllm.hook import VllmCodecHook, lanes_of  # noqa: E402
-from assay.kv.setup import CoderSet  # noqa: E402
-from kv.predicting import leaning  # noqa: E402
-from kv.test_kv_hook import Rounding  # noqa: E402
+from assay.engines.vllm.hooks import Request
+from assay.lab.kv.accounting import stream_facts
+from assay.lab.kv.cache_hook import (
+    CodecHook,
+    Mode,
+)
+from assay.lab.kv.fit import CoderSet
+from assay.lab.kv.hook_plan import HookPlan
+from assay.lab.kv.vllm import (
+    VllmCodecHook,
+    lanes_of,
+)
+from kv.predicting import leaning
+from kv.test_kv_hook import Rounding
 
 LAYERS, HEADS, WIDTH, PREFIX = 3, 2, 4, 12
 KEYS = [(layer, stream) for layer in range(LAYERS) for stream in "kv"]

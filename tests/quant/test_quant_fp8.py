@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
 
-from assay.quant.fp8 import cast, fp8_dtype, widen  # noqa: E402
+from assay.engines.hf.cache import (
+    cast,
+    fp8_dtype,
+    widen,
+)
 
 FORMATS = ("e4m3", "e5m2")
 

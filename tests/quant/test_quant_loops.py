@@ -10,13 +10,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from assay.kv.codec import Site  # noqa: E402
-from assay.kv.codecs.hadamard import Hadamard, HadamardCoder  # noqa: E402
-from assay.quant import compiled, packing  # noqa: E402
-from assay.quant.compiled import in_parts, is_agreed  # noqa: E402
+from assay.lab.kv.codec import Site
+from assay.lab.kv.codecs.hadamard import (
+    Hadamard,
+    HadamardCoder,
+)
+from assay.lab.quant import (
+    compiled,
+    packing,
+)
+from assay.lab.quant.compiled import (
+    in_parts,
+    is_agreed,
+)
 
 KINDS = [torch.bfloat16, torch.float16, torch.float32]
 AWKWARD = [
@@ -192,8 +201,8 @@ def test_parts_cover_all_once_and_in_order() -> None:
 
 STREAM = """
 import hashlib, torch
-from assay.kv.codec import Samples, Site
-from assay.kv.spec import parse_recipe
+from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.spec import parse_recipe
 codec = parse_recipe("hadamard(bits=3.5)").fit(Samples(Site("k", 0, 1, 2, 64)))
 x = torch.randn(2, 300, 64, generator=torch.Generator().manual_seed(4))
 stream = codec.encode(x)
@@ -204,7 +213,7 @@ digest = hashlib.sha256(stream + codec.decode(stream).numpy().tobytes()).hexdige
 def test_without_numba_streams_are_the_same() -> None:
     names: dict[str, str] = {}
     exec(STREAM, names)
-    assert "assay.quant.hadamard_loops" in sys.modules
+    assert "assay.lab.quant.hadamard_loops" in sys.modules
     without = "import sys\nsys.modules['numba'] = None\n" + STREAM + "print(digest)"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", without], capture_output=True, text=True, timeout=120

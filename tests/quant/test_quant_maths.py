@@ -12,12 +12,18 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from scipy.integrate import quad  # noqa: E402
-from scipy.linalg import hadamard  # noqa: E402
-from scipy.stats import norm  # noqa: E402
+from scipy.integrate import quad
+from scipy.linalg import hadamard
+from scipy.stats import norm
 
-from assay.errors import UsageError  # noqa: E402
-from assay.quant.hadamard import (  # noqa: E402
+from assay.errors import UsageError
+from assay.lab.kv.codecs.lattice import (
+    nearest,
+    number,
+    point,
+    points,
+)
+from assay.lab.quant.hadamard import (
     Rotation,
     normal_of_words,
     random_normal,
@@ -26,15 +32,19 @@ from assay.quant.hadamard import (  # noqa: E402
     wht,
     words_of_keys,
 )
-from assay.quant.lattice import nearest, number, point, points  # noqa: E402
-from assay.quant.lloyd_max import (  # noqa: E402
-    empirical_levels,
-    gaussian_error,
-    gaussian_levels,
-    mixed_widths,
+from assay.lab.quant.levels import empirical_levels, gaussian_error, gaussian_levels, mixed_widths
+from assay.lab.quant.packing import (
+    pack,
+    pack_numpy,
+    packed_bytes,
+    unpack,
+    unpack_numpy,
 )
-from assay.quant.packing import pack, pack_numpy, packed_bytes, unpack, unpack_numpy  # noqa: E402
-from assay.quant.polar import polar_bytes, polar_round_trip, polar_weights  # noqa: E402
+from assay.lab.quant.weights import (
+    polar_bytes,
+    polar_round_trip,
+    polar_weights,
+)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64])

@@ -6,8 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.quant.lloyd_max import gaussian_levels  # noqa: E402
-from assay.quant.nearest import _grid, edges_below  # noqa: E402
+from assay.lab.quant.levels import (
+    _grid,
+    edges_below,
+    gaussian_levels,
+)
 
 
 def awkward(edges: torch.Tensor) -> torch.Tensor:

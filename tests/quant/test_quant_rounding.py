@@ -8,8 +8,12 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.errors import UsageError  # noqa: E402
-from assay.quant.rounding import quantise_dequantise, quantise_model, stored_bytes  # noqa: E402
+from assay.errors import UsageError
+from assay.lab.quant.weights import (
+    quantise_dequantise,
+    quantise_model,
+    stored_bytes,
+)
 
 
 @given(

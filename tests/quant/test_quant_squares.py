@@ -6,7 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.quant.hadamard import random_signs, signs_on, sum_of_squares  # noqa: E402
+from assay.lab.quant.hadamard import (
+    random_signs,
+    signs_on,
+    sum_of_squares,
+)
 
 
 @pytest.mark.parametrize("width", [1, 3, 64, 80, 256])

@@ -9,7 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.quant.trellis import STATES, candidates, cheapest_path, quantisers, trellis, values  # noqa: E402
+from assay.lab.quant.trellis import (
+    STATES,
+    candidates,
+    cheapest_path,
+    quantisers,
+    trellis,
+    values,
+)
 
 
 def walked(choices: tuple[int, ...], states: int) -> list[int] | None:

@@ -10,13 +10,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from assay.demo.vllm_env import vllm_python  # noqa: E402
-from assay.quant import compiled  # noqa: E402
-from assay.quant import trellis as module  # noqa: E402
-from assay.quant.trellis import STATES, by_torch, cheapest_path, trellis  # noqa: E402
+from assay.demo.servers import vllm_python
+from assay.lab.quant import compiled
+from assay.lab.quant import trellis as module
+from assay.lab.quant.trellis import (
+    STATES,
+    by_torch,
+    cheapest_path,
+    trellis,
+)
 
 HERE = Path(__file__).parent
 AWKWARD = [0.0, -0.0, 1e-42, 1e29, 1e31, -3.0, float("inf"), float("-inf"), float("nan")]

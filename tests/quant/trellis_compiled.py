@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from assay.quant.trellis_kernel import _search
+from assay.lab.quant.trellis_kernel import _search
 
 KINDS = {
     "costs_at": "*fp32",

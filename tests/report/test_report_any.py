@@ -15,7 +15,8 @@ from markdown_it import MarkdownIt
 from prometheus_client.parser import text_string_to_metric_families
 from report_samples import ATTACKS, reports
 
-from assay.report import beside, console, html, junit, markdown, picture, prometheus
+from assay.report import console, html, junit, markdown, picture, prometheus
+from assay.report import console as beside
 from assay.verdict import Finding, Quote, Report, Severity, Verdict
 
 EVERY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])

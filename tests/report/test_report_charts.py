@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from report_samples import charts, forest
 from rich.cells import cell_len
 
-from assay.report import charts_svg, charts_text
+from assay.report import charts_text
+from assay.report import svg as charts_svg
 from assay.verdict import Band, Chart, Point, Series
 
 SVG = "{http://www.w3.org/2000/svg}"

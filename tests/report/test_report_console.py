@@ -6,7 +6,8 @@ import re
 import pytest
 from report_samples import full, healthy
 
-from assay.report import beside, console
+from assay.report import console
+from assay.report import console as beside
 from assay.verdict import Finding, Metric, Quote, Report, Severity, Table, Verdict
 
 VLLM = (

@@ -6,19 +6,18 @@ import spec_lines as lines
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.speculation.baseline import compare
 from assay.speculation.benefit import (
     Benefit,
     Cost,
+    Measured,
     benefit,
+    compare,
     expected_tokens,
     extrapolated,
     measured_cost,
 )
-from assay.speculation.combine import Evidence
-from assay.speculation.health import assess
-from assay.speculation.intervals import Rate, design_effect, difference, proportion
-from assay.speculation.throughput import Measured
+from assay.speculation.health import Rate, assess, design_effect, difference, proportion
+from assay.speculation.record import Evidence
 
 
 def worth(per_position: list[int], drafts: int, cost: float = 0.1) -> Benefit:

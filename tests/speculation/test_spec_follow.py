@@ -8,9 +8,9 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation import follow as module
-from assay.speculation.examine import Options
-from assay.speculation.follow import follow
+from assay.speculation import live as module
+from assay.speculation.judge import Options
+from assay.speculation.live import follow
 from assay.verdict import Report
 
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.errors import AssayError
-from assay.speculation.combine import Evidence
-from assay.speculation.examine import examine
 from assay.speculation.health import assess
+from assay.speculation.record import Evidence
+from assay.speculation.spec import examine
 
 GOOD = [
     lines.vllm_v1([8, 5], 10), lines.vllm_v1([3], 9, wording="0.8.2"), lines.vllm_v1([3], 9, wording="0.8.3"),

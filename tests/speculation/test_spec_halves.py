@@ -11,7 +11,8 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation import halves, scanner
+from assay.speculation import read as halves
+from assay.speculation import scan as scanner
 from assay.speculation.sources import open_source
 
 pytestmark = pytest.mark.skipif(

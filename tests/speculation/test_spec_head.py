@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import spec_lines as lines
 
-from assay.speculation.cause import likely_causes
-from assay.speculation.clues import read as read_clues
-from assay.speculation.head import HeadState, geometric_ratio, head_evidence
+from assay.speculation.findings import likely_causes
+from assay.speculation.health import HeadState, geometric_ratio, head_evidence
+from assay.speculation.read import read as read_clues
 from assay.speculation.record import Record
 
 

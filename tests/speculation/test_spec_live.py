@@ -8,9 +8,9 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation.examine import Options, examine
-from assay.speculation.live import between, watch
-from assay.speculation.requests import Sent
+from assay.speculation.judge import Options
+from assay.speculation.live import Sent, between, watch
+from assay.speculation.spec import examine
 from stub_server import StubServer
 
 FAST = Options(interval=0.0)

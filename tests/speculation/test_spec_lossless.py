@@ -7,10 +7,8 @@ import numpy as np
 import pytest
 
 from assay.errors import AssayError
-from assay.speculation.examine import Options
-from assay.speculation.lossless import measure
-from assay.speculation.permutation import permutation_p
-from assay.speculation.ties import Tokens, noise_of, part
+from assay.speculation.judge import Options
+from assay.speculation.lossless import Tokens, measure, noise_of, part, permutation_p
 from assay.verdict import Verdict
 from stub_server import Exchange, StubServer
 

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from assay.cache import cache_dir
-from assay.speculation.combine import combine
-from assay.speculation.examine import examine
+from assay.runs import cache_dir
 from assay.speculation.live import between
-from assay.speculation.reading import Reading
-from assay.speculation.record import Record
+from assay.speculation.read import Reading
+from assay.speculation.record import Record, combine
 from assay.speculation.sources import open_source
+from assay.speculation.spec import examine
 
 DATA = Path(__file__).parent / "data"
 RUNS = ["self", "q2k", "pruned", "ngram"]
@@ -64,7 +63,7 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
 
     from assay.demo.models import smollm2_gguf
     from assay.demo.servers import llama_server
-    from assay.speculation.requests import PROMPTS
+    from assay.speculation.live import PROMPTS
 
     binary = cache_dir("llama.cpp") / "bin" / "llama-server"
     if not binary.exists():

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from assay.speculation.combine import combine
-from assay.speculation.examine import examine
 from assay.speculation.live import between
-from assay.speculation.reading import Reading
-from assay.speculation.record import Record
+from assay.speculation.read import Reading
+from assay.speculation.record import Record, combine
 from assay.speculation.sources import open_source
+from assay.speculation.spec import examine
 
 DATA = Path(__file__).parent / "data"
 RUNS = ["self", "self1", "layers26", "random", "zeroed", "ngram"]
@@ -79,8 +78,8 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
 
     from assay.demo.models import build_smollm2
     from assay.demo.servers import vllm_server
-    from assay.speculation.examine import Options
-    from assay.speculation.requests import PROMPTS
+    from assay.speculation.judge import Options
+    from assay.speculation.live import PROMPTS
 
     model = build_smollm2()
     speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}

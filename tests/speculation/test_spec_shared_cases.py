@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from assay.speculation.combine import combine
-from assay.speculation.examine import examine
 from assay.speculation.health import assess
-from assay.speculation.reading import Reading
+from assay.speculation.read import Reading
+from assay.speculation.record import combine
 from assay.speculation.sources import open_source
+from assay.speculation.spec import examine
 
 CASES = Path(__file__).resolve().parents[2].parent / "shared" / "cases" / "spec_logs"
 FILES = sorted(CASES.glob("*.txt"))

@@ -14,10 +14,9 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation.combine import combine
-from assay.speculation.examine import examine, read_files
-from assay.speculation.record import Record
+from assay.speculation.record import Record, combine
 from assay.speculation.sources import in_time_order, open_source
+from assay.speculation.spec import examine, read_files
 
 NOISE = random.Random(0).randbytes(60_000)
 LOG = "\n".join([lines.vllm_engine(0), lines.vllm_v1([80, 50], 100), "bye", ""])

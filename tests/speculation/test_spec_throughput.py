@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from assay.speculation.examine import Options, examine
-from assay.speculation.throughput import Measured, median, quotient
+from assay.speculation.benefit import Measured, median, quotient
+from assay.speculation.judge import Options
+from assay.speculation.spec import examine
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=160))

@@ -4,8 +4,7 @@ import random
 
 import spec_lines as lines
 
-from assay.speculation.health import Health, assess
-from assay.speculation.trend import all_or_nothing, find_collapse, zero_windows
+from assay.speculation.health import Health, all_or_nothing, assess, find_collapse, zero_windows
 
 
 def windows(*rates: float, drafts: int = 100, seed: int | None = None) -> list[str]:

@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from assay.stats.cluster import ClusterEstimate, cluster_ratio
-from assay.stats.equivalence import (
-    Grade,
-    Margins,
-    grade_intervals,
-    grade_point,
-    judge,
-    tost_p,
-)
-from assay.stats.interval import Interval, percent_change
-from assay.stats.proportion import cluster_proportion
+from assay.stats.cluster import ClusterEstimate, cluster_proportion, cluster_ratio
+from assay.stats.equivalence import Grade, Margins, grade_intervals, grade_point, judge, tost_p
+from assay.stats.intervals import Interval, percent_change
 
 
 def interval(lo: float, hi: float) -> Interval:

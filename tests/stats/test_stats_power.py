@@ -10,12 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from assay.stats.cluster import cluster_mean, cluster_ratio
-from assay.stats.holm import holm
-from assay.stats.paired import paired_difference
-from assay.stats.power import resolution, windows_for, windows_needed
-from assay.stats.proportion import cluster_proportion
-from assay.stats.wilson import wilson
+from assay.stats.cluster import cluster_mean, cluster_proportion, cluster_ratio, paired_difference
+from assay.stats.equivalence import holm, resolution, windows_for, windows_needed
+from assay.stats.intervals import wilson
 
 
 def test_resolution_of_the_pilot_itself_is_its_own_interval() -> None:

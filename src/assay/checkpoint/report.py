@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from assay.checkpoint.digests import FileResult
+from assay.checkpoint.files import Outcome
 from assay.checkpoint.findings import plural
-from assay.checkpoint.integrity import FileResult
-from assay.checkpoint.outcome import Outcome
-from assay.checkpoint.serving.versions import TABLED
+from assay.checkpoint.serve_args import TABLED
 from assay.report.text import size_text
 from assay.verdict import Metric, Report, Severity, Table
 

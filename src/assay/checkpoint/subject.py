@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from assay.checkpoint.headers import Header
-from assay.checkpoint.tensors import Tensor, modules
+from assay.checkpoint.safetensors import Header, Tensor, modules
 
 MAX_DOCUMENT_BYTES = 256 << 20
 INDEX = "model.safetensors.index.json"

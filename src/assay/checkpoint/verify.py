@@ -2,19 +2,284 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 
-from assay.checkpoint import manifest
-from assay.checkpoint.draft import is_draft
-from assay.checkpoint.opening import open_checkpoint
-from assay.checkpoint.options import Options, Show, silent
-from assay.checkpoint.outcome import Outcome
-from assay.checkpoint.serving import arguments
-from assay.checkpoint.stages import contents, flags, local_files, remote_files, tensors, values
+from assay.checkpoint import digests, serve_args, serve_flags
+from assay.checkpoint import files as local_files
+from assay.checkpoint import files as remote_files
+from assay.checkpoint.expected import FAMILIES
+from assay.checkpoint.files import Options, Outcome, Show, silent
+from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
+from assay.checkpoint.gguf import check_splits, read_gguf
+from assay.checkpoint.layout import PICKLES, WEIGHTS, Layout
+from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
+from assay.checkpoint.open import open_checkpoint
+from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
+from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.rules import RULES
+from assay.checkpoint.rules.gguf import check_gguf, examine_gguf
+from assay.checkpoint.safetensors import Tensor
+from assay.checkpoint.serve_args import ServeArgs
+from assay.checkpoint.serve_flags import advise
+from assay.checkpoint.structure import (
+    Expectation,
+    check_draft,
+    check_index,
+    check_structure,
+    expectation,
+    head_name,
+    is_draft,
+    tied,
+)
+from assay.checkpoint.subject import Checkpoint
 from assay.errors import UsageError
 
-__all__ = ["Options", "Outcome", "Show", "silent", "verify"]
+# -----------------------------------------------------------------------------
+# What kind of checkpoint lies here, and which of its files nobody opens.
+
+
+def examine_contents(outcome: Outcome) -> None:
+    """Files that could not be reached, a folder without a config, and pickles."""
+    for name, reason in outcome.opened.problems:
+        title = f"cannot read {name}: {reason}"
+        outcome.findings.append(found("not_examined", title, path=name, reason=reason))
+    _configless(outcome)
+    _pickles(outcome)
+
+
+def _configless(outcome: Outcome) -> None:
+    """A folder without config.json (and without GGUF) can be hashed, but not examined."""
+    checkpoint = outcome.opened.checkpoint
+    files = checkpoint.files
+    if checkpoint.kind in {"gguf", "safetensors"} or "config.json" in files:
+        return
+    if any(f.endswith(".gguf") for f in files):
+        return
+    if "adapter_config.json" in files:
+        title = "an adapter: its tensors were not held against a model"
+        outcome.findings.append(noted("not_examined", title))
+        return
+    remedies = ["give the folder that holds config.json, or download it"]
+    title = "no config.json: this is no checkpoint that can be examined"
+    outcome.findings.append(found("not_examined", title, remedies=remedies))
+
+
+def _pickles(outcome: Outcome) -> None:
+    files = outcome.opened.checkpoint.files
+    names = [n for n in files if n.endswith(PICKLES)]
+    if not names:
+        return
+    title = f"{plural(len(names), 'file')} not examined: {some(names)}"
+    detail = "Opening a pickle can run code, so assay only hashes such files; convert them to safetensors."
+    write = noted if any(n.endswith(WEIGHTS) for n in files) else warned
+    outcome.findings.append(write("not_examined", title, detail=detail, paths=names[:20]))
+
+
+# -----------------------------------------------------------------------------
+# The flags that the checkpoint is to be served with, and those that would fit it.
+
+
+def examine_flags(outcome: Outcome, serve: ServeArgs | None) -> None:
+    """Hold the command line of the server against the checkpoint."""
+    if serve is None:
+        return
+    target = serve_flags.Target(
+        outcome.opened.checkpoint,
+        outcome.declared,
+        outcome.cache,
+        outcome.head,
+        serve,
+        outcome.options.version,
+        outcome.options.capability,
+    )
+    outcome.add(serve_flags.lint(target))
+    _draft_of(outcome, serve)
+
+
+def _draft_of(outcome: Outcome, serve: ServeArgs) -> None:
+    """A draft that --speculative-config names by a local path is held against this target."""
+    settings = serve.structure("--speculative-config") or {}
+    model = settings.get("model")
+    if isinstance(model, str) and Path(model).is_dir():
+        outcome.add(check_draft(open_checkpoint(model).checkpoint, outcome.opened.checkpoint))
+
+
+def advise_on(outcome: Outcome) -> None:
+    """The command that fits the checkpoint. A local path stays out of it: reports are passed on."""
+    source = outcome.source
+    model = source.removeprefix("hub:") if source.startswith("hub:") else outcome.repo or "MODEL"
+    outcome.advice = advise(
+        outcome.opened.checkpoint,
+        model,
+        outcome.declared,
+        outcome.cache,
+        outcome.head,
+        outcome.options.version,
+    )
+
+
+# -----------------------------------------------------------------------------
+# The GGUF files of a checkpoint: header, tensor table, and the draft head where there is no other model.
+
+
+def examine_gguf_files(outcome: Outcome) -> None:
+    """Read every GGUF file that lies here; those on the Hub are listed, not read."""
+    checkpoint, layout = outcome.opened.checkpoint, outcome.opened.layout
+    names = [n for n in checkpoint.files if n.endswith(".gguf")]
+    if layout is None:
+        if names:
+            title = f"{plural(len(names), 'GGUF file')} not examined: {some(names)}"
+            detail = "On the Hub only the headers of safetensors files are read."
+            outcome.findings.append(warned("not_examined", title, detail=detail, paths=names[:SHOWN]))
+        return
+    for name in names:
+        _one(outcome, name, layout.files[name].real)
+    beside = checkpoint.files if layout.kind == "folder" else _siblings(layout.root)
+    outcome.add(check_splits(outcome.ggufs, beside))
+
+
+def _siblings(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def _one(outcome: Outcome, name: str, path: Path) -> None:
+    try:
+        gguf = read_gguf(path, name)
+    except OSError as error:
+        title = f"cannot read {name}: {error.strerror}"
+        outcome.findings.append(found("not_examined", title, path=name))
+        return
+    outcome.ggufs.append(gguf)
+    outcome.add(check_gguf(gguf))
+    if outcome.opened.checkpoint.tensors or not gguf.tensors:
+        return
+    head = examine_gguf(gguf)
+    if outcome.mtp is None or head.status != "none":
+        outcome.mtp = head
+        outcome.add(check_mtp(head, True, outcome.options.version))
+
+
+# -----------------------------------------------------------------------------
+# Headers, index, documents, expected tensors, quantisation and draft head: all that headers and small files tell.
+
+
+def examine_tensors(outcome: Outcome) -> None:
+    """Every rule on headers and documents, and the GGUF files."""
+    checkpoint = outcome.opened.checkpoint
+    for header in checkpoint.headers.values():
+        outcome.add(found(f.id, f.message, **f.evidence) for f in header.faults)
+    examine_gguf_files(outcome)
+    outcome.tensors = len(checkpoint.tensors) + sum(len(g.tensors) for g in outcome.ggufs)
+    if checkpoint.kind in {"gguf", "safetensors"} or "config.json" not in checkpoint.files:
+        return
+    outcome.add(check_index(checkpoint))
+    for rule in RULES:
+        outcome.add(rule(checkpoint))
+    outcome.declared = parse(checkpoint)
+    outcome.cache = kv_cache(checkpoint, outcome.declared)
+    if checkpoint.tensors:
+        _stored(outcome, checkpoint)
+
+
+def _stored(outcome: Outcome, checkpoint: Checkpoint) -> None:
+    """What is stored against what the config promises and declares."""
+    if is_draft(checkpoint):
+        source = outcome.options.target
+        target = open_checkpoint(source).checkpoint if source else None
+        outcome.add(check_draft(checkpoint, target))
+    else:
+        promised = _promised(checkpoint)
+        outcome.expected_from = promised.origin if promised else None
+        outcome.add(check_structure(checkpoint, promised))
+        outcome.mtp = examine_checkpoint(checkpoint, outcome.declared)
+        outcome.add(check_mtp(outcome.mtp, outcome.declared is not None, outcome.options.version))
+        outcome.add(check_quantization(checkpoint, outcome.declared, head_prefixes(checkpoint)))
+    outcome.add(check_orphans(checkpoint))
+    outcome.add(check_kv(checkpoint, outcome.cache))
+
+
+def _promised(checkpoint: Checkpoint) -> Expectation | None:
+    """From the config where assay knows the layout by heart (no torch to import), else from transformers."""
+    if str(checkpoint.text_config.get("model_type")) in FAMILIES:
+        return expectation(checkpoint)
+    if checkpoint.config.get("architectures") and find_spec("torch") and find_spec("transformers"):
+        from assay.checkpoint.structure import meta_expectation
+
+        return meta_expectation(checkpoint)
+    return None
+
+
+# -----------------------------------------------------------------------------
+# `--values`: every stored value, read once.
+
+SIGNED_SCALES = frozenset({"auto-round", "gptq", "awq", "torchao", "hqq"})
+"""Methods whose scales may be negative."""
+
+
+def examine_values(outcome: Outcome, show: Show) -> None:
+    """Scan the values of a local checkpoint, if that was asked for."""
+    if not outcome.options.values:
+        return
+    if outcome.opened.layout is None:
+        title = "--values needs the weights; they are on the Hub, not here"
+        outcome.findings.append(warned("not_examined", title))
+        return
+    _scan(outcome, outcome.opened.layout, show)
+
+
+def _scan(outcome: Outcome, layout: Layout, show: Show) -> None:
+    from assay.checkpoint.gguf import check_block_scales, gguf_jobs
+    from assay.checkpoint.value_rules import check_duplicates, check_norms, check_tied, judge_values
+    from assay.checkpoint.values import scan
+
+    checkpoint = outcome.opened.checkpoint
+    where = {name: layout.files[t.file].real for name, t in checkpoint.tensors.items()}
+    jobs = [(t, where[n]) for n, t in checkpoint.tensors.items() if t.end <= layout.files[t.file].size]
+    for gguf in outcome.ggufs:
+        if not checkpoint.tensors:
+            jobs.extend((t, layout.files[gguf.file].real) for t in gguf_jobs(gguf))
+            outcome.add(check_block_scales(gguf, layout.files[gguf.file].real))
+    outcome.scanned_bytes = sum(t.nbytes for t, _ in jobs)
+    with show("scanning values", outcome.scanned_bytes) as progress:
+        statistics, problems = scan(jobs, progress, outcome.options.workers)
+    for name, reason in problems:
+        title = f"cannot read the values of {name}: {reason}"
+        outcome.findings.append(found("not_examined", title, tensor=name))
+    method = outcome.declared.method if outcome.declared else None
+    outcome.add(judge_values(statistics, signed_scales=method in SIGNED_SCALES))
+    outcome.add(check_norms(statistics, str(checkpoint.text_config.get("model_type"))))
+    same = _comparer(checkpoint.tensors, where)
+    outcome.add(check_duplicates(statistics, same))
+    by_name = {s.name: s for s in statistics}
+    embedding = f"{checkpoint.prefix}embed_tokens.weight"
+    outcome.add(check_tied(by_name, embedding, head_name(checkpoint), tied(checkpoint), same))
+
+
+def _comparer(tensors: dict[str, Tensor], where: dict[str, Path]) -> Callable[[str, str], bool]:
+    """A function that says whether two tensors hold the same bytes."""
+
+    def same(one: str, two: str) -> bool:
+        a, b = tensors.get(one), tensors.get(two)
+        if a is None or b is None:
+            return False
+        return _bytes(where[one], a) == _bytes(where[two], b)
+
+    return same
+
+
+def _bytes(path: Path, tensor: Tensor) -> bytes:
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        return view[tensor.start : tensor.end]
+
+
+# -----------------------------------------------------------------------------
 
 
 def verify(source: str, options: Options, show: Show = silent) -> Outcome:
@@ -24,20 +289,20 @@ def verify(source: str, options: Options, show: Show = silent) -> Outcome:
     runs; the outcome then says so and holds what was found before.
     """
     if options.write_manifest:
-        manifest.require_writable(options.write_manifest)
-    stated = manifest.load(options.manifest) if options.manifest else None
-    serve = arguments.parse(options.serve_args) if options.serve_args is not None else None
+        digests.require_writable(options.write_manifest)
+    stated = digests.load(options.manifest) if options.manifest else None
+    serve = serve_args.parse(options.serve_args) if options.serve_args is not None else None
     began = time.perf_counter()
     outcome = Outcome(source, open_checkpoint(source, options.revision), options)
     _check_options(outcome)
     outcome.seconds["open"] = time.perf_counter() - began
-    files = remote_files.examine if outcome.opened.hub else local_files.examine
+    files = remote_files.examine_remote if outcome.opened.hub else local_files.examine_local
     stages: dict[str, Callable[[], None]] = {
-        "contents": lambda: contents.examine(outcome),
-        "tensors": lambda: tensors.examine(outcome),
-        "flags": lambda: flags.examine(outcome, serve),
+        "contents": lambda: examine_contents(outcome),
+        "tensors": lambda: examine_tensors(outcome),
+        "flags": lambda: examine_flags(outcome, serve),
         "files": lambda: files(outcome, stated, show),
-        "values": lambda: values.examine(outcome, show),
+        "values": lambda: examine_values(outcome, show),
     }
     for name, stage in stages.items():
         began = time.perf_counter()
@@ -48,7 +313,7 @@ def verify(source: str, options: Options, show: Show = silent) -> Outcome:
             break
         finally:
             outcome.seconds[name] = time.perf_counter() - began
-    flags.advise_on(outcome)
+    advise_on(outcome)
     return outcome
 
 

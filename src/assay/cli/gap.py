@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from assay.cli.numbers import numbers_of
+from assay.cli.kv import numbers_of
 from assay.cli.verb import verb
 from assay.verdict import Report
 
@@ -52,9 +52,8 @@ def command(
     """
     from assay.cli.progress import show
     from assay.fidelity.plan import fraction
-    from assay.gap.path import full_spec
-    from assay.gap.plan import QUICK, GapPlan
-    from assay.gap.run import run_gap
+    from assay.lab.gap.gap import run_gap
+    from assay.lab.gap.plan import QUICK, GapPlan, full_spec
 
     given: dict[str, Any] = {
         "windows": windows,

@@ -18,7 +18,7 @@ def grade_command(
     A file holds raw text, or one chat-completion response as JSON. Exit code 1 if any text is degenerate or
     empty, 3 if the worst is truncated reasoning, 2 if a file cannot be read.
     """
-    from assay.coherence.file_grading import grade_files
+    from assay.coherence.grade_files import grade_files
 
     return grade_files(files)
 

@@ -28,9 +28,9 @@ VERBS = {
     "verify": "assay.cli.verify",
     "spec": "assay.cli.spec",
     "compare": "assay.cli.compare",
-    "reference": "assay.cli.reference",
+    "reference": "assay.cli.compare:reference",
     "gap": "assay.cli.gap",
-    "rerun": "assay.cli.rerun",
+    "rerun": "assay.cli.compare:rerun",
     "demo": "assay.cli.demo",
 }
 
@@ -51,7 +51,8 @@ def build() -> typer.Typer:
     )
     app.callback()(_root)
     for name, module in VERBS.items():
-        app.command(name)(import_module(module).command)
+        path, _, function = module.partition(":")
+        app.command(name)(getattr(import_module(path), function or "command"))
     for name, module in GROUPS.items():
         app.add_typer(import_module(module).app, name=name)
     return app

@@ -62,7 +62,8 @@ def spec_command(
     Exit code 0 healthy, 1 degraded or broken, 3 off or insufficient, 2 if a source cannot be read.
     """
     from assay.errors import UsageError
-    from assay.speculation.examine import Options, examine
+    from assay.speculation.judge import Options
+    from assay.speculation.spec import examine
 
     options = Options(
         baseline=tuple(baseline or ()), model=model, cost_ratio=cost_ratio, interval=interval, requests=requests,
@@ -74,7 +75,7 @@ def spec_command(
         return examine(sources, options)
     if len(sources) != 1 or baseline or lossless:
         raise UsageError("--follow takes one log and nothing to compare with", finding_id="speculation.usage")
-    from assay.speculation.follow import follow as follow_log
+    from assay.speculation.live import follow as follow_log
 
     return follow_log(sources[0], options, seconds)
 

@@ -76,10 +76,11 @@ def command(
     digest to hold against.
     """
     from assay.checkpoint import report, verify
-    from assay.checkpoint.digest_cache import DigestCache
-    from assay.checkpoint.serving.versions import engine_version as parse_version
+    from assay.checkpoint.digests import DigestCache
+    from assay.checkpoint.files import Options
+    from assay.checkpoint.serve_args import engine_version as parse_version
 
-    options = verify.Options(
+    options = Options(
         repo=repo,
         revision=revision,
         manifest=manifest,

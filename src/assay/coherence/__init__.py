@@ -5,21 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from assay.coherence.completion import grade_completion
-    from assay.coherence.file_grading import grade_files
-    from assay.coherence.grading import Grade, Label, grade
-    from assay.coherence.stream import StreamingGrader
+    from assay.coherence.grade_files import grade_completion
+    from assay.coherence.grading import Grade, Label, StreamingGrader, grade
 
 _HOMES = {
     "Grade": "grading",
     "Label": "grading",
-    "StreamingGrader": "stream",
+    "StreamingGrader": "grading",
     "grade": "grading",
-    "grade_completion": "completion",
-    "grade_files": "file_grading",
+    "grade_completion": "grade_files",
 }
-
-__all__ = ["Grade", "Label", "StreamingGrader", "grade", "grade_completion", "grade_files"]
 
 
 def __getattr__(name: str) -> Any:
@@ -29,3 +24,6 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+__all__ = ["Grade", "Label", "StreamingGrader", "grade", "grade_completion"]

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.check_report import build_report
-from assay.coherence.judge import judge
+from assay.coherence.diagnosis import judge
 from assay.coherence.measure import Measurement, Plan
-from assay.coherence.record import CheckRecord
-from assay.coherence.reference import Reference, measure_reference, read_reference, reference_folder
-from assay.engines.server import ServerEngine
+from assay.coherence.record import CheckRecord, Reference
+from assay.coherence.reference import measure_reference, read_reference, reference_folder
+from assay.coherence.report import build_report
+from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Report, Verdict, worst

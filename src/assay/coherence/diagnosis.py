@@ -1,17 +1,93 @@
-"""Why might it be broken, in order of likelihood, with the evidence; what to run next; the known-coherent way back."""
+"""From what was measured to a verdict: a pure function of one record and, where there is one, of a reference record.
+
+A weak model that is whole must not be called broken, and a subtle fault must not be called sane. So nothing rests on
+one text: rates carry intervals, and every rule answers `good`, `bad` or `unclear`. One bad rule fails the subject;
+otherwise one unclear rule makes it inconclusive.
+"""
 
 from __future__ import annotations
 
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from assay.coherence.judge import Judgement
+from assay.coherence.grading import Grade, Label
 from assay.coherence.record import CheckRecord, Sample
-from assay.coherence.rules.texts import is_loop
-from assay.verdict import Finding, Severity
+from assay.coherence.rules import (
+    Ruling,
+    answers,
+    bits,
+    counters,
+    degenerate_rate,
+    depth,
+    hard_texts,
+    hidden_tokens,
+    is_loop,
+    prompts,
+    same_answers,
+    throughput,
+    timed_too_bad,
+    truncated,
+    unfinished,
+)
+from assay.verdict import Finding, Severity, Verdict
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on a record, and how it came about."""
+
+    verdict: Verdict
+    rulings: tuple[Ruling, ...]
+    throughput_valid: bool
+    findings: tuple[Finding, ...] = field(default=())
+
+
+def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgement:
+    """Judge `record`, against `reference` where there is one."""
+    rulings = [
+        *prompts(record, reference),
+        *hard_texts(record, reference),
+        *degenerate_rate(record, reference),
+        *hidden_tokens(record, reference),
+        *bits(record, reference),
+        *depth(record, reference),
+        *counters(record),
+        *truncated(record, reference),
+        *unfinished(record),
+    ]
+    rulings += same_answers(record, reference)
+    rulings += answers(record, reference)
+    rulings += throughput(record, reference)
+    states = {ruling.state for ruling in rulings}
+    if "bad" in states:
+        verdict = Verdict.FAIL
+    elif "unclear" in states or not record.samples:
+        verdict = Verdict.INCONCLUSIVE
+    else:
+        verdict = Verdict.PASS
+    findings = tuple(finding for ruling in rulings for finding in ruling.findings)
+    if verdict is Verdict.INCONCLUSIVE and not any(r.state == "unclear" and r.findings for r in rulings):
+        findings = (*findings, _too_little(rulings))
+    valid = verdict is not Verdict.FAIL and bool(record.timed) and not timed_too_bad(record, reference)
+    return Judgement(verdict, tuple(rulings), valid, findings)
+
+
+def _too_little(rulings: Sequence[Ruling]) -> Finding:
+    """Why the verdict is open, where the rules that leave it open have nothing to report."""
+    unclear = [ruling.says for ruling in rulings if ruling.state == "unclear"]
+    return Finding(
+        id="coherence.unclear",
+        severity=Severity.WARNING,
+        title=f"too little was measured for a verdict: {'; '.join(unclear) or 'no text was graded'}",
+        remedies=("run all probes, or more --samples",),
+    )
+
+
+# -----------------------------------------------------------------------------
+# Why might it be broken, in order of likelihood, with the evidence; what to run next; the known-coherent way back.
 
 ROLLBACK_CONTEXT = 8000
 LATE_ONSET_CHARS = 300
@@ -190,3 +266,68 @@ def _examples(finding: Finding, bad: Sequence[Sample]) -> dict[str, Any]:
         "onset_chars": sorted(s.onset_char for s in bad if s.onset_char is not None)[:20],
         "finish_reasons": dict(Counter(s.finish_reason or "none" for s in bad)),
     }
+
+
+# -----------------------------------------------------------------------------
+# What a fault in a text most likely comes from, and what to do: the words of a finding for each kind.
+
+_NAN = "NaN or infinite logits: every step then picks one fixed token"
+_LOOP = "a model that is weak, or damaged by quantisation or a low-bit KV cache, in greedy or cold sampling"
+_WEIGHTS = "wrong weights: a corrupt shard, a wrong quantisation flag, a wrong rope_theta"
+_TOKENIZER = "a tokenizer or chat template that does not belong to the checkpoint"
+
+_CAUSES: dict[str, tuple[str, ...]] = {
+    "single_char_flood": (_NAN, "a corrupt shard or missing scale"),
+    "special_token_flood": (_NAN, _TOKENIZER),
+    "special_token_leak": (_TOKENIZER, "special tokens that the server does not skip"),
+    "template_leak": (_TOKENIZER, "an end-of-turn token that is missing from the stop tokens"),
+    "tokenizer_marks": ("ids turned into text without the tokenizer's decoder", _TOKENIZER),
+    "replacement_characters": (
+        "a character's bytes split over tokens or chunks and decoded apart",
+        _TOKENIZER,
+    ),
+    "control_characters": (_TOKENIZER, _WEIGHTS),
+    "newline_loop": ("a grammar or JSON mode that allows blanks without end", _LOOP),
+    "blank_flood": ("a grammar or JSON mode that allows blanks without end", _LOOP),
+    "repeated_tool_call": ("the tool's result is not shown to the model by the template", _LOOP),
+    "stutter": ("a KV cache with too few bits", _WEIGHTS),
+    "token_soup": (_WEIGHTS, "a KV cache that is corrupt or has too few bits", _TOKENIZER),
+    "mixed_scripts": (_WEIGHTS, "a KV cache that is corrupt or has too few bits", _TOKENIZER),
+    "no_text": ("special tokens only, which the server strips", "a parser that ate the answer"),
+    "blank_text": ("special tokens only, which the server strips", "a context past the model's window"),
+    "answer_in_reasoning_field": ("a reasoning parser that does not fit the model",),
+    "open_think_tag": ("max_tokens too small for the reasoning", "a reasoning parser that is not active"),
+    "reasoning_cut": ("max_tokens too small for the reasoning",),
+}
+_REMEDIES = {
+    Label.DEGENERATE: ("assay verify CHECKPOINT", "assay check URL --reference-engine hf:CHECKPOINT"),
+    Label.EMPTY: ("look at usage.completion_tokens, and ask again with skip_special_tokens=false",),
+    Label.TRUNCATED_REASONING: ("ask again with a larger max_tokens", "set the server's reasoning parser"),
+}
+
+
+def causes_of(kind: str) -> tuple[str, ...]:
+    """Likely causes of a kind of fault, the likeliest first."""
+    if kind in _CAUSES:
+        return _CAUSES[kind]
+    return (
+        (_WEIGHTS, "a KV cache that is corrupt or has too few bits")
+        if "salad" in kind or "soup" in kind
+        else (_LOOP,)
+    )
+
+
+def explain(path: str, result: Grade) -> Finding:
+    """The finding for one faulty text."""
+    kind = result.kind or ""
+    where = (
+        f" from character {result.onset_char:,} of {result.part}" if result.label is Label.DEGENERATE else ""
+    )
+    return Finding(
+        id=f"coherence.{result.label.value}",
+        severity=Severity.WARNING if result.label is Label.TRUNCATED_REASONING else Severity.ERROR,
+        title=f"{path}: {result.label.value.replace('_', ' ')} ({kind.replace('_', ' ')}){where}",
+        evidence={"path": path, "kind": kind, "onset_char": result.onset_char, **result.evidence},
+        causes=causes_of(kind),
+        remedies=_REMEDIES[result.label],
+    )

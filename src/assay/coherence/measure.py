@@ -2,30 +2,285 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from statistics import median
 
 from assay.coherence.conversation import (
     GREEDY,
     TEMPERATURE,
     TOP_P,
+    Context,
     Outcome,
+    Probe,
     Sampling,
     Task,
+    answer_text,
     generate_all,
     run_tasks,
+    side_by_side,
+    user,
 )
-from assay.coherence.passages import planned_scores, score_passages
-from assay.coherence.probes import standard_probes
-from assay.coherence.probes.base import Context, Probe
-from assay.coherence.probes.needle import DEFAULT_LONGEST, filler
-from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sample, TimedText
-from assay.coherence.samples import to_sample
-from assay.coherence.throughput import prefill_speed, time_round, timed_requests, to_timed_text
-from assay.engines.base import Capability, Engine
+from assay.coherence.grading import Grade, grade
+from assay.coherence.needle import DEFAULT_LONGEST, filler
+from assay.coherence.probes import FIBONACCI, extract_code, standard_probes
+from assay.coherence.record import HEAD_CHARS, CheckRecord, PassageScore, ProbeResult, Sample, TimedText
+from assay.coherence.sandbox import run_fibonacci
+from assay.engines.base import Capability, Engine, Reply, Request
 from assay.engines.server.errors import RequestRefused
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict
+
+# -----------------------------------------------------------------------------
+# Bits per byte of fixed texts: how well does the model predict plain text, near the start and deep in the context?
+#
+# A sane language model needs well under 2 bits for a byte of English; a broken one needs more, long before its text
+# looks wrong. Against a reference, which scores the same texts, much smaller differences show.
+
+LONGEST_CONTEXT = 4096
+"""Deepest position, in tokens, at which passages are scored."""
+
+_DEEP_PASSAGES = 4
+_MARGIN_TOKENS = 32
+
+
+@cache
+def passages() -> tuple[str, ...]:
+    """The fixed texts, shipped with assay."""
+    text = (files("assay.coherence") / "passages.txt").read_text(encoding="utf-8")
+    body = "\n".join(line for line in text.splitlines() if not line.startswith("# Fixed texts"))
+    return tuple(block.strip("\n") for block in body.split("\n----\n"))
+
+
+def score_passages(
+    engine: Engine, max_model_len: int | None, on_done: Callable[[], None] = lambda: None
+) -> Iterator[PassageScore]:
+    """Score every passage by itself, and a few of them again at half and at full depth of the context.
+
+    Depth needs the engine's own tokenizer; without it only the passages by themselves are scored.
+    """
+    texts = passages()
+    for index, text in enumerate(texts):
+        scores = engine.score(text)
+        yield PassageScore(f"p{index:02d}", 0, scores.nll, len(text.encode()))
+        on_done()
+    if Capability.TOKENIZE not in engine.capabilities:
+        return
+    counts = [len(engine.tokenize(text)) for text in texts]
+    usable = min(max_model_len or LONGEST_CONTEXT, LONGEST_CONTEXT) - _MARGIN_TOKENS
+    for share in (0.5, 1.0):
+        for target in range(_DEEP_PASSAGES):
+            context = _context(texts, counts, target, int(usable * share) - counts[target])
+            if context is None:
+                return
+            yield _score_last(engine, f"p{target:02d}", f"{context}\n\n", texts[target], counts[target])
+            on_done()
+
+
+def planned_scores(max_model_len: int | None) -> int:
+    """How many scores `score_passages` will yield at most, for a progress bar."""
+    return len(passages()) + 2 * _DEEP_PASSAGES
+
+
+def _context(texts: tuple[str, ...], counts: list[int], target: int, tokens: int) -> str | None:
+    """Other passages, over and over, up to `tokens` tokens; None where not even two of them fit."""
+    chosen: list[str] = []
+    total, index = 0, target
+    while True:
+        index = (index + 1) % len(texts)
+        if index == target:
+            continue
+        if total + counts[index] + 2 > tokens:
+            break
+        chosen.append(texts[index])
+        total += counts[index] + 2
+    return "\n\n".join(chosen) if len(chosen) >= 2 else None
+
+
+def _score_last(engine: Engine, name: str, context: str, text: str, tokens: int) -> PassageScore:
+    """Score `context + text` and keep the tokens of `text`, which are the last ones."""
+    logprobs = engine.score(context + text).token_logprobs
+    last = logprobs[-tokens:]
+    nats = -sum(value for value in last if value is not None)
+    return PassageScore(name, len(logprobs) - tokens, nats, len(text.encode()))
+
+
+# -----------------------------------------------------------------------------
+# From the replies of one conversation to one graded sample.
+
+# From the worst label to the best; the sample of a conversation of several replies is its worst reply.
+_WORST_FIRST = ("degenerate", "empty", "truncated_reasoning", "ok")
+
+
+def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
+    """Grade every reply of a conversation; the worst one is the sample, the checks see them all.
+
+    `run_code` also runs the code that the Fibonacci probe asked for, in a sandboxed subprocess.
+    """
+    task = outcome.task
+    checks = task.probe.check(outcome.replies, task.variant)
+    if run_code and task.probe.name == FIBONACCI.name:
+        checks = (*checks, run_fibonacci(extract_code(answer_text(outcome.replies[-1]))))
+    graded = [(reply, grade_reply(reply)) for reply in outcome.replies]
+    reply, worst = min(graded, key=lambda pair: _WORST_FIRST.index(pair[1].label))
+    return Sample(
+        label=worst.label,
+        kind=worst.kind,
+        onset_char=worst.onset_char,
+        finish_reason=reply.finish_reason,
+        completion_tokens=reply.completion_tokens,
+        text_head=shown_text(reply)[:HEAD_CHARS],
+        text_chars=received_chars(reply),
+        coherent_chars=worst.coherent_chars,
+        temperature=task.sampling.temperature,
+        seed=task.sampling.seed,
+        prompt_tokens=reply.prompt_tokens,
+        checks=checks,
+        variant=task.variant,
+    )
+
+
+def grade_reply(reply: Reply) -> Grade:
+    """Grade content, reasoning and tool calls of one reply, each in its own right."""
+    return grade(
+        reply.content,
+        reasoning=reply.reasoning or None,
+        tool_calls=reply.tool_calls,
+        finish_reason=reply.finish_reason,
+    )
+
+
+def shown_text(reply: Reply) -> str:
+    """What a person is shown of a reply: the content, else the reasoning, else the tool calls."""
+    if reply.content:
+        return reply.content
+    if reply.reasoning:
+        return reply.reasoning
+    return " ".join(f"{call.name}({call.arguments})" for call in reply.tool_calls)
+
+
+def received_chars(reply: Reply) -> int:
+    """Code points received in all fields, to hold against the tokens that were billed."""
+    calls = sum(len(call.name) + len(call.arguments) for call in reply.tool_calls)
+    return len(reply.content) + len(reply.reasoning) + calls
+
+
+# -----------------------------------------------------------------------------
+# How fast is the server, measured on text that is then graded?
+#
+# Decode speed of one stream is (n − tokens in the first chunk) / (t_last − t_first), with n from the server's usage:
+# a speculating server sends several tokens in one chunk, so chunks are not tokens. Prompts differ from their first
+# word on, so that a prefix cache does not answer for the model.
+
+TOKENS = 160
+"""Tokens of one timed text at most: enough for a loop to show, short enough to repeat."""
+
+_SUBJECTS = (
+    "how a lighthouse works", "why leaves change colour in autumn", "how bread rises", "what a librarian does all day",
+    "how a bicycle stays upright", "why the sea is salty", "how a letter travels to another country",
+    "what happens inside a beehive in winter", "how glass is made", "why cities have parks", "how a piano makes sound",
+    "what a glacier leaves behind", "how people kept time before clocks", "why bridges need joints",
+    "how a seed becomes a tree", "what makes a good map",
+)  # fmt: skip
+
+
+def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
+    """`count` requests for short prose with different beginnings, recorded seeds and the usual sampling."""
+    rng = random.Random(f"throughput/{seed}")
+    requests = []
+    for index in range(count):
+        subject = _SUBJECTS[index % len(_SUBJECTS)]
+        number = rng.randint(10_000, 99_999)
+        question = f"Note {number}: write about 150 words on {subject}."
+        prompt = f"Note {number}\n\nA short article on {subject}.\n\n"
+        requests.append(
+            Request(
+                messages=(user(question),) if chat else None,
+                prompt=None if chat else prompt,
+                max_tokens=TOKENS,
+                temperature=TEMPERATURE,
+                top_p=TOP_P,
+                seed=seed + index,
+            )
+        )
+    return requests
+
+
+def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list[TimedText]:
+    """Stream all `requests` at once and grade what came; a reply whose tokens the server does not count is left out."""
+    replies = side_by_side(engine.stream, requests, len(requests))
+    return [
+        to_timed_text(reply, round_)
+        for reply in replies
+        if reply.timing is not None and reply.completion_tokens is not None
+    ]
+
+
+def to_timed_text(reply: Reply, round_: int = 0) -> TimedText:
+    """Grade and speed of one reply; without a speed where nothing was timed, as on the reference side."""
+    timing, tokens = reply.timing, reply.completion_tokens or 0
+    grade = grade_reply(reply)
+    text = TimedText(
+        label=grade.label,
+        kind=grade.kind,
+        onset_char=grade.onset_char,
+        text_head=shown_text(reply)[:HEAD_CHARS],
+        text_chars=received_chars(reply),
+        coherent_chars=grade.coherent_chars,
+        prompt_tokens=reply.prompt_tokens,
+        completion_tokens=tokens,
+        round=round_,
+    )
+    if timing is None:
+        return text
+    return replace(
+        text,
+        ttft_s=timing.ttft,
+        e2e_s=(timing.finished or timing.last_token) - timing.started,
+        itl_s=timing.time_per_output_token(tokens),
+        decode_tokens_per_s=timing.decode_tokens_per_s(tokens),
+        first_chunk_source=timing.first_chunk_source,
+    )
+
+
+def prefill_speed(engine: Engine, prompts: Sequence[str], chat: bool) -> float | None:
+    """Median of prompt tokens / TTFT over long prompts, in tokens a second; None where it cannot be known."""
+    speeds = []
+    for prompt in prompts:
+        reply = engine.stream(
+            Request(messages=(user(prompt),) if chat else None, prompt=None if chat else prompt, max_tokens=1)
+        )
+        if reply.timing is not None and reply.prompt_tokens and reply.timing.ttft > 0:
+            speeds.append(reply.prompt_tokens / reply.timing.ttft)
+    return median(speeds) if speeds else None
+
+
+def summary(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Median, minimum and maximum of the values that are there."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return {"median": None, "min": None, "max": None}
+    return {"median": median(known), "min": min(known), "max": max(known)}
+
+
+def aggregate_tokens_per_s(texts: Sequence[TimedText]) -> float | None:
+    """Tokens of all streams of a round over the time of its longest one, median over rounds."""
+    rounds: dict[int, list[TimedText]] = {}
+    for text in texts:
+        rounds.setdefault(text.round, []).append(text)
+    speeds = [
+        sum(t.completion_tokens for t in batch) / longest
+        for batch in rounds.values()
+        if (longest := max(t.e2e_s or 0.0 for t in batch)) > 0
+    ]
+    return median(speeds) if speeds else None
+
+
+# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

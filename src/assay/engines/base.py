@@ -8,12 +8,14 @@ no engine falls back silently to something weaker.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
+from urllib.parse import parse_qsl
 
-from assay.errors import AssayError
+from assay.errors import AssayError, UsageError
 
 
 @dataclass(frozen=True)
@@ -286,3 +288,110 @@ class Engine(Protocol):
     def close(self) -> None:
         """Give back what the engine holds (connections, memory)."""
         ...
+
+
+# -----------------------------------------------------------------------------
+# What of a model's configuration changes its numbers, as an engine has it after loading.
+#
+# Two engines that serve one checkpoint should agree on all of it; where they do not, they serve different models.
+
+_PLAIN = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "hidden_act", "hidden_activation",
+    "rms_norm_eps", "tie_word_embeddings", "attn_logit_softcapping", "final_logit_softcapping",
+    "query_pre_attn_scalar", "attention_bias", "partial_rotary_factor",
+)  # fmt: skip
+
+
+def setup_facts(config: Any) -> dict[str, Any]:
+    """Plain JSON of a transformers configuration: RoPE, sliding window, soft caps, norms, sizes; absent ones left out."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    found = {name: getattr(text, name, None) for name in _PLAIN}
+    found["rope"] = _rope(text)
+    if getattr(text, "use_sliding_window", True):
+        found["sliding_window"] = getattr(text, "sliding_window", None)
+    kinds = getattr(text, "layer_types", None)
+    # A list of layers that are all alike is what its absence says too.
+    found["layer_types"] = list(kinds) if kinds and set(kinds) != {"full_attention"} else None
+    return {name: _plain(value) for name, value in sorted(found.items()) if value is not None}
+
+
+def setup_differences(
+    reference: Mapping[str, Any], candidate: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """What both report and do not agree on."""
+    return {
+        name: (reference[name], candidate[name])
+        for name in reference
+        if name in candidate and reference[name] != candidate[name]
+    }
+
+
+def _rope(text: Any) -> dict[str, Any] | None:
+    """One form of what releases of transformers keep as `rope_parameters`, or as `rope_theta` and `rope_scaling`."""
+    given = getattr(text, "rope_parameters", None)
+    rope = dict(given) if given else {**(getattr(text, "rope_scaling", None) or {})}
+    if "rope_theta" not in rope and not any(isinstance(v, Mapping) for v in rope.values()):
+        rope["rope_theta"] = getattr(text, "rope_theta", None)
+    if "type" in rope:
+        rope.setdefault("rope_type", rope.pop("type"))
+    if rope.get("rope_type", "default") == "default":
+        rope.pop("rope_type", None)
+    rope = {k: v for k, v in rope.items() if v is not None}
+    return rope or None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    # 10000 and 10000.0 are one number.
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+# -----------------------------------------------------------------------------
+# How an engine is written on the command line: `PREFIX:WHAT?option=value&…`.
+
+Options = tuple[tuple[str, str], ...]
+"""Names and values, in the order in which they were written."""
+
+
+def require_local(spec: str, path: str, *, finding_id: str = "fidelity.engine_load") -> None:
+    """AssayError where `path` is written as one on this machine and nothing is there."""
+    if path.startswith((".", "/")) and not Path(path).exists():
+        raise AssayError(
+            f"{spec}: there is no {path}",
+            finding_id=finding_id,
+            remedy="check the path; a relative one starts from the folder you are in",
+        )
+
+
+def read_options(
+    spec: str,
+    prefix: str,
+    known: Sequence[str],
+    *,
+    example: str,
+    what: str = "model",
+    shown: str = "",
+) -> tuple[str, Options]:
+    """What stands between `prefix` and the question mark, and the options after it.
+
+    UsageError where nothing stands there, where a question mark ends the spec, and where an option is not `known`.
+    `what` names the thing in the first of these, `example` is a spec to follow; `shown` stands for a spec that must
+    not be printed as it is.
+    """
+    shown = shown or spec
+    body, mark, query = spec.removeprefix(prefix).partition("?")
+    pairs = tuple(parse_qsl(query, keep_blank_values=True))
+    unknown = next((name for name, _ in pairs if name not in known), None)
+    if not body:
+        problem, remedy = f"names no {what}", f"write {example}"
+    elif mark and not pairs:
+        problem, remedy = "ends in a '?' without options", f"write {example}"
+    elif unknown is not None:
+        problem, remedy = f"has the unknown option {unknown!r}", f"options are {', '.join(known)}"
+    else:
+        # No shell expands a ~ that stands after a colon.
+        return str(Path(body).expanduser()) if body.startswith("~") else body, pairs
+    raise UsageError(f"{shown!r} {problem}", remedy=remedy, finding_id="fidelity.usage")

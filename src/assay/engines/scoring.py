@@ -8,6 +8,7 @@ vocabulary and a stored reference is small. An engine that gives no states gives
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -15,11 +16,98 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from assay.engines.transfer import to_device
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
     import torch
+
+    from assay.engines.base import Engine
+
+
+# -----------------------------------------------------------------------------
+# What an engine may offer beside scoring: to go on from a prefix, greedily with the two likeliest tokens, or sampling.
+
+
+@dataclass(frozen=True)
+class GreedyStep:
+    """One token of a greedy continuation: the likeliest, the next likeliest, and their log-probabilities in nats."""
+
+    token: int
+    runner_up: int
+    logprob: float
+    runner_up_logprob: float
+
+    @property
+    def gap(self) -> float:
+        """How far the likeliest lies above the next, in nats: also the difference of their logits."""
+        return self.logprob - self.runner_up_logprob
+
+
+@runtime_checkable
+class GreedyGenerator(Protocol):
+    """An engine that continues prefixes greedily."""
+
+    def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
+        """`count` tokens after each prefix, past any end of text. All prefixes are equally long."""
+        ...
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """An engine that can write text of its own."""
+
+    def sampler(self) -> tuple[Engine, tuple[int, ...]]:
+        """What generates, and the ids that a text of its own begins after."""
+        ...
+
+
+def top_two(logits: torch.Tensor) -> list[GreedyStep]:
+    """The steps that logits [B, V] make; the lower id wins a tie."""
+    logprobs = logits.float().log_softmax(-1)
+    best, token = logprobs.max(-1)
+    others = logprobs.scatter(-1, token.unsqueeze(-1), float("-inf"))
+    second, runner_up = others.max(-1)
+    columns = (token, runner_up, best, second)
+    return [GreedyStep(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
+
+# -----------------------------------------------------------------------------
+# Tensors between the main memory and an accelerator, with as little waiting as there can be.
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor on `device`. A GPU fetches it from pinned memory when its turn comes, and nobody waits for it."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def to_host(groups: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """The same tensors in the main memory: one copy for all of a type and device, as each copy waits for the device."""
+    found = [dict(group) for group in groups]
+    away: dict[tuple[torch.dtype, torch.device], list[tuple[int, str]]] = defaultdict(list)
+    for i, group in enumerate(groups):
+        for name, tensor in group.items():
+            if tensor.device.type != "cpu":
+                away[tensor.dtype, tensor.device].append((i, name))
+    for places in away.values():
+        copies = copied_together([groups[i][name] for i, name in places], lambda joined: joined.cpu())
+        for (i, name), values in zip(places, copies, strict=True):
+            found[i][name] = values
+    return found
+
+
+def copied_together(
+    tensors: Sequence[torch.Tensor], copy: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor]:
+    """What one `copy` of all tensors of one type, joined, makes of each."""
+    import torch
+
+    parts = copy(torch.cat([tensor.reshape(-1) for tensor in tensors])).split([t.numel() for t in tensors])
+    return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+# -----------------------------------------------------------------------------
 
 
 class ScoringPath(StrEnum):

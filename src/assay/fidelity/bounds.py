@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from assay.engines.scoring import WindowRows
-    from assay.engines.server.chosen import ChosenScores
+    from assay.engines.server.scoring import ChosenScores
 
 SLACK = 2e-6
 """How far rounding of float32 log-probabilities may move the mass that they leave over; a bound allows for it."""

@@ -9,35 +9,25 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from assay.cache import cache_dir
-from assay.claims import Claims
-from assay.engines.id_scoring import IdScorer
-from assay.engines.opening import check_spec, is_server, open_candidate
 from assay.engines.scoring import Engagement, ScoringPath
+from assay.engines.server.scoring import IdScorer
+from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_tokens
-from assay.fidelity.candidate import CandidateResult, findings_of, verdict_of
-from assay.fidelity.compare_blocks import blocks, headline
-from assay.fidelity.engaged import Engaged, engaged
+from assay.fidelity.breakdown import by_class, by_confidence, by_depth, token_class, worst_tokens
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
-from assay.fidelity.identity import fingerprint, label_of, printable
-from assay.fidelity.margin_tests import margin_tests
-from assay.fidelity.measure import Candidate
-from assay.fidelity.observations import WindowObservation
-from assay.fidelity.observe import observe, require
-from assay.fidelity.pairs import all_pairs
-from assay.fidelity.pilot import power_of
-from assay.fidelity.plan import Plan
+from assay.fidelity.margins import all_pairs, margin_tests
+from assay.fidelity.plan import Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference
-from assay.fidelity.summary import summarise
-from assay.fidelity.token_classes import token_class
-from assay.fidelity.tokenizer_proof import prove_tokenizer
+from assay.fidelity.report import blocks, headline
+from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
+from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, require
+from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress
+from assay.runs import Claims, cache_dir
 from assay.stats.bootstrap import Resampling
-from assay.stats.equivalence import Margins
-from assay.stats.power import MIN_PILOT
+from assay.stats.equivalence import MIN_PILOT, Margins
 from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]

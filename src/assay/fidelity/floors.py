@@ -12,7 +12,7 @@ from typing import Any
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, StateRows, Window, WindowRows
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.observe import ReferenceRows
+from assay.fidelity.score import ReferenceRows
 from assay.progress import Progress
 
 FLOOR_WINDOWS = 4

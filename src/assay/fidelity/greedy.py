@@ -14,10 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from assay.cache import write_atomically
-from assay.engines.continuing import GreedyGenerator, GreedyStep
-from assay.engines.scoring import Window
+from assay.engines.scoring import GreedyGenerator, GreedyStep, Window
 from assay.errors import AssayError
+from assay.runs import write_atomically
 
 PREFIXES = 8
 """Windows that are continued."""

@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, TypeVar
 
-from assay.engines.transfer import to_device, to_host
-from assay.fidelity import fused
+from assay.engines.scoring import to_device, to_host
+from assay.fidelity import metrics_gpu
 from assay.fidelity.row_sums import LeftOut, RowSums, row_sums
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def _sums(
     ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, rest: bool
 ) -> tuple[RowSums, LeftOut | None]:
     cand, gold = cand.to(ref.device), gold.to(ref.device).long()
-    return row_sums(ref, cand, gold, rest=True) if rest else (fused.sums(ref, cand, gold), None)
+    return row_sums(ref, cand, gold, rest=True) if rest else (metrics_gpu.sums(ref, cand, gold), None)
 
 
 def _statistics(sums: RowSums, apart: LeftOut | None) -> RowStatistics:

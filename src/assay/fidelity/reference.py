@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from assay.cache import write_atomically
-from assay.engines.opening import open_scorer
-from assay.engines.scoring import ScoringEngine, TokenizerFacts, Window
+from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Window, WindowRows
+from assay.engines.specs import check_spec, open_scorer
 from assay.environment import describe
-from assay.errors import AssayError
+from assay.errors import AssayError, UsageError
 from assay.fidelity.floors import Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
-from assay.fidelity.identity import fingerprint, label_of
-from assay.fidelity.observe import LiveRows, ReferenceRows, require_path
-from assay.fidelity.own_text import OwnText, write_own_text
-from assay.fidelity.plan import Plan
-from assay.fidelity.store import Store, StoreHeader, StoreWriter
-from assay.fidelity.text import SELF, Text, read_text
-from assay.fidelity.tokenizer_proof import probe_ids
-from assay.fidelity.windows import available_windows, cut_windows
+from assay.fidelity.llama_base import open_base, write_base
+from assay.fidelity.plan import Plan, available_windows, cut_windows, fingerprint, label_of
+from assay.fidelity.score import LiveRows, ReferenceRows, require_path
+from assay.fidelity.store import DTYPES, Store, StoreHeader, StoreWriter, open_store, stored_path
+from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
 from assay.progress import Progress
+from assay.runs import write_atomically
+from assay.verdict import Metric, Report, Verdict
 
 
 @dataclass
@@ -40,7 +38,7 @@ class Reference:
     text_facts: Mapping[str, Any]
     floors: Floors = field(default_factory=Floors)
     probe_ids: Sequence[int] | None = None
-    """Its ids of the probe text (`assay.fidelity.tokenizer_proof`), None where nobody knows them."""
+    """Its ids of the probe text (`assay.fidelity.text`), None where nobody knows them."""
     greedy: Continued = field(default_factory=lambda: Continued(reason="a stored reference has no model"))
     """Its greedy continuations, where the plan asks for them."""
     engine: ScoringEngine | None = None
@@ -57,8 +55,6 @@ class Reference:
 def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
     """Score the reference of the plan into `folder`, read a stored one, or get one ready that scores along."""
     if plan.reference.startswith("run:"):
-        from assay.fidelity.stored_reference import stored_reference
-
         return stored_reference(plan)
     text = plan_text(plan)  # before a model is loaded: a wrong name should not cost that
     engine = open_scorer(plan.reference)
@@ -224,3 +220,210 @@ def _floors(
     floors = measure_floors(engine, store, windows, plan.job, plan.seed, progress)
     write_atomically(kept, json.dumps(floors.to_json()))
     return floors
+
+
+# -----------------------------------------------------------------------------
+# `run:DIR` and `run:FILE` as the reference: a store of assay's, or llama.cpp's file of log-probabilities.
+
+
+def stored_reference(plan: Plan) -> Reference:
+    """The reference that `plan.reference` names; AssayError where it is damaged or does not fit the plan."""
+    if plan.text:
+        raise UsageError(
+            f"{label_of(plan.reference)} has its own windows",
+            remedy="leave out --text: candidates are scored on the text that was stored",
+            finding_id="fidelity.usage",
+        )
+    path = stored_path(plan.reference)
+    return _base_file(plan, path) if path.is_file() else _store(plan, path)
+
+
+def _store(plan: Plan, path: Path) -> Reference:
+    store = open_store(path)
+    header = store.header
+    _fits(plan, header.length, header.scored_from, header.path)
+    windows = store.windows[: plan.windows]
+    tokenizer = header.tokenizer
+    text = {**header.text, "windows_available": len(store.windows), "windows_sha256": hash_of(windows)}
+    facts = {"label": label_of(plan.reference), **header.engine, "states": header.dtype}
+    check = tokenizer_check(str(tokenizer["sha256"]), int(tokenizer["vocab_size"]))
+    return Reference(
+        windows,
+        store,
+        check,
+        facts,
+        text,
+        floors=Floors(**header.environment.get("floors", {})),
+        probe_ids=tokenizer.get("probe_ids"),
+        fingerprint=str(header.environment.get("engine_fingerprint", "")),
+    )
+
+
+def _base_file(plan: Plan, path: Path) -> Reference:
+    base = open_base(path)
+    _fits(plan, base.length, base.scored_from, "prefill")
+    windows = base.windows(None)[: plan.windows]
+
+    def check(candidate: TokenizerFacts, label: str) -> None:
+        if (
+            candidate.vocab_size > base.vocab_size
+            or max(max(w.tokens) for w in windows) >= candidate.vocab_size
+        ):
+            raise AssayError(
+                f"{label} has {candidate.vocab_size:,} tokens, {path.name} has {base.vocab_size:,}",
+                finding_id="fidelity.tokenizer_mismatch",
+                remedy="give a candidate of the same model",
+            )
+
+    facts = {
+        "label": label_of(plan.reference),
+        "engine": "llama.cpp base file",
+        "vocab_size": base.vocab_size,
+    }
+    text = {
+        "sources": [path.name],
+        "windows_available": len(base.tokens),
+        "windows_sha256": hash_of(windows),
+        "tokenizer_sha256": None,
+    }
+    return Reference(windows, base, check, facts, text)
+
+
+def _fits(plan: Plan, length: int, scored_from: int, path: str) -> None:
+    """UsageError where the candidate would be scored in another way than what is stored."""
+    wanted = (plan.length, plan.job.scored_from, plan.path)
+    if wanted != (length, scored_from, path):
+        scored = "all" if scored_from == 1 else "second-half"
+        raise UsageError(
+            f"{label_of(plan.reference)} was scored with --length {length} --scored {scored} --path {path}",
+            remedy="leave these options out: they are those of the store",
+            finding_id="fidelity.usage",
+        )
+
+
+# -----------------------------------------------------------------------------
+# `assay reference`: score a reference once and store it.
+
+FORMATS = ("assay", "llama.cpp")
+
+
+def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Progress) -> Report:
+    """Store the reference of `plan` at `out`; AssayError where the engine gives nothing that could be stored."""
+    if form not in FORMATS or dtype not in ("engine", *DTYPES):
+        raise UsageError(
+            f"cannot store the format {form!r} with states of {dtype!r}",
+            remedy=f"--format {' or '.join(FORMATS)}; --dtype engine, {', '.join(DTYPES)}",
+            finding_id="fidelity.usage",
+        )
+    if form == "llama.cpp" and plan.scored != "second-half":
+        raise UsageError(
+            "llama.cpp's file holds the second half of each window",
+            remedy="give --scored second-half",
+            finding_id="fidelity.usage",
+        )
+    if out.is_file() if form == "assay" else out.is_dir():
+        raise UsageError(
+            f"--out {out} is a {'file' if form == 'assay' else 'folder'}, the format {form} needs "
+            f"{'a folder' if form == 'assay' else 'a file'}",
+            remedy="give another name",
+            finding_id="fidelity.usage",
+        )
+    check_spec(plan.reference, ScoringPath(plan.path))
+    text = plan_text(plan)
+    engine = open_scorer(plan.reference)
+    try:
+        require_path(engine, plan.job)
+        own = write_own_text(plan, engine, progress)
+        windows, text_facts = plan_windows(plan, engine.tokenizer, own, text)
+        if form == "llama.cpp":
+            return _write_base(plan, out, engine, windows, text_facts, progress)
+        if not engine.ability.states:
+            raise AssayError(
+                f"{label_of(plan.reference)} gives no final states to store: {engine.ability.reason}",
+                finding_id="fidelity.no_states",
+                remedy="store its log-probabilities: --format llama.cpp --scored second-half",
+            )
+        facts: dict[str, Any] = {"engine_fingerprint": fingerprint(plan.reference)}
+        if plan.floors:
+            live = LiveRows(engine, plan.job)
+            facts["floors"] = measure_floors(engine, live, windows, plan.job, plan.seed, progress).to_json()
+        store = store_states(
+            plan, engine, windows, text_facts, out, progress, None if dtype == "engine" else dtype, facts
+        )
+    finally:
+        engine.close()
+    size = store.size
+    results = {
+        "format": form,
+        "windows": len(windows),
+        "tokens": size.tokens,
+        "states_bytes": size.states_bytes,
+        "head_bytes": size.head_bytes,
+        "bytes_per_token": size.bytes_per_token,
+        "dtype": store.header.dtype,
+        "floors": facts.get("floors"),
+        "text": text_facts,
+        "engine": dict(store.header.engine),
+    }
+    return _report(
+        plan,
+        out,
+        results,
+        [
+            Metric("stored", f"{size.tokens:,} tokens in {len(windows)} windows"),
+            Metric(
+                "states", f"{size.states_bytes / 2**20:.1f} MiB, {size.bytes_per_token:,.0f} bytes a token"
+            ),
+            Metric("output head", f"{size.head_bytes / 2**20:.1f} MiB, once"),
+        ],
+    )
+
+
+def _write_base(
+    plan: Plan,
+    out: Path,
+    engine: ScoringEngine,
+    windows: Sequence[Window],
+    text_facts: Mapping[str, Any],
+    progress: Progress,
+) -> Report:
+    with progress(f"scoring {label_of(plan.reference)}", len(windows)) as advance:
+
+        def rows() -> Iterator[WindowRows]:
+            for row in engine.score_windows(windows, plan.job):
+                yield row
+                advance()
+
+        base = write_base(out, windows, rows())
+    size = out.stat().st_size
+    tokens = len(windows) * base.rows_per_window
+    results = {
+        "format": "llama.cpp",
+        "windows": len(windows),
+        "tokens": tokens,
+        "bytes": size,
+        "bytes_per_token": size / tokens,
+        "text": text_facts,
+        "engine": engine.describe(),
+    }
+    return _report(
+        plan,
+        out,
+        results,
+        [
+            Metric("stored", f"{tokens:,} tokens in {len(windows)} windows"),
+            Metric("size", f"{size / 2**20:.1f} MiB, {size / tokens:,.0f} bytes a token"),
+        ],
+    )
+
+
+def _report(plan: Plan, out: Path, results: dict[str, Any], headline: list[Metric]) -> Report:
+    return Report(
+        command="reference",
+        verdict=Verdict.PASS,
+        subject={"engine": plan.reference, "out": str(out), "text": results["text"]["sources"]},
+        results=results,
+        environment=describe(),
+        headline=headline,
+        summary=f"stored; compare with it as run:{out}",
+    )

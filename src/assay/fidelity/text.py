@@ -17,13 +17,20 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import parse_qsl
 
+from assay.engines.base import Capability, Engine, Reply, Request
+from assay.engines.scoring import Sampler, ScoringEngine, Window
+from assay.engines.server.scoring import IdScorer
 from assay.errors import AssayError, UsageError
+from assay.fidelity.plan import Plan, label_of
+from assay.progress import Advance, Progress
+from assay.runs import write_atomically
 
 DEFAULT = "pydoc"
 SELF = "self"
@@ -182,3 +189,189 @@ def _data_set(source: str) -> str:
 
 def _unusable(message: str, remedy: str) -> AssayError:
     return AssayError(message, finding_id="fidelity.text_unusable", remedy=remedy)
+
+
+# -----------------------------------------------------------------------------
+# Text that the reference wrote itself: on it, fidelity is measured where the model really is when it serves.
+
+_ROUND = 16
+"""Texts that are asked for at once."""
+
+
+@runtime_checkable
+class _Batched(Protocol):
+    def generate_batch(self, requests: Sequence[Request]) -> list[Reply]: ...
+
+
+def generate_text(
+    engine: Engine,
+    *,
+    start: tuple[int, ...],
+    tokens: int,
+    per_text: int = 1024,
+    seed: int = 0,
+    advance: Advance = lambda: None,
+) -> Text:
+    """At least `tokens` tokens sampled at temperature 1 from `engine`, in texts of `per_text` tokens.
+
+    `start` are the ids that every text continues: the start token, or whatever separates documents for the model.
+    Text i has the seed `seed` + i, and goes on past the end-of-text token. `advance` is called after each text.
+    AssayError where the engine writes nothing.
+    """
+    for needed in (Capability.TOKEN_IDS_PROMPT, Capability.IGNORE_EOS):
+        engine.capabilities.require(needed, "text sampled from the reference")
+    texts: list[str] = []
+    written = 0
+    while written < tokens:
+        wanted = min(_ROUND, -(-(tokens - written) // per_text))
+        replies = _generate(engine, [_request(start, per_text, seed + len(texts) + i) for i in range(wanted)])
+        new = sum(reply.completion_tokens or 0 for reply in replies)
+        if new == 0:
+            raise AssayError(
+                "the reference wrote no text of its own",
+                finding_id="fidelity.text_unusable",
+                remedy="give a file with --text",
+            )
+        written += new
+        texts += [reply.content for reply in replies]
+        for _ in replies:
+            advance()
+    return Text((SELF,), "\n\n".join(texts))
+
+
+def _request(start: tuple[int, ...], max_tokens: int, seed: int) -> Request:
+    return Request(prompt=start, max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+
+
+def _generate(engine: Engine, requests: list[Request]) -> list[Reply]:
+    if isinstance(engine, _Batched):
+        return engine.generate_batch(requests)
+    return [engine.generate(request) for request in requests]
+
+
+# -----------------------------------------------------------------------------
+# `--text self`: the reference writes the text that it and its candidates are then scored on.
+
+_SPARE = 1.05
+"""Sampled ids that become text and ids again may be fewer, so a little more is written."""
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """Text of the reference's own, and what a result says of how it was sampled."""
+
+    text: Text
+    origin: Mapping[str, Any]
+
+
+def write_own_text(
+    plan: Plan, engine: ScoringEngine, progress: Progress, folder: Path | None = None
+) -> OwnText | None:
+    """What `engine` writes where the plan asks for that, None where it names other text.
+
+    It is kept in `folder`, so that an interrupted run goes on with the same. AssayError where the engine cannot
+    sample.
+    """
+    if plan.text != (SELF,):
+        return None
+    label = label_of(plan.reference)
+    if not isinstance(engine, Sampler):
+        raise AssayError(
+            f"{label} cannot write the text of --text {SELF}: only hf: engines sample",
+            finding_id="fidelity.text_unusable",
+            remedy="give a file with --text, or let hf:MODEL write one and store it: assay reference --text self",
+        )
+    writer, start = engine.sampler()
+    origin = {
+        "sampled_from": label,
+        "temperature": 1.0,
+        "seed": plan.seed,
+        "start_ids": list(start),
+        "tokens_per_text": plan.length,
+    }
+    kept = folder / "self-text.json" if folder else None
+    if kept and kept.exists():
+        return OwnText(Text((SELF,), json.loads(kept.read_text(encoding="utf-8"))), origin)
+    wanted = int(_SPARE * plan.windows * plan.length) + plan.length
+    with progress(f"sampling text from {label}", -(-wanted // plan.length)) as advance:
+        text = generate_text(
+            writer, start=start, tokens=wanted, per_text=plan.length, seed=plan.seed, advance=advance
+        )
+    if kept:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept, json.dumps(text.text))
+    return OwnText(text, origin)
+
+
+# -----------------------------------------------------------------------------
+# Does a server cut text into the same ids as the reference? Its vocabulary cannot be hashed from outside.
+#
+# A probe text goes through both: words of many scripts, code, numbers, runs of spaces and line ends, characters that
+# fall apart into bytes, and the names of special tokens as text. Equal ids throughout, and no id of the windows past the
+# server's vocabulary where it says its size, is what can be shown.
+
+PROBE = (
+    "The lighthouse keeper's notebook, page 1,024: it isn't 3.14159 × 10⁻⁷, he'd said; \"perhaps\" (not).\n"
+    "\tdef f(x: dict[str, int]) -> None:\n\t\treturn x['a'] ** 2 != 0xFF  # TODO\r\n\n\n"
+    "    four spaces,  two,     five\u00a0one that does not break\u200b, trailing   \n"
+    "Ünïcödé façade naïve Straße ŁÓDŹ İstanbul ﬁne Ⅻ ½ ∑ ∞ ≠ → 𝔘𝔫𝔦 🜁 🦙👩‍👩‍👧‍👦🏳️‍🌈 \U0001f1eb\U0001f1f7\n"
+    "Быстрая лиса, 敏捷的棕色狐狸跳过懒狗。日本語のテキスト、한국어 문장, النص العربي, עברית, हिन्दी, ไทย, ქართული\n"
+    "1234567890 00012 1e-5 2026-11-28T08:46:16Z https://example.org/a?b=c&d=%20 user@example.org C:\\Temp\\x\n"
+    "SELECT * FROM t WHERE a<>'b';{\"k\":[1,null,true]}<div class='x'>&amp;</div> $\\frac{a}{b}$ camelCaseHTTPServer\n"
+    "e\u0301 o\u0308 \ufffd \u2028 ~~~~~~~~ -------- ======== ........ !!!??? aaaaaaaaaaaaaaaa supercalifragilistic\n"
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was shown: how many ids of the probe text agreed, and the server's own word on its vocabulary."""
+
+    probe_tokens: int
+    vocab_size: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"probe_tokens": self.probe_tokens, "vocab_size": self.vocab_size}
+
+
+def probe_ids(encode: Callable[[str], Sequence[int]]) -> list[int]:
+    """The reference's ids of the probe text."""
+    return [int(i) for i in encode(PROBE)]
+
+
+def prove_tokenizer(
+    server: IdScorer, expected: Sequence[int] | None, windows: Sequence[Window], label: str
+) -> Proof:
+    """Show that the server cuts text as the reference does; AssayError where it does not, or cannot show it."""
+    if not expected:
+        raise AssayError(
+            f"the tokenizer of {label} cannot be held against the reference's: nothing of that was stored",
+            finding_id="fidelity.tokenizer_unproven",
+            remedy="compare with the reference's model itself (hf:MODEL …), or store it again with assay reference",
+        )
+    try:
+        found = [int(i) for i in server.tokenize(PROBE)]
+    except AssayError as error:
+        raise AssayError(
+            f"{label} cannot show that its tokenizer is the reference's: {error.message}",
+            finding_id="fidelity.tokenizer_unproven",
+            remedy="serve it with its page /tokenize (vLLM, SGLang), or run the engine in process (vllm:MODEL)",
+        ) from error
+    first = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), None)
+    if first is not None or len(found) != len(expected):
+        at = min(len(found), len(expected)) if first is None else first
+        raise AssayError(
+            f"{label} has another tokenizer than the reference: a probe text of {len(expected)} ids has {len(found)} "
+            f"there, and differs from id {at} on",
+            finding_id="fidelity.tokenizer_mismatch",
+            remedy="distributions over different tokens cannot be compared; serve the same model",
+            evidence={"position": at, "reference": list(expected[at : at + 4]), "server": found[at : at + 4]},
+        )
+    largest = max(max(w.tokens) for w in windows)
+    if server.vocab_size is not None and largest >= server.vocab_size:
+        raise AssayError(
+            f"{label} has a vocabulary of {server.vocab_size:,} entries, the text has the id {largest:,}",
+            finding_id="fidelity.tokenizer_mismatch",
+            remedy="distributions over different tokens cannot be compared; serve the same model",
+        )
+    return Proof(len(expected), server.vocab_size)

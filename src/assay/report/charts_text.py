@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from rich.cells import cell_len, set_cell_size
 
-from assay.report.scale import (
+from assay.report.axes import (
     ROWS,
     Axis,
     are_numbers,

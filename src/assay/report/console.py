@@ -7,19 +7,247 @@ model or server text goes through `text.visible` and into `rich.text.Text`, neve
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from assay.report import console_blocks, console_findings
-from assay.report.console_style import TONES
-from assay.report.text import one_line, subject_items
-from assay.report.tone import SEVERITIES, VERDICTS, plural, sentence
-from assay.verdict import Metric, Report, Severity
+from assay.report import charts_text
+from assay.report.axes import caption, drawable
+from assay.report.text import (
+    SEVERITIES,
+    VERDICTS,
+    Piece,
+    Tone,
+    evidence_items,
+    excerpt,
+    is_command,
+    one_line,
+    plural,
+    sentence,
+    split_code,
+    status_tone,
+    subject_items,
+)
+from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity, Table
 
 if TYPE_CHECKING:
+    from rich.box import Box
     from rich.console import Console, RenderableType
     from rich.text import Text
+
+
+# -----------------------------------------------------------------------------
+# What the parts of the console output share: colours, and quiet lines.
+
+TONES: dict[Tone, str] = {
+    "good": "green", "bad": "red", "warn": "yellow", "error": "magenta", "info": "cyan", "": "",
+}  # fmt: skip
+
+
+def dim(text: str) -> Text:
+    """A line that says something about another one."""
+    from rich.text import Text
+
+    return Text(text, style="dim")
+
+
+# -----------------------------------------------------------------------------
+# Tables, charts and quoted texts on a terminal.
+
+HEAD = 200
+AROUND = 100
+MAX_QUOTES = 12
+MAX_ROWS = 60
+
+_ROLES = {
+    "s0": "blue", "s1": "yellow", "s2": "cyan", "s3": "magenta", "s4": "red", "s5": "white",
+    "band": "green", "dim": "dim", "label": "", "": "",
+}  # fmt: skip
+_PIECES = {"text": "", "after": "red", "onset": "bold white on red", "gap": "dim italic"}
+_BLANK = re.compile(r"\n(?:[ \t]*\n){3,}")
+
+
+def draw_block(blocks: Sequence[Block], console: Console) -> Iterator[RenderableType]:
+    """The blocks in their order; of many texts those that went wrong."""
+    left_out = 0
+    shown = {id(q) for q in _worth_showing([b for b in blocks if isinstance(b, Quote)])}
+    for block in blocks:
+        if isinstance(block, Quote) and id(block) not in shown:
+            left_out += 1
+            continue
+        yield ""
+        yield from _block(block, console)
+    if left_out:
+        yield ""
+        yield dim(f"{plural(left_out, 'more text')} in the HTML report (--html FILE).")
+
+
+def _worth_showing(quotes: Sequence[Quote]) -> Sequence[Quote]:
+    """At most `MAX_QUOTES` of them, those that went wrong before those that did not."""
+    return sorted(quotes, key=lambda q: status_tone(q.status) in ("good", ""))[:MAX_QUOTES]
+
+
+def _block(block: Block, console: Console) -> Iterator[RenderableType]:
+    if isinstance(block, Table):
+        return _table(block, console)
+    return _chart(block, console) if isinstance(block, Chart) else _quote(block, console)
+
+
+def _table(table: Table, console: Console) -> Iterator[RenderableType]:
+    from rich import box
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    yield Text(one_line(table.title), style="bold")
+    grid = RichTable(
+        box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False
+    )
+    for i, column in enumerate(table.columns):
+        grid.add_column(
+            Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold"
+        )
+    for row in table.rows[:MAX_ROWS]:
+        cells = [one_line(str(cell)) for cell in row][: len(table.columns)]
+        grid.add_row(*(Text(cell, style=TONES[status_tone(cell)]) for cell in cells))
+    yield grid
+    if len(table.rows) > MAX_ROWS:
+        yield dim(f"{plural(len(table.rows) - MAX_ROWS, 'more row')} in the HTML report (--html FILE).")
+    if table.note:
+        yield dim(one_line(table.note))
+
+
+def plain_box() -> Box:
+    """A table frame without box-drawing characters: dashes under the headings, nothing else."""
+    from rich.box import Box
+
+    return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
+
+
+def _chart(chart: Chart, console: Console) -> Iterator[RenderableType]:
+    from rich.text import Text
+
+    yield Text(one_line(chart.title), style="bold")
+    unicode = console.encoding.startswith("utf")
+    drawn = charts_text.draw(chart, min(console.width, 100)) if unicode else charts_text.listing(chart)
+    for line in drawn:
+        yield Text.assemble(*((part, _ROLES[role]) for part, role in line), no_wrap=True)
+    note = caption(chart, drawable(chart)[1])
+    if note:
+        yield dim(one_line(note))
+
+
+def _quote(quote: Quote, console: Console) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    tone = TONES[status_tone(quote.status)]
+    status = (f"  {one_line(quote.status)}", f"bold {tone}") if quote.status else ""
+    note = (f"  {one_line(quote.note)}", "dim") if quote.note else ""
+    yield Text.assemble((one_line(quote.title), "bold"), status, note)
+    yield Padding(quoted(excerpt(quote, HEAD, AROUND)), (0, 0, 0, 2))
+
+
+def quoted(pieces: Sequence[Piece]) -> Text:
+    """The pieces of a model's text, its onset marked."""
+    from rich.text import Text
+
+    text = Text(overflow="fold")
+    for piece in pieces:
+        note = piece.kind in ("onset", "gap")
+        text.append(
+            f"⟦{piece.text}⟧" if note else _BLANK.sub(_counted, piece.text), style=_PIECES[piece.kind]
+        )
+    return text if text.plain else Text("(no text)", style="dim italic")
+
+
+def _counted(blank: re.Match[str]) -> str:
+    """A flood of line breaks as its number, so that it does not scroll everything else away."""
+    return f"\n⟦{blank.group().count(chr(10))} line breaks⟧\n"
+
+
+# -----------------------------------------------------------------------------
+# Findings on a terminal: the gravest last, next to the prompt; commands each on a line of their own.
+
+MAX_ALIKE = 5
+
+_ORDER = (Severity.INFO, Severity.WARNING, Severity.ERROR)
+
+
+def draw_findings(findings: Sequence[Finding], console: Console) -> Iterator[RenderableType]:
+    """The findings in full; of many with one id the first `MAX_ALIKE`."""
+    findings = sorted(findings, key=lambda f: _ORDER.index(f.severity))
+    alike = Counter(f.id for f in findings)
+    seen: Counter[str] = Counter()
+    for finding in findings:
+        seen[finding.id] += 1
+        if seen[finding.id] <= MAX_ALIKE:
+            yield ""
+            yield from _finding(finding, console)
+        elif seen[finding.id] == alike[finding.id]:
+            more = plural(alike[finding.id] - MAX_ALIKE, "more finding")
+            yield ""
+            yield dim(f"{more} [{finding.id}] in the HTML report (--html FILE) and in --json.")
+
+
+def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    look = SEVERITIES[finding.severity]
+    mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
+    yield Text.assemble(
+        (mark, f"bold {TONES[look.tone]}"),
+        "  ",
+        (one_line(finding.title), "bold"),
+        (f"  [{finding.id}]", "dim"),
+    )
+    if finding.detail:
+        yield Padding(_prose(finding.detail), (0, 0, 0, 2))
+    evidence = [f"{key} {value}" for key, value in evidence_items(finding.evidence)]
+    if evidence:
+        yield Padding(Text.assemble(("Evidence: ", "dim"), "; ".join(evidence)), (0, 0, 0, 2))
+    yield from _causes(finding)
+    yield from _remedies(finding)
+    for reference in finding.references:
+        yield Text.assemble(("  See ", "dim"), one_line(reference), no_wrap=True)
+
+
+def _causes(finding: Finding) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+
+    if finding.causes:
+        yield dim("  Likely causes, the likeliest first:" if len(finding.causes) > 1 else "  Likely cause:")
+    for i, cause in enumerate(finding.causes, 1):
+        number = f"{i}. " if len(finding.causes) > 1 else ""
+        yield Padding(_prose(f"{number}{cause}"), (0, 0, 0, 4))
+
+
+def _remedies(finding: Finding) -> Iterator[RenderableType]:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    if finding.remedies:
+        yield dim("  What to do:")
+    for remedy in finding.remedies:
+        parts = split_code(remedy)
+        commands = [code for coded, code in parts if coded and is_command(code)]
+        prose = "".join(part for coded, part in parts if not (coded and is_command(part))).strip()
+        if prose:
+            yield Padding(_prose(prose), (0, 0, 0, 4))
+        for command in commands:
+            # No prompt sign and no wrapping: the line is there to be copied.
+            yield Text.assemble("      ", (command, "bold"), no_wrap=True)
+
+
+def _prose(text: str) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(*((part, "bold") if coded else part for coded, part in split_code(text)))
+
+
+# -----------------------------------------------------------------------------
 
 MAX_WIDTH = 120
 PLAIN_WIDTH = 100
@@ -84,8 +312,8 @@ def renderables(report: Report, console: Console) -> Iterator[RenderableType]:
     if report.headline:
         yield ""
         yield headline(report.headline, console)
-    yield from console_blocks.draw(report.blocks, console)
-    yield from console_findings.draw(report.findings, console)
+    yield from draw_block(report.blocks, console)
+    yield from draw_findings(report.findings, console)
     if report.findings:
         # The last line above the prompt says again what the first one said, which may have scrolled away.
         yield ""
@@ -158,3 +386,105 @@ def _note(metric: Metric) -> str:
 
 def _note_style(metric: Metric) -> str:
     return "dim" if metric.valid else "red"
+
+
+# -----------------------------------------------------------------------------
+# Several reports side by side: what the demo shows of a healthy and a broken server.
+
+COLUMN_HEAD = 160
+COLUMN_AROUND = 60
+MIN_COLUMN = 32
+
+Titled = Sequence[tuple[str, Report]]
+
+
+def side_by_side(reports: Titled, file: TextIO | None = None, width: int | None = None) -> None:
+    """Print the verdicts, figures, gravest findings and a text of each report next to each other.
+
+    Where the terminal is too narrow for columns they follow one another.
+    """
+    stream = file or sys.stdout
+    console = make_console(stream, width)
+    emit(console, comparison(reports, console), stream)
+
+
+def comparison(reports: Titled, console: Console) -> list[RenderableType]:
+    """One table with a column for each report, or one table for each report where there is no room."""
+    if console.width < 16 + MIN_COLUMN * len(reports):
+        return [_grid([pair], console) for pair in reports]
+    return [_grid(reports, console)]
+
+
+def _grid(reports: Titled, console: Console) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    terminal = console.is_terminal
+    grid = Table(
+        box=box.ROUNDED if terminal else plain_box(),
+        show_edge=terminal,
+        show_lines=terminal,
+        width=console.width,
+    )
+    grid.add_column("", no_wrap=False, max_width=18, style="dim")
+    for title, _ in reports:
+        grid.add_column(Text(one_line(title), style="bold"), ratio=1, overflow="fold")
+    for label, cells in _lines(reports, console):
+        grid.add_row(Text(label), *cells)
+    return grid
+
+
+def _lines(reports: Titled, console: Console) -> list[tuple[str, list[Text]]]:
+    from rich.text import Text
+
+    lines = [("verdict", [_verdict(report) for _, report in reports])]
+    for name in dict.fromkeys(m.name for _, report in reports for m in report.headline):
+        lines.append((one_line(name), [_figure(report, name, console) for _, report in reports]))
+    lines.append(("findings", [_findings(report) for _, report in reports]))
+    quotes = [_telling(report) for _, report in reports]
+    if any(quotes):
+        lines.append(("what it wrote", [_text(q) if q else Text("") for q in quotes]))
+    return lines
+
+
+def _verdict(report: Report) -> Text:
+    from rich.text import Text
+
+    look = VERDICTS[report.verdict]
+    return Text.assemble((f"{look.glyph} {look.word}", f"bold {TONES[look.tone]}"), f"\n{sentence(report)}")
+
+
+def _figure(report: Report, name: str, console: Console) -> Text:
+    from rich.text import Text
+
+    metric = next((m for m in report.headline if m.name == name), None)
+    if metric is None:
+        return Text("not measured", style="dim")
+    if metric.valid:
+        return metric_text(metric, console)
+    note = one_line(metric.note)
+    return Text.assemble(metric_text(metric, console), (f"\ninvalid: {note}" if note else "\ninvalid", "red"))
+
+
+def _findings(report: Report) -> Text:
+    from rich.text import Text
+
+    grave = [f for f in report.findings if f.severity is not Severity.INFO]
+    grave.sort(key=lambda f: f.severity is not Severity.ERROR)
+    text = Text("\n".join(f"- {one_line(f.title)}" for f in grave[:3]) or "none")
+    return text.append(f"\nand {len(grave) - 3} more", style="dim") if len(grave) > 3 else text
+
+
+def _telling(report: Report) -> Quote | None:
+    """The text that shows best what the verdict means: the first that went wrong, else the first."""
+    quotes = [b for b in report.blocks if isinstance(b, Quote)]
+    return min(quotes, key=lambda q: status_tone(q.status) not in ("bad", "warn"), default=None)
+
+
+def _text(quote: Quote) -> Text:
+    from rich.text import Text
+
+    return Text.assemble(
+        (f"{one_line(quote.title)}\n", "dim"), quoted(excerpt(quote, COLUMN_HEAD, COLUMN_AROUND))
+    )

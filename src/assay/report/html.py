@@ -11,19 +11,23 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.report import charts_svg
-from assay.report.scale import caption, drawable, name, with_interval
+from assay.report import svg
+from assay.report.axes import caption, drawable, name, with_interval
 from assay.report.text import (
+    SEVERITIES,
+    VERDICTS,
     evidence_items,
     excerpt,
     is_command,
     one_line,
+    plural,
     safe_json,
+    sentence,
     split_code,
+    status_tone,
     subject_items,
     visible,
 )
-from assay.report.tone import SEVERITIES, VERDICTS, plural, sentence, status_tone
 from assay.verdict import SCHEMA, Block, Chart, Quote, Report, Severity, Table
 
 if TYPE_CHECKING:
@@ -100,7 +104,7 @@ def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
         for series, kept in zip(chart.series, points, strict=True)
         for point in kept
     ]
-    thinned = charts_svg.thinned(chart)
+    thinned = svg.thinned(chart)
     notes = [
         caption(chart, undrawn),
         f"{plural(thinned, 'further point')} not drawn: too many." if thinned else "",
@@ -108,7 +112,7 @@ def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
     return {
         "kind": "chart",
         "chart": chart,
-        "svg": Markup(charts_svg.draw(chart, identifier)),
+        "svg": Markup(svg.draw(chart, identifier)),
         "note": " ".join(filter(None, map(one_line, notes))),
         "listed": listed[:MAX_LISTED],
         "left_out": max(0, len(listed) - MAX_LISTED),

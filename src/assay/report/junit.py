@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 from xml.etree import ElementTree as ET
 
-from assay.report.text import evidence_items, one_line, shorten, subject_items, visible
-from assay.report.tone import sentence
+from assay.report.text import evidence_items, one_line, sentence, shorten, subject_items, visible
 from assay.verdict import Finding, Report, Severity, Verdict, jsonable
 
 Inconclusive = Literal["error", "skipped"]

@@ -10,17 +10,19 @@ import re
 from collections.abc import Iterator, Sequence
 
 from assay.report import charts_text
-from assay.report.scale import caption, drawable
+from assay.report.axes import caption, drawable
 from assay.report.text import (
+    VERDICTS,
     evidence_items,
     excerpt,
     is_command,
     one_line,
+    plural,
+    sentence,
     shorten,
     split_code,
     subject_items,
 )
-from assay.report.tone import VERDICTS, plural, sentence
 from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity, Table
 
 HEAD = 600

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from assay.report.beside import Titled, comparison
-from assay.report.console import renderables
+from assay.report.console import Titled, comparison, renderables
 from assay.verdict import Report
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from assay.report.text import one_line
-from assay.report.tone import VERDICTS
+from assay.report.text import VERDICTS, one_line
 from assay.verdict import SCHEMA, Report, Severity, jsonable
 
 PREFIX = "assay"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from assay.verdict import Quote, jsonable
+from assay.verdict import Quote, Report, Severity, Verdict, jsonable
 
 # Zero-width joiners and variation selectors build real letters and emoji. Every other format character (bidi
 # overrides, tags, zero-width spaces, byte-order marks) can only mislead a reader.
@@ -173,3 +173,79 @@ def safe_json(value: Any) -> str:
 
 def _escape(char: str) -> str:
     return json.dumps(char)[1:-1] if ord(char) != 0x7F else "\\u007f"
+
+
+# -----------------------------------------------------------------------------
+# How a verdict, a severity and a status word look and read, the same in every format.
+
+Tone = Literal["good", "bad", "warn", "error", "info", ""]
+
+
+@dataclass(frozen=True)
+class Look:
+    """A glyph, a word and a tone. The word says it all, so that no meaning rests on colour alone."""
+
+    glyph: str
+    word: str
+    tone: Tone
+
+
+VERDICTS = {
+    Verdict.PASS: Look("✓", "PASS", "good"),
+    Verdict.FAIL: Look("✗", "FAIL", "bad"),
+    Verdict.INCONCLUSIVE: Look("?", "INCONCLUSIVE", "warn"),
+    Verdict.ERROR: Look("!", "ERROR", "error"),
+}
+
+SEVERITIES = {
+    Severity.ERROR: Look("✗", "error", "bad"),
+    Severity.WARNING: Look("!", "warning", "warn"),
+    Severity.INFO: Look("i", "info", "info"),
+}
+
+_WORDS: dict[Tone, str] = {
+    "good": "ok pass passed healthy verified accept valid coherent run yes complete",
+    "bad": "degenerate empty fail failed mismatch missing broken reject invalid dead corrupt error nan",
+    "warn": "truncated_reasoning truncated inconclusive skipped unverified degraded marginal warning partial "
+    "insufficient extra interrupted unreachable",
+}
+_STATUS: dict[str, Tone] = {word: tone for tone, words in _WORDS.items() for word in words.split()}
+
+
+def status_tone(status: str) -> Tone:
+    """The tone of a status word (`ok`, `mismatch`, `REJECT`); neutral for a word that is not one."""
+    return _STATUS.get(status.strip().lower().replace(" ", "_"), "")
+
+
+def sentence(report: Report) -> str:
+    """The one sentence under the verdict: the report's own summary, else its gravest finding."""
+    text = one_line(report.summary) or _derived(report)
+    return f"Interrupted: {text}" if report.interrupted else text
+
+
+def _derived(report: Report) -> str:
+    errors = [f for f in report.findings if f.severity is Severity.ERROR]
+    warnings = [f for f in report.findings if f.severity is Severity.WARNING]
+    if report.verdict is Verdict.PASS:
+        held = "What was examined holds"
+        return f"{held}, with {plural(len(warnings), 'warning')}." if warnings else f"{held}."
+    gravest = [*errors, *warnings, *report.findings]
+    if not gravest:
+        return {
+            Verdict.INCONCLUSIVE: "The evidence is too thin to judge.",
+            Verdict.ERROR: "It could not be examined.",
+        }.get(report.verdict, "It does not hold.")
+    title = _capital(one_line(gravest[0].title)).rstrip(".")
+    more = len(errors) - 1
+    return f"{title}, and {plural(more, 'more error')}." if more > 0 else f"{title}."
+
+
+def _capital(text: str) -> str:
+    """`text` with a capital at its beginning, unless it begins with a name (a file, a URL, an option)."""
+    first = text.partition(" ")[0]
+    return text[:1].upper() + text[1:] if first.rstrip(",;").isalpha() and first.islower() else text
+
+
+def plural(number: int, noun: str) -> str:
+    """A count with its noun: `1 warning`, `3 warnings`."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")

@@ -7,13 +7,72 @@ With per-position rates p_i and a draft token that costs c target steps, N specu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.speculation.head import geometric_ratio
+from assay.speculation.health import Assessment, Health, Rate, difference, geometric_ratio
 from assay.speculation.record import Record
-from assay.speculation.throughput import Measured
+
+# -----------------------------------------------------------------------------
+# Speeds that a log prints window by window: their median, and the quotient of two, with intervals where they allow one.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A positive figure with its two-sided 95 % interval; the bounds are None where too few values stand behind it."""
+
+    value: float
+    lo: float | None = None
+    hi: float | None = None
+
+    def to_json(self) -> dict[str, float | None]:
+        """The figure as a JSON object."""
+        return {"value": self.value, "lo": self.lo, "hi": self.hi}
+
+    def __str__(self) -> str:
+        return f"{self.value:.2f}" + ("" if self.lo is None else f" [{self.lo:.2f}, {self.hi:.2f}]")
+
+
+def median(values: Sequence[float]) -> Measured | None:
+    """Median of positive values with the interval between order statistics (distribution-free; from six values on).
+
+    With k the largest number for which P(Binomial(n, 1/2) < k) <= 2.5 %, the k-th smallest and the k-th largest value
+    enclose the median of what the values are drawn from with at least 95 % (Conover, Practical Nonparametric
+    Statistics, section 3.2). None where there is no value.
+    """
+    ordered = sorted(v for v in values if v > 0)
+    n = len(ordered)
+    if not n:
+        return None
+    middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+    k = _rank(n)
+    return Measured(middle, ordered[k - 1], ordered[n - k]) if k else Measured(middle)
+
+
+def _rank(n: int) -> int:
+    """The largest k with P(Binomial(n, 1/2) < k) <= 2.5 %; by the normal approximation for more than a hundred values."""
+    if n > 100:
+        return int(n / 2 - 0.98 * math.sqrt(n))
+    k, tail = 0, 0.0
+    while tail + math.comb(n, k) / 2**n <= 0.025:
+        tail += math.comb(n, k) / 2**n
+        k += 1
+    return k
+
+
+def quotient(a: Measured, b: Measured) -> Measured:
+    """a / b; the intervals are combined in squares on the logarithmic scale, as Newcombe's method does for differences."""
+    value = a.value / b.value
+    if a.lo is None or a.hi is None or b.lo is None or b.hi is None:
+        return Measured(value)
+    down = math.hypot(math.log(a.value / a.lo), math.log(b.hi / b.value))
+    up = math.hypot(math.log(a.hi / a.value), math.log(b.value / b.lo))
+    return Measured(value, value * math.exp(-down), value * math.exp(up))
+
+
+# -----------------------------------------------------------------------------
 
 ASSUMED_COST = 0.10
 """Cost of one draft token in target steps where nothing measures it: typical of MTP and EAGLE heads."""
@@ -173,3 +232,98 @@ def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured) -> C
     if multiplier.lo is None or multiplier.hi is None:
         return Cost(at(multiplier.value), "measured")
     return Cost(at(multiplier.value), "measured", max(0.0, at(multiplier.hi)), at(multiplier.lo))
+
+
+# -----------------------------------------------------------------------------
+# Against a baseline: is the difference a loader fault, or something that quantization can do?
+#
+# For speculative sampling the acceptance at a position is 1 − TV(p, q), with p the target's distribution and q the
+# draft's (Leviathan et al. 2023, arXiv:2211.17192, theorem 3.5). If a changed target p′ replaces p, the acceptance
+# changes by at most TV(p, p′). A fall of d points therefore needs a target that differs by at least d points itself.
+
+QUANTIZATION = 0.10
+"""A fall that a quantized but sound target explains: its total variation from the original is of this order."""
+LOADER = 0.40
+"""A fall that only a target with mostly different text would explain."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Differences candidate − baseline with 95 % intervals, and how to read them."""
+
+    position0: Rate | None
+    acceptance: Rate | None
+    per_position: tuple[Rate, ...]
+    tokens_per_step: tuple[float, float] | None
+    speeds: tuple[float, float] | None
+    baseline: Health
+    reading: str
+
+    @property
+    def fall(self) -> Rate | None:
+        """The difference that is judged: position 0 where both sides know it."""
+        return self.position0 or self.acceptance
+
+    @property
+    def worse(self) -> bool:
+        """Whether acceptance is lower beyond the interval."""
+        return self.fall is not None and self.fall.hi < 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The object `results.baseline`."""
+        return {
+            "health": self.baseline.value,
+            "position_0_difference": None if self.position0 is None else self.position0.to_json(),
+            "acceptance_difference": None if self.acceptance is None else self.acceptance.to_json(),
+            "per_position_difference": [d.to_json() for d in self.per_position],
+            "tokens_per_step": None if self.tokens_per_step is None else list(self.tokens_per_step),
+            "generation_throughput": None if self.speeds is None else list(self.speeds),
+            "reading": self.reading,
+        }
+
+
+def compare(
+    candidate: Assessment,
+    baseline: Assessment,
+    record: Record,
+    baseline_record: Record,
+    speeds: tuple[float, float] | None = None,
+) -> Comparison:
+    """Compare two assessed sources. `speeds` are (candidate, baseline) tokens per second, where both are known."""
+    per_position = tuple(
+        difference(a, b) for a, b in zip(candidate.positions, baseline.positions, strict=False)
+    )
+    pooled = None
+    if candidate.pooled and baseline.pooled:
+        pooled = difference(candidate.pooled, baseline.pooled)
+    lengths = None
+    if record.tokens_per_step is not None and baseline_record.tokens_per_step is not None:
+        lengths = (record.tokens_per_step, baseline_record.tokens_per_step)
+    first = per_position[0] if per_position else None
+    reading = _reading(first or pooled, candidate.health, baseline.health)
+    return Comparison(first, pooled, per_position, lengths, speeds, baseline.health, reading)
+
+
+def _reading(fall: Rate | None, candidate: Health, baseline: Health) -> str:
+    if baseline is Health.OFF:
+        return "the baseline does not speculate; only the speeds compare"
+    if fall is None:
+        return "one side has no counts, so there is no interval for the difference"
+    if fall.lo <= 0 <= fall.hi:
+        return "no difference beyond the interval"
+    if fall.lo > 0:
+        return "acceptance is higher than the baseline's"
+    points = f"{-100 * fall.hi:.0f}"
+    if candidate is Health.BROKEN and not baseline.bad and -fall.hi >= LOADER:
+        return (
+            f"a loader fault: quantization cannot cost {points} points unless the target's own text changed in as "
+            "many of a hundred tokens"
+        )
+    if -fall.hi >= LOADER:
+        return f"more than a sound quantized target explains (at least {points} points)"
+    if -fall.lo <= QUANTIZATION:
+        return "within what a quantized target explains; `assay compare` measures how far the target itself moved"
+    return (
+        f"at least {points} points lower: a changed target explains it only if its text differs that much; "
+        "`assay compare` tells"
+    )

@@ -2,20 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from assay.speculation.baseline import Comparison
-from assay.speculation.benefit import WORTH, Benefit
-from assay.speculation.cause import REFERENCES, REMEDIES, VLLM, likely_causes, quoted
-from assay.speculation.clues import Clue
-from assay.speculation.combine import Evidence
-from assay.speculation.head import HeadEvidence, HeadState, head_evidence
-from assay.speculation.health import Assessment, Health
-from assay.speculation.record import Record
-from assay.speculation.throughput import Measured
-from assay.speculation.trend import zero_windows
+from assay.speculation.benefit import WORTH, Benefit, Comparison, Measured
+from assay.speculation.health import Assessment, HeadEvidence, HeadState, Health, head_evidence, zero_windows
+from assay.speculation.read import Clue
+from assay.speculation.record import Evidence, Record
 from assay.verdict import Finding, Severity
+
+# -----------------------------------------------------------------------------
+# Likely causes of a bad head, in order, from what the engine said at start and what the checkpoint holds.
+
+VLLM = "https://github.com/vllm-project/vllm/"
+REFERENCES: Mapping[HeadState, tuple[str, ...]] = {
+    HeadState.DEAD: (
+        f"{VLLM}pull/35548",
+        "https://github.com/sgl-project/sglang/issues/35797",
+        "https://github.com/z-lab/paroquant/issues/47",
+        "https://github.com/vllm-project/llm-compressor/issues/1843",
+    ),
+    HeadState.NOISE: (f"{VLLM}issues/41789", f"{VLLM}pull/38494", f"{VLLM}pull/43304"),
+    HeadState.DIVERGED: (f"{VLLM}pull/41044", f"{VLLM}issues/47602", "https://arxiv.org/abs/2211.17192"),
+    HeadState.UNCLEAR: (),
+}
+
+_SILENT = (
+    "the engine left the head's parameters uninitialised without saying so: the config announces a head that the "
+    "checkpoint does not hold (older vLLM, and quantized checkpoints up to today, load on in silence)"
+)
+_GENERIC: Mapping[HeadState, tuple[str, ...]] = {
+    HeadState.DEAD: (
+        _SILENT,
+        "the head's tensors were skipped or cast at load: their names or dtype differ from the quantization scheme",
+        "an engine fault in the draft path (KV-cache group, block table, attention backend)",
+    ),
+    HeadState.NOISE: (
+        "the draft does not belong to this target (another base model, another tokenizer, a wrong shared head)",
+        "the head was quantized, or its scales or norm convention were read wrongly",
+        "the head's parameters are partly uninitialised",
+    ),
+    HeadState.DIVERGED: (
+        "the draft is weak for this text: other domain, chat template, high temperature with greedy proposals",
+        "the target changed under the draft (fine-tuning, strong quantization)",
+        "an engine fault that hits later draft steps only",
+    ),
+    HeadState.UNCLEAR: (
+        "the head proposes tokens that the target rejects; there are too few hits to tell why",
+    ),
+}
+REMEDIES: Mapping[HeadState, tuple[str, ...]] = {
+    HeadState.DEAD: (
+        "disable speculation until it is fixed: every draft costs time and earns nothing",
+        "assay verify CHECKPOINT says whether the head's tensors are there and of the declared dtype",
+        "make a missing head loud: vLLM --model-loader-extra-config '{\"enable_weights_track\": true}'",
+    ),
+    HeadState.NOISE: (
+        "disable speculation until it is fixed",
+        "compare with a run of the unquantized checkpoint: --baseline SOURCE",
+        "keep the head in BF16 when quantizing, and list it in the config's ignore list under its fused names",
+    ),
+    HeadState.DIVERGED: (
+        "lower the number of speculative tokens, or use a draft made for this target",
+        "assay compare measures how far the target itself moved",
+    ),
+    HeadState.UNCLEAR: ("collect more drafts",),
+}
+
+
+def likely_causes(state: HeadState, clues: Sequence[Clue], checkpoint: Sequence[Finding] = ()) -> list[str]:
+    """Causes in order of likelihood: what was seen comes before what is usual."""
+    seen = [f"the checkpoint: {f.title}" for f in checkpoint if f.severity.value != "info"]
+    by_id = {c.id: c for c in clues}
+    for name, text in (
+        ("weights_missing", "the engine says that the head's weights are missing"),
+        ("weights_skipped", "head weights were skipped at load"),
+        ("weights_uninitialised", "head weights were not initialised"),
+        ("weights_cast", "head weights were cast to another dtype without a scale"),
+        ("draft_vocab", "the draft's vocabulary does not fit the target's"),
+    ):
+        if name in by_id:
+            clue = by_id[name]
+            seen.append(f"{text} ({clue.count} lines, the first: {clue.text})")
+    usual = list(_GENERIC[state])
+    if any(f.id == "speculation.head_file" and f.evidence.get("status") == "ok" for f in checkpoint):
+        usual = [c for c in usual if c is not _SILENT]
+    return seen + usual
+
+
+def quoted(clues: Sequence[Clue]) -> dict[str, str]:
+    """Start-up messages that bear on speculation, as evidence."""
+    return {c.id: c.text for c in clues}
+
+
+# -----------------------------------------------------------------------------
 
 _TITLES = {
     HeadState.DEAD: ("head_dead", "no draft token is accepted: the head proposes nothing that fits"),
@@ -298,3 +384,77 @@ def _against_baseline(judged: Judged) -> Iterator[Finding]:
         causes=(c.reading,),
         references=("https://arxiv.org/abs/2211.17192",),
     )
+
+
+# -----------------------------------------------------------------------------
+# What the checkpoint says about the head, by way of the checkpoint area (`assay verify`).
+
+
+@dataclass(frozen=True)
+class HeadFile:
+    """The head as the checkpoint stores it: a status of `results.mtp` (None where not examined), and findings."""
+
+    status: str | None
+    findings: tuple[Finding, ...]
+
+    def softened(self) -> HeadFile:
+        """The same with errors as warnings: for a run whose acceptance is fine whatever the file says."""
+        return replace(
+            self,
+            findings=tuple(
+                replace(f, severity=Severity.WARNING) if f.severity is Severity.ERROR else f
+                for f in self.findings
+            ),
+        )
+
+
+def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
+    """The multi-token-prediction head in the checkpoint at `path`. What cannot be examined is said, never left out."""
+    if find_spec("assay.checkpoint") is None:
+        return HeadFile(None, (_not_examined("this build of assay has no checkpoint area"),))
+    report = import_module("assay.checkpoint.mtp").examine(path)
+    check = import_module("assay.checkpoint.mtp").check_mtp
+    status = str(report.status)
+    found: list[Finding] = list(check(report, _quantized(path), _version(clues)))
+    return HeadFile(status, (*found, *_plain(status)))
+
+
+def _plain(status: str) -> list[Finding]:
+    """Statuses that are no fault but tell something about a dead head."""
+    text = {
+        "ok": "the checkpoint holds a complete head of the declared dtype: look at the engine, not at the file",
+        "none": "the checkpoint announces no head: the draft comes from elsewhere",
+    }.get(status)
+    return (
+        []
+        if text is None
+        else [Finding("speculation.head_file", Severity.INFO, text, evidence={"status": status})]
+    )
+
+
+def _not_examined(reason: str) -> Finding:
+    return Finding(
+        "speculation.head_not_examined",
+        Severity.INFO,
+        f"the head in the checkpoint was not examined: {reason}",
+        remedies=("assay verify CHECKPOINT",),
+    )
+
+
+def _quantized(path: str) -> bool:
+    """Whether the config declares a quantization."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    return any(isinstance(p, dict) and p.get("quantization_config") for p in parts)
+
+
+def _version(clues: Sequence[Clue]) -> Any:
+    """The engine's version in the form that the checkpoint rules take; None where no start-up line names it."""
+    text = next((c.text for c in clues if c.id == "version"), "")
+    match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
+    if match is None or "sglang" in text.lower() or text.startswith("build"):
+        return None
+    return import_module("assay.checkpoint.serve_args").Version.parse(match[0])

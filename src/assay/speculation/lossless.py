@@ -8,19 +8,203 @@ agree on; (2) sampled texts are compared as distributions, by permuting which se
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from assay.speculation.completions import Completions
-from assay.speculation.permutation import permutation_p
-from assay.speculation.requests import PROMPTS
-from assay.speculation.ties import Parting, noise_of, part
+from assay.errors import AssayError
+from assay.speculation.live import PROMPTS
 from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
 if TYPE_CHECKING:
-    from assay.speculation.examine import Options
+    from assay.engines.server.http import Transport
+    from assay.speculation.judge import Options
+
+
+# -----------------------------------------------------------------------------
+# Where two greedy texts part, and whether the two tokens there are closer than the engine's own noise.
+
+NOISE_FACTOR = 4.0
+"""A gap of up to this many times the noise is a tie."""
+NOISE_FLOOR = 1e-3
+"""Log-probabilities (nats) closer than this are one value in 16-bit arithmetic."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A greedy text token by token: its log-probabilities and the alternatives at each place."""
+
+    texts: tuple[str, ...]
+    logprobs: tuple[float, ...]
+    top: tuple[Mapping[str, float], ...]
+
+    @classmethod
+    def from_completion(cls, body: Mapping[str, Any]) -> Tokens:
+        """Tokens of an OpenAI completion response with `logprobs`."""
+        try:
+            logprobs = body["choices"][0]["logprobs"]
+            texts, values = tuple(logprobs["tokens"]), tuple(float(v) for v in logprobs["token_logprobs"])
+            top = tuple(dict(t or {}) for t in logprobs.get("top_logprobs") or [{}] * len(texts))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise AssayError(
+                "the server returns no log-probabilities with its completions",
+                finding_id="server.missing_capability",
+                remedy="--lossless needs /v1/completions with logprobs",
+            ) from error
+        return cls(texts, values, top)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first token at which two texts differ (`at` is None where they never do).
+
+    `gap` is the distance, in nats, between the two tokens as the server without speculation sees them; None where
+    the other token is not among its alternatives.
+    """
+
+    at: int | None
+    on: str = ""
+    off: str = ""
+    gap: float | None = None
+    real: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The parting as a JSON object."""
+        return {"at": self.at, "on": self.on, "off": self.off, "gap": self.gap, "real": self.real}
+
+
+def part(on: Tokens, off: Tokens, noise: float) -> Parting:
+    """Where `on` leaves `off`. A parting is real if the gap exceeds what the noise can bridge."""
+    at = _first_difference(on, off)
+    if at is None:
+        return Parting(None)
+    a, b = _at(on.texts, at), _at(off.texts, at)
+    other = off.top[at].get(a) if at < len(off.top) and a else None
+    own = off.logprobs[at] if at < len(off.logprobs) else None
+    gap = None if other is None or own is None else max(0.0, own - other)
+    limit = max(NOISE_FLOOR, NOISE_FACTOR * noise)
+    # A token outside the alternatives is further away than the last of them.
+    return Parting(at, a, b, gap, real=gap is None or gap > limit)
+
+
+def noise_of(pairs: Iterable[tuple[Tokens, Tokens]]) -> float:
+    """The 99th percentile of |difference| of log-probabilities over tokens that both texts agree on."""
+    differences = sorted(
+        abs(x - y)
+        for a, b in pairs
+        for x, y in zip(a.logprobs[: _agreed(a, b)], b.logprobs[: _agreed(a, b)], strict=True)
+    )
+    return differences[min(len(differences) - 1, int(0.99 * len(differences)))] if differences else 0.0
+
+
+def _agreed(a: Tokens, b: Tokens) -> int:
+    at = _first_difference(a, b)
+    return min(len(a.texts), len(b.texts)) if at is None else at
+
+
+def _first_difference(a: Tokens, b: Tokens) -> int | None:
+    for i, (x, y) in enumerate(zip(a.texts, b.texts, strict=False)):
+        if x != y:
+            return i
+    return None if len(a.texts) == len(b.texts) else min(len(a.texts), len(b.texts))
+
+
+def _at(texts: tuple[str, ...], i: int) -> str:
+    return texts[i] if i < len(texts) else ""
+
+
+# -----------------------------------------------------------------------------
+# Do two samples of texts come from one distribution? A permutation test over token positions.
+
+
+def permutation_p(
+    a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds: int = 2000, seed: int = 0
+) -> float:
+    """p-value for texts `a` and `b` having one distribution.
+
+    Statistic: Σ over positions and tokens of (n_a / |a| − n_b / |b|)² / (n_a + n_b), a chi-square-like distance of
+    the token counts at each position. Its null distribution comes from permuting which side a text is on, so texts,
+    not tokens, are what is exchanged. (1 + at least as extreme) / (1 + rounds), Phipson and Smyth (2010).
+    """
+    import numpy as np
+
+    texts = [*a, *b]
+    width = max((len(t) for t in texts), default=0)
+    columns = []
+    for i in range(width):
+        present = [t[i] if i < len(t) else None for t in texts]
+        columns += [np.array([p == token for p in present], dtype=float) for token in dict.fromkeys(present)]
+    if not columns:
+        return 1.0
+    counts = np.array(columns)  # (position · token, text)
+    weight = 1 / counts.sum(axis=1)
+    side = np.array([1 / len(a)] * len(a) + [-1 / len(b)] * len(b))
+
+    def distance(order: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+        return float((weight * (counts @ order) ** 2).sum())
+
+    observed = distance(side)
+    rng = np.random.default_rng(seed)
+    extreme = sum(distance(rng.permutation(side)) >= observed - 1e-12 for _ in range(rounds))
+    return (1 + extreme) / (1 + rounds)
+
+
+# -----------------------------------------------------------------------------
+# Raw completions with the alternatives of every token, which the engine protocol does not carry.
+
+TOP = 5
+"""Alternatives a token; servers allow at least this many."""
+
+
+class Completions:
+    """`/v1/completions` of one server and its first model."""
+
+    def __init__(self, transport: Transport, model: str) -> None:
+        self._transport = transport
+        self._model = model
+
+    @classmethod
+    def connect(cls, url: str, options: Options) -> Completions:
+        """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
+        from assay.engines.server.discovery import choose_model, list_models
+        from assay.engines.server.endpoint import parse_url
+        from assay.engines.server.engine import default_limits, read_key
+        from assay.engines.server.http import Transport
+
+        endpoint = parse_url(url)
+        transport = Transport(
+            endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
+        )
+        try:
+            card, _ = choose_model(list_models(transport), None, endpoint.api, list_is_complete=True)
+        except BaseException:
+            transport.close()
+            raise
+        return cls(transport, card.id)
+
+    def complete(self, prompt: str, max_tokens: int, temperature: float, seed: int) -> Tokens:
+        """One completion, token by token."""
+        body = {
+            "model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature,
+            "seed": seed, "logprobs": TOP,
+        }  # fmt: skip
+        return Tokens.from_completion(
+            self._transport.post_json(f"{self._transport.endpoint.api}/completions", body)
+        )
+
+    def __enter__(self) -> Completions:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._transport.close()
+
+
+# -----------------------------------------------------------------------------
 
 GREEDY_TOKENS = 96
 SAMPLED_TOKENS = 12

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from assay.stats.cluster import cluster_ratio
-from assay.stats.interval import Interval, check_confidence
+from assay.stats.intervals import Interval, check_confidence
 
 if TYPE_CHECKING:
     import numpy as np

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from assay.stats.interval import Interval, check_confidence
+from assay.stats.intervals import Interval, check_confidence, wilson
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -100,3 +100,86 @@ def cluster_mean(groups: Sequence[ArrayLike], confidence: float = 0.95) -> Clust
     return ClusterEstimate(
         estimate.value, estimate.se, estimate.interval, estimate.clusters, estimate.n, effect
     )
+
+
+# -----------------------------------------------------------------------------
+# Mean of independent values with Student's t interval (two-sided 95 % by default).
+
+
+def mean_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Mean of `values` ± t(n − 1) · s / √n. For paired data, pass the differences.
+
+    Needs at least two values (ValueError); non-finite values are the caller's to remove.
+    """
+    n = len(values)
+    if n < 2:
+        raise ValueError("an interval needs at least two values")
+    from scipy.stats import t
+
+    mean = math.fsum(values) / n
+    variance = math.fsum((value - mean) ** 2 for value in values) / (n - 1)
+    half = float(t.ppf(0.5 + confidence / 2, n - 1)) * math.sqrt(variance / n)
+    return Interval(value=mean, lo=mean - half, hi=mean + half)
+
+
+# -----------------------------------------------------------------------------
+# A proportion whose trials come in clusters, such as top-1 agreement by window.
+
+
+def cluster_proportion(successes: ArrayLike, trials: ArrayLike, confidence: float = 0.95) -> ClusterEstimate:
+    """Σ successes / Σ trials with its CR1 interval, kept inside [0, 1].
+
+    Where every trial or none succeeded the clusters show no spread and CR1 would claim certainty; the far bound is
+    then that of Wilson's interval (about z²/n off), and the design effect is 1 for want of anything better.
+    """
+    import numpy as np
+
+    estimate = cluster_ratio(successes, trials, confidence)
+    interval = estimate.interval
+    if estimate.value in (0.0, 1.0):
+        score = wilson(float(np.sum(successes)), estimate.n, confidence)
+        lo, hi = min(interval.lo, score.lo), max(interval.hi, score.hi)
+        return replace(
+            estimate, interval=Interval(estimate.value, max(0.0, lo), min(1.0, hi)), design_effect=1.0
+        )
+    p = estimate.value
+    independent = p * (1 - p) / estimate.n
+    return replace(
+        estimate,
+        interval=Interval(p, max(0.0, interval.lo), min(1.0, interval.hi)),
+        design_effect=estimate.se**2 / independent,
+    )
+
+
+# -----------------------------------------------------------------------------
+# Two candidates measured on the same windows: their difference is compared, not their two intervals.
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Mean of a minus mean of b by window, with the two-sided p-value of "no difference"."""
+
+    difference: ClusterEstimate
+    p_value: float
+
+
+def paired_difference(
+    a_sums: ArrayLike, b_sums: ArrayLike, tokens: ArrayLike, confidence: float = 0.95
+) -> PairedDifference:
+    """Difference of two means over the same tokens, from the sums of each window.
+
+    Both sides of every window are subtracted first, so what the windows have in common (a hard passage) cancels.
+    """
+    import numpy as np
+    from scipy.special import stdtr
+
+    a, b = np.asarray(a_sums, dtype=np.float64), np.asarray(b_sums, dtype=np.float64)
+    if a.shape != b.shape:
+        raise ValueError(f"both candidates need the same windows, got {a.size} and {b.size}")
+    estimate = cluster_ratio(a - b, tokens, confidence)
+    if estimate.clusters < 2:
+        return PairedDifference(estimate, math.nan)
+    if estimate.se == 0:
+        return PairedDifference(estimate, 1.0 if estimate.value == 0 else 0.0)
+    t = abs(estimate.value) / estimate.se
+    return PairedDifference(estimate, float(2 * stdtr(estimate.clusters - 1, -t)))

@@ -6,11 +6,120 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from assay.checkpoint.quantization import packing
-from assay.checkpoint.quantization.declared import Declared, Found, Geometry, integer, strings
-from assay.checkpoint.quantization.fused import listed
-from assay.checkpoint.quantization.stored import Kind, stored_kind
-from assay.checkpoint.tensors import Params
+from assay.checkpoint.quantization.declared import (
+    Declared,
+    Found,
+    Geometry,
+    Kind,
+    integer,
+    listed,
+    stored_kind,
+    strings,
+)
+from assay.checkpoint.safetensors import Params
+
+# -----------------------------------------------------------------------------
+# Shapes of packed integer weights: do bits, group size and the tensors agree?
+
+
+def gptq_shapes(params: Params, bits: int, group_size: int) -> str | None:
+    """GPTQ: qweight [in·bits/32, out], scales [in/group, out], qzeros [in/group, out·bits/32], g_idx [in]."""
+    qweight, scales, zeros = (params[k].shape for k in ("qweight", "scales", "qzeros"))
+    if len(qweight) != 2 or len(scales) != 2 or len(zeros) != 2:
+        return "qweight, scales and qzeros are not all matrices"
+    width, out = qweight[0] * 32 // bits, scales[1]
+    if qweight[1] != out:
+        return f"qweight has {qweight[1]} columns, scales {out}"
+    groups = _groups(width, group_size)
+    if scales[0] != groups:
+        return f"{scales[0]} rows of scales; {width} inputs at {bits} bits in groups of {group_size} need {groups}"
+    if zeros != (groups, (out * bits + 31) // 32):
+        return f"qzeros is {list(zeros)}, {bits} bits need {[groups, (out * bits + 31) // 32]}"
+    index = params.get("g_idx")
+    if index is not None and index.shape not in {(width,), (0,)}:
+        return f"g_idx has {index.shape[0]} entries, qweight packs {width} inputs at {bits} bits"
+    return None
+
+
+def awq_shapes(params: Params, bits: int, group_size: int) -> str | None:
+    """AWQ: qweight [in, out·bits/32], scales [in/group, out], qzeros [in/group, out·bits/32]."""
+    qweight, scales, zeros = (params[k].shape for k in ("qweight", "scales", "qzeros"))
+    if len(qweight) != 2 or len(scales) != 2 or len(zeros) != 2:
+        return "qweight, scales and qzeros are not all matrices"
+    width, out = qweight[0], scales[1]
+    if qweight[1] * 32 // bits != out:
+        return f"qweight packs {qweight[1] * 32 // bits} outputs at {bits} bits, scales have {out}"
+    groups = _groups(width, group_size)
+    if scales[0] != groups:
+        return f"{scales[0]} rows of scales; {width} inputs in groups of {group_size} need {groups}"
+    if zeros != (groups, qweight[1]):
+        return f"qzeros is {list(zeros)}, should be {[groups, qweight[1]]}"
+    return None
+
+
+def compressed(params: Params, bits: int, group_size: int | None) -> str | None:
+    """compressed-tensors: weight_packed [out, in·bits/32] I32, weight_scale [out, in/group], weight_shape [2]."""
+    packed, scale = params["weight_packed"].shape, params["weight_scale"].shape
+    if len(packed) != 2 or len(scale) != 2:
+        return "weight_packed and weight_scale are not matrices"
+    per_word = 32 // bits
+    if packed[0] != scale[0]:
+        return f"weight_packed has {packed[0]} rows, weight_scale {scale[0]}"
+    if group_size and group_size > 0:
+        width = packed[1] * per_word
+        lowest, highest = -(-(width - per_word + 1) // group_size), -(-width // group_size)
+        if not lowest <= scale[1] <= highest:
+            return f"{scale[1]} scales a row; {width} inputs at {bits} bits in groups of {group_size} need {highest}"
+    return None
+
+
+def halves(params: Params, group_size: int, weight: str = "weight") -> str | None:
+    """Two 4-bit values a byte along the inputs: weight [out, in/2] U8, weight_scale [out, in/group]."""
+    packed, scale = params[weight].shape, params["weight_scale"].shape
+    if len(packed) != 2 or len(scale) != 2:
+        return None
+    wanted = (packed[0], packed[1] * 2 // group_size)
+    return (
+        None
+        if scale == wanted
+        else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    )
+
+
+def blocks(params: Params, block: tuple[int, int]) -> str | None:
+    """Block-scaled FP8: one scale per tile of `block` = (rows, columns)."""
+    scale = params.get("weight_scale_inv") or params.get("weight_scale") or params["scale"]
+    shape = params["weight"].shape
+    if len(shape) != 2 or len(scale.shape) != 2:
+        return None
+    wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    if scale.shape == wanted:
+        return None
+    return f"scales are {list(scale.shape)}; a weight of {list(shape)} in tiles of {list(block)} needs {list(wanted)}"
+
+
+def grouped(rows: int, width: int, scale: tuple[int, ...], group_size: int | None) -> str | None:
+    """Scales of an unpacked weight [rows, width]: one a row, or one a group along the inputs."""
+    groups = 1 if group_size is None else _groups(width, group_size)
+    if len(scale) != 2 or scale == (rows, groups):
+        return None
+    per = f"groups of {group_size}" if group_size else "one scale a row"
+    return f"scales are {list(scale)}; {rows} × {width} values with {per} need {[rows, groups]}"
+
+
+def four_bit_blocks(params: Params) -> str | None:
+    """bitsandbytes: two values a byte, one absmax a block of 32 to 4096 values, all blocks of one size."""
+    packed, absmax = params["weight"].elements, params["weight.absmax"].elements
+    sizes = [size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if -(-2 * packed // size) == absmax]
+    return None if sizes else f"{absmax} block scales for {2 * packed} values fit no block size"
+
+
+def _groups(width: int, group_size: int) -> int:
+    """Number of groups along the inputs; -1 means one for all."""
+    return 1 if group_size <= 0 else -(-width // group_size)
+
+
+# -----------------------------------------------------------------------------
 
 _PLAIN = frozenset({Kind.PLAIN})
 
@@ -30,8 +139,8 @@ def _word_geometry(settings: Settings) -> Geometry:
         if "scales" not in params or "qzeros" not in params:
             return None  # reported as missing, not as misshapen
         if kind is Kind.GPTQ:
-            return packing.gptq(params, bits, group_size)
-        return packing.awq(params, bits, group_size)
+            return gptq_shapes(params, bits, group_size)
+        return awq_shapes(params, bits, group_size)
 
     return check
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from assay.checkpoint.rules.chat_template import check_chat_template
-from assay.checkpoint.rules.config import check_config
-from assay.checkpoint.rules.end_of_text import check_end_of_text
-from assay.checkpoint.rules.generation import check_generation
-from assay.checkpoint.rules.rope import check_rope
-from assay.checkpoint.rules.tokenizer import check_tokenizer
+from assay.checkpoint.rules.config import check_config, check_generation, check_rope
+from assay.checkpoint.rules.tokenizer import check_chat_template, check_end_of_text, check_tokenizer
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 

@@ -4,39 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from assay.coherence.detectors import (
-    copied_tail,
-    digits,
-    drift,
-    floods,
-    identifiers,
-    loops,
-    near_loops,
-    poor_tail,
-    recycled_tail,
-    replacement,
-    salad,
-    special_tokens,
-    stutter,
-    variety,
-)
-from assay.coherence.detectors.base import Detection, Detector
+from assay.coherence.detectors import floods, loops, tails, tokens, words
+from assay.coherence.detectors import floods as poor_tail
+from assay.coherence.detectors import loops as near_loops
+from assay.coherence.salad import detector
+from assay.coherence.text import Detection, Detector
 
 DETECTORS: Sequence[Detector] = (
-    special_tokens.detect,
-    replacement.detect,
-    floods.detect,
-    loops.detect,
-    near_loops.detect,
-    copied_tail.detect,
-    recycled_tail.detect,
-    poor_tail.detect,
-    variety.detect,
-    stutter.detect,
-    digits.detect,
-    identifiers.detect,
-    drift.detect,
-    salad.detect,
+    tokens.detect_special_tokens,
+    tokens.detect_replacement,
+    floods.detect_flood,
+    loops.detect_loop,
+    near_loops.detect_near_loop,
+    tails.detect_copied_tail,
+    tails.detect_recycled_tail,
+    poor_tail.detect_poor_tail,
+    words.detect_variety,
+    words.detect_stutter,
+    words.detect_digits,
+    words.detect_identifiers,
+    words.detect_drift,
+    detector.detect,
 )
 """In order of precedence: of two detections with one onset the former names the kind."""
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from assay.engines.base import Engine
-from assay.engines.continuing import GreedyStep
-from assay.engines.hf.caches import token_bytes
+from assay.engines.base import Engine, setup_facts
+from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
-from assay.engines.hf.greedy import greedy_steps
-from assay.engines.hf.head import output_head
-from assay.engines.hf.tokenizer import document_start, tokenizer_facts
-from assay.engines.hf.window_scoring import window_states
+from assay.engines.hf.spec import document_start, tokenizer_facts
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
+    GreedyStep,
     Head,
     ScoreJob,
     ScoringAbility,
@@ -28,7 +25,195 @@ from assay.engines.scoring import (
     WindowRows,
     check_windows,
     load_hook,
+    top_two,
 )
+from assay.errors import AssayError
+
+if TYPE_CHECKING:
+    import torch
+
+
+# -----------------------------------------------------------------------------
+# Final states of token windows from a causal model of transformers, by any scoring path.
+
+
+def window_states(
+    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
+) -> Iterator[tuple[Window, torch.Tensor]]:
+    """Yield (window, states [length − scored_from, d]) in order; row i predicts token `scored_from + i`.
+
+    A batch that does not fit into memory is halved and tried again; AssayError where one window does not fit, and
+    where windows are longer than the positions that the model has.
+    """
+    _check_positions(model, windows)
+    batch, done = job.batch, 0
+    while done < len(windows):
+        part = windows[done : done + batch]
+        try:
+            states = _batch_states(model, part, job, hook)
+        except RuntimeError as error:
+            if not _out_of_memory(error):
+                raise
+            if len(part) == 1:
+                raise AssayError(
+                    f"out of memory with a single window of {len(part[0].tokens):,} tokens on {model.device}",
+                    finding_id="fidelity.out_of_memory",
+                    remedy="give a smaller --length, a smaller type (?dtype=bfloat16) or another device",
+                ) from error
+            batch = max(1, len(part) // 2)
+            _give_back(model)
+            continue
+        yield from zip(part, states, strict=True)
+        done += len(part)
+
+
+def _batch_states(
+    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
+) -> torch.Tensor:
+    """States [B, length − scored_from, d] of one batch."""
+    import torch
+
+    ids = torch.tensor([w.tokens for w in windows], dtype=torch.long, device=model.device)
+    states = None
+    with torch.inference_mode():
+        for index in range(hook.passes if hook else 1):
+            cache = hook.new_cache(len(windows), index) if hook else None
+            if job.path is ScoringPath.PREFILL:
+                states = _forward(model, ids[:, :-1], cache)[:, job.scored_from - 1 :]
+            else:
+                states = _through_cache(model, ids, job, hook, cache)
+    if states is None:
+        raise ValueError("a hook must ask for at least one pass")
+    return states
+
+
+def _forward(model: Any, ids: torch.Tensor, cache: Any | None) -> torch.Tensor:
+    """Final states [B, T, d] of a block of tokens that follows what is in `cache`."""
+    base = model.base_model
+    output = base(input_ids=ids, **with_cache(base, cache), use_cache=cache is not None)
+    states: torch.Tensor = output.last_hidden_state
+    return states
+
+
+def _through_cache(
+    model: Any, ids: torch.Tensor, job: ScoreJob, hook: EngineHook | None, cache: Any | None
+) -> torch.Tensor:
+    """Prefill the prefix, then feed the rest by blocks (or one by one), each reading the cache."""
+    import torch
+
+    if cache is None:
+        cache = new_cache(model)
+    prefix, last = job.scored_from - 1, ids.shape[1] - 1  # the last token predicts nothing that is scored
+    if prefix:
+        _forward(model, ids[:, :prefix], cache)
+    if hook:
+        hook.after_prefix(cache)
+    step = 1 if job.path is ScoringPath.DECODE else job.chunk
+    rows = [_forward(model, ids[:, lo : min(lo + step, last)], cache) for lo in range(prefix, last, step)]
+    return torch.cat(rows, dim=1)
+
+
+def _check_positions(model: Any, windows: Sequence[Window]) -> None:
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    # Scaled rotary embeddings may reach further than this number says.
+    scaled = (setup_facts(config).get("rope") or {}).get("rope_type")
+    longest = max((len(w.tokens) for w in windows), default=0)
+    if limit and longest > limit and not scaled:
+        raise AssayError(
+            f"windows of {longest:,} tokens are longer than the {limit:,} positions of {type(model).__name__}",
+            finding_id="fidelity.window_too_long",
+            remedy=f"give --length {limit} or less",
+        )
+
+
+def _out_of_memory(error: RuntimeError) -> bool:
+    import torch
+
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _give_back(model: Any) -> None:
+    import torch
+
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -----------------------------------------------------------------------------
+# The output head of a causal model of transformers, checked against the model's own logits.
+
+
+def output_head(model: Any) -> Head:
+    """The head of `model`. AssayError where its logits are not those that the model itself computes.
+
+    Besides the matrix a model may scale its logits (Cohere's `logit_scale`, Granite's `logits_scaling`) or cap them
+    (Gemma 2's `final_logit_softcapping`).
+    """
+    linear = model.get_output_embeddings()
+    if linear is None:
+        raise AssayError(
+            f"{type(model).__name__} has no output head that states could be put through",
+            finding_id="fidelity.no_head",
+            remedy="compare causal language models",
+        )
+    config = model.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0)
+    if divisor := getattr(config, "logits_scaling", None):
+        scale /= float(divisor)
+    head = Head(
+        linear.weight.detach(),
+        None if linear.bias is None else linear.bias.detach(),
+        softcap=getattr(config, "final_logit_softcapping", None),
+        scale=scale,
+    )
+    _check(model, head)
+    return head
+
+
+def _check(model: Any, head: Head) -> None:
+    """Compare the head with the model's own logits on a few tokens."""
+    import torch
+
+    ids = torch.arange(1, 9, device=model.device).unsqueeze(0)
+    with torch.inference_mode():
+        states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+        own = model(input_ids=ids, use_cache=False).logits[0].float()
+        rebuilt = head.logits(states)
+    # One unit of the logits' own rounding, relative to the largest of them.
+    tolerance = 4 * float(torch.finfo(model.dtype).eps) * float(own.abs().max())
+    difference = float((own - rebuilt).abs().max())
+    if not difference <= tolerance and bool(torch.isfinite(own).all()):
+        raise AssayError(
+            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they differ by {difference:.3g}",
+            finding_id="fidelity.no_head",
+            remedy="compare it through another engine (vllm:, gguf:)",
+            evidence={"max_difference": difference, "tolerance": tolerance},
+        )
+
+
+# -----------------------------------------------------------------------------
+# Greedy continuations by a causal model of transformers.
+
+
+def greedy_steps(
+    model: Any, head: Head, prefixes: Sequence[tuple[int, ...]], count: int
+) -> list[list[GreedyStep]]:
+    """`count` tokens after each of the equally long prefixes, all in one batch, token by token through the cache."""
+    import torch
+
+    ids = torch.tensor(prefixes, dtype=torch.long, device=model.device)
+    base, cache = model.base_model, new_cache(model)
+    steps: list[list[GreedyStep]] = []
+    with torch.inference_mode():
+        for _ in range(count):
+            states = base(input_ids=ids, **with_cache(base, cache), use_cache=True).last_hidden_state
+            steps.append(top_two(head.logits(states[:, -1])))
+            ids = torch.tensor([[step.token] for step in steps[-1]], device=model.device)
+    return [list(row) for row in zip(*steps, strict=True)]
+
+
+# -----------------------------------------------------------------------------
 
 
 class HfScorer:

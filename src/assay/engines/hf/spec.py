@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 from dataclasses import dataclass, fields
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, get_type_hints
 
-from assay.engines.options import read_options
-from assay.engines.scoring import ScoringPath
+from assay.engines.base import read_options
+from assay.engines.scoring import ScoringPath, TokenizerFacts, vocabulary_sha256
 from assay.errors import AssayError, UsageError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -100,3 +105,148 @@ def parse_spec(spec: str) -> HfSpec:
     if options["kv_cache_dtype"] == "fp8":
         options["kv_cache_dtype"] = "fp8_e4m3"
     return HfSpec(model=model, **options)
+
+
+# -----------------------------------------------------------------------------
+# Facts of a tokenizer of transformers, the same for every engine that has one.
+
+
+def tokenizer_facts(tokenizer: Any) -> TokenizerFacts:
+    """What a comparison needs of the tokenizer that lies beside the weights."""
+    return TokenizerFacts(
+        sha256=vocabulary_sha256(tokenizer.get_vocab()),
+        vocab_size=len(tokenizer),
+        bos_id=start_token(tokenizer),
+        encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+        decode=lambda ids: str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)),
+    )
+
+
+def start_token(tokenizer: Any) -> int | None:
+    """The id that the tokenizer puts before a text; None where it puts none, even if it names one (SmolLM2)."""
+    bos: int | None = tokenizer.bos_token_id
+    return bos if bos is not None and list(tokenizer("a")["input_ids"])[:1] == [bos] else None
+
+
+def document_start(tokenizer: Any) -> int:
+    """The id after which a text of the model's own begins.
+
+    The start token where the tokenizer puts one before a text, else `<|endoftext|>`, with which models that have no
+    start token separate documents, else the start or end token that it names. AssayError where it has none of these.
+    """
+    between = tokenizer.get_vocab().get("<|endoftext|>")
+    for token in (start_token(tokenizer), between, tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise AssayError(
+        "the tokenizer has no token that a text could begin after",
+        finding_id="fidelity.text_unusable",
+        remedy="give a file with --text",
+    )
+
+
+# -----------------------------------------------------------------------------
+# The packages of the extra `hf`, asked for before anything costly is done.
+
+PACKAGES = ("torch", "transformers")
+
+
+def require_packages(what: str) -> None:
+    """Raise AssayError where torch or transformers is not installed; imports neither. `what` needs them."""
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            raise missing_package(what, name)
+
+
+def missing_package(what: str, name: str | None) -> AssayError:
+    """The error for a package that is not installed."""
+    return AssayError(
+        f"{what} needs {name}, which is not installed",
+        finding_id="fidelity.engine_missing",
+        remedy="install assay with its extra hf: pip install '.[hf]' in its checkout",
+    )
+
+
+# -----------------------------------------------------------------------------
+# Weights changed after loading: what a quantisation would make of them, as `?weights=NAME(option=value)`.
+
+# name: `module:function(model, **options) -> int`, which changes the linear layers of a loaded model in place and
+# returns the bytes that all its parameters would take as stored.
+TRANSFORMS = {
+    "polar": "assay.lab.quant.weights:polar_quantise",
+    "int": "assay.lab.quant.weights:quantise_model",
+}
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters as they are held; tied ones count once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def transform_weights(model: Any, spec: str) -> int:
+    """Apply `polar(bits=4)` or `int(bits=4, group=128)` to `model`; UsageError for what is not known.
+
+    Returns the bytes that the weights would take as stored.
+    """
+    name, options = parse_transform(spec)
+    module, _, function = TRANSFORMS[name].partition(":")
+    try:
+        return int(getattr(import_module(module), function)(model, **options))
+    except TypeError as error:  # an option of the wrong kind
+        raise UsageError(
+            f"weights={spec}: {error}",
+            remedy="look at the options in docs/compare.md",
+            finding_id="fidelity.usage",
+        ) from error
+
+
+def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of a transformation; UsageError for a name or an option that there is not."""
+    name, options = _read(spec)
+    module, _, function = TRANSFORMS[name].partition(":")
+    known = list(inspect.signature(getattr(import_module(module), function)).parameters.values())[1:]
+    hints = get_type_hints(getattr(import_module(module), function))
+    odd = next((o for o, value in options.items() if o in hints and type(value) is not hints[o]), None)
+    if odd:
+        raise UsageError(
+            f"weights={spec}: {odd} must be {hints[odd].__name__}, got {options[odd]!r}",
+            remedy="look at the options in docs/compare.md",
+            finding_id="fidelity.usage",
+        )
+    unknown = next((o for o in options if o not in {p.name for p in known}), None)
+    missing = next((p.name for p in known if p.default is p.empty and p.name not in options), None)
+    if unknown or missing:
+        problem = f"unknown option {unknown!r}" if unknown else f"{missing} is missing"
+        raise UsageError(
+            f"weights={spec}: {problem}",
+            remedy=f"options of {name} are {', '.join(p.name for p in known)}",
+            finding_id="fidelity.usage",
+        )
+    return name, options
+
+
+def _read(spec: str) -> tuple[str, dict[str, Any]]:
+    try:
+        call = ast.parse(spec, mode="eval").body
+    except SyntaxError:
+        call = None
+    if isinstance(call, ast.Name):
+        call = ast.Call(call, [], [])
+    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+        raise UsageError(
+            f"weights={spec!r} is not NAME(option=value, …)",
+            remedy="write weights=polar(bits=4)",
+            finding_id="fidelity.usage",
+        )
+    if call.func.id not in TRANSFORMS:
+        raise UsageError(
+            f"weights={spec!r}: unknown transformation {call.func.id!r}",
+            remedy=f"one of {', '.join(TRANSFORMS)}",
+            finding_id="fidelity.usage",
+        )
+    try:
+        return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    except ValueError as error:
+        raise UsageError(
+            f"weights={spec!r}: options must be plain numbers or strings", finding_id="fidelity.usage"
+        ) from error

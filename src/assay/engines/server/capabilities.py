@@ -6,13 +6,15 @@ the server's own word where it gave one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from assay.engines.base import Capability, CapabilityReport, Message, Reply, Request
+from assay.engines.server.discovery import Metrics, parse_metrics
 from assay.engines.server.errors import (
     BadScores,
     Failing,
@@ -25,15 +27,96 @@ from assay.engines.server.errors import (
     ServerInconclusive,
     TooLarge,
 )
-from assay.engines.server.metrics import Metrics, parse_metrics
-from assay.engines.server.negotiate import negotiate
-from assay.engines.server.payload import CHAT, COMPLETIONS, STREAM_OPTIONS, Dialect, Route, body_of
-from assay.engines.server.reply import whole_reply
+from assay.engines.server.http import Transport
+from assay.engines.server.messages import (
+    CHAT,
+    COMPLETIONS,
+    STREAM_OPTIONS,
+    Dialect,
+    Route,
+    as_count,
+    as_name,
+    as_object,
+    body_of,
+    stream_reply,
+    whole_reply,
+)
 from assay.engines.server.scoring import ScoreRoute, by_echo, by_prompt_logprobs, by_sglang
-from assay.engines.server.streaming import stream_reply
-from assay.engines.server.tokens import Tokenizer, by_content, by_prompt
-from assay.engines.server.transport import Transport
 from assay.errors import AssayError
+
+# -----------------------------------------------------------------------------
+# Which optional fields a route of a server accepts, found by sending them.
+
+Result = TypeVar("Result")
+
+_BAD_FIELDS = frozenset({400, 422})
+
+
+def negotiate(send: Callable[[Dialect], Result], dialect: Dialect) -> tuple[Result, Dialect]:
+    """Send with ever fewer optional fields until the server accepts; the result, and what it accepted.
+
+    Fields that a refusal names are left out. If it names none, all are; if that is refused too, the fields are not
+    the reason, and the refusal is raised; else those that it takes one by one are put back.
+    """
+    while True:
+        try:
+            return send(dialect), dialect
+        except RequestRefused as refusal:
+            if refusal.status not in _BAD_FIELDS or not dialect.optional:
+                raise
+            said = str(refusal.evidence.get("said", ""))
+            unnamed = [name for name in dialect.optional if not re.search(rf"\b{name}\b", said)]
+        if len(unnamed) == len(dialect.optional):
+            return _one_by_one(send, dialect)
+        dialect = dialect.keeping(unnamed)
+
+
+def _one_by_one(send: Callable[[Dialect], Result], dialect: Dialect) -> tuple[Result, Dialect]:
+    result = send(dialect.keeping(()))
+    accepted = []
+    for name in dialect.optional:
+        try:
+            send(dialect.keeping((name,)))
+        except RequestRefused:
+            continue
+        accepted.append(name)
+    return result, dialect.keeping(accepted)
+
+
+# -----------------------------------------------------------------------------
+# Text to token ids and back, in the two shapes that servers have for it.
+
+Tokenizer = Callable[[Transport, str, str], tuple[int, ...]]
+
+
+def by_prompt(transport: Transport, model: str, text: str) -> tuple[int, ...]:
+    """vLLM and SGLang: the text as `prompt`."""
+    return _tokens(transport, {"model": model, "prompt": text, "add_special_tokens": False})
+
+
+def by_content(transport: Transport, model: str, text: str) -> tuple[int, ...]:
+    """llama.cpp: the text as `content`."""
+    return _tokens(transport, {"content": text, "add_special": False})
+
+
+def detokenize(transport: Transport, model: str, ids: tuple[int, ...]) -> str | None:
+    """The text of token ids; None if the answer holds none."""
+    answer = as_object(
+        transport.post_json(transport.endpoint.root + "/detokenize", {"model": model, "tokens": list(ids)})
+    )
+    return as_name(answer.get("prompt", answer.get("content", answer.get("text"))))
+
+
+def _tokens(transport: Transport, body: dict[str, object]) -> tuple[int, ...]:
+    url = transport.endpoint.root + "/tokenize"
+    tokens = as_object(transport.post_json(url, body)).get("tokens")
+    ids = [as_count(t) for t in tokens] if isinstance(tokens, list) else [None]
+    if None in ids:
+        raise NotJson(f"{url} answered no list of token ids")
+    return tuple(i for i in ids if i is not None)
+
+
+# -----------------------------------------------------------------------------
 
 _UNABLE = (RequestRefused, NotFound, NotJson, Failing, InvalidStream, TooLarge, Redirected, BadScores)
 """Errors that mean this server does not do that; all others end the probing."""

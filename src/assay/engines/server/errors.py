@@ -6,10 +6,20 @@ Exit code 3 (`InconclusiveError`): it answers, but not enough came back: timeout
 
 from __future__ import annotations
 
+import html
+import json
+import re
+import socket
+import ssl
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from time import time as wall_clock
 from typing import Any, ClassVar
 
-from assay.errors import AssayError, InconclusiveError
+import httpx
+
+from assay.engines.server.endpoint import without_credentials
+from assay.errors import AssayError, InconclusiveError, UsageError
 
 
 class ServerError(AssayError):
@@ -164,3 +174,137 @@ class StreamFailed(ServerInconclusive):
 
     id = "server.stream_error"
     default_remedy = "look into the server's log: it began to answer and then failed"
+
+
+# -----------------------------------------------------------------------------
+# HTTP status codes and connection failures, turned into assay's errors.
+
+RETRIED = frozenset({429, 500, 502, 503, 504})
+
+
+def error_for_status(status: int, url: str, said: str) -> AssayError:
+    """The error for an answer with `status`; `said` is one line of what the server wrote."""
+    where = without_credentials(url)
+    message = f"{where} answered {status}: {said}"
+    evidence = {"status": status, "url": where, "said": said}
+    if status in (401, 403):
+        return Unauthorized(message, evidence=evidence)
+    # A path such as /v1/models in the message is not a word about the model.
+    if status == 404 and re.search(r"\bmodel\b", said, re.IGNORECASE):
+        return ModelUnknown(message)
+    if status == 404:
+        return NotFound(message, evidence=evidence)
+    if status == 429:
+        return RateLimited(message, evidence=evidence)
+    if status >= 500 and status != 501:  # 501 is a plain no, not a failure
+        return Failing(message, evidence=evidence)
+    return RequestRefused(message, status=status, evidence=evidence)
+
+
+def error_for_failure(exc: Exception, url: str, *, answered: bool, seconds: float) -> AssayError:
+    """The error for a request that httpx could not carry out.
+
+    `answered` says whether the answer had begun; `seconds` is how long it was waited for.
+    """
+    where = without_credentials(url)
+    evidence = {"url": where, "seconds": round(seconds, 3)}
+    if isinstance(exc, httpx.ConnectTimeout | httpx.PoolTimeout):
+        return Unreachable(f"{where} did not accept a connection within {seconds:.1f} s", evidence=evidence)
+    if isinstance(exc, httpx.TimeoutException):
+        return TimedOut(f"{where} sent nothing more after {seconds:.1f} s", evidence=evidence)
+    if isinstance(exc, httpx.InvalidURL | httpx.UnsupportedProtocol):
+        return UsageError(f"the URL {where} is not valid", remedy="write it as http://host:port")
+    if isinstance(exc, httpx.ProxyError):
+        return Unreachable(f"the proxy for {where} refuses: {exc}", evidence=evidence)
+    if isinstance(exc, httpx.ConnectError):
+        return Unreachable(f"{where}: {_connect_reason(exc)}", evidence=evidence)
+    if answered:
+        return StreamCut(f"{where} closed the connection in the middle of its answer", evidence=evidence)
+    return StreamCut(f"{where} closed the connection without an answer", evidence=evidence)
+
+
+def _connect_reason(exc: BaseException) -> str:
+    """Why a connection failed, out of the chain of causes."""
+    cause: BaseException | None = exc
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its TLS certificate is not trusted ({cause.verify_message})"
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS failed ({cause.reason or 'no TLS spoken there'})"
+        if isinstance(cause, socket.gaierror):
+            return "no such host"
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused, nothing listens there"
+        cause = cause.__cause__ or cause.__context__
+    text = str(exc).lower()
+    # httpx keeps only the text of errors it has mapped twice.
+    if "refused" in text:
+        return "connection refused, nothing listens there"
+    if "name or service not known" in text or "getaddrinfo" in text or "nodename" in text:
+        return "no such host"
+    return f"no connection ({exc})"
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds that a Retry-After header asks to wait (a number, or an HTTP date); None if it says nothing."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(value).timestamp() - wall_clock())
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+# -----------------------------------------------------------------------------
+# A short, safe line out of an answer that was not what it should be.
+
+_LIMIT = 160
+_TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
+_HTML = re.compile(r"^\s*(?:<!--.*?-->\s*)*<(?:!doctype\s+html|html|head|body)\b", re.IGNORECASE | re.DOTALL)
+
+
+def looks_like_html(text: str) -> bool:
+    """Whether the text is a web page rather than an API answer."""
+    return bool(_HTML.match(text))
+
+
+def one_line(text: str, limit: int = _LIMIT) -> str:
+    """`text` on one line, with control characters escaped, cut to `limit` characters."""
+    flat = " ".join(text.split())
+    safe = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in flat[: limit + 1])
+    return safe if len(safe) <= limit else safe[: limit - 1] + "…"
+
+
+def error_message(value: Any) -> str:
+    """The message in a JSON error object, in the shapes that servers use; empty if there is none."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        for key in ("error", "message", "detail", "msg"):
+            if value.get(key):
+                return error_message(value[key])
+    if isinstance(value, list):
+        return "; ".join(filter(None, (error_message(item) for item in value[:3])))
+    return ""
+
+
+def describe_body(body: bytes, secrets: tuple[str, ...] = ()) -> str:
+    """What an unexpected answer says: its error message, the title of a web page, or its first characters."""
+    text = body.decode("utf-8", "replace")
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    if not text.strip():
+        return "empty answer"
+    if looks_like_html(text):
+        title = _TITLE.search(text)
+        name = one_line(html.unescape(title.group(1))) if title else ""
+        return f"a web page titled {name!r}" if name else "a web page"
+    try:
+        message = error_message(json.loads(text))
+    except (ValueError, RecursionError):
+        message = ""
+    return one_line(message or text)

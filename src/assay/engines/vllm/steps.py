@@ -1,174 +1,174 @@
-"""What a hook may know of the step that runs: whose rows are whose, and where earlier tokens lie in the paged cache.
-
-vLLM packs the requests of a step one after the other, in the order of its batch. K and V of a token lie in a slot: block
-`table[request][position // size]`, place `position % size`. Slots are written through the attention backend's own
-function, so that the layout and number format of the cache stay its business.
-"""
+"""Which tokens of a window each step feeds: what a scoring path means in the terms of a request to vLLM."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from assay.engines.vllm.extension import WINDOW
+from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
     from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
-class Request:
-    """What one request has in a step: rows `offset` … of the packed tensors are its tokens `start` … `end` − 1.
+class WindowPlan:
+    """How one window of `length` tokens goes through the engine.
 
-    `key` stays the same over all steps (and passes, where windows are scored). The first `prefix` tokens are what a
-    scoring path prefills, the prompt where the engine serves. `row` is its place in the batch.
+    The first `prompt` tokens are the prompt of the request; those that follow are generated, each forced to be the
+    window's own. `blocks` are the (first, past the last) tokens of each step; the last token of a window predicts
+    nothing and is never fed.
     """
 
-    key: str
-    start: int
-    count: int
-    offset: int
-    prefix: int
-    row: int
+    prompt: int
+    blocks: tuple[tuple[int, int], ...]
 
     @property
-    def end(self) -> int:
-        """Position after its last token of this step."""
-        return self.start + self.count
+    def largest(self) -> int:
+        """Tokens of the largest step."""
+        return max(hi - lo for lo, hi in self.blocks)
+
+
+def plan_window(length: int, job: ScoreJob) -> WindowPlan:
+    """The plan of a window of `length` tokens.
+
+    Prefill: everything in one step. Chunked: the prefix (`scored_from − 1` tokens) in one step, then blocks of
+    `job.chunk`, all of it the prompt. Decode: the prefix is the prompt (the first token, where there is none: a
+    request cannot be empty), then one token a step.
+    """
+    last, prefix = length - 1, job.scored_from - 1
+    if job.path is ScoringPath.PREFILL:
+        return WindowPlan(last, ((0, last),))
+    if job.path is ScoringPath.CHUNKED:
+        edges = sorted({0, prefix, *range(prefix, last, job.chunk), last})
+        return WindowPlan(last, tuple(pairwise(edges)))
+    prompt = max(1, prefix)
+    return WindowPlan(prompt, ((0, prompt), *((i, i + 1) for i in range(prompt, last))))
+
+
+def batch_size(
+    wanted: int,
+    plan: WindowPlan,
+    length: int,
+    *,
+    step_tokens: int,
+    sequences: int,
+    cache_tokens: int,
+    block: int,
+) -> int:
+    """Windows that can run side by side without a step being cut or a request being put off; 0 if not even one.
+
+    A step holds at most `step_tokens` tokens, the cache `cache_tokens` in blocks of `block`.
+    """
+    room = cache_tokens // (-(-length // block) * block)
+    return max(0, min(wanted, sequences, step_tokens // plan.largest, room))
+
+
+def cache_reads(blocks: Sequence[tuple[int, int]]) -> int:
+    """Tokens of earlier steps that attention reads in all steps: each step reads what came before it."""
+    return sum(lo for lo, _ in blocks)
+
+
+# -----------------------------------------------------------------------------
+# Which row of a step's states belongs to which window and position, with proof that each came once.
+#
+# vLLM packs the requests of a step one after the other: request r of the batch has `count` rows, that of its tokens
+# `start`, `start + 1`, … A window is scored only if every wanted row came exactly once, each step fed exactly the
+# tokens that were planned, and the tokens fed were the window's own.
 
 
 @dataclass(frozen=True)
-class Rewrite:
-    """K and V [tokens, kv_heads, head_dim] for earlier tokens of a request, from position `lo` on, after RoPE."""
+class Fed:
+    """What one request had in one step: its window, the first position, the token ids that were fed."""
 
-    request: Request
-    lo: int
-    k: torch.Tensor
-    v: torch.Tensor
+    window: int
+    start: int
+    tokens: Sequence[int] | NDArray[np.integer[Any]]
 
 
-class Steps:
-    """Follows the steps of a model runner while they run. Between `watch` and `unwatch` it is around its forward."""
+@dataclass(frozen=True)
+class Moves:
+    """Rows `source` of a step's states go to rows `target` of the batch's buffer; both int64 [n]."""
 
-    def __init__(self, runner: Any, prefix: int | None) -> None:
-        """`prefix` is that of every request, None for each its prompt."""
-        self._runner = runner
-        self._prefix = prefix
-        self._scheduled: Mapping[str, int] | None = None
-        self._requests: tuple[Request, ...] | None = None
-        self._checked = False
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
 
-    @property
-    def serving(self) -> bool:
-        """Whether requests come and go, each with its own prompt."""
-        return self._prefix is None
 
-    def watch(self, after: Callable[[], None] = lambda: None) -> Callable[[], None]:
-        """Follow every step from now on; `after` is called when one is done. Returns what undoes it."""
-        runner = self._runner
-        before = runner.__dict__.get("execute_model")
-        inner = runner.execute_model
+@dataclass
+class RowLedger:
+    """Books the rows of a batch of windows (all of one length). Row `first` … `length − 2` of each are wanted.
 
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            self._scheduled, self._requests = scheduler_output.num_scheduled_tokens, None
-            self._checked = False
-            try:
-                output = inner(scheduler_output, *args, **kwargs)
-                if self._scheduled:
-                    after()
-                return output
-            finally:
-                self._scheduled = self._requests = None
+    The buffer of the batch has `rows` rows a window, in the order of `windows`: token ids by window key.
+    """
 
-        runner.execute_model = execute_model
+    windows: Mapping[int, NDArray[np.int32]]
+    first: int
+    blocks: tuple[tuple[int, int], ...]
+    _slots: dict[int, int] = field(init=False)
+    _seen: NDArray[np.int32] = field(init=False)
+    _steps: dict[int, list[tuple[int, int]]] = field(init=False)
 
-        def undo() -> None:
-            runner.__dict__.pop("execute_model", None)
-            if before is not None:
-                runner.execute_model = before
+    def __post_init__(self) -> None:
+        import numpy as np
 
-        return undo
+        self._slots = {key: slot for slot, key in enumerate(self.windows)}
+        self._seen = np.zeros((len(self.windows), self.rows), np.int32)
+        self._steps = {key: [] for key in self.windows}
 
     @property
-    def requests(self) -> tuple[Request, ...] | None:
-        """The requests of the step that runs; None where none does (vLLM also runs its model to measure memory)."""
-        if self._scheduled is None:
-            return None
-        if self._requests is None:
-            self._requests = self._read()
-        return self._requests
+    def rows(self) -> int:
+        """Wanted rows of one window."""
+        return self.blocks[-1][1] - self.first
 
-    def _read(self) -> tuple[Request, ...]:
-        found, offset = [], 0
-        for row, name in enumerate(self._runner.input_batch.req_ids):
-            state = self._runner.requests[name]
-            extra = getattr(state.sampling_params, "extra_args", None) or {}
-            count = int((self._scheduled or {})[name])
-            prefix = int(state.num_prompt_tokens) if self._prefix is None else self._prefix
-            found.append(
-                Request(
-                    str(extra.get(WINDOW, name)), int(state.num_computed_tokens), count, offset, prefix, row
+    def book(self, step: Sequence[Fed]) -> Moves:
+        """Book one step, its requests in the order of the batch; AssayError for what was not asked for."""
+        import numpy as np
+
+        source: list[NDArray[np.int64]] = []
+        target: list[NDArray[np.int64]] = []
+        offset = 0
+        for fed in step:
+            count = len(fed.tokens)
+            if fed.window not in self.windows:
+                raise _wrong(f"a request of another run was scheduled (window {fed.window})")
+            own = self.windows[fed.window][fed.start : fed.start + count]
+            if len(own) != count or not np.array_equal(own, np.asarray(fed.tokens)):
+                raise _wrong(
+                    f"window {fed.window} was fed other tokens than its own at position {fed.start}: "
+                    "the forced token was not taken"
                 )
-            )
+            self._steps[fed.window].append((fed.start, fed.start + count))
+            lo = max(fed.start, self.first)
+            hi = min(fed.start + count, self.first + self.rows)
+            if lo < hi:
+                slot = self._slots[fed.window]
+                self._seen[slot, lo - self.first : hi - self.first] += 1
+                source.append(np.arange(lo, hi) - fed.start + offset)
+                target.append(np.arange(lo, hi) - self.first + slot * self.rows)
             offset += count
-        return tuple(found)
+        empty = np.zeros(0, np.int64)
+        return Moves(np.concatenate(source) if source else empty, np.concatenate(target) if target else empty)
 
-    def check(self, positions: torch.Tensor) -> None:
-        """Hold the positions [tokens] that the model was given against the requests, once a step."""
-        import numpy as np
+    def check(self) -> None:
+        """AssayError unless every wanted row came once, in exactly the planned steps."""
+        for key, slot in self._slots.items():
+            missing, doubled = int((self._seen[slot] == 0).sum()), int((self._seen[slot] > 1).sum())
+            if missing or doubled:
+                raise _wrong(f"window {key}: {missing} rows are missing and {doubled} came more than once")
+            if tuple(self._steps[key]) != self.blocks:
+                raise _wrong(
+                    f"window {key} went through in {len(self._steps[key])} steps instead of {len(self.blocks)}, "
+                    f"beginning with {self._steps[key][:3]} instead of {list(self.blocks[:3])}"
+                )
 
-        requests = self.requests
-        if self._checked or requests is None:
-            return
-        expected = np.concatenate([np.arange(r.start, r.end) for r in requests])
-        given = positions.detach().cpu().numpy()
-        if given.ndim != 1 or not np.array_equal(given[: len(expected)], expected):
-            raise AssayError(
-                "vLLM's positions are not those of its requests, so that tokens cannot be told apart",
-                finding_id="fidelity.engine_failed",
-                remedy="use a model with plain positions, without speculative decoding",
-            )
-        self._checked = True
 
-    def alive(self) -> frozenset[str]:
-        """Ids of the requests that the engine still holds."""
-        return frozenset(self._runner.requests)
-
-    def rewrite(self, attention: Any, changes: Sequence[Rewrite]) -> None:
-        """Put K and V into the slots of earlier tokens of one layer's cache."""
-        import torch
-
-        update = getattr(attention.impl, "do_kv_cache_update", None)
-        if update is None:
-            raise AssayError(
-                f"{type(attention.impl).__name__} has no way to write into its cache outside attention",
-                finding_id="fidelity.hook_missing",
-                remedy="choose another attention_backend, such as FLASH_ATTN or TRITON_ATTN",
-            )
-        slots = torch.from_numpy(self._slots(attention.layer_name, changes)).to(changes[0].k.device)
-        keys = torch.cat([change.k for change in changes]).contiguous()
-        values = torch.cat([change.v for change in changes]).contiguous()
-        cache = attention.kv_cache
-        # Older releases keep one cache for each stage of a pipeline.
-        update(attention, keys, values, cache[0] if isinstance(cache, list | tuple) else cache, slots)
-
-    def _slots(self, layer_name: str, changes: Sequence[Rewrite]) -> NDArray[np.int64]:
-        import numpy as np
-
-        groups = self._runner.kv_cache_config.kv_cache_groups
-        number = next(i for i, group in enumerate(groups) if layer_name in group.layer_names)
-        table = self._runner.input_batch.block_table[number]
-        blocks, size = table.get_numpy_array(), int(table.block_size)
-        found = []
-        for change in changes:
-            positions = np.arange(change.lo, change.lo + change.k.shape[0])
-            if change.lo + change.k.shape[0] > change.request.start:
-                raise ValueError("tokens of the running step go back through attention, not into the cache")
-            found.append(
-                blocks[change.request.row, positions // size].astype(np.int64) * size + positions % size
-            )
-        return np.concatenate(found)
+def _wrong(what: str) -> AssayError:
+    return AssayError(
+        f"vLLM did not run the windows as asked: {what}",
+        finding_id="fidelity.engine_failed",
+        remedy="use a smaller batch, so that the KV cache holds it, and no other requests in the same engine",
+    )

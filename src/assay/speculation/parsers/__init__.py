@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from assay.speculation.parsers.base import Parser
-from assay.speculation.parsers.guard import GuardParser
 from assay.speculation.parsers.llama_cpp import LlamaCppParser
-from assay.speculation.parsers.mlc import MlcParser
-from assay.speculation.parsers.mlx_vlm import MlxVlmParser
-from assay.speculation.parsers.openai_usage import OpenAIUsageParser
-from assay.speculation.parsers.quoted_rates import QuotedRatesParser
+from assay.speculation.parsers.others import (
+    GuardParser,
+    MlcParser,
+    MlxVlmParser,
+    OpenAIUsageParser,
+    QuotedRatesParser,
+)
 from assay.speculation.parsers.sglang import SglangParser
 from assay.speculation.parsers.tensorrt_llm import TensorRTParser
-from assay.speculation.parsers.vllm_summary import VllmSummaryParser
-from assay.speculation.parsers.vllm_v0 import VllmV0Parser
-from assay.speculation.parsers.vllm_v1 import VllmV1Parser
+from assay.speculation.parsers.vllm import VllmSummaryParser, VllmV0Parser, VllmV1Parser
 
 # The order settles which parser owns a JSON object that several could read.
 PARSERS: tuple[type[Parser], ...] = (

@@ -8,8 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from assay.speculation.parsers.base import Line, Parser, Sample, count
-from assay.speculation.record import Kind, Observation
-from assay.speculation.rounding import position_counts
+from assay.speculation.record import Kind, Observation, position_counts
 
 _REQUEST = re.compile(
     r"draft acceptance(?: rate)?\s*=\s*(nan|[\d.]+)\s*\(\s*(\d+)\s+accepted\s*/\s*(\d+)\s+generated\s*\)"

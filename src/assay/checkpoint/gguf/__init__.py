@@ -1,1 +1,0 @@
-"""GGUF files: the header, the tensor table, and rules on them."""

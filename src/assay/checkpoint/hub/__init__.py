@@ -1,1 +1,0 @@
-"""The Hub, through huggingface_hub: what a revision holds, the digests of its files, headers by range requests."""

@@ -1,1 +1,0 @@
-"""The optional scan of every stored value, streamed at memory speed."""

@@ -1,0 +1,1 @@
+"""Salads: text whose characters, words or word order no language would produce. Tables, measures, and the detector."""

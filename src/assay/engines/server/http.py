@@ -1,0 +1,341 @@
+"""HTTP with limits: one pooled client whose every answer has a deadline and a byte cap.
+
+Redirects are followed only within the origin, so that a key never travels elsewhere; temporary refusals are
+retried; whatever fails becomes one of the errors in `errors`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urljoin
+
+import httpx
+
+from assay import __version__
+from assay.engines.server.endpoint import Endpoint, origin, without_credentials
+from assay.engines.server.errors import (
+    RETRIED,
+    InvalidStream,
+    NotJson,
+    Redirected,
+    StreamCut,
+    TimedOut,
+    TooLarge,
+    describe_body,
+    error_for_failure,
+    error_for_status,
+    looks_like_html,
+    retry_after,
+)
+
+if TYPE_CHECKING:
+    import ssl
+
+
+# -----------------------------------------------------------------------------
+# Content-Encoding undone in bounded steps, so that a few compressed bytes cannot become gigabytes in memory.
+
+_STEP = 1 << 16
+_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
+
+
+class Decoder(Protocol):
+    """Undoes one content encoding, piece by piece."""
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The decoded bytes of `piece`, in steps of bounded size."""
+        ...
+
+
+class Identity:
+    """No encoding."""
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """`piece` itself."""
+        yield piece
+
+
+class Inflate:
+    """gzip and deflate."""
+
+    def __init__(self) -> None:
+        self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
+
+    def feed(self, piece: bytes) -> Iterator[bytes]:
+        """The inflated bytes, at most 64 KiB a step; `zlib.error` if they are not what they claim to be."""
+        rest = piece
+        while rest:
+            out = self._inflater.decompress(rest, _STEP)
+            rest = self._inflater.unconsumed_tail
+            if out:
+                yield out
+            elif not rest:
+                return
+
+
+def decoder_for(encoding: str) -> Decoder | None:
+    """The decoder for a Content-Encoding header; None for one that assay never asks for."""
+    name = encoding.strip().lower()
+    if name in ("", "identity"):
+        return Identity()
+    if name in ("gzip", "x-gzip", "deflate"):
+        return Inflate()
+    return None
+
+
+# -----------------------------------------------------------------------------
+
+_ERROR_BODY = 1 << 16
+_MAX_REDIRECTS = 3
+_RESENDS = 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how much.
+
+    `total_s` bounds one attempt from the first byte sent to the last received; it is checked whenever a piece of the
+    body arrives, so an attempt can take up to one `silence_s` longer. A generated answer in one piece is silent until it
+    is complete, so for it `total_s` bounds the silence too.
+    """
+
+    connect_s: float = 10.0
+    silence_s: float = 120.0
+    total_s: float = 300.0
+    max_bytes: int = 32 * 1024 * 1024
+    retries: int = 3
+    first_backoff_s: float = 0.25
+    longest_wait_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer with status 200."""
+
+    url: str
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class Pieces:
+    """The body of an answer as it arrives: (monotonic time of arrival, decoded bytes)."""
+
+    def __init__(self, response: httpx.Response, url: str, started: float, limits: Limits) -> None:
+        self.headers = response.headers
+        self.url = url
+        self.started = started
+        """When this attempt was sent, without the waits before it."""
+        self._response = response
+        self._deadline = started + limits.total_s
+        self._limits = limits
+
+    def __iter__(self) -> Iterator[tuple[float, bytes]]:
+        where = without_credentials(self.url)
+        limit = self._limits.max_bytes
+        declared = self._response.headers.get("content-length", "")
+        if declared.isdigit() and int(declared) > limit:
+            raise TooLarge(f"{where} announces an answer of {int(declared):,} bytes; the limit is {limit:,}")
+        encoding = self._response.headers.get("content-encoding", "")
+        decoder = decoder_for(encoding)
+        if decoder is None:
+            raise InvalidStream(f"{where} answers in the encoding {encoding!r}, which was not asked for")
+        received = 0
+        try:
+            for raw in self._response.iter_raw():
+                now = time.monotonic()
+                if now > self._deadline:
+                    raise TimedOut(
+                        f"{where} had not finished its answer after {self._limits.total_s:g} s",
+                        evidence={"url": where, "seconds": self._limits.total_s, "bytes": received},
+                    )
+                for piece in decoder.feed(raw):
+                    received += len(piece)
+                    if received > limit:
+                        raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
+                    yield now, piece
+        except httpx.HTTPError as exc:
+            waited = time.monotonic() - self.started
+            raise error_for_failure(exc, self.url, answered=True, seconds=waited) from exc
+        except zlib.error as exc:
+            raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
+
+
+@cache
+def _trust() -> ssl.SSLContext:
+    """The trusted certificates, read once: that takes longer than a request."""
+    return httpx.create_ssl_context()
+
+
+class Transport:
+    """Requests to one server, from any number of threads."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        key: str | None = None,
+        limits: Limits | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.limits = limits or Limits()
+        self.endpoint = endpoint
+        self._sleep = sleep
+        self._origin = origin(endpoint.api)
+        self._secrets = tuple(s for s in (key, (endpoint.credentials or ("", ""))[1]) if s)
+        headers = {
+            "User-Agent": f"assay/{__version__}",
+            "Accept-Encoding": "identity",
+        }
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        auth = httpx.BasicAuth(*endpoint.credentials) if endpoint.credentials and not key else None
+        direct: dict[str, httpx.BaseTransport | None] = {
+            f"all://{host}": None for host in ("localhost", "127.0.0.1", "[::1]")
+        }
+        self._client = httpx.Client(
+            headers=headers,
+            auth=auth,
+            follow_redirects=False,
+            mounts=direct,
+            verify=_trust(),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=3.0),
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def get(self, url: str, *, retry: bool = True) -> Answer:
+        """A whole answer to a GET."""
+        return self._whole("GET", url, None, retry)
+
+    def get_json(self, url: str, *, retry: bool = True) -> Any:
+        """The JSON answer to a GET."""
+        return self._json(self._whole("GET", url, None, retry))
+
+    def post_json(self, url: str, body: Mapping[str, Any]) -> Any:
+        """The JSON answer to a POST of JSON."""
+        return self._json(self._whole("POST", url, body, True))
+
+    @contextmanager
+    def stream(self, url: str, body: Mapping[str, Any]) -> Iterator[Pieces]:
+        """The pieces of the answer to a POST of JSON; retried only as long as no answer has begun."""
+        with self._open("POST", url, body, True, self.limits.silence_s) as pieces:
+            yield pieces
+
+    def said(self, body: bytes) -> str:
+        """One safe line of a body, without secrets."""
+        return describe_body(body, self._secrets)
+
+    def _json(self, answer: Answer) -> Any:
+        try:
+            return json.loads(answer.body)
+        except (ValueError, RecursionError):
+            pass
+        where = without_credentials(answer.url)
+        text = answer.body[:4096].decode("utf-8", "replace")
+        kind = "a web page" if looks_like_html(text) else "something that is not JSON"
+        raise NotJson(f"{where} answered {kind}: {self.said(answer.body[:_ERROR_BODY])}")
+
+    def _whole(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> Answer:
+        silence = self.limits.total_s if method == "POST" else self.limits.silence_s
+        with self._open(method, url, body, retry, silence) as pieces:
+            data = b"".join(piece for _, piece in pieces)
+            return Answer(url=pieces.url, body=data, headers=pieces.headers)
+
+    @contextmanager
+    def _open(
+        self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool, silence_s: float
+    ) -> Iterator[Pieces]:
+        """An answer with status 200, after redirects within the origin and retries."""
+        attempts = 1 + (self.limits.retries if retry else 0)
+        redirects = 0
+        attempt = 0
+        while True:
+            started, response = self._send(method, url, body, silence_s)
+            with closing(response):
+                if response.status_code == 200:
+                    yield Pieces(response, url, started, self.limits)
+                    return
+                if response.is_redirect:
+                    url = self._redirect(method, url, response)
+                    redirects += 1
+                    if redirects > _MAX_REDIRECTS:
+                        raise Redirected(f"{without_credentials(url)} redirects in circles")
+                    continue
+                said = self.said(self._error_body(response, started + self.limits.total_s))
+                wait = self._refused(url, response, said, attempt, last=attempt + 1 >= attempts)
+            attempt += 1
+            self._sleep(wait)
+
+    def _send(
+        self, method: str, url: str, body: Mapping[str, Any] | None, silence_s: float
+    ) -> tuple[float, httpx.Response]:
+        """Send, and return when that was and the response once its headers are here.
+
+        A server may close a kept connection in the moment in which it is used again, so a connection that closes
+        without an answer is no failure until it has happened on fresh ones too.
+        """
+        resent = 0
+        timeout = httpx.Timeout(min(silence_s, self.limits.total_s), connect=self.limits.connect_s, pool=None)
+        while True:
+            started = time.monotonic()
+            try:
+                request = self._client.build_request(method, url, json=body, timeout=timeout)
+                return started, self._client.send(request, stream=True)
+            except (httpx.HTTPError, httpx.InvalidURL) as exc:
+                error = error_for_failure(exc, url, answered=False, seconds=time.monotonic() - started)
+                if not isinstance(error, StreamCut) or resent == _RESENDS:
+                    raise error from exc
+                resent += 1
+
+    def _backoff(self, attempt: int) -> float:
+        return self.limits.first_backoff_s * 2.0**attempt
+
+    def _refused(self, url: str, response: httpx.Response, said: str, attempt: int, last: bool) -> float:
+        """Seconds to wait before the next attempt; raises where there is none."""
+        status = response.status_code
+        asked = retry_after(response.headers.get("retry-after"))
+        if asked is not None and asked > self.limits.longest_wait_s:
+            error = error_for_status(
+                status, url, f"{said}; it asks to wait {asked:,.0f} s, which is too long"
+            )
+            error.evidence["retry_after_s"] = asked
+            raise error
+        if last or status not in RETRIED:
+            raise error_for_status(status, url, said)
+        return self._backoff(attempt) if asked is None else asked
+
+    def _error_body(self, response: httpx.Response, deadline: float) -> bytes:
+        """The first bytes of an error's body; what fails while reading them matters less than the status."""
+        decoder = decoder_for(response.headers.get("content-encoding", ""))
+        body = b""
+        try:
+            for raw in response.iter_raw():
+                for piece in decoder.feed(raw) if decoder else ():
+                    body += piece
+                    if len(body) >= _ERROR_BODY or time.monotonic() > deadline:
+                        return body[:_ERROR_BODY]
+        except (httpx.HTTPError, zlib.error):
+            return body
+        return body
+
+    def _redirect(self, method: str, url: str, response: httpx.Response) -> str:
+        """The URL to go on with; raises for another origin, or where following would change the method."""
+        location: str = response.headers.get("location", "")
+        target = urljoin(url, location)
+        where, there = without_credentials(url), without_credentials(target)
+        keeps_method = method == "GET" or response.status_code in (307, 308)
+        if origin(target) != self._origin or not keeps_method:
+            raise Redirected(
+                f"{where} redirects ({response.status_code}) to {there}, which was not followed",
+                evidence={"status": response.status_code, "url": where, "location": there},
+            )
+        return target

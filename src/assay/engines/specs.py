@@ -1,0 +1,91 @@
+"""Open an engine from the way it is written on the command line."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from assay.engines.base import require_local
+from assay.engines.scoring import ScoringEngine, ScoringPath
+from assay.engines.server.endpoint import without_credentials
+from assay.engines.server.scoring import IdScorer
+from assay.errors import AssayError, UsageError
+
+# prefix: `module:class` with a `load(spec)`.
+SCORERS = {
+    "hf:": "assay.engines.hf.scorer:HfScorer",
+    "vllm:": "assay.engines.vllm:VllmScorer",
+    "gguf:": "assay.engines.gguf:GgufScorer",
+}
+
+
+# prefix: `module:function` that reads such a spec without loading anything.
+_SPECS = {
+    "hf:": "assay.engines.hf.spec:parse_spec",
+    "vllm:": "assay.engines.vllm.start:parse_spec",
+    "gguf:": "assay.engines.gguf:parse_spec",
+}
+
+
+def check_spec(spec: str, path: ScoringPath | None = None) -> None:
+    """UsageError or AssayError for a spec that no engine could open: a typing error should not cost a scored reference.
+
+    With `path` also for an option that changes nothing on that scoring path.
+    """
+    for prefix, target in _SPECS.items():
+        if spec.startswith(prefix):
+            module, _, name = target.partition(":")
+            parsed = getattr(import_module(module), name)(spec)
+            require_local(spec, parsed.model)
+            if getattr(parsed, "weights", ""):
+                import_module("assay.engines.hf.spec").parse_transform(parsed.weights)
+            if prefix == "hf:":
+                parsed.refuse_what_is_not_there()
+                if path:
+                    parsed.refuse_path(path)
+            return
+    if spec.startswith("run:"):
+        raise UsageError(
+            f"{spec} is a stored reference, which has no model to score a candidate with",
+            remedy="name it first: assay compare run:DIR CANDIDATE…",
+            finding_id="fidelity.usage",
+        )
+    if not is_server(spec):
+        raise _unknown(spec)
+
+
+def open_scorer(spec: str) -> ScoringEngine:
+    """The scoring engine that `spec` names; UsageError for an unknown kind."""
+    for prefix, target in SCORERS.items():
+        if spec.startswith(prefix):
+            module, _, name = target.partition(":")
+            engine: ScoringEngine = getattr(import_module(module), name).load(spec)
+            return engine
+    if is_server(spec):
+        raise AssayError(
+            f"{without_credentials(spec)} gives log-probabilities of a few ids, from which no distribution can be rebuilt",
+            finding_id="fidelity.missing_capability",
+            remedy="run the engine in process (hf:MODEL, vllm:MODEL, gguf:FILE); assay compare takes a server as candidate",
+        )
+    raise _unknown(spec)
+
+
+def _unknown(spec: str) -> UsageError:
+    return UsageError(
+        f"{spec!r} names no engine that scores whole distributions",
+        remedy="write hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR; a candidate may be http://…",
+        finding_id="fidelity.usage",
+    )
+
+
+def is_server(spec: str) -> bool:
+    """Whether `spec` names a server."""
+    return spec.startswith(("http://", "https://"))
+
+
+def open_candidate(spec: str) -> ScoringEngine | IdScorer:
+    """The engine that `spec` names: a server, or one that `open_scorer` opens."""
+    if not is_server(spec):
+        return open_scorer(spec)
+    from assay.engines.server.engine import ServerCandidate
+
+    return ServerCandidate.load(spec)

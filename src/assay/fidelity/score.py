@@ -1,0 +1,345 @@
+"""Score a reference and a candidate on the same windows, and keep what was seen of each token."""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from assay.engines.scoring import (
+    Engagement,
+    ScoreJob,
+    ScoringEngine,
+    ScoringPath,
+    StateRows,
+    Window,
+    WindowRows,
+)
+from assay.engines.server.scoring import IdScorer
+from assay.errors import AssayError
+from assay.fidelity.bounds import choose_ids, window_bounds
+from assay.fidelity.metrics import RowStatistics, window_statistics
+from assay.progress import Advance
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from assay.engines.server.scoring import ChosenScores
+
+
+# -----------------------------------------------------------------------------
+# What was measured at every scored token of one window, and its file form.
+
+
+@dataclass(frozen=True)
+class WindowObservation:
+    """Statistics of the scored tokens `first` … of one window; every array is [n], in the order of the tokens.
+
+    Names as in `RowStatistics`; tokens whose logits were not finite on either side hold NaN and are never averaged.
+    """
+
+    index: int
+    first: int
+    tokens: NDArray[np.int32]
+    nll_ref: NDArray[np.float64]
+    nll_cand: NDArray[np.float64]
+    kl: NDArray[np.float64]
+    kl_rev: NDArray[np.float64]
+    top1: NDArray[np.bool_]
+    p_ref: NDArray[np.float64]
+    p_cand: NDArray[np.float64]
+    conf: NDArray[np.float64]
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """Which tokens count: those whose logits were finite on both sides."""
+        import numpy as np
+
+        return ~np.isnan(self.nll_cand) & ~np.isnan(self.nll_ref)
+
+    @property
+    def dnll(self) -> NDArray[np.float64]:
+        """NLL of the candidate minus NLL of the reference, in nats."""
+        return self.nll_cand - self.nll_ref
+
+
+@dataclass(frozen=True)
+class BoundedObservation(WindowObservation):
+    """A window of which the candidate is known at a few ids only; names as in `BoundedStatistics`.
+
+    `kl` and `kl_rev` are lower bounds, `top1` holds where both certainly have the same likeliest token.
+    """
+
+    top1_possible: NDArray[np.bool_]
+    tail_ref: NDArray[np.float64]
+    tail_cand: NDArray[np.float64]
+    kl_upper: NDArray[np.float64]
+    tv_lo: NDArray[np.float64]
+    tv_hi: NDArray[np.float64]
+
+
+def observation(window: Window, first: int, statistics: RowStatistics) -> WindowObservation:
+    """Put the statistics of one window into numpy arrays."""
+    import numpy as np
+
+    arrays = {f.name: getattr(statistics, f.name).numpy() for f in fields(statistics)}
+    return _observed(arrays, index=window.index, first=first, tokens=np.asarray(window.tokens, np.int32))
+
+
+def save(path: Path, seen: WindowObservation) -> None:
+    """Write one window, whole or not at all."""
+    import numpy as np
+
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        np.savez(file, **{f.name: np.asarray(getattr(seen, f.name)) for f in fields(seen)})  # type: ignore[arg-type]
+    part.replace(path)
+
+
+def load(path: Path) -> WindowObservation:
+    """Read what `save` wrote."""
+    import numpy as np
+
+    with np.load(path, allow_pickle=False) as file:
+        values = {name: file[name] for name in file.files}
+    return _observed(values, index=int(values.pop("index")), first=int(values.pop("first")))
+
+
+def load_kept(path: Path) -> WindowObservation | None:
+    """The same; None where there is no such file, or a damaged one, which is to be scored again."""
+    try:
+        return load(path)
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def _observed(arrays: Mapping[str, Any], **facts: Any) -> WindowObservation:
+    """The observation that these arrays make: a bounded one where they hold bounds."""
+    kind = BoundedObservation if "tail_ref" in arrays else WindowObservation
+    return kind(**facts, **arrays)
+
+
+def pooled(seen: Sequence[WindowObservation], name: str) -> NDArray[np.float64]:
+    """One statistic of all finite tokens of all windows, as one array."""
+    import numpy as np
+
+    return np.concatenate([np.asarray(getattr(w, name), np.float64)[w.finite] for w in seen])
+
+
+# -----------------------------------------------------------------------------
+# From a reference's rows and a candidate to what is seen of every window, by the best way that the candidate offers.
+
+Candidate = ScoringEngine | IdScorer
+_STATISTICS = "assay.fidelity.metrics:batch_statistics"
+
+
+@runtime_checkable
+class _Reduces(Protocol):
+    """An engine that computes statistics where it runs, so that no states of its own have to travel."""
+
+    def reduce_windows(
+        self, windows: Sequence[Window], references: Iterator[StateRows], job: ScoreJob, target: str
+    ) -> Iterator[tuple[Window, Mapping[str, torch.Tensor]]]: ...
+
+
+def measure(
+    rows: Iterator[WindowRows], candidate: Candidate, windows: Sequence[Window], job: ScoreJob
+) -> Iterator[WindowObservation]:
+    """Observations of `windows`, in order; `rows` are the reference's rows of them.
+
+    A server is bounded by a few ids. An engine that reduces gets the reference's states, where it has states; from
+    any other come the rows themselves.
+    """
+    if isinstance(candidate, IdScorer):
+        yield from _by_ids(rows, candidate, job)
+        return
+    first = next(rows, None)
+    rows = chain([] if first is None else [first], rows)
+    if isinstance(candidate, _Reduces) and isinstance(first, StateRows):
+        yield from _by_reduction(rows, candidate, windows, job)
+        return
+    for reference, own in zip(rows, candidate.score_windows(windows, job), strict=True):
+        yield observation(reference.window, reference.first, window_statistics(reference, own))
+
+
+def _by_reduction(
+    rows: Iterator[WindowRows], candidate: _Reduces, windows: Sequence[Window], job: ScoreJob
+) -> Iterator[WindowObservation]:
+    states = (row for row in rows if isinstance(row, StateRows))
+    for window, values in candidate.reduce_windows(windows, states, job, _STATISTICS):
+        yield observation(window, job.scored_from, RowStatistics(**values))
+
+
+def _by_ids(rows: Iterator[WindowRows], candidate: IdScorer, job: ScoreJob) -> Iterator[WindowObservation]:
+    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once."""
+    pool = ThreadPoolExecutor(job.batch)
+    asked: deque[tuple[WindowRows, Future[ChosenScores]]] = deque()
+
+    def oldest() -> WindowObservation:
+        row, scores = asked.popleft()
+        return observation(row.window, row.first, window_bounds(row, scores.result()))
+
+    try:
+        for row in rows:
+            chosen = choose_ids(row, candidate.ids)
+            asked.append((row, pool.submit(candidate.score_ids, row.window, chosen, row.first)))
+            if len(asked) > job.batch:
+                yield oldest()
+        while asked:
+            yield oldest()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+# -----------------------------------------------------------------------------
+
+
+class ReferenceRows(Protocol):
+    """The reference's side of a comparison, scored already or along with the candidate."""
+
+    def rows(self, windows: Sequence[Window]) -> Iterator[WindowRows]:
+        """The rows of the given windows, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class LiveRows:
+    """Rows that an engine scores as they are asked for, where they are too large to keep."""
+
+    engine: ScoringEngine
+    job: ScoreJob
+
+    def rows(self, windows: Sequence[Window]) -> Iterator[WindowRows]:
+        """The rows of the given windows, in order."""
+        return self.engine.score_windows(windows, self.job)
+
+
+def observe(
+    reference: ReferenceRows,
+    candidate: Candidate,
+    windows: Sequence[Window],
+    job: ScoreJob,
+    *,
+    keep_in: Path | None = None,
+    on_window: Callable[[WindowObservation], Any] = lambda seen: None,
+    advance: Advance = lambda: None,
+) -> list[WindowObservation]:
+    """Observations of all windows, in order.
+
+    With `keep_in`, every window is written there as it is done, and what is there already is not scored again.
+    `on_window` sees each observation as it comes, those that were kept first.
+    """
+    require(candidate, job, len(windows[0].tokens))
+    seen: dict[int, WindowObservation] = {}
+    for window in windows:
+        kept = load_kept(keep_in / f"{window.index:06d}.npz") if keep_in else None
+        if kept:
+            seen[window.index] = kept
+            on_window(kept)
+            advance()
+    todo = [w for w in windows if w.index not in seen]
+    if todo:
+        for found in measure(iter(reference.rows(todo)), candidate, todo, job):
+            if keep_in:
+                save(keep_in / f"{found.index:06d}.npz", found)
+            seen[found.index] = found
+            on_window(found)
+            advance()
+    return [seen[w.index] for w in windows]
+
+
+def require(candidate: Candidate, job: ScoreJob, length: int) -> None:
+    """AssayError where the candidate cannot score windows of `length` tokens as `job` asks."""
+    if isinstance(candidate, IdScorer):
+        candidate.require(job, length)
+    else:
+        require_path(candidate, job)
+
+
+def require_path(engine: ScoringEngine, job: ScoreJob) -> None:
+    """AssayError where the engine cannot score whole distributions by the path of `job`."""
+    ability, name = engine.ability, engine.describe().get("engine", "this engine")
+    if not ability.full_vocabulary or job.path not in ability.paths:
+        what = f"by the {job.path} path" if ability.full_vocabulary else "whole distributions"
+        raise AssayError(
+            f"{name} cannot score {what}: {ability.reason or 'it offers no way to'}",
+            finding_id="fidelity.missing_capability",
+            remedy=f"paths it offers: {', '.join(sorted(ability.paths)) or 'none'}; or use another engine",
+        )
+
+
+# -----------------------------------------------------------------------------
+# Did the thing under test take part in the numbers?
+#
+# A comparison whose differences are all exactly zero has compared a thing with itself: one-shot prefill never reads a
+# KV cache, a hook may never have fired, a flag may have been ignored. Such a result is an error unless sameness was what
+# was asked for.
+
+
+@dataclass(frozen=True)
+class Engaged:
+    """What is known of the candidate's part. `zero_share` is the share of tokens with exactly no difference."""
+
+    ok: bool
+    fires: int | None
+    bytes_read: int | None
+    zero_share: float
+
+    def to_json(self) -> dict[str, Any]:
+        """As the object `results.engaged`."""
+        return {
+            "ok": self.ok,
+            "fires": self.fires,
+            "bytes_read": self.bytes_read,
+            "zero_share": self.zero_share,
+        }
+
+
+def zero_share(seen: Sequence[WindowObservation]) -> float:
+    """Share of scored tokens whose NLL and KL differ by exactly nothing."""
+    total = sum(w.kl.size for w in seen)
+    zero = sum(int(((w.kl == 0) & (w.dnll == 0)).sum()) for w in seen)
+    return zero / total if total else 0.0
+
+
+def engaged(
+    seen: Sequence[WindowObservation],
+    engagement: Engagement,
+    *,
+    path: ScoringPath,
+    hooked: bool,
+    same: bool,
+    label: str,
+) -> Engaged:
+    """The facts, or AssayError `fidelity.not_engaged`.
+
+    `same` says that the candidate is the reference itself or an identity; `hooked` that a hook had to fire.
+    """
+    share = zero_share(seen)
+    unread = path is not ScoringPath.PREFILL and engagement.bytes_read == 0
+    silent = hooked and not engagement.fires
+    ok = same or not (share == 1.0 or unread or silent)
+    if ok:
+        return Engaged(True, engagement.fires, engagement.bytes_read, share)
+    if silent:
+        why = "its hook never fired"
+    elif unread:
+        why = f"the {path} path read no cache"
+    else:
+        why = "every difference is exactly zero"
+    raise AssayError(
+        f"{label} took no part in the numbers: {why}",
+        finding_id="fidelity.not_engaged",
+        remedy="give longer windows (--length): tokens that a codec keeps exact, the first and the recent, may be all there are"
+        if silent
+        else "score through the decode path (--path decode), or compare the reference with itself if that is meant",
+        evidence={"zero_share": share, "fires": engagement.fires, "bytes_read": engagement.bytes_read},
+    )

@@ -1,1 +1,0 @@
-"""KV codecs and the wrappers around them, one file each; `assay.kv.registry` names them."""

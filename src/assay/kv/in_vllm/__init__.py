@@ -1,1 +1,0 @@
-"""KV codecs inside vLLM: what `assay.kv.hook` is for transformers."""

@@ -1,0 +1,504 @@
+"""Phase 1 and the path: every configuration between reference and candidate, and the total measured on its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from assay.engines.scoring import ScoreJob
+from assay.errors import AssayError
+from assay.lab.gap.bench import Bench, Measured
+from assay.lab.gap.buckets import Effect, WindowSums, aligned, effect, ratio
+from assay.lab.gap.plan import (
+    Configuration,
+    EngineName,
+    GapPlan,
+    Step,
+    engine_name,
+    engine_steps,
+    grouped,
+    refuse_engine,
+    with_placement,
+)
+from assay.lab.kv.accounting import stream_facts
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.evaluate import require_no_calibration
+from assay.lab.kv.live_stream import Key, StreamFacts
+from assay.lab.kv.noise import Sensitivity, sensitivity
+from assay.lab.kv.spec import parse_spec
+from assay.stats.bootstrap import Resampling
+from assay.stats.intervals import Interval
+
+
+@dataclass(frozen=True)
+class Corners:
+    """The configurations that a plan names. `reference` and `candidate` are without codec, in the base mode."""
+
+    plan: GapPlan
+
+    @property
+    def reference(self) -> Configuration:
+        """The one reference of the path."""
+        return Configuration(self.plan.reference, self.plan.base_mode)
+
+    @property
+    def candidate(self) -> Configuration:
+        """The candidate without codec."""
+        return Configuration(self.plan.candidate, self.plan.base_mode)
+
+    def with_codec(self, engine: str, mode: str | None = None, **changes: Any) -> Configuration:
+        """An engine with the codec, in the base mode where none is given."""
+        settings: dict[str, Any] = {"codec": self.plan.codec, "calibration": self.plan.calibration} | changes
+        return Configuration(engine, mode or self.plan.base_mode, **settings)
+
+    @property
+    def asked(self) -> Configuration:
+        """What the total is about: the candidate with codec in the asked mode."""
+        return self.with_codec(self.plan.candidate, self.plan.mode, measured=self.plan.measured)
+
+    def refuse(self) -> None:
+        """AssayError before anything is scored, where an engine cannot be opened or take the codec in a mode that is needed."""
+        for engine in (self.plan.reference, self.plan.candidate):
+            refuse_engine(engine, self.plan.length, (self.plan.mode, self.plan.base_mode))
+            for mode in (self.plan.mode, self.plan.base_mode):
+                self.with_codec(engine, mode).hooked(ScoreJob(), self.plan.length, self.plan.seed)
+        if not self.plan.calibration:
+            require_no_calibration(parse_spec(self.plan.codec), "kv")
+
+    @property
+    def same_engine(self) -> bool:
+        """Whether both sides are one engine with one set of options."""
+        return str(engine_name(self.plan.reference)) == str(engine_name(self.plan.candidate))
+
+
+def measure_reference(bench: Bench, corners: Corners) -> dict[str, Measured]:
+    """What needs the reference's engine: the codec on it, and its floors."""
+    plan, ref = bench.plan, corners.reference
+    bench.anchor(ref)
+    found = {
+        "codec": bench.measure(corners.with_codec(plan.reference, measured=plan.measured), ref),
+        "floor.reference": bench.measure(
+            Configuration(plan.reference, plan.base_mode, other_batch=True), ref
+        ),
+    }
+    if plan.mode != plan.base_mode:
+        bench.anchor(Configuration(plan.reference, plan.mode))
+    if bench.engine(plan.reference).ability.hooks:
+        found["floor.rounding"] = bench.measure(
+            Configuration(plan.reference, plan.base_mode, rounding=True), ref
+        )
+    return found
+
+
+def measure_candidate(bench: Bench, corners: Corners) -> dict[str, Measured]:
+    """What needs the candidate's engine: without codec, with it, in both modes, and its own floor."""
+    plan, ref, cand = bench.plan, corners.reference, corners.candidate
+    bench.anchor(cand)
+    found = {
+        "candidate": bench.between(ref, cand),
+        "floor.candidate": bench.measure(
+            Configuration(plan.candidate, plan.base_mode, other_batch=True), cand
+        ),
+        "both": bench.measure(corners.with_codec(plan.candidate), ref),
+        "codec.candidate": bench.measure(corners.with_codec(plan.candidate, measured=plan.measured), cand),
+    }
+    if plan.mode != plan.base_mode:
+        found["asked"] = bench.measure(corners.asked, Configuration(plan.reference, plan.mode))
+    return found
+
+
+def steps_of(bench: Bench, corners: Corners) -> list[Step]:
+    """The steps of the bucket `engine`, by what both engines say of themselves."""
+    if corners.same_engine:
+        return [Step("engine.none", bench.plan.candidate)]
+    dtypes = [bench.facts.get(s, {}).get("dtype") for s in (bench.plan.reference, bench.plan.candidate)]
+    return engine_steps(bench.plan.reference, bench.plan.candidate, (dtypes[0], dtypes[1]))
+
+
+def measure_steps(bench: Bench, corners: Corners, steps: list[Step]) -> dict[str, Measured]:
+    """The engines between reference and candidate, by the name of the step that leads to them."""
+    mode = bench.plan.base_mode
+    return {
+        step.name: bench.measure(Configuration(step.engine, mode), corners.reference) for step in steps[:-1]
+    }
+
+
+def measure_total(bench: Bench, corners: Corners) -> Measured:
+    """Both ends once more, in a run of their own: engines opened anew, windows in reverse, another batch."""
+    again: Mapping[str, Any] = {"again": True}
+    reference = Configuration(bench.plan.reference, bench.plan.mode, **again)
+    bench.anchor(reference)
+    asked = corners.with_codec(bench.plan.candidate, bench.plan.mode, **again)
+    return bench.measure(asked, reference)
+
+
+# -----------------------------------------------------------------------------
+# Phase 2: what the codec is given, and what it leaves out, layer by layer on both engines.
+
+
+@dataclass(frozen=True)
+class StreamResidual:
+    """One stream of one layer. Powers are Σx², errors Σ(x − x̂)², both summed over the windows that both engines coded.
+
+    `power_ratio` and `error_ratio` are candidate over reference; `relative` the error over the power of each engine.
+    """
+
+    layer: int
+    stream: str
+    relative_reference: float
+    relative_candidate: float
+    power_ratio: Interval | None
+    error_ratio: Interval | None
+    equal_streams: int
+    windows: int
+
+    def to_json(self) -> dict[str, Any]:
+        """As an entry of `results.residual.streams`."""
+        return {
+            "layer": self.layer,
+            "stream": self.stream,
+            "relative_error": {"reference": self.relative_reference, "candidate": self.relative_candidate},
+            "power_ratio": _bounds(self.power_ratio),
+            "error_ratio": _bounds(self.error_ratio),
+            "equal_streams": self.equal_streams,
+            "windows": self.windows,
+        }
+
+
+def residuals(reference: Measured, candidate: Measured) -> list[StreamResidual]:
+    """Streams of both engines, paired by window."""
+    sides = [_by_window(m) for m in (reference, candidate)]
+    windows = sorted(set(sides[0]) & set(sides[1]))
+    if not windows:
+        return []
+    keys = sorted(k for k in sides[0][windows[0]] if sides[0][windows[0]][k].sha256)
+    found = []
+    for layer, stream in keys:
+        a = [sides[0][w][layer, stream] for w in windows]
+        b = [sides[1][w][layer, stream] for w in windows]
+        found.append(
+            StreamResidual(
+                layer,
+                stream,
+                _relative(a),
+                _relative(b),
+                ratio([f.power for f in b], [f.power for f in a]),
+                ratio([f.error for f in b], [f.error for f in a]),
+                sum(x.sha256 == y.sha256 for x, y in zip(a, b, strict=True)),
+                len(windows),
+            )
+        )
+    return found
+
+
+def relative_error(measured: Measured) -> float:
+    """√(Σ error / Σ power) over all coded streams: the codec as noise of this size. 0 where nothing was looked at."""
+    facts = [
+        f for found in stream_facts(measured.engagement).values() for f in found if f.sha256 and f.power > 0
+    ]
+    # Noise is as large as each stream's own power allows, so streams count alike.
+    return (sum(f.error / f.power for f in facts) / len(facts)) ** 0.5 if facts else 0.0
+
+
+def _by_window(measured: Measured) -> dict[int, Mapping[Key, StreamFacts]]:
+    facts = stream_facts(measured.engagement)
+    return {
+        window: {key: found[i] for key, found in facts.items() if i < len(found)}
+        for i, window in enumerate(measured.windows)
+    }
+
+
+def _relative(facts: list[StreamFacts]) -> float:
+    power = sum(f.power for f in facts)
+    return (sum(f.error for f in facts) / power) ** 0.5 if power else 0.0
+
+
+def _bounds(interval: Interval | None) -> dict[str, float] | None:
+    return None if interval is None else {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
+
+
+# -----------------------------------------------------------------------------
+# Phase 3: what an error of known size does, on both engines.
+#
+# Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small error
+# (`assay.lab.kv.noise`); the codec's own error, put on that curve, tells whether it is worse than noise of its
+# size.
+
+_FALLBACK = 0.02
+"""σ of a codec without error: something to sweep around."""
+
+
+@dataclass(frozen=True)
+class NoiseCurve:
+    """KL of a sweep on one engine, and how it grows: only levels whose KL stands above the floor say that."""
+
+    sigmas: tuple[float, ...]
+    effects: tuple[Effect, ...]
+    growth: Sensitivity
+    sums: Mapping[float, WindowSums]
+
+    @property
+    def linear(self) -> tuple[float, float] | None:
+        """The σ between which the answer is linear: KL grows as σ²."""
+        found = self.growth
+        return None if found.lo is None or found.hi is None else (found.lo, found.hi)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.noise.ENGINE`."""
+        slope, level = self.growth.slope, self.growth.coefficient
+        return {
+            "points": [{"sigma": s, **e.to_json()} for s, e in zip(self.sigmas, self.effects, strict=True)],
+            "slope": None if slope is None else asdict(slope),
+            "linear_range": None if self.linear is None else list(self.linear),
+            "kld_per_squared_sigma": None if level is None else asdict(level),
+        }
+
+
+def noise_codec(codec: str, sigma: float, seed: int) -> str:
+    """Noise at the place of the codec: before RoPE where the codec is, on the streams that it codes."""
+    spec = parse_spec(codec)
+    parts = []
+    for stream in "kv":
+        recipe = spec.of(stream)
+        if recipe is not None:
+            place = "prerope+" if stream == "k" and recipe.before_rope else ""
+            parts.append(f"{stream}:{place}noise(sigma={sigma:g},seed={seed})")
+    return ";".join(parts)
+
+
+def sigmas_of(error: float, sweep: Sequence[float]) -> tuple[float, ...]:
+    """The levels of a sweep: multiples of the codec's relative error, to three digits."""
+    base = error if error > 0 else _FALLBACK
+    return tuple(float(f"{base * s:.3g}") for s in sorted(sweep))
+
+
+def measure_noise(
+    bench: Bench, corners: Corners, engine: str, sigmas: Sequence[float]
+) -> dict[float, Measured]:
+    """Every level against the engine without noise."""
+    anchor = corners.with_codec(engine).plain
+    return {
+        sigma: bench.measure(
+            corners.with_codec(
+                engine, codec=noise_codec(bench.plan.codec, sigma, bench.plan.seed), calibration=None
+            ),
+            anchor,
+        )
+        for sigma in sigmas
+    }
+
+
+def curve(measured: Mapping[float, Measured], floor: float, seed: int = 0) -> NoiseCurve:
+    """The curve of one engine; a KL under twice the floor says nothing of how it grows."""
+    by_name = aligned({str(sigma): m.seen for sigma, m in measured.items()})
+    sigmas = tuple(sorted(measured))
+    sums = {sigma: by_name[str(sigma)] for sigma in sigmas}
+    effects = tuple(effect(sums[s]) for s in sigmas)
+    above = [s for s, e in zip(sigmas, effects, strict=True) if e.kl.value > 2 * floor]
+    growth = Sensitivity(None, None, None, None)
+    if above:
+        tokens = [int(t) for t in sums[sigmas[0]].tokens]
+        growth = sensitivity(above, [list(sums[s].kl) for s in above], tokens, Resampling(2000, seed))
+    return NoiseCurve(sigmas, effects, growth, sums)
+
+
+def kl_at(found: NoiseCurve, sigma: float) -> float | None:
+    """KL of noise of this size, read off the curve (log–log, no further out than its ends)."""
+    points = [
+        (math.log(s), math.log(e.kl.value))
+        for s, e in zip(found.sigmas, found.effects, strict=True)
+        if e.kl.value > 0
+    ]
+    if not points or not sigma > 0 or not points[0][0] - 1e-9 <= math.log(sigma) <= points[-1][0] + 1e-9:
+        return None
+    import numpy as np
+
+    return float(math.exp(np.interp(math.log(sigma), [x for x, _ in points], [y for _, y in points])))
+
+
+# -----------------------------------------------------------------------------
+# Phase 4: every layer (or group of neighbours) coded alone, on both engines, and how the parts add up.
+
+
+@dataclass(frozen=True)
+class LayerEffect:
+    """A group of layers coded alone on one engine, against that engine without codec."""
+
+    layers: tuple[int, ...]
+    name: str
+    effect: Effect
+    sums: WindowSums
+
+    def to_json(self) -> dict[str, Any]:
+        """Layers and both currencies."""
+        return {"layers": list(self.layers), "name": self.name, **self.effect.to_json()}
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """All groups of one engine, and all together. `additivity` is joint KL over the sum of the single ones:
+    near 1 where errors do not meet, above where they feed each other, below where they drown each other."""
+
+    parts: Sequence[LayerEffect]
+    joint: Effect
+    additivity: Interval | None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `results.layers.ENGINE`."""
+        found = self.additivity
+        return {
+            "parts": [p.to_json() for p in self.parts],
+            "joint": self.joint.to_json(),
+            "additivity": None if found is None else {"value": found.value, "lo": found.lo, "hi": found.hi},
+        }
+
+    def hottest(self) -> list[LayerEffect]:
+        """Groups by KL, the worst first."""
+        return sorted(self.parts, key=lambda p: -p.effect.kl.value)
+
+
+def group_name(group: Sequence[int]) -> str:
+    """`codec.layer.07`, or `codec.layers.00-05`."""
+    if len(group) == 1:
+        return f"codec.layer.{group[0]:02d}"
+    return f"codec.layers.{group[0]:02d}-{group[-1]:02d}"
+
+
+def measure_layers(bench: Bench, corners: Corners, engine: str, layers: int) -> dict[str, Measured]:
+    """Each group alone against the engine without codec, by name."""
+    anchor = corners.with_codec(engine).plain
+    return {
+        group_name(group): bench.measure(corners.with_codec(engine, layers=group), anchor)
+        for group in grouped(layers, bench.plan.groups)
+    }
+
+
+def attribute(layers: int, groups: int, alone: Mapping[str, Measured], joint: Measured) -> Attribution:
+    """Effects of all groups and of all layers together, on the same tokens."""
+    sums = aligned({"joint": joint.seen, **{name: m.seen for name, m in alone.items()}})
+    parts = [
+        LayerEffect(group, name, effect(sums[name]), sums[name])
+        for group in grouped(layers, groups)
+        if (name := group_name(group)) in sums
+    ]
+    single = sum(p.sums.kl for p in parts)
+    return Attribution(parts, effect(sums["joint"]), ratio(sums["joint"].kl, single))
+
+
+# -----------------------------------------------------------------------------
+# Phases 5 and 6: what the way of measuring changes, and what tables of the other engine change.
+
+_SKIPPED = ("fidelity.not_engaged", "kv.unsupported", "kv.usage")
+
+
+def measure_harness(
+    bench: Bench, corners: Corners, engine: str
+) -> tuple[dict[str, Measured], dict[str, str]]:
+    """Every mode, an identity as the control, keys or values alone, and the prefix alone.
+
+    Each against the engine without codec on the same path. The second object says why something was not measured.
+    """
+    plan = bench.plan
+    # As the path has it, so that a mode which it has measured is not measured again.
+    wanted = {mode.value: corners.with_codec(engine, mode.value, measured=plan.measured) for mode in Mode}
+    wanted["identity"] = corners.with_codec(engine, codec="identity", calibration=None)
+    wanted["k_only"] = corners.with_codec(engine, streams="k")
+    wanted["v_only"] = corners.with_codec(engine, streams="v")
+    # As many recent tokens as are scored stay exact: only what comes before them is coded.
+    exact = plan.length - 1 - plan.length // 2
+    wanted["prefix_only"] = corners.with_codec(
+        engine, Mode.INFORWARD.value, codec=with_placement(plan.codec, f"recent(n={exact})")
+    )
+    found: dict[str, Measured] = {}
+    skipped: dict[str, str] = {}
+    for name, config in wanted.items():
+        try:
+            found[name] = bench.measure(config, config.plain)
+        except AssayError as error:
+            # A codec of one stream has nothing to do in the other; an engine may lack a mode.
+            if error.finding_id not in _SKIPPED:
+                raise
+            skipped[name] = error.message
+    return found, skipped
+
+
+def measure_tables(bench: Bench, corners: Corners, engine: str) -> dict[str, Measured]:
+    """The codec with each calibration, against the engine without codec."""
+    anchor = corners.with_codec(engine).plain
+    tables = {"reference": bench.plan.calibration, "candidate": bench.plan.other_calibration}
+    return {
+        name: bench.measure(corners.with_codec(engine, calibration=path), anchor)
+        for name, path in tables.items()
+        if path
+    }
+
+
+def effects_json(measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """Effects by name, over the tokens that all of them scored."""
+    return {
+        name: {"name": name, **effect(sums).to_json()}
+        for name, sums in aligned({name: m.seen for name, m in measured.items()}).items()
+    }
+
+
+def difference_json(measured: Mapping[str, Measured], a: str, b: str) -> dict[str, Any]:
+    """`b` minus `a`, paired by window."""
+    sums = aligned({name: m.seen for name, m in measured.items()})
+    return effect(sums[b] - sums[a]).to_json()
+
+
+# -----------------------------------------------------------------------------
+# Phase 1: what an engine allows to switch alone, beside the path. Switches are no buckets: they are not part of the sum.
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One option of one engine, everything else as it was."""
+
+    name: str
+    base: str
+    switched: str
+
+
+def switches(
+    reference: str, candidate: str, steps: Sequence[Step], facts: Mapping[str, Mapping[str, Any]]
+) -> list[Switch]:
+    """The attention kernels of both engines; for transformers in the number format in which the engines meet."""
+    found: dict[str, Switch] = {}
+    meeting = [reference, *(s.engine for s in steps)]
+    for spec in (*[s for s in meeting if engine_name(s).kind == "hf"][-1:], candidate, reference):
+        engine = engine_name(spec)
+        option, value = _attention(engine, facts.get(spec, {}))
+        if value and f"{engine.kind}.attention" not in found:
+            name = f"{engine.kind}.attention"
+            found[name] = Switch(name, spec, str(engine.with_option(option, value)))
+    return list(found.values())
+
+
+def _attention(engine: EngineName, facts: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The option that names the kernel, and another value for it; None where there is none to choose."""
+    if engine.kind == "hf":
+        return "attention", "sdpa" if engine.get("attention") == "eager" else "eager"
+    if not str(facts.get("device", "")).startswith("cuda"):
+        return "attention_backend", None  # vLLM has one kernel on a CPU
+    return "attention_backend", "FLASH_ATTN" if "TRITON" in str(
+        facts.get("attention_backend")
+    ) else "TRITON_ATTN"
+
+
+def measure_switches(
+    bench: Bench, mode: str, found: Sequence[Switch]
+) -> tuple[dict[str, Measured], dict[str, str]]:
+    """Each against the engine as it was; the second object says what an engine refused."""
+    measured: dict[str, Measured] = {}
+    refused: dict[str, str] = {}
+    for switch in found:
+        try:
+            measured[switch.name] = bench.measure(
+                Configuration(switch.switched, mode), Configuration(switch.base, mode)
+            )
+        except AssayError as error:
+            refused[switch.name] = error.message
+    return measured, refused

@@ -1,0 +1,239 @@
+"""The calibration file: samples of keys and values, and the metrics in which their errors hurt, with provenance.
+
+One safetensors file. For every layer l:
+
+    layer_{l}_k       bf16 [KV heads, tokens, head_dim], keys before RoPE        layer_{l}_v   the same of values
+    layer_{l}_sigma   f32 [KV heads, d, d], second moment of the queries of the head's group before RoPE, not centred
+    layer_{l}_sigma_rope   the same averaged over the rotations of relative positions
+    layer_{l}_gram    f32 [KV heads, d, d], Gram matrix of the output projection, summed over the group
+    positions         int32 [tokens], where in its window each sample stood
+    sensitivity f32 [layers, 2], of keys and values: KL in nats for an error of 1 in the metric (`--sensitivity`)
+    levels_{k|v}_{b}  f32 [2^b], levels of residuals for the codec `kakeya`
+
+A file that was imported from older tools (`assay kv import`) has only sigma of some layers, and levels; one of `assay kv
+calibrate` has all but levels.
+
+The metadata holds the model's cache shape, a fingerprint of the model, and the hashes of the text and of every window.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from assay.errors import AssayError
+from assay.lab.kv.codec import CacheShape, Samples, Site
+from assay.lab.kv.rope import Rotary, Rotation
+
+if TYPE_CHECKING:
+    import torch
+
+FORMAT = "assay-kv-calibration"
+VERSION = "1"
+_POSITIONS = 2048
+"""Positions that a moment is averaged over where the file does not have the average."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A calibration as it lies in its file. `provenance` is plain JSON."""
+
+    tensors: Mapping[str, torch.Tensor]
+    provenance: Mapping[str, Any]
+
+    def samples(self, site: Site, *, before_rope: bool, rotary: Rotary | None) -> Samples:
+        """What a codec may learn from at one site; keys are put through RoPE unless `before_rope`."""
+        states = self.tensors.get(f"layer_{site.layer}_{site.stream}")
+        positions = None if states is None else self.tensors["positions"].long()
+        levels = self._levels(site.stream)
+        measured = self.tensors.get("sensitivity")
+        cost = None if measured is None else float(measured[site.layer, "kv".index(site.stream)])
+        if site.stream == "v":
+            metric = self.tensors.get(f"layer_{site.layer}_gram")
+            return Samples(site, _float(states), positions, metric, sensitivity=cost, levels=levels)
+        if states is not None and positions is not None and not before_rope:
+            if rotary is None:
+                raise ValueError("keys after RoPE need the model's rotary embedding")
+            # Calibrated on longer windows than are scored: later samples have no rotation here.
+            known = positions < rotary.length
+            states, positions = states[:, known], positions[known]
+            whole = rotary.at(site.layer, 0, rotary.length)
+            states = Rotation(whole.cos.cpu()[positions], whole.sin.cpu()[positions]).apply(states)
+        metric = self._metric(site.layer, before_rope, rotary)
+        return Samples(site, _float(states), positions, metric, sensitivity=cost, levels=levels)
+
+    def _metric(self, layer: int, before_rope: bool, rotary: Rotary | None) -> torch.Tensor | None:
+        """The queries' second moment of a layer, averaged over rotations.
+
+        After RoPE channels of a pair mix over positions, so there too only the averaged one has a meaning. Files of older
+        tools hold the plain one: before RoPE it is taken as it stands, which is what those tools did.
+        """
+        found = self.tensors.get(f"layer_{layer}_sigma_rope")
+        plain = self.tensors.get(f"layer_{layer}_sigma")
+        if found is not None or plain is None or before_rope or rotary is None:
+            return plain if found is None else found
+        return averaged(plain.float(), rotary, layer, rotary.at(layer, 0, _POSITIONS).cos.shape[0])
+
+    def _levels(self, stream: str) -> dict[int, torch.Tensor]:
+        start = f"levels_{stream}_"
+        return {int(n.removeprefix(start)): t for n, t in self.tensors.items() if n.startswith(start)}
+
+    def check_model(self, shape: CacheShape) -> None:
+        """AssayError where it is of another model."""
+        mine = self.provenance.get("cache", {})
+        theirs = json.loads(json.dumps(shape.to_json()))
+        if mine != theirs:
+            differing = [k for k in theirs if mine.get(k) != theirs[k]]
+            raise AssayError(
+                f"the calibration is of another model: it differs in {', '.join(differing)}",
+                finding_id="kv.calibration_mismatch",
+                remedy="calibrate this model: assay kv calibrate MODEL --out FILE --text FILE",
+                evidence={k: [mine.get(k), theirs[k]] for k in differing},
+            )
+
+    def check_text(self, text: Mapping[str, Any], windows: Sequence[str]) -> None:
+        """AssayError where evaluation text, given by its facts and the hashes of its windows, was calibrated on."""
+        shared = set(self.provenance.get("windows", ())) & set(windows)
+        whole = self.provenance.get("text", {}).get("sha256") == text.get("sha256")
+        if shared or whole:
+            what = "it is the same text" if whole else f"{len(shared)} windows are the same"
+            raise AssayError(
+                f"the evaluation text was used for calibration: {what}",
+                finding_id="kv.calibration_leak",
+                remedy="evaluate on other text: a score on calibration text says nothing",
+                evidence={"shared_windows": len(shared)},
+            )
+
+
+def _float(states: torch.Tensor | None) -> torch.Tensor | None:
+    return None if states is None else states.float()
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write the file, whole or not at all."""
+    from safetensors.torch import save_file
+
+    part = path.with_suffix(path.suffix + ".part")
+    metadata = {"format": FORMAT, "version": VERSION, "provenance": json.dumps(calibration.provenance)}
+    save_file({k: v.contiguous() for k, v in calibration.tensors.items()}, part, metadata=metadata)
+    part.replace(path)
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read a file; AssayError where it is missing, damaged or something else."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+    except (OSError, SafetensorError) as error:
+        raise AssayError(
+            f"cannot read the calibration {path}: {str(error).removesuffix(f': {path}')}",
+            finding_id="kv.calibration_unreadable",
+            remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
+        ) from error
+    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
+        raise AssayError(
+            f"{path} is no calibration of assay (format {metadata.get('format')!r}, version {metadata.get('version')!r})",
+            finding_id="kv.calibration_unreadable",
+            remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
+        )
+    return Calibration(tensors, json.loads(metadata["provenance"]))
+
+
+# -----------------------------------------------------------------------------
+# What a calibration collects: some keys and values of every window, second moments of the queries, output projections.
+
+DISTANCES = 64
+"""Relative positions over which the queries' metric is averaged."""
+
+
+class Sampler:
+    """Collects from windows of `length` tokens, `keep` of each. The engine says when a batch begins (`begin`)."""
+
+    def __init__(self, shape: CacheShape, length: int, keep: int, seed: int = 0) -> None:
+        import torch
+
+        self.shape = shape
+        self.length = length
+        self.keep = keep
+        self._generator = torch.Generator().manual_seed(seed)
+        self.positions: list[torch.Tensor] = []
+        self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}
+        self.moments: dict[int, torch.Tensor] = {}
+        self.tokens = 0
+        self.chosen = torch.empty(0, dtype=torch.long)
+
+    def begin(self, batch: int) -> None:
+        """A batch of so many windows comes: sorted random positions are drawn, the same in each of them."""
+        import torch
+
+        order = torch.randperm(self.length - 1, generator=self._generator)
+        self.chosen = order[: self.keep].sort().values
+        self.positions += [self.chosen] * batch
+        self.tokens += batch * (self.length - 1)
+
+    def on_states(self, layer: int, stream: str, states: torch.Tensor) -> None:
+        """Keep the chosen of keys (before RoPE) or values [B, h, length − 1, d]."""
+        import torch
+
+        some = states[..., self.chosen.to(states.device), :].to(torch.bfloat16).cpu()
+        # [B, h, n, d] → [h, B·n, d]
+        self.kept.setdefault((layer, stream), []).append(some.transpose(0, 1).flatten(1, 2))
+
+    def on_queries(self, layer: int, queries: torch.Tensor) -> None:
+        """Add the second moment of queries [B, H, T, d] before RoPE, over the group of each KV head."""
+        grouped = queries.float().unflatten(1, (self.shape.kv_heads, -1)).transpose(0, 1).flatten(1, 3)
+        moment = (grouped.mT @ grouped).double().cpu()
+        before = self.moments.get(layer)
+        self.moments[layer] = moment if before is None else before + moment
+
+    def tensors(self, rotary: Rotary, output: dict[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What the calibration file holds; `output` are the weights [hidden, H·d] of the output projections."""
+        import torch
+
+        found: dict[str, torch.Tensor] = {"positions": torch.cat(self.positions).to(torch.int32)}
+        per_head = self.tokens * (self.shape.query_heads // self.shape.kv_heads)
+        for layer in range(self.shape.layers):
+            for stream in ("k", "v"):
+                found[f"layer_{layer}_{stream}"] = torch.cat(self.kept[layer, stream], dim=1)
+            sigma = (self.moments[layer] / per_head).float()
+            found[f"layer_{layer}_sigma"] = sigma
+            found[f"layer_{layer}_sigma_rope"] = averaged(sigma, rotary, layer, self.length)
+            found[f"layer_{layer}_gram"] = self._gram(output[layer])
+        return found
+
+    def _gram(self, weight: torch.Tensor) -> torch.Tensor:
+        """Σ over the query heads of a group of Wₕᵀ Wₕ, for the output projection [hidden, H·d]."""
+        heads, groups, width = self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim
+        parts = weight.detach().float().cpu().reshape(-1, groups, heads // groups, width)
+        grouped = parts.permute(1, 2, 0, 3).flatten(1, 2)  # [groups, share · hidden, d]
+        return grouped.mT @ grouped
+
+
+def averaged(sigma: torch.Tensor, rotary: Rotary, layer: int, length: int) -> torch.Tensor:
+    """Mean over relative positions δ of R(δ)ᵀ Σ R(δ): what a query at any distance makes of an error in a key.
+
+    q R(i) · (k R(j))ᵀ depends on q R(i − j) kᵀ, so in the frame of the key before RoPE the query's moment is turned back.
+    """
+    import torch
+
+    width = sigma.shape[-1]
+    total = torch.zeros_like(sigma)
+    picked = torch.linspace(0, length - 1, DISTANCES).round().long().tolist()
+    for distance in picked:
+        rotation = rotary.at(layer, distance, distance + 1)
+        # Rows are the images of the unit vectors: x R = x @ matrix.
+        eye = torch.eye(width).unsqueeze(1)
+        matrix = type(rotation)(rotation.cos.cpu(), rotation.sin.cpu()).apply(eye).squeeze(1)
+        total += matrix.T @ sigma @ matrix
+    return total / len(picked)
+
+
+def kept_per_window(tokens: int, windows: int, length: int) -> int:
+    """Tokens of each window that give about `tokens` in all."""
+    return min(length - 1, max(1, tokens // windows))

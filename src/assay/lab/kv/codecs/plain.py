@@ -1,0 +1,323 @@
+"""Every value as it is: the control. Its error is zero and its bytes are those of the values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from assay.engines.hf.cache import Format, cast, fp8_dtype
+from assay.errors import UsageError
+from assay.lab.kv.codec import BLOCK_TOKENS, BlockCoder, Codec, Parts, Samples, Site, Tables, need_table
+from assay.lab.kv.klt import rows_of
+from assay.lab.kv.stream import (
+    as_bytes,
+    exact_from_bytes,
+    exact_to_bytes,
+    from_halves,
+    join_fields,
+    split_fields,
+    to_halves,
+    typed,
+)
+from assay.lab.quant.hadamard import normal_of_words, random_words, words_of_keys
+from assay.lab.quant.packing import pack, packed_bytes, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Identity(Codec):
+    """Lossless: 2 bytes a value where bf16 or fp16 hold it, else 4."""
+
+    name = "identity"
+    summary = "exact values, the control"
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        return IdentityCoder(samples.site)
+
+
+class IdentityCoder(BlockCoder):
+    """The values themselves are the codes."""
+
+    lossless = True
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        return (x,)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        return parts[0].float()
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        return [exact_to_bytes(block) for block in parts[0]]
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        import torch
+
+        shape = (self.site.heads, tokens, self.site.head_dim)
+        return (torch.stack([exact_from_bytes(p, shape) for p in payloads]),)
+
+
+# -----------------------------------------------------------------------------
+# Values rounded to bfloat16: what a cache holds today.
+
+
+@dataclass(frozen=True)
+class Bf16(Codec):
+    """2 bytes a value."""
+
+    name = "bf16"
+    summary = "bfloat16, as a cache holds it today"
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        return Bf16Coder(samples.site)
+
+
+class Bf16Coder(BlockCoder):
+    """Codes are the rounded values."""
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        import torch
+
+        # The largest float32 round to infinity: they stop at the largest bfloat16.
+        top = torch.finfo(torch.bfloat16).max
+        return (x.float().clamp(-top, top).bfloat16(),)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        return parts[0].float()
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        return join_fields(parts)
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        import torch
+
+        shape = (self.site.heads, tokens, self.site.head_dim)
+        (raw,) = split_fields(payloads, [2 * tokens * self.site.width])
+        return (typed(raw, torch.bfloat16).reshape(len(payloads), *shape),)
+
+
+# -----------------------------------------------------------------------------
+# 8-bit floating point (Micikevicius et al., arXiv:2209.05433), saturating, with scales known before the first token.
+
+
+@dataclass(frozen=True)
+class Fp8(Codec):
+    """1 byte a value. Scales map the largest calibrated value to the largest of the format; `one` is no scale."""
+
+    name = "fp8"
+    summary = "8-bit floats"
+    format: Format = "e4m3"
+    scale: Literal["one", "tensor", "head"] = "one"
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        import torch
+
+        site = samples.site
+        if self.scale == "one":
+            return Fp8Coder(site, self.format, torch.ones(site.heads))
+        top = samples.need_x(str(self)).abs().amax(dim=(1, 2)).cpu().clamp_min(2.0**-100)
+        if self.scale == "tensor":
+            top = top.max().expand(site.heads)
+        return Fp8Coder(site, self.format, top / torch.finfo(fp8_dtype(self.format)).max)
+
+    def restore(self, site: Site, tables: Tables) -> BlockCoder:
+        import torch
+
+        if self.scale == "one":
+            return self.fit(Samples(site))
+        return Fp8Coder(site, self.format, torch.from_numpy(need_table(tables, "scale", str(self), site)))
+
+
+class Fp8Coder(BlockCoder):
+    """Codes are 8-bit floats of x / scale; `scale` [heads]."""
+
+    def __init__(self, site: Site, form: Format, scale: torch.Tensor) -> None:
+        super().__init__(site)
+        self._form = form
+        self._scale = scale.float().clone()
+
+    @property
+    def tables(self) -> Tables:
+        return {} if bool((self._scale == 1).all()) else {"scale": self._scale.numpy()}
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        import torch
+
+        scaled = x.float() / self._scale.to(x.device)[:, None, None]
+        return (cast(scaled, fp8_dtype(self._form)).view(torch.uint8),)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        values = parts[0].view(fp8_dtype(self._form)).float()
+        return values * self._scale.to(values.device)[:, None, None]
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        return join_fields(parts)
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        (raw,) = split_fields(payloads, [tokens * self.site.width])
+        return (raw.reshape(len(payloads), self.site.heads, tokens, self.site.head_dim).contiguous(),)
+
+
+# -----------------------------------------------------------------------------
+# Integers with a scale and a smallest value per group, as KIVI (Liu et al., arXiv:2402.02750).
+#
+# x̂ = lo + s · q with q = round((x − lo) / s) in 0 … 2^b − 1 and s = (max − min) / (2^b − 1); lo and s are fp16. Keys
+# have outlying channels, so their groups are `group` tokens of one channel; values are grouped by `group` channels of
+# one token. The last `residual` tokens stay exact.
+
+
+@dataclass(frozen=True)
+class IntGroups(Codec):
+    """`bits` 1 to 8; `axis` auto is channel for keys and token for values."""
+
+    name = "int"
+    summary = "integers by group, as KIVI"
+    bits: int = 4
+    group: int = 32
+    axis: Literal["auto", "channel", "token"] = "auto"
+    residual: int = 32
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8 or self.group < 1 or self.residual < 0:
+            raise UsageError(
+                f"{self}: bits is 1 to 8, group at least 1, residual at least 0", finding_id="kv.spec"
+            )
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        return IntCoder(samples.site, self)
+
+
+class IntCoder(BlockCoder):
+    """Codes: levels [blocks, heads, tokens, head_dim], lows and scales [blocks, groups] as halves, exponents."""
+
+    def __init__(self, site: Site, codec: IntGroups) -> None:
+        super().__init__(site)
+        self._bits, self._group = codec.bits, codec.group
+        self.exact_last = codec.residual
+        self._by_channel = codec.axis == "channel" or (codec.axis == "auto" and site.stream == "k")
+        if self._by_channel:
+            self.granularity = codec.group
+            self.block_tokens = max(1, BLOCK_TOKENS // codec.group) * codec.group
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        import torch
+
+        grouped, real = self._grouped(x.float())
+        lo = torch.where(real, grouped, torch.inf).amin(-1)
+        hi = torch.where(real, grouped, -torch.inf).amax(-1)
+        levels = 2**self._bits - 1
+        low, low_exponent = to_halves(lo)
+        # Halves of the range: the difference of two huge values would overflow.
+        scale, scale_exponent = to_halves((hi / levels - lo / levels).clamp_min(0))
+        lo = from_halves(low, low_exponent)[..., None]
+        step = from_halves(scale, scale_exponent)[..., None]
+        offset = grouped / step.clamp_min(1e-30) - lo / step.clamp_min(1e-30)
+        codes = torch.where(step > 0, offset.round().clamp(0, levels), 0).to(torch.uint8)
+        return self._flat(codes, x.shape), low, low_exponent, scale, scale_exponent
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        codes, low, low_exponent, scale, scale_exponent = parts
+        grouped, _ = self._grouped(codes.float())
+        lo = from_halves(low, low_exponent)[..., None]
+        return self._flat(lo + grouped * from_halves(scale, scale_exponent)[..., None], codes.shape)
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        codes, low, low_exponent, scale, scale_exponent = parts
+        return join_fields(
+            [pack(codes.flatten(1), self._bits), as_bytes(low), as_bytes(scale), low_exponent, scale_exponent]
+        )
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        import torch
+
+        site, count = self.site, len(payloads)
+        values = tokens * site.width
+        groups = self._group_shape(tokens)
+        number = groups[0] * groups[1] * groups[2]
+        codes, low, scale, low_exponent, scale_exponent = split_fields(
+            payloads, [packed_bytes(values, self._bits), 2 * number, 2 * number, 1, 1]
+        )
+        halves = [typed(t, torch.float16).reshape(count, *groups) for t in (low, scale)]
+        exponents = [typed(t, torch.int8) for t in (low_exponent, scale_exponent)]
+        shape = (count, site.heads, tokens, site.head_dim)
+        levels = unpack(codes, self._bits, values).reshape(shape)
+        return levels, halves[0], exponents[0], halves[1], exponents[1]
+
+    def _group_shape(self, tokens: int) -> tuple[int, int, int]:
+        site = self.site
+        if self._by_channel:
+            return site.heads, site.head_dim, -(-tokens // self._group)
+        return site.heads, tokens, -(-site.head_dim // self._group)
+
+    def _grouped(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[blocks, heads, rows, groups, group] along the axis, and which of it is real."""
+        import torch
+
+        rows = x.transpose(2, 3) if self._by_channel else x
+        spare = -rows.shape[-1] % self._group
+        real = torch.ones(rows.shape[-1], dtype=torch.bool, device=x.device)
+        real = torch.nn.functional.pad(real, (0, spare)).unflatten(0, (-1, self._group))
+        return torch.nn.functional.pad(rows, (0, spare)).unflatten(-1, (-1, self._group)), real
+
+    def _flat(self, grouped: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        rows = grouped.flatten(-2)
+        length = shape[2] if self._by_channel else shape[3]
+        rows = rows[..., :length]
+        return (rows.transpose(2, 3) if self._by_channel else rows).contiguous()
+
+
+# -----------------------------------------------------------------------------
+# A diagnostic, no codec: what a cache with an error of known size does to a model.
+#
+# x̂ = x + σ · rms(x) · n with n standard normal and rms(x) over all KV heads of the token. What is stored is x in bf16 and,
+# in the header's SPEC, σ and the seed: nothing becomes smaller. The noise of a token is a function of its stored values,
+# the seed, the layer and the stream, as a quantiser's error is one of its values: batches, the order of calls and random
+# access do not change it, and two tokens with the same values get the same noise.
+
+
+@dataclass(frozen=True)
+class Noise(Codec):
+    """`sigma` is the deviation of the noise over the root mean square of a token's values."""
+
+    name = "noise"
+    summary = "Gaussian noise of known size, a diagnostic: it saves nothing"
+    sigma: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sigma < math.inf:
+            raise UsageError(f"{self}: sigma is a finite number, not negative", finding_id="kv.spec")
+
+    def fit(self, samples: Samples) -> BlockCoder:
+        return NoiseCoder(samples.site, self)
+
+
+class NoiseCoder(Bf16Coder):
+    """Codes are the values in bf16; noise comes in on decoding."""
+
+    def __init__(self, site: Site, codec: Noise) -> None:
+        import torch
+
+        super().__init__(site)
+        self._sigma = codec.sigma
+        place = int(random_words(codec.seed, 2 * site.layers)[2 * site.layer + (site.stream == "v")])
+        # Odd factors: a token's key changes with any bit of any of its values.
+        factors = random_words(place, site.width).view("int64") | 1
+        self._factors = torch.from_numpy(factors)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        import torch
+
+        stored = rows_of(parts[0])
+        keys = (stored.view(torch.int16).long() * self._factors.to(stored.device)).sum(dim=-1)
+        noise = normal_of_words(words_of_keys(keys, 2 * -(-self.site.width // 2)))[..., : self.site.width]
+        rows = stored.float()
+        # Scaled by the largest value first: squares of huge values would overflow.
+        top = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-30)
+        rms = (rows / top).square().mean(dim=-1, keepdim=True).sqrt() * top
+        limit = torch.finfo(torch.float32).max
+        noisy = (rows + self._sigma * rms * noise).clamp(-limit, limit)
+        return noisy.unflatten(-1, (self.site.heads, self.site.head_dim)).transpose(1, 2)

@@ -1,0 +1,362 @@
+"""`assay kv serve`: vLLM's own server with a codec in its KV cache.
+
+The server is vLLM's, unchanged on disk. A folder on its PYTHONPATH makes assay's plug-in known to it, an environment
+variable names the codec. What would give wrong numbers is refused before anything starts, by the worker where only
+that can know; a server that answers although no worker took the plug-in is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import assay
+from assay.engines.vllm.hooks import HOOK, REPORT
+from assay.engines.vllm.scorer import find_python
+from assay.environment import describe
+from assay.errors import AssayError
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.hook_plan import hook_spec
+from assay.lab.kv.spec import parse_spec
+from assay.runs import cache_dir
+from assay.verdict import Metric, Report, Verdict
+
+# -----------------------------------------------------------------------------
+# What of a server's options and of a checkpoint no codec in its KV cache can work with.
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-cc": "--compilation-config"}
+_ONE = {
+    "--tensor-parallel-size": "every worker would have a part of the heads, which a codec must see together",
+    "--pipeline-parallel-size": "every worker would have a part of the layers, and none could tell that all were coded",
+    "--decode-context-parallel-size": "every worker would hold a part of the tokens",
+    "--prefill-context-parallel-size": "every worker would hold a part of the tokens",
+}
+_NEVER = {
+    "--compilation-config": "compiled models and CUDA graphs run no hooks",
+    "--no-enforce-eager": "compiled models and CUDA graphs run no hooks",
+    "--speculative-config": "drafted tokens that are rejected have been coded already",
+    "--kv-transfer-config": "a cache that comes from elsewhere was not coded here",
+    "--async-scheduling": "tokens of a step that is not done yet cannot be told apart",
+}
+
+
+def option(options: Sequence[str], name: str) -> str | None:
+    """The value of a server's option, `""` where it stands alone, None where it is not there. The last one counts."""
+    found = None
+    for position, word in enumerate(options):
+        head, equals, value = word.partition("=")
+        given = _SHORT.get(head, head).replace("_", "-")
+        if given != name:
+            continue
+        following = options[position + 1] if position + 1 < len(options) else "-"
+        found = value if equals else ("" if following.startswith("-") else following)
+    return found
+
+
+def needs_history(codec: str, mode: str) -> bool:
+    """Whether tokens in the cache change later: blocks that become full, recent tokens, a prefix that is exact first."""
+    if mode != Mode.INFORWARD:
+        return True
+    spec = parse_spec(codec)
+    for stream in ("k", "v"):
+        recipe = spec.of(stream)
+        if recipe is None:
+            continue
+        if recipe.exact_last:
+            return True
+        try:
+            coder = recipe.fit(Samples(Site(stream, 0, 1, 1, 64)))
+        except (
+            AssayError
+        ):  # it must be calibrated, which is no matter of its blocks; suppose that it has some
+            return True
+        if coder.granularity > 1 or coder.exact_last:
+            return True
+    return False
+
+
+def check_options(options: Sequence[str], *, history: bool) -> None:
+    """AssayError for an option of vLLM's server with which numbers would be wrong."""
+    for name, why in _ONE.items():
+        if option(options, name) not in (None, "1"):
+            raise _refused(f"{name} {option(options, name)}: {why}", f"leave {name} out, or give 1")
+    for name, why in _NEVER.items():
+        if option(options, name) is not None:
+            raise _refused(f"{name}: {why}", f"leave {name} out")
+    if any(word.startswith("-O") for word in options):
+        raise _refused("-O: compiled models and CUDA graphs run no hooks", "leave -O out")
+    if history and option(options, "--enable-prefix-caching") is not None:
+        raise _refused(
+            "--enable-prefix-caching: with this codec and mode tokens change after they are cached, so that another "
+            "request would read a mixture",
+            "leave it out, or use a codec that codes each token alone (such as hadamard) with --mode inforward",
+        )
+    kind = option(options, "--kv-cache-dtype")
+    if kind not in (None, "auto", "bfloat16", "bf16"):
+        raise _refused(
+            f"--kv-cache-dtype {kind}: what the codec gives back would be rounded a second time",
+            "leave it out: the codec is the cache's format",
+        )
+
+
+def check_checkpoint(model: str) -> None:
+    """AssayError for a checkpoint at hand whose attention assay does not hook; a name on the hub is left to the worker."""
+    config = _config(model)
+    if config is None:
+        return
+    if not known_architecture(model):
+        raise _refused(
+            f"{(config.get('architectures') or ['?'])[0]} is no model whose attention assay hooks in vLLM",
+            f"serve one of {', '.join(ARCHITECTURES)}, or measure the codec with hf:",
+        )
+    check_full_attention(model)
+
+
+def known_architecture(model: str) -> bool:
+    """Whether a checkpoint at hand is of a family whose attention in vLLM has been read."""
+    return ((_config(model) or {}).get("architectures") or ["?"])[0] in ARCHITECTURES
+
+
+def check_full_attention(model: str) -> None:
+    """AssayError for a checkpoint at hand with layers of another kind than full attention."""
+    config = _config(model) or {}
+    if set(config.get("layer_types") or ()) - {"full_attention"} or config.get("use_sliding_window"):
+        raise _refused(
+            "the model has sliding-window layers, whose cache lets go of tokens that a codec still has to change",
+            "measure the codec on it with hf:",
+        )
+
+
+def _config(model: str) -> dict[str, Any] | None:
+    path = Path(model) / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _refused(what: str, remedy: str) -> AssayError:
+    return AssayError(what, finding_id="kv.unsupported", remedy=remedy)
+
+
+# -----------------------------------------------------------------------------
+
+_PLUGIN = """import importlib.metadata, importlib.util, json
+found = importlib.metadata.entry_points(group="vllm.general_plugins")
+missing = [name for name in ("vllm", "torch", "scipy") if importlib.util.find_spec(name) is None]
+print(json.dumps({"plugin": any(e.name == "assay" for e in found), "missing": missing}))
+"""
+
+
+@dataclass(frozen=True)
+class ServePlan:
+    """What is served. `options` are vLLM's own."""
+
+    model: str
+    codec: str
+    mode: str = Mode.INFORWARD.value
+    calibration: str | None = None
+    streams: str = "kv"
+    skip_layers: tuple[int, ...] = ()
+    python: str = ""
+    options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command and what its environment needs beside that of this process."""
+
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def __str__(self) -> str:
+        given = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return f"{given} {shlex.join(self.command)}"
+
+
+def launch_of(plan: ServePlan) -> Launch:
+    """The command that serves; UsageError or AssayError for what cannot work."""
+    if plan.mode == Mode.SNAPSHOT:
+        raise AssayError(
+            "snapshot needs every request twice, which no server has",
+            finding_id="kv.unsupported",
+            remedy="serve with --mode inforward or decode",
+        )
+    history = needs_history(plan.codec, plan.mode)
+    check_options(plan.options, history=history)
+    check_checkpoint(plan.model)
+    context = int(option(plan.options, "--max-model-len") or _context(plan.model))
+    hook = hook_spec(
+        "vllm",
+        codec=plan.codec,
+        mode=plan.mode,
+        length=context,
+        calibration=plan.calibration,
+        streams=plan.streams,
+        skip_layers=plan.skip_layers,
+        measure_windows=0,
+    )
+    python = find_python(plan.python) or Path(sys.executable)
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH")))),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        HOOK: json.dumps({"target": hook.target, "config": dict(hook.config)}),
+    }
+    _check_plugin(python, environment)
+    command = [
+        str(python),
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        plan.model,
+        "--enforce-eager",
+    ]
+    command += ["--no-async-scheduling"]
+    if history:
+        command.append("--no-enable-prefix-caching")
+    return Launch((*command, *plan.options), environment)
+
+
+def run_serve(plan: ServePlan, say: Callable[[str], None], *, dry_run: bool = False) -> Report:
+    """Print the command, and unless `dry_run` run it until it ends or is interrupted."""
+    launch = launch_of(plan)
+    say(str(launch))
+    layers: int | None = None
+    if not dry_run:
+        layers = _run(launch, plan.options)
+    return Report(
+        command="kv serve",
+        verdict=Verdict.PASS,
+        subject={
+            "model": plan.model,
+            "command": list(launch.command),
+            "environment": dict(launch.environment),
+        },
+        results={"codec": plan.codec, "mode": plan.mode, "layers": layers, "dry_run": dry_run},
+        environment=describe(),
+        headline=[Metric("codec", f"{plan.codec}, {plan.mode}")],
+        summary="the command was printed, nothing was started" if dry_run else f"{layers} layers were coded",
+    )
+
+
+def plugin_folder() -> Path:
+    """A folder in the cache that holds assay alone, with the metadata by which vLLM finds its plug-in."""
+    folder = cache_dir("vllm-plugin")
+    link = folder / "assay"
+    package = Path(assay.__file__).parent
+    if link.is_symlink() and link.resolve() != package.resolve():
+        link.unlink()
+    if not link.is_symlink():
+        link.symlink_to(package, target_is_directory=True)
+    metadata = folder / f"assay-{assay.__version__}.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: assay\nVersion: {assay.__version__}\n")
+    (metadata / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nassay = assay.engines.vllm.hooks:register\n"
+    )
+    return folder
+
+
+def _check_plugin(python: Path, environment: Mapping[str, str]) -> None:
+    """AssayError unless that Python would load the plug-in."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "assay" not in allowed.split(","):
+        raise AssayError(
+            f"VLLM_PLUGINS={allowed} keeps assay's plug-in out",
+            finding_id="kv.plugin_missing",
+            remedy="unset VLLM_PLUGINS, or add assay to it",
+        )
+    done = subprocess.run(
+        [str(python), "-c", _PLUGIN],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    found: dict[str, Any] = json.loads(done.stdout) if done.returncode == 0 else {}
+    if not found.get("plugin"):
+        raise AssayError(
+            f"{python} does not find assay's plug-in: {done.stderr.strip()[-200:] or 'it is not among its entry points'}",
+            finding_id="kv.plugin_missing",
+            remedy="name a Python that has vLLM with --python",
+        )
+    if found["missing"]:
+        raise AssayError(
+            f"{python} lacks {', '.join(found['missing'])}",
+            finding_id="kv.package_missing",
+            remedy=f"{python} -m pip install {' '.join(found['missing'])}",
+        )
+
+
+def _run(launch: Launch, options: Sequence[str]) -> int:
+    """Run the server until it ends; the number of coded layers. AssayError where it failed or served without a codec."""
+    with tempfile.TemporaryDirectory(prefix="assay-kv-serve-") as folder:
+        report = Path(folder) / "hook.json"
+        environment = {**os.environ, **launch.environment, REPORT: str(report)}
+        # stdout is for the report.
+        process = subprocess.Popen(launch.command, env=environment, stdout=sys.stderr)
+        try:
+            _await_hook(process, report, options)
+            status = process.wait()
+        except KeyboardInterrupt:
+            status = 0
+        finally:
+            _end(process)
+        found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    if "error" in found:
+        raise AssayError(found["error"], finding_id="kv.unsupported", remedy=found["remedy"] or "")
+    if status or "layers" not in found:
+        raise AssayError(
+            f"vLLM's server ended with status {status}",
+            finding_id="kv.serve_failed",
+            remedy="read what it printed last",
+            evidence={"status": status},
+        )
+    return int(found["layers"])
+
+
+def _await_hook(process: subprocess.Popen[bytes], report: Path, options: Sequence[str]) -> None:
+    """Return when a worker has reported; AssayError if the server answers before one has."""
+    address = option(options, "--host") or "127.0.0.1", int(option(options, "--port") or 8000)
+    while process.poll() is None and not report.exists():
+        try:
+            socket.create_connection(address, timeout=1).close()
+            answers = True
+        except OSError:
+            answers = False
+        if answers and not report.exists() and process.poll() is None:
+            raise AssayError(
+                "the server answers although no worker of it loaded assay's plug-in: its numbers would be those of the "
+                "exact cache",
+                finding_id="kv.plugin_missing",
+                remedy="look whether its worker starts with another environment, and whether the port was taken before",
+            )
+        time.sleep(0.5)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _context(model: str) -> int:
+    """Tokens that the model has room for, 4,096 where its configuration is not at hand."""
+    config = Path(model) / "config.json"
+    if not config.exists():
+        return 4096
+    return int(json.loads(config.read_text(encoding="utf-8")).get("max_position_embeddings", 4096))

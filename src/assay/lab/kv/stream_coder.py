@@ -1,0 +1,317 @@
+"""A codec at work on one stream of one layer: whole sequences, appended tokens, random access."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+from assay.errors import AssayError, UsageError
+from assay.lab.kv.codec import BlockCoder, Site, Tables
+from assay.lab.kv.stream import Block, Stream, exact_from_bytes, exact_to_bytes, from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+
+_LARGEST = 1e37
+"""Beyond it, float32 may not hold what comes back."""
+
+
+class FittedCodec:
+    """A block coder with exact tokens at both ends, and the stream format around it.
+
+    Tensors are [heads, tokens, head_dim] of one floating type on any device. Blocks begin after the first
+    `exact_first` tokens; the last `exact_last` stay exact until newer ones come. `side` [side heads, tokens, width] is
+    what a predicting codec has before it decodes these tokens, all of them, exact ones included.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        coder: BlockCoder,
+        exact_first: int,
+        exact_last: int,
+        before_rope: bool,
+        sides: tuple[tuple[int, str], ...] = (),
+    ) -> None:
+        self.spec = spec
+        self.coder = coder
+        self.exact_first = exact_first
+        self.exact_last = max(exact_last, coder.exact_last)
+        self.before_rope = before_rope
+        self.sides = sides
+        self._tables_crc = _crc(coder.tables)
+
+    @property
+    def site(self) -> Site:
+        """The stream and layer it is for."""
+        return self.coder.site
+
+    @property
+    def granularity(self) -> int:
+        """Tokens that are reconstructed together; 1 where each is coded alone."""
+        return self.coder.granularity
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every value comes back bit for bit."""
+        return self.coder.lossless
+
+    @property
+    def tables(self) -> Tables:
+        """What was learnt from samples."""
+        return self.coder.tables
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of the tables that the decoder needs."""
+        return self.coder.table_bytes
+
+    def encode(self, x: torch.Tensor, side: torch.Tensor | None = None) -> bytes:
+        """The whole stream of a sequence; AssayError for NaN or infinity, UsageError for a wrong shape."""
+        writer = self.open()
+        writer.append(x, side)
+        return writer.finish()
+
+    def decode(
+        self, stream: bytes, *, side: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """All tokens of a stream, float32 unless `dtype` says otherwise; AssayError where it is damaged."""
+        return self._read(from_bytes(stream), 0, None, side, dtype)
+
+    def decode_range(
+        self,
+        stream: bytes,
+        lo: int,
+        hi: int,
+        *,
+        side: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Tokens lo … hi − 1; only the blocks that hold them are read. `side` is of the whole sequence."""
+        if not 0 <= lo <= hi:
+            raise UsageError(f"tokens {lo} to {hi} are no range", finding_id="kv.range")
+        parts = from_bytes(stream, lo, hi)
+        if hi > parts.tokens:
+            raise UsageError(f"token {hi} was asked of a stream of {parts.tokens}", finding_id="kv.range")
+        return self._read(parts, lo, hi, side, dtype)
+
+    def open(self, stream: bytes | None = None) -> StreamWriter:
+        """A writer for tokens that come later, at the end of `stream` where one is given."""
+        if stream is None:
+            return StreamWriter(self, [])
+        parts = from_bytes(stream)
+        self._check_own(parts)
+        return StreamWriter(self, list(parts.blocks))
+
+    def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
+        """What coded tokens become, exact ends aside: decode(encode(x)) without the bytes, float32."""
+        import torch
+
+        heads, tokens, width = x.shape
+        size = self.coder.granularity
+        whole = tokens - tokens % size
+        parts = []
+        for lo, hi in ((0, whole), (whole, tokens)):
+            if lo == hi:
+                continue
+            length = min(size, hi - lo) if size > 1 else hi - lo
+            blocks = _blocks(x[:, lo:hi], length)
+            near = None if side is None else _blocks(side[:, lo:hi], length)
+            parts.append(_joined(self.coder.reconstruct(blocks, near)))
+        return torch.cat(parts, dim=1) if parts else x.float().reshape(heads, 0, width)
+
+    def _read(
+        self, parts: Stream, lo: int, hi: int | None, side: torch.Tensor | None, dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        import torch
+
+        self._check_own(parts)
+        site = self.site
+        device = side.device if side is not None else None
+        found: list[torch.Tensor] = []
+        token, number, first = 0, 0, None
+        while number < len(parts.blocks):
+            block = parts.blocks[number]
+            wanted = hi is None or (token < hi and token + block.tokens > lo)
+            run = 1
+            if wanted and not block.exact:
+                # Equal blocks that follow one another are decoded in one go.
+                while number + run < len(parts.blocks) and self._alike(parts.blocks[number + run], block):
+                    run += 1
+                if hi is not None:
+                    run = min(run, -(-(hi - token) // max(block.tokens, 1)))
+            if wanted:
+                first = token if first is None else first
+                group = parts.blocks[number : number + run]
+                near = None if side is None else side[:, token : token + run * block.tokens]
+                found.append(self._decode_group(group, near))
+            token += run * block.tokens
+            number += run
+        empty = torch.zeros(site.heads, 0, site.head_dim, device=device)
+        found = [t.to(device) for t in found] or [empty]
+        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+        if hi is not None:
+            start = first or 0
+            whole = whole[:, lo - start : hi - start]
+        return whole if dtype is None else whole.to(dtype)
+
+    def _alike(self, block: Block, like: Block) -> bool:
+        return not block.exact and block.tokens == like.tokens and bool(block.payload)
+
+    def _decode_group(self, group: tuple[Block, ...], side: torch.Tensor | None) -> torch.Tensor:
+        site = self.site
+        tokens = group[0].tokens
+        if group[0].exact:
+            return exact_from_bytes(group[0].payload, (site.heads, tokens, site.head_dim))
+        codes = self.coder.unpack([block.payload for block in group], tokens)
+        near = None if side is None else _blocks(side, tokens)
+        return _joined(self.coder.dequantise(codes, near))
+
+    def _check_own(self, parts: Stream) -> None:
+        site = self.site
+        if (parts.heads, parts.head_dim) != (site.heads, site.head_dim):
+            raise AssayError(
+                f"the KV stream has {parts.heads} heads of {parts.head_dim} values, "
+                f"the codec is for {site.heads} of {site.head_dim}",
+                finding_id="kv.stream_other_shape",
+            )
+        if parts.spec != self.spec:
+            raise AssayError(
+                f"the KV stream was coded by {parts.spec}, not by {self.spec}",
+                finding_id="kv.stream_other_codec",
+                remedy="decode it with the codec that its header names",
+            )
+        if parts.tables != self._tables_crc:
+            raise AssayError(
+                f"the KV stream was coded with other calibration tables of {self.spec}",
+                finding_id="kv.stream_other_tables",
+                remedy="decode it with the calibration it was encoded with",
+            )
+
+
+class StreamWriter:
+    """Takes tokens as they come and codes each block as soon as it is full; `finish` gives the stream."""
+
+    def __init__(self, fitted: FittedCodec, blocks: list[Block]) -> None:
+        self._fitted = fitted
+        self._blocks = blocks
+        self._seen = sum(block.tokens for block in blocks)
+        self._sinks: torch.Tensor | None = None
+        self._pending: torch.Tensor | None = None
+        self._side: torch.Tensor | None = None
+
+    def append(self, x: torch.Tensor, side: torch.Tensor | None = None) -> None:
+        """Add tokens [heads, tokens, head_dim]."""
+        import torch
+
+        fitted = self._fitted
+        self._check(x, side)
+        first = max(0, min(fitted.exact_first - self._seen, x.shape[1]))
+        self._seen += x.shape[1]
+        if first:
+            self._sinks = (
+                x[:, :first] if self._sinks is None else torch.cat([self._sinks, x[:, :first]], dim=1)
+            )
+        if self._sinks is not None and self._seen >= fitted.exact_first:
+            self._keep(self._sinks)
+            self._sinks = None
+        rest = x[:, first:]
+        self._pending = rest if self._pending is None else torch.cat([self._pending, rest], dim=1)
+        if side is not None:
+            near = side[:, first:]
+            self._side = near if self._side is None else torch.cat([self._side, near], dim=1)
+        size = fitted.coder.block_tokens
+        self._code((self._pending.shape[1] - fitted.exact_last) // size, size)
+
+    def finish(self) -> bytes:
+        """The stream with all tokens; the writer can go on afterwards."""
+        fitted, kept = self._fitted, list(self._blocks)
+        pending, near = self._pending, self._side
+        if self._sinks is not None:
+            self._keep(self._sinks)
+        tokens = 0 if pending is None else pending.shape[1]
+        self._code(1, tokens - fitted.exact_last)
+        if self._pending is not None and self._pending.shape[1]:
+            self._keep(self._pending)
+        stream = Stream(
+            fitted.spec,
+            fitted.site.heads,
+            fitted.site.head_dim,
+            fitted._tables_crc,
+            tuple(self._blocks),
+        )
+        # The unfinished block goes on where it was, so that nothing is coded twice.
+        self._blocks, self._pending, self._side = kept, pending, near
+        return to_bytes(stream)
+
+    def _code(self, count: int, size: int) -> None:
+        """Code the first `count` blocks of `size` pending tokens."""
+        if count <= 0 or size <= 0 or self._pending is None:
+            return
+        coder, end = self._fitted.coder, count * size
+        near = None if self._side is None else _blocks(self._side[:, :end], size)
+        blocks = _blocks(self._pending[:, :end], size)
+        codes = coder.quantise(blocks, near)
+        if not all(bool(part.isfinite().all()) for part in codes if part.is_floating_point()):
+            raise self._overflow(float(blocks.abs().max()))
+        self._blocks += [Block(size, False, payload) for payload in coder.pack(codes)]
+        self._pending = self._pending[:, end:]
+        self._side = None if self._side is None else self._side[:, end:]
+
+    def _keep(self, x: torch.Tensor) -> None:
+        self._blocks.append(Block(x.shape[1], True, exact_to_bytes(x)))
+
+    def _check(self, x: torch.Tensor, side: torch.Tensor | None) -> None:
+        import torch
+
+        site = self._fitted.site
+        if x.ndim != 3 or (x.shape[0], x.shape[2]) != (site.heads, site.head_dim):
+            raise UsageError(
+                f"a KV tensor of shape {list(x.shape)} does not fit [{site.heads}, tokens, {site.head_dim}]",
+                finding_id="kv.shape",
+            )
+        if side is not None and side.shape[1] != x.shape[1]:
+            raise UsageError(
+                f"side information of {side.shape[1]} tokens does not fit {x.shape[1]}", finding_id="kv.shape"
+            )
+        # Both ends are numbers only if all between them are: one pass where nothing is wrong.
+        largest = float(torch.stack(torch.aminmax(x)).abs().max()) if x.numel() else 0.0
+        if not isfinite(largest):
+            bad = ~torch.isfinite(x)
+            head, token, channel = (int(i) for i in bad.nonzero()[0])
+            raise AssayError(
+                f"{int(bad.sum())} of {x.numel()} values of the {site.stream.upper()} stream of layer {site.layer} "
+                f"are NaN or infinite, the first at head {head}, token {token}, channel {channel}",
+                finding_id="kv.not_finite",
+                remedy="look for what makes them: a codec cannot tell them from damage",
+            )
+        if largest > _LARGEST and not self._fitted.lossless:
+            raise self._overflow(largest)
+
+    def _overflow(self, largest: float) -> AssayError:
+        site = self._fitted.site
+        return AssayError(
+            f"{self._fitted.spec} overflows on the {site.stream.upper()} stream of layer {site.layer}, whose values "
+            f"go up to {largest:.3g}",
+            finding_id="kv.overflow",
+            remedy="look for what makes such values; only the codec identity holds them",
+        )
+
+
+def _blocks(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """[heads, n · tokens, width] → [n, heads, tokens, width]."""
+    return x.unflatten(1, (-1, tokens)).transpose(0, 1)
+
+
+def _joined(blocks: torch.Tensor) -> torch.Tensor:
+    """[n, heads, tokens, width] → [heads, n · tokens, width]."""
+    return blocks.transpose(0, 1).flatten(1, 2)
+
+
+def _crc(tables: Tables) -> int:
+    value = 0
+    for name in sorted(tables):
+        value = crc32(tables[name].tobytes(), crc32(name.encode(), value))
+    return value

@@ -1,0 +1,392 @@
+"""The hook of vLLM that puts fitted coders into its forward: the modes of `assay.lab.kv.cache_hook`, in a paged cache."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, Window
+from assay.engines.vllm.hooks import HookContext, Request, Rewrite
+from assay.engines.vllm.worker import load_tensors, save_tensors
+from assay.errors import AssayError
+from assay.lab.kv.accounting import NOTE, streams_note
+from assay.lab.kv.cache_hook import Mode, spread
+from assay.lab.kv.calibration import Sampler, kept_per_window
+from assay.lab.kv.codec import CacheShape, StreamCoder, cache_shape
+from assay.lab.kv.hook_plan import HookPlan, bench_of
+from assay.lab.kv.live_stream import Coders, Key, StreamFacts, facts_of_window
+from assay.lab.kv.predictors import last_readers
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.vllm_stream import Joint, Lane, Spans, joint_of
+from assay.progress import NO_PROGRESS, Progress
+
+if TYPE_CHECKING:
+    import torch
+
+
+class VllmCodecHook:
+    """A codec in the KV cache of vLLM: see `assay.engines.vllm.hooks.KvHook`.
+
+    Keys are coded before RoPE in the layers whose recipe says so, where vLLM has them in the model's type.
+    """
+
+    placement: Literal["pre_rope", "post_rope"] = "post_rope"
+
+    def __init__(self, plan: HookPlan) -> None:
+        self.plan = plan
+        self.mode = Mode(plan.mode)
+        self.passes = 2 if self.mode is Mode.SNAPSHOT else 1
+        self.facts: dict[Key, list[StreamFacts]] = {}
+        self._lanes: dict[Key, Lane] = {}
+        self._measured: list[str] = []
+        self._to_measure = spread(plan.measure_windows, plan.windows or plan.measure_windows)
+        self._started = 0
+        self._second = False
+        self._running: tuple[Request, ...] | None = None
+        self._earliest = 0
+        self._keeps = False
+
+    def bind(self, model: Any, context: HookContext) -> None:
+        """Fit the coders to the model; AssayError for a model whose cache they do not fit."""
+        self._context = context
+        self._shape = shape = cache_shape(model)
+        check_cache(shape, context)
+        serving = context.steps.serving
+        if serving and self.mode is Mode.SNAPSHOT:
+            raise AssayError(
+                "snapshot needs every request twice, which no server has",
+                finding_id="kv.unsupported",
+                remedy="serve with --mode inforward or decode",
+            )
+        # The model's rotation is needed only to put the calibration's keys where the codec is.
+        rotary = Rotary.of_config(model.config, self.plan.length) if self.plan.calibration else None
+        self._coders: Coders = self.plan.coders(bench_of(shape, self.plan, rotary)).by_stream
+        self._last_readers = last_readers(self._coders)
+        self._to_measure = frozenset() if serving else self._to_measure
+        self._lanes = lanes_of(self._coders, shape.layers, self.mode)
+        self._joints = {
+            layer: joint_of(self._coders.get((layer, "k")), self._coders.get((layer, "v")))
+            for layer in range(shape.layers)
+        }
+
+    def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:
+        """Where a layer's keys are coded; those that others predict from are wanted before RoPE, exact ones too."""
+        coder = self._coders.get((layer, "k"))
+        before = (coder is not None and coder.before_rope) or (layer, "k") in self._last_readers
+        return "pre_rope" if before else "post_rope"
+
+    def start_pass(self, index: int) -> None:
+        """Told by the engine before each pass over a batch."""
+        self._second = index == 1
+
+    def on_kv(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V [tokens, h, d] of a step as they go to attention; earlier tokens are changed in the cache."""
+        requests = self._context.steps.requests
+        if requests is None:
+            return k, v
+        if requests is not self._running:
+            self._begin(requests)
+        self._check_shapes(layer, k, v)
+        joint = self._joints[layer]
+        both = self._coded_together(layer, joint, requests, k, v) if joint and not self._keeps else None
+        if both is not None:
+            return both
+        new: dict[str, torch.Tensor] = {}
+        changed: dict[str, Spans] = {}
+        for stream, x in (("k", k), ("v", v)):
+            lane = self._lanes[layer, stream]
+            new[stream], changed[stream] = lane.feed(requests, x, self._is_measured, second=self._second)
+        if any(changed.values()):
+            self._rewrite(layer, requests, changed)
+        for key, reader in self._last_readers.items():
+            if reader == layer:
+                self._lanes[key].release()
+        return new["k"], new["v"]
+
+    def _coded_together(
+        self, layer: int, joint: Joint, requests: tuple[Request, ...], k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V in one go where all their tokens are coded as they come and there is a kernel; None elsewhere."""
+        lanes = self._lanes[layer, "k"], self._lanes[layer, "v"]
+        tokens = requests[-1].offset + requests[-1].count
+        if tokens != k.shape[0] or not all(lane.codes_all(requests, self._earliest) for lane in lanes):
+            return None
+        found = joint(k, v)
+        if found is not None:
+            for lane in lanes:
+                lane.coded_all(requests, tokens)
+        return found
+
+    def _check_shapes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        wanted = (self._shape.kv_heads, self._shape.head_dim)
+        for stream, x in (("k", k), ("v", v)):
+            if x.shape[1:] != wanted:
+                raise AssayError(
+                    f"layer {layer} has {stream.upper()} of shape {tuple(x.shape)}, "
+                    f"not [tokens, {self._shape.kv_heads}, {self._shape.head_dim}]",
+                    finding_id="kv.unsupported",
+                    remedy="use a model whose layers have one shape of cache, on one GPU",
+                )
+
+    def commit(self) -> None:
+        """A batch went through: all its layers must have coded as much; measured windows are encoded for real."""
+        groups: dict[tuple[Any, ...], dict[int, int]] = {}
+        for (layer, stream), lane in self._lanes.items():
+            if (coder := lane.coder) is not None:
+                alike = (stream, coder.granularity, coder.exact_first, coder.exact_last)
+                groups.setdefault(alike, {})[layer] = lane.coded
+        for (stream, *_), coded in groups.items():
+            if len(set(coded.values())) > 1:
+                raise AssayError(
+                    f"not all layers coded as many tokens of {stream.upper()}",
+                    finding_id="fidelity.not_engaged",
+                    remedy="run with enforce_eager in one engine process",
+                    evidence={"coded": {str(layer): tokens for layer, tokens in coded.items()}},
+                )
+        for window in self._measured:
+            tracks = {key: lane.histories[window].track for key, lane in self._lanes.items()}
+            for key, found in facts_of_window(tracks, 0, dict.fromkeys(tracks, 0)):
+                self.facts.setdefault(key, []).append(found)
+        self.discard()
+
+    def discard(self) -> None:
+        """Forget the batch."""
+        self._measured.clear()
+        for lane in self._lanes.values():
+            lane.forget()
+
+    def engagement(self) -> Engagement:
+        """Calls of coders by layer, and what streams came to."""
+        fires: dict[int, int] = {}
+        for layer, stream in self._coders:
+            fires[layer] = fires.get(layer, 0) + self._lanes[layer, stream].fires
+        return Engagement(
+            sum(fires.values()), None, fires, {NOTE: streams_note(self.facts, self._coders, self._shape)}
+        )
+
+    def _begin(self, requests: tuple[Request, ...]) -> None:
+        """The first layer of a step: note which windows are measured; a server's requests that are gone are dropped."""
+        self._running = requests
+        steps = self._context.steps
+        if steps.serving:
+            alive = steps.alive()
+            for lane in self._lanes.values():
+                lane.forget([key for key in lane.histories if key not in alive])
+        for request in requests:
+            if request.start == 0 and not self._second:
+                if self._started in self._to_measure:
+                    self._measured.append(request.key)
+                self._started += 1
+        self._earliest = min((request.start for request in requests), default=0)
+        self._keeps = self._second or any(map(self._is_measured, requests))
+
+    def _is_measured(self, request: Request) -> bool:
+        return request.key in self._measured
+
+    def _rewrite(self, layer: int, requests: tuple[Request, ...], changed: Mapping[str, Spans]) -> None:
+        """Write what changed of earlier tokens into the cache; a slot takes K and V together."""
+        changes = []
+        for request in requests:
+            spans = [c[request.key] for c in changed.values() if request.key in c]
+            if spans:
+                lo, hi = min(s[0] for s in spans), max(s[1] for s in spans)
+                k, v = (
+                    self._lanes[layer, stream].histories[request.key].held.states[:, lo:hi].transpose(0, 1)
+                    for stream in ("k", "v")
+                )
+                changes.append(Rewrite(request, lo, k, v))
+        self._context.rewrite(layer, changes, rotate=self.placement_of(layer) == "pre_rope")
+
+
+def for_vllm(**config: Any) -> VllmCodecHook:
+    """Factory of `assay.lab.kv.hook_plan.hook_spec` for `vllm:`."""
+    return VllmCodecHook(HookPlan.from_config(config))
+
+
+def lanes_of(coders: Coders, layers: int, mode: Mode) -> dict[Key, Lane]:
+    """The lanes of all layers, each with those that it predicts from."""
+    keys = [(layer, stream) for layer in range(layers) for stream in ("k", "v")]
+    readers: dict[Key, set[int]] = {}
+    for (layer, _), reading in coders.items():
+        for side in reading.sides:
+            readers.setdefault(side, set()).add(layer)
+
+    def of(layer: int) -> list[StreamCoder]:
+        return [coders[layer, stream] for stream in ("k", "v") if (layer, stream) in coders]
+
+    single = {n: all(c.granularity == 1 and not c.exact_last for c in of(n)) for n in range(layers)}
+    stateful = {n: bool(of(n)) and (mode is not Mode.INFORWARD or not single[n]) for n in range(layers)}
+    lanes: dict[Key, Lane] = {}
+    for key in keys:
+        layer, coder = key[0], coders.get(key)
+        mine = readers.get(key, set())
+        exact = coder is None or coder.lossless
+        lanes[key] = Lane(
+            key,
+            coder,
+            mode,
+            stateful=stateful[layer],
+            settles=single[layer] and (not exact or all(single[reader] for reader in mine)),
+            sides=[lanes[side] for side in (coder.sides if coder else ())],
+            handed=bool(mine),
+            recorded=exact and any(stateful[reader] for reader in mine),
+        )
+    return lanes
+
+
+def check_cache(shape: CacheShape, context: HookContext) -> None:
+    """AssayError for caches that coders of whole tokens do not fit."""
+    for layer, module in context.attentions.items():
+        attention = module.attn
+        if getattr(attention, "sliding_window", None) is not None:
+            raise AssayError(
+                f"layer {layer} is sliding-window attention, whose cache lets go of tokens that a codec still has to change",
+                finding_id="kv.unsupported",
+                remedy="measure the codec on such a model with hf:",
+            )
+        if getattr(attention, "kv_sharing_target_layer_name", None) is not None:
+            raise AssayError(
+                f"layer {layer} reads another layer's cache",
+                finding_id="kv.unsupported",
+                remedy="use a model whose layers each have their own cache",
+            )
+        if module.num_kv_heads != shape.kv_heads:
+            raise AssayError(
+                f"layer {layer} has {module.num_kv_heads} of {shape.kv_heads} KV heads here, a codec must see all together",
+                finding_id="kv.unsupported",
+                remedy="run on one GPU, without tensor parallelism",
+            )
+
+
+# -----------------------------------------------------------------------------
+# Keys, values and queries of real text, captured inside vLLM: what a calibration file holds.
+#
+# The engine may run in a worker, so the hook writes the tensors into a file when it has seen all windows.
+
+
+class VllmCapture:
+    """A hook that changes nothing and keeps what `Sampler` wants of `windows` windows of `length` tokens."""
+
+    placement: Literal["pre_rope"] = "pre_rope"
+
+    def __init__(self, length: int, keep: int, windows: int, out: str) -> None:
+        self._length, self._keep, self._windows, self._out = length, keep, windows, Path(out)
+        self._running: tuple[Request, ...] | None = None
+        self._fires: dict[int, int] = {}
+        self._seen = 0
+
+    def bind(self, model: Any, context: HookContext) -> None:
+        """Remember the model's cache, rotation and output projections."""
+        self._context = context
+        shape = cache_shape(model)
+        check_cache(shape, context)
+        self._sampler = Sampler(shape, self._length, self._keep)
+        self._rotary = Rotary.of_config(model.config, self._length)
+        self._output = {
+            layer: _weight(module, shape.query_heads * shape.head_dim)
+            for layer, module in context.attentions.items()
+        }
+
+    def on_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> None:
+        """Queries [tokens, heads, head_dim] before RoPE."""
+        if requests := self._requests():
+            for request in requests:
+                self._sampler.on_queries(layer, _rows(q, request))
+
+    def on_kv(
+        self, layer: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [tokens, kv_heads, head_dim], as they are."""
+        if requests := self._requests():
+            for request in requests:
+                self._sampler.on_states(layer, "k", _rows(k, request))
+                self._sampler.on_states(layer, "v", _rows(v, request))
+            self._fires[layer] = self._fires.get(layer, 0) + 1
+        return k, v
+
+    def commit(self) -> None:
+        """A batch went through; with the last one the file is written."""
+        self._seen = len(self._sampler.positions)
+        if self._seen == self._windows:
+            save_tensors(self._out, self._sampler.tensors(self._rotary, self._output))
+
+    def discard(self) -> None:
+        """A batch failed half-way: what it left cannot be told from the rest."""
+        if len(self._sampler.positions) != self._seen:
+            raise AssayError(
+                "a batch of calibration text did not fit into memory",
+                finding_id="fidelity.engine_failed",
+                remedy="use a smaller --batch or shorter windows",
+            )
+
+    def engagement(self) -> Engagement:
+        """Calls by layer, and the shape of the cache."""
+        notes = {NOTE: {"cache": self._sampler.shape.to_json()}}
+        return Engagement(sum(self._fires.values()), None, dict(self._fires), notes)
+
+    def _requests(self) -> tuple[Request, ...] | None:
+        """The requests of the step; AssayError unless each is a whole window."""
+        requests = self._context.steps.requests
+        if requests is not None and requests is not self._running:
+            if any(r.start or r.end != self._length - 1 for r in requests):
+                raise AssayError(
+                    "calibration text goes through in one pass, but vLLM cut it",
+                    finding_id="fidelity.engine_failed",
+                    remedy="raise max_num_batched_tokens, or use shorter windows",
+                )
+            self._running = requests
+            self._sampler.begin(len(requests))
+        return requests
+
+
+def capture_in_vllm(
+    engine: ScoringEngine,
+    windows: Sequence[Window],
+    *,
+    tokens: int,
+    batch: int,
+    progress: Progress = NO_PROGRESS,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Tensors of a calibration of about `tokens` samples, and the shape of the cache as JSON."""
+    length = len(windows[0].tokens)
+    with tempfile.TemporaryDirectory(prefix="assay-capture-") as folder:
+        out = Path(folder) / "samples.safetensors"
+        config = {
+            "length": length,
+            "keep": kept_per_window(tokens, len(windows), length),
+            "windows": len(windows),
+            "out": str(out),
+        }
+        job = ScoreJob(batch=batch, hook=HookSpec("assay.lab.kv.vllm:VllmCapture", config))
+        with progress("capturing keys, values and queries", len(windows)) as advance:
+            for _ in engine.score_windows(windows, job):
+                advance()
+        return load_tensors(out), dict(engine.engagement().notes[NOTE]["cache"])
+
+
+def _rows(x: torch.Tensor, request: Request) -> torch.Tensor:
+    """A request's rows of [tokens, heads, d] as [1, heads, its tokens, d]."""
+    return x[request.offset : request.offset + request.count].transpose(0, 1).unsqueeze(0)
+
+
+def _weight(attention: Any, width: int) -> torch.Tensor:
+    """The output projection [hidden, H·d] of an attention, whatever form its kernel keeps it in: its image of unit vectors."""
+    import torch
+
+    parameter = next(attention.parameters())
+    with torch.inference_mode():
+        unit = torch.eye(width, dtype=_floating(parameter), device=parameter.device)
+        image = attention.o_proj(unit)[0] - attention.o_proj(torch.zeros_like(unit[:1]))[0]
+    return image.mT.float().cpu()
+
+
+def _floating(parameter: torch.Tensor) -> torch.dtype:
+    import torch
+
+    return (
+        parameter.dtype if parameter.dtype in (torch.bfloat16, torch.float16) else torch.get_default_dtype()
+    )

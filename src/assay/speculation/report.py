@@ -1,0 +1,202 @@
+"""Figures, tables and pictures of a judged source, for `report/` to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from assay.speculation.benefit import WORTH, Benefit
+from assay.speculation.findings import Judged
+from assay.speculation.health import Rate, proportion
+from assay.speculation.record import Observation
+from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
+
+PROSE = Band("usual for prose", 0.4, 0.7)
+"""The band of acceptance that the field quotes, as context (dense code: 0.2 to 0.5); nothing is judged by it."""
+_POINTS = 120
+_ENGINES = 6
+
+
+def headline(judged: Judged) -> list[Metric]:
+    """The few figures that are read first."""
+    a, record, b = judged.assessment, judged.record, judged.benefit
+    metrics = [Metric("health", a.health.value, note=a.reason)]
+    if a.pooled is not None:
+        metrics.append(
+            Metric("acceptance", a.pooled.percent(), note="of all draft tokens; prose 40–70 %, code 20–50 %")
+        )
+    elif record.acceptance_rate is not None:
+        metrics.append(
+            Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval")
+        )
+    if record.tokens_per_step is not None:
+        metrics.append(
+            Metric("tokens per step", f"{record.tokens_per_step:.2f}", note="bonus token included")
+        )
+    if b is not None and a.judged:
+        metrics += _multiplier(b)
+    if judged.advice:
+        metrics.append(Metric("advice", judged.advice))
+    return metrics
+
+
+def blocks(judged: Judged) -> list[Block]:
+    """Tables and charts, where there is something to show."""
+    found: list[Block | None] = [
+        _positions(judged),
+        _position_chart(judged),
+        _over_time(judged),
+        _multiplier_chart(judged.benefit) if judged.benefit and not judged.assessment.health.bad else None,
+        _engines(judged),
+        _implementations(judged),
+        _baseline(judged),
+    ]
+    return [b for b in found if b is not None]
+
+
+def _multiplier(b: Benefit) -> list[Metric]:
+    if b.measured_multiplier is not None:
+        return [Metric("net multiplier", str(b.measured_multiplier), note="measured against the baseline")]
+    if b.multiplier is None:
+        return []
+    return [
+        Metric(
+            "net multiplier", f"{b.multiplier:.2f}", note=f"predicted, {b.cost.source} draft cost {b.cost}"
+        )
+    ]  # fmt: skip
+
+
+def _positions(judged: Judged) -> Table | None:
+    positions = judged.record.positions
+    if not positions:
+        return None
+    rows = []
+    before: int | None = None
+    for i, ((accepted, drafts), rate) in enumerate(zip(positions, judged.assessment.positions, strict=False)):
+        given = "" if not before else f"{100 * min(1.0, accepted / before):.1f} %"
+        rows.append((str(i), f"{accepted:,}", f"{drafts:,}", rate.percent(), given))
+        before = accepted
+    return Table(
+        "Draft positions",
+        ("position", "accepted", "drafts", "rate [95 %]", "given the one before"),
+        rows,
+        frozenset({0, 1, 2, 3, 4}),
+        note=""
+        if judged.assessment.design_effect == 1
+        else f"design effect {judged.assessment.design_effect:.1f}",
+    )
+
+
+def _position_chart(judged: Judged) -> Chart | None:
+    rates = judged.assessment.positions
+    if len(rates) < 2:
+        return None
+    points = [Point(f"position {i}", r.value, r.lo, r.hi) for i, r in enumerate(rates)]
+    return Chart("Acceptance per draft position", "bar", [Series("acceptance", points)], "", "rate")
+
+
+def _over_time(judged: Judged) -> Chart | None:
+    """Acceptance over the run: each engine of several, or position 0 and everything of one."""
+    counted = [w for w in judged.evidence.windows if w.drafted and w.accepted is not None]
+    engines = list(dict.fromkeys(w.replica for w in counted))
+    if 1 < len(engines) <= _ENGINES:
+        series = [_series(f"engine {e}", [w for w in counted if w.replica == e], _pooled) for e in engines]
+    else:
+        series = [_series("all draft tokens", counted, _pooled)]
+        if all(w.accepted_per_position and w.drafts for w in counted):
+            series.insert(0, _series("position 0", counted, _first))
+    if max((len(s.points) for s in series), default=0) < 2:
+        return None
+    first, last = counted[0].time, counted[-1].time
+    note = f"{first} to {last}" if first and last else ""
+    return Chart("Acceptance over time", "line", series, "window", "rate", [PROSE], note=note)
+
+
+def _series(
+    name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]
+) -> Series:
+    """The rate in each window; long runs are summed into at most 120 points."""
+    size = max(1, -(-len(windows) // _POINTS))
+    starts = range(0, len(windows), size)
+    return Series(name, [_point(float(1 + i), rate(windows[i : i + size])) for i in starts])
+
+
+def _point(x: float | str, rate: Rate) -> Point:
+    return Point(x, rate.value, rate.lo, rate.hi)
+
+
+def _pooled(group: Sequence[Observation]) -> Rate:
+    drafted = sum(w.drafted or 0 for w in group)
+    return proportion(min(drafted, sum(w.accepted or 0 for w in group)), drafted)
+
+
+def _first(group: Sequence[Observation]) -> Rate:
+    return proportion(
+        sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group)
+    )
+
+
+def _multiplier_chart(b: Benefit) -> Chart:
+    known = max(b.measured_depth, b.depth or 0)
+    points = [Point(float(n), m) for n, m in enumerate(b.multipliers[: known + 4], 1)]
+    series = [Series("measured positions", points[:known])]
+    if known < len(points):
+        series.append(Series("extrapolated", points[known - 1 :]))
+    return Chart(
+        "Predicted net multiplier",
+        "line",
+        series,
+        "speculative tokens",
+        "times as fast",
+        [Band("costs more than it earns", 0.0, 1.0), Band("hardly worth it", 1.0, WORTH)],
+        note=f"a draft token costs {b.cost} target steps ({b.cost.source})",
+    )
+
+
+def _engines(judged: Judged) -> Table | None:
+    own = judged.assessment.per_engine
+    if not own:
+        return None
+    rows = []
+    for name, a in own.items():
+        record = judged.evidence.per_engine[name]
+        length = "" if record.tokens_per_step is None else f"{record.tokens_per_step:.2f}"
+        counts = "" if record.drafted is None else f"{record.accepted:,} / {record.drafted:,}"
+        rows.append((name, a.health.value, counts, a.rate.percent() if a.rate else "", length))
+    return Table(
+        "Engines", ("engine", "health", "accepted / drafted", "judged rate [95 %]", "tokens per step"), rows,
+        frozenset({2, 3, 4}),
+    )  # fmt: skip
+
+
+def _implementations(judged: Judged) -> Table | None:
+    own = judged.record.per_implementation
+    if not own:
+        return None
+    rows = [
+        (name, f"{c['drafts']:,}", f"{c['drafted']:,}", f"{c['accepted']:,}",
+         proportion(c["accepted"] or 0, c["drafted"]).percent() if c["drafted"] else "")
+        for name, c in own.items()
+    ]  # fmt: skip
+    return Table(
+        "Drafting methods since start", ("method", "drafts", "drafted", "accepted", "acceptance [95 %]"), rows,
+        frozenset({1, 2, 3, 4}), note="lifetime statistics; not added to the request lines",
+    )  # fmt: skip
+
+
+def _baseline(judged: Judged) -> Table | None:
+    c = judged.comparison
+    if c is None:
+        return None
+    rows = []
+    if c.acceptance is not None:
+        rows.append(("all draft tokens", _points(c.acceptance)))
+    rows += [(f"position {i}", _points(d)) for i, d in enumerate(c.per_position)]
+    if c.tokens_per_step is not None:
+        rows.append(("tokens per step", f"{c.tokens_per_step[0]:.2f} against {c.tokens_per_step[1]:.2f}"))
+    if c.speeds is not None:
+        rows.append(("tokens per second", f"{c.speeds[0]:.1f} against {c.speeds[1]:.1f}"))
+    return Table("Against the baseline", ("", "difference [95 %]"), rows, frozenset({1}), note=c.reading)
+
+
+def _points(difference: Rate) -> str:
+    return f"{100 * difference.value:+.1f} points [{100 * difference.lo:+.1f}, {100 * difference.hi:+.1f}]"
