@@ -15,7 +15,7 @@ from pathlib import Path
 from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
 from assay.coherence.measure import Plan
-from assay.demo.models import build_smollm2, smollm2_gguf
+from assay.demo.models import SMOLLM2, build_smollm2, gguf_of
 from assay.demo.servers import llama_server
 from assay.report.console import print_report
 from assay.runs import cache_dir
@@ -32,7 +32,7 @@ def main() -> None:
         "--timeout", type=float, default=300.0, help="seconds for one answer; more on a busy machine"
     )
     arguments = parser.parse_args()
-    with llama_server(smollm2_gguf(), arguments.binary) as server:
+    with llama_server(gguf_of(SMOLLM2), arguments.binary) as server:
         options = CheckOptions(
             plan=Plan(seed=1000, repeats=3),
             reference_engine=f"hf:{build_smollm2()}",

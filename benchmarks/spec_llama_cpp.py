@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from assay.demo.models import smollm2_gguf
+from assay.demo.models import SMOLLM2, gguf_of
 from assay.demo.servers import llama_server
 from assay.speculation.live import PROMPTS, between
 from assay.speculation.read import Reading
@@ -61,7 +61,7 @@ def run(name: str, binaries: Path, work: Path) -> dict[str, Any]:
     """One server: its traffic, and what assay reads from each of the three sources."""
     target = work / "speculating.gguf"  # a name, and so a log, of its own
     if not target.exists():
-        target.symlink_to(smollm2_gguf())
+        target.symlink_to(gguf_of(SMOLLM2))
     arguments = CONFIGURATIONS[name][1]
     if "draft-simple" in arguments:
         arguments = [*arguments, "-md", str(draft(name, target, binaries, work)), "--spec-draft-n-max", "3"]

