@@ -1,3 +1,3 @@
 """assay: prove that a fast LLM is still the same model."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
