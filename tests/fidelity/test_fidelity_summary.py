@@ -17,6 +17,7 @@ from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_to
 from assay.fidelity.result import per_window, summarise
 from assay.fidelity.score import WindowObservation, engaged, load, load_kept, save, zero_share
 from assay.stats.bootstrap import Resampling
+from assay.stats.cluster import cluster_ratio
 from assay.stats.equivalence import Grade, Margins
 
 DRAWS = Resampling(500, 1)
@@ -174,3 +175,26 @@ class TestEngaged:
         found = self.check(windows())
         assert json.dumps(found.to_json())  # type: ignore[attr-defined]
         assert found.zero_share < 0.1  # type: ignore[attr-defined]
+
+
+def test_windows_of_one_block_are_one_cluster() -> None:
+    seen = windows(16, shift=0.004)
+    blocks = [i // 2 for i in range(16)]
+    found = summarise(seen, Margins(), DRAWS, blocks=blocks)
+    sums = np.array([sum(w.dnll.sum() for w in seen[i : i + 2]) for i in range(0, 16, 2)])
+    by_hand = cluster_ratio(sums, np.full(8, 120.0))
+    assert (found.windows, found.clusters) == (16, 8)
+    assert found.dnll.se == pytest.approx(by_hand.se)
+    assert found.dnll.value == pytest.approx(summarise(seen, Margins(), DRAWS).dnll.value)
+    assert [row["block"] for row in per_window(seen, blocks)] == blocks
+    shuffled = [seen[i] for i in np.random.default_rng(0).permutation(16)]
+    assert summarise(shuffled, Margins(), DRAWS, blocks=blocks).kl.se == pytest.approx(found.kl.se)
+
+
+def test_an_interval_of_kl_never_reaches_below_zero() -> None:
+    seen = windows(3, noise=0.0)
+    seen[0].kl[0] = 5.0
+    found = summarise(seen, Margins(), DRAWS).kl
+    t = cluster_ratio([w.kl.sum() for w in seen], [w.kl.size for w in seen]).interval
+    assert t.lo < 0 < found.interval.lo < found.value
+    assert found.interval.hi == pytest.approx(t.hi)

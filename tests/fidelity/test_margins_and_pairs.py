@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from scipy import stats
 
+from assay.fidelity.compare import Looks, implausible
 from assay.fidelity.floors import Floors
 from assay.fidelity.margins import all_pairs, margin_tests
 from assay.fidelity.plan import Plan
 from assay.fidelity.report import blocks, pareto, short_names
-from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise
+from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
 from assay.fidelity.score import Engaged, WindowObservation
 from assay.stats.bootstrap import Resampling
-from assay.stats.equivalence import Margins
-from assay.verdict import Chart, Table
+from assay.stats.equivalence import Grade, Margins, confidence_of_look
+from assay.verdict import Chart, Severity, Table, Verdict
 
 TOKENS = 40
 PLAN = Plan("hf:a", ("hf:b", "hf:c"))
@@ -81,8 +83,8 @@ def test_holm_counts_all_margins_of_all_candidates(result: Callable[..., Candida
     rows = margin_tests([result("a").summary, result("b", shift=0.02, seed=2).summary], PLAN)
     flat = [t for tests in rows for t in tests]
     smallest = min(flat, key=lambda t: t.p)
-    assert len(flat) == 8
-    assert smallest.p_holm == pytest.approx(8 * smallest.p)
+    assert len(flat) == 12
+    assert smallest.p_holm == pytest.approx(12 * smallest.p)
     assert all(t.p_holm >= t.p for t in flat)
     assert all(t.p_holm > 0.99 for t in rows[1] if t.metric == "dppl_pct" and t.grade == "ACCEPT")
 
@@ -171,7 +173,7 @@ def test_charts_and_tables_of_several_candidates(result: Callable[..., Candidate
     assert len(pairs.rows) == 1
     margins = found["Margins one by one"]
     assert isinstance(margins, Table)
-    assert len(margins.rows) == 8
+    assert len(margins.rows) == 12
     histogram = found["hf:m?a=1: KL, of single tokens"]
     assert isinstance(histogram, Chart)
     shares = [p.y for p in histogram.series[0].points]
@@ -192,3 +194,49 @@ def test_charts_and_tables_of_several_candidates(result: Callable[..., Candidate
 )
 def test_what_all_labels_share_is_left_out_in_charts(labels: list[str], short: list[str]) -> None:
     assert short_names(labels) == short
+
+
+def test_an_excluded_accept_fails_even_where_the_rest_is_open(result: Callable[..., CandidateResult]) -> None:
+    open_ = result("a", windows=12, shift=0.025, spread=0.01)
+    assert open_.summary.judgement.grade is Grade.INCONCLUSIVE
+    assert open_.summary.judgement.accept_excluded
+    assert verdict_of(open_, allow_marginal=False) is Verdict.FAIL
+    assert verdict_of(open_, allow_marginal=True) is Verdict.INCONCLUSIVE
+    assert findings_of(open_, allow_marginal=False)[0].severity is Severity.ERROR
+
+
+def test_every_look_after_an_undecided_one_is_stricter(
+    result: Callable[..., CandidateResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    undecided = result("a", spread=0.05).summary
+    decided = result("b", windows=64, spread=0.0001, wrong=0.0).summary
+
+    def look(windows: int) -> Looks:
+        return Looks(PLAN, PLAN.candidates[0], windows)
+
+    look(64).record(decided)
+    assert look(128).number == 1
+    look(64).record(undecided)
+    assert (look(64).number, look(128).number) == (1, 2)
+    look(128).record(undecided)
+    assert (look(128).number, look(256).number) == (2, 3)
+    assert [confidence_of_look(k) for k in (1, 2, 3)] == [0.95, 0.99, 0.995]
+    next(tmp_path.glob("looks/*.json")).write_text("damaged")
+    assert look(256).number == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "perplexity", "warned"),
+    [
+        ({"latin": True, "characters_per_token": 1.05}, 30.0, True),
+        ({"latin": True, "characters_per_token": 4.1}, 1580.0, True),
+        ({"latin": True, "characters_per_token": 3.9}, 30.0, False),
+        ({"latin": False, "characters_per_token": 1.4}, 12.0, False),
+        ({}, 30.0, False),
+    ],
+)
+def test_a_tokenizer_that_splits_text_into_characters_is_suspected(
+    text: dict[str, Any], perplexity: float, warned: bool
+) -> None:
+    assert [f.id for f in implausible(text, perplexity)] == ["fidelity.implausible_reference"] * warned

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from assay.engines.base import Capability, CapabilityReport, MissingCapability, Reply, Request
 from assay.errors import AssayError, UsageError
-from assay.fidelity.plan import Cut, available_windows, cut_windows
+from assay.fidelity.plan import Cut, available_windows, blocks_of, cut_windows, places_of
 from assay.fidelity.text import generate_text, read_text
 
 
@@ -165,11 +165,38 @@ def test_windows_never_overlap_and_are_as_many_as_announced(
     assert all(len(w.tokens) == length for w in windows)
     text = [t for w in windows for t in w.tokens if t >= 1000]
     assert len(text) == len(set(text))
-    assert text == sorted(text)
+    assert text == sorted(text) or protocol == "all"
     # One more window would not have fitted.
     used = (available + skip) * cut.step(bos)
     assert count - used < cut.text_tokens(bos)
     assert cut_windows(ids, cut, bos, 1) == windows[:1]
+
+
+@given(available=st.integers(40, 2000), share=st.floats(0.1, 1.0))
+def test_any_first_part_of_the_windows_is_spread_over_the_text(available: int, share: float) -> None:
+    count = max(8, round(share * available))
+    places = places_of(10 * available, Cut(length=10), None, count)
+    gaps = np.diff([-1, *sorted(places), available])
+    assert len(set(places)) == count
+    assert gaps.max() <= 3 * available / count + 1
+    assert places_of(10 * available, Cut(length=10), None, count // 2) == places[: count // 2]
+    skipped = places_of(10 * available, Cut(length=10, skip=count // 2), None, count - count // 2)
+    assert skipped == places[count // 2 :]
+
+
+@pytest.mark.parametrize(
+    ("places", "blocks"),
+    [
+        (range(7), [0, 1, 2, 3, 4, 5, 6]),
+        (range(16), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]),
+    ],
+)
+def test_neighbouring_windows_make_one_block_and_no_fewer_than_eight(
+    places: range, blocks: list[int]
+) -> None:
+    assert blocks_of(list(places)) == blocks
+    assert len(set(blocks_of(list(range(64))))) == 16
+    assert len(set(blocks_of(list(range(0, 320, 5))))) == 64
 
 
 def test_too_short_says_how_many_tokens_there_are() -> None:

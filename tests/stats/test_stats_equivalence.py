@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from assay.stats.cluster import ClusterEstimate, cluster_proportion, cluster_ratio
-from assay.stats.equivalence import Grade, Margins, grade_intervals, grade_point, judge, tost_p
+from assay.stats.equivalence import Grade, Margins, at_confidence, grade_intervals, grade_point, judge, tost_p
 from assay.stats.intervals import Interval, percent_change
 
 
 def interval(lo: float, hi: float) -> Interval:
     return Interval((lo + hi) / 2, lo, hi)
+
+
+def both(dppl: tuple[float, float], top1: tuple[float, float], **more: Interval) -> dict[str, Interval]:
+    return {"dppl": interval(*dppl), "top1": interval(*top1), **more}
 
 
 @pytest.mark.parametrize(
@@ -38,18 +42,40 @@ def interval(lo: float, hi: float) -> Interval:
     ],
 )
 def test_every_region(dppl: tuple[float, float], top1: tuple[float, float], grade: Grade) -> None:
-    assert grade_intervals(interval(*dppl), interval(*top1), 8) is grade
-    assert grade_intervals(interval(*dppl), interval(*top1), 7) is Grade.INCONCLUSIVE
+    assert grade_intervals(both(dppl, top1), 8) is grade
+    assert grade_intervals(both(dppl, top1), 7) is Grade.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("kl", "grade"),
+    [
+        ((0.004, 0.010), Grade.ACCEPT),
+        ((0.009, 0.011), Grade.MARGINAL),
+        ((0.011, 0.030), Grade.MARGINAL),
+        ((0.020, 0.040), Grade.INCONCLUSIVE),
+        ((0.031, 0.040), Grade.REJECT),
+    ],
+)
+def test_kl_is_a_metric_of_its_own(kl: tuple[float, float], grade: Grade) -> None:
+    assert grade_intervals(both((-0.1, 0.1), (97, 98), kl=interval(*kl)), 64) is grade
 
 
 def test_margins_can_be_set() -> None:
     wide = Margins(dppl_accept=5, dppl_marginal=10, top1_accept=80, top1_marginal=70)
-    assert grade_intervals(interval(3.1, 4.9), interval(81, 84), 64, wide) is Grade.ACCEPT
+    assert grade_intervals(both((3.1, 4.9), (81, 84)), 64, wide) is Grade.ACCEPT
     assert grade_point(4.0, 82.0, wide) is Grade.ACCEPT
 
 
 @pytest.mark.parametrize(
-    "bad", [{"dppl_accept": 4.0}, {"dppl_accept": 0.0}, {"top1_accept": 101.0}, {"top1_marginal": 96.0}]
+    "bad",
+    [
+        {"dppl_accept": 4.0},
+        {"dppl_accept": 0.0},
+        {"top1_accept": 101.0},
+        {"top1_marginal": 96.0},
+        {"kl_accept": 0.1},
+        {"kl_accept": 0.0},
+    ],
 )
 def test_margins_that_contradict_each_other(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError):
@@ -79,14 +105,15 @@ def test_a_narrower_interval_never_contradicts(
     centre: float, half: float, top: float, top_half: float
 ) -> None:
     """Halving both errors around the same estimates turns no ACCEPT into REJECT and decides, never undecides."""
-    wide = grade_intervals(
-        Interval(centre, centre - half, centre + half), Interval(top, top - top_half, top + top_half), 20
-    )
-    narrow = grade_intervals(
-        Interval(centre, centre - half / 2, centre + half / 2),
-        Interval(top, top - top_half / 2, top + top_half / 2),
-        20,
-    )
+
+    def graded(share: float) -> Grade:
+        around = (
+            (centre - share * half, centre + share * half),
+            (top - share * top_half, top + share * top_half),
+        )
+        return grade_intervals(both(*around), 20)
+
+    wide, narrow = graded(1.0), graded(0.5)
     order = {Grade.ACCEPT: 0, Grade.MARGINAL: 1, Grade.REJECT: 2}
     if wide is Grade.REJECT:
         assert narrow is Grade.REJECT
@@ -147,6 +174,27 @@ def test_an_inconclusive_case_between_the_margins_aims_at_the_outer_one() -> Non
     half = stats.t.ppf(0.975, 15) * 0.05 / 4
     assert (judged.grade, judged.aim) == (Grade.INCONCLUSIVE, Grade.MARGINAL)
     assert judged.windows_needed == math.ceil(16 * (half / (math.log(1.03) - 0.02)) ** 2)
+
+
+def test_an_excluded_accept_is_said_even_where_the_rest_is_open() -> None:
+    judged = judge(windows(0.025, 0.05, 64), GOOD_TOP1)
+    assert (judged.grade, judged.aim, judged.accept_excluded) == (Grade.INCONCLUSIVE, Grade.MARGINAL, True)
+    assert not judge(windows(0.004, 0.04, 64), GOOD_TOP1).accept_excluded
+
+
+def test_a_stricter_confidence_widens_what_decides_and_not_what_is_shown() -> None:
+    estimate = windows(0.006, 0.013, 64)
+    usual, strict = judge(estimate, GOOD_TOP1), judge(estimate, GOOD_TOP1, confidence=0.99)
+    assert usual.dppl_pct == strict.dppl_pct
+    assert (usual.grade, strict.grade) == (Grade.ACCEPT, Grade.MARGINAL)
+    half = stats.t.ppf(0.995, 63) * 0.013 / 8
+    assert at_confidence(estimate, 0.99).hi == pytest.approx(0.006 + half)
+
+
+def test_windows_are_counted_where_several_make_one_cluster() -> None:
+    one = judge(windows(0.004, 0.04, 16), GOOD_TOP1, windows=64)
+    other = judge(windows(0.004, 0.04, 16), GOOD_TOP1)
+    assert one.windows_needed == pytest.approx(4 * other.windows_needed, abs=4)
 
 
 def test_seven_clear_windows_need_one_more() -> None:

@@ -41,6 +41,12 @@ def command(
     margin_top1: Annotated[str | None, typer.Option(help="ACCEPT from this up. [default: 95%]")] = None,
     marginal_ppl: Annotated[str | None, typer.Option(help="MARGINAL within ± this. [default: 3%]")] = None,
     marginal_top1: Annotated[str | None, typer.Option(help="MARGINAL from this up. [default: 85%]")] = None,
+    margin_kl: Annotated[
+        float | None, typer.Option(help="ACCEPT: mean KL at most this, in nats. [default: 0.010]")
+    ] = None,
+    marginal_kl: Annotated[
+        float | None, typer.Option(help="MARGINAL: mean KL at most this, in nats. [default: 0.030]")
+    ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of the bootstrap, of noise and of sampled text.")
     ] = None,
@@ -76,6 +82,8 @@ def command(
         "margin_top1": margin_top1,
         "marginal_ppl": marginal_ppl,
         "marginal_top1": marginal_top1,
+        "margin_kl": margin_kl,
+        "marginal_kl": marginal_kl,
         "seed": seed,
         "greedy": greedy,
         "floors": False if no_floors else None,

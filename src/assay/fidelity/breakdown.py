@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.fidelity.score import WindowObservation
 from assay.stats.cluster import ClusterEstimate, cluster_ratio
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 CONFIDENCE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0 + 1e-9)
 DEPTH_BINS = 8
@@ -45,8 +44,6 @@ class Bin:
 
 def by_depth(seen: Sequence[WindowObservation]) -> list[Bin]:
     """Equal parts of the window, by how many tokens come before."""
-    import numpy as np
-
     first, length = seen[0].first, seen[0].tokens.size
     edges = np.linspace(first, length, min(DEPTH_BINS, length - first) + 1).astype(int)
     return _bins(
@@ -58,8 +55,6 @@ def by_depth(seen: Sequence[WindowObservation]) -> list[Bin]:
 
 def by_confidence(seen: Sequence[WindowObservation]) -> list[Bin]:
     """By the reference's largest probability: how sure it was of what comes."""
-    import numpy as np
-
     names = [f"{lo:.1f}–{min(hi, 1.0):.1f}" for lo, hi in pairwise(CONFIDENCE_EDGES)]
     return _bins(
         seen, names, lambda w: np.searchsorted(CONFIDENCE_EDGES, np.nan_to_num(w.conf), side="right") - 1
@@ -68,8 +63,6 @@ def by_confidence(seen: Sequence[WindowObservation]) -> list[Bin]:
 
 def by_class(seen: Sequence[WindowObservation], class_of: Callable[[int], str]) -> list[Bin]:
     """By the kind of token that came; `class_of` names it from the id."""
-    import numpy as np
-
     ids = np.unique(np.concatenate([w.tokens for w in seen]))
     classes = {int(i): class_of(int(i)) for i in ids}
     names = sorted(set(classes.values()))
@@ -85,8 +78,6 @@ def worst_tokens(
     context: int = 24,
 ) -> list[dict[str, Any]]:
     """The tokens of largest KL, each with the text before it."""
-    import numpy as np
-
     rows = []
     for w in seen:
         kl = np.where(w.finite, w.kl, -np.inf)
@@ -114,8 +105,6 @@ def _bins(
     place: Callable[[WindowObservation], NDArray[np.int64]],
 ) -> list[Bin]:
     """Sums of each bin and window; bins without tokens are left out."""
-    import numpy as np
-
     size = len(names)
     sums = {name: np.zeros((len(seen), size)) for name in ("n", "kl", "dnll", "top1")}
     for row, w in enumerate(seen):

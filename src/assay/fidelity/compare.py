@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.engines.server.scoring import IdScorer
@@ -21,13 +24,13 @@ from assay.fidelity.margins import all_pairs, margin_tests
 from assay.fidelity.plan import Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference
 from assay.fidelity.report import blocks, headline
-from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
+from assay.fidelity.result import CandidateResult, Summary, findings_of, power_of, summarise, verdict_of
 from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, require
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import Claims, cache_dir
+from assay.runs import Claims, cache_dir, write_atomically
 from assay.stats.bootstrap import Resampling
-from assay.stats.equivalence import MIN_PILOT, Margins
+from assay.stats.equivalence import MIN_PILOT, Margins, confidence_of_look
 from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]
@@ -108,6 +111,37 @@ def _servers(plan: Plan) -> dict[str, Candidate]:
     return servers
 
 
+class Looks:
+    """How often a candidate was judged on fewer of the same windows and left undecided.
+
+    Who extends a run until it is decided looks several times, and every look can err: see `confidence_of_look`.
+    """
+
+    def __init__(self, plan: Plan, spec: str, windows: int) -> None:
+        same = (
+            plan.path,
+            plan.scored,
+            str(plan.length),
+            *map(fingerprint, (plan.reference, spec, *plan.text)),
+        )
+        self._file = cache_dir("looks") / f"{sha256(chr(10).join(same).encode()).hexdigest()[:32]}.json"
+        self._windows = windows
+        try:
+            self._undecided = {int(count) for count in json.loads(self._file.read_text(encoding="utf-8"))}
+        except (OSError, ValueError, TypeError):
+            self._undecided = set()
+
+    @property
+    def number(self) -> int:
+        """Which look this one is, from 1."""
+        return 1 + sum(count < self._windows for count in self._undecided)
+
+    def record(self, summary: Summary) -> None:
+        """Remember that so many windows left the candidate undecided."""
+        if summary.judgement.aim is not None:
+            write_atomically(self._file, json.dumps(sorted(self._undecided | {self._windows})))
+
+
 def plan_key(plan: Plan) -> str:
     """Name of the folder of a run: the plan, and the state of the files that it names."""
     parts = [plan.sha256, *(fingerprint(spec) for spec in (plan.reference, *plan.candidates, *plan.text))]
@@ -141,6 +175,8 @@ def report(
     ]
     pairs = all_pairs(results)
     text = {**reference.text_facts, "length": plan.length, "path": plan.path, "scored": plan.scored}
+    if results:
+        findings += implausible(reference.text_facts, results[0].summary.ppl_reference)
     if reference.text_facts["windows_available"] < plan.windows:
         findings.append(_fewer_windows(plan, reference))
     shared = {"reference": reference.facts, "text": text, "plan_sha256": plan.sha256, "seed": plan.seed}
@@ -166,6 +202,42 @@ def report(
     )
 
 
+LEAST_CHARACTERS, MOST_PERPLEXITY = 2.0, 300.0
+
+
+def implausible(text: Mapping[str, Any], ppl_reference: float) -> list[Finding]:
+    """Signs that the tokenizer is not the model's: fewer than 2 characters a token in Latin text (English has 3 to 5), or a
+    reference perplexity above 300."""
+    found = []
+    if text.get("latin") and text["characters_per_token"] < LEAST_CHARACTERS:
+        found.append(f"the text has {text['characters_per_token']:.2f} characters a token")
+    if ppl_reference > MOST_PERPLEXITY:
+        found.append(f"the reference's perplexity is {ppl_reference:,.0f}")
+    if not found:
+        return []
+    return [
+        Finding(
+            "fidelity.implausible_reference",
+            Severity.WARNING,
+            f"{' and '.join(found)}: is this the model's own tokenizer, and its kind of text?",
+            "A comparison on text that the model cannot read says nothing about its use.",
+            evidence={
+                "characters_per_token": text.get("characters_per_token"),
+                "ppl_reference": ppl_reference,
+            },
+            causes=(
+                "a tokenizer that was converted without its merges splits text into characters",
+                "the model needs a start token that its tokenizer does not put",
+                "text of another kind or language than the model was trained on",
+            ),
+            remedies=(
+                "compare the ids of a sentence with those of the original tokenizer",
+                "give text of the model's own kind with --text",
+            ),
+        )
+    ]
+
+
 def _fewer_windows(plan: Plan, reference: Reference) -> Finding:
     return Finding(
         "fidelity.fewer_windows",
@@ -186,6 +258,7 @@ def _candidate(
 ) -> tuple[CandidateResult | None, bool]:
     """One candidate, which is closed then, and whether the run was interrupted in the middle of it."""
     label = label_of(spec, plan.candidates)
+    looks = Looks(plan, spec, len(reference.windows))
     seen: list[WindowObservation] = []
     cut = False
 
@@ -241,8 +314,12 @@ def _candidate(
             label,
             took_part,
             {**facts, **engine.describe()},
+            blocks=reference.blocks,
+            confidence=confidence_of_look(looks.number),
             self_test=same,
         )
+        if not cut:
+            looks.record(result.summary)
         result = replace(result, power=power_of(seen, plan, len(reference.windows)))
         if plan.greedy and not cut:
             continued = continue_greedily(engine, reference.windows, plan.greedy, kept / "greedy.json")
@@ -260,8 +337,6 @@ def _texts(engine: Candidate, seen: Sequence[WindowObservation], cut: bool) -> D
     A server is asked for the tokens of the windows in advance, but not when somebody waits for an interrupted run to
     end; a worker has ended with the interrupt.
     """
-    import numpy as np
-
     ids = [int(i) for i in np.unique(np.concatenate([w.tokens for w in seen]))]
     if isinstance(engine, IdScorer):
         return engine.decode if not cut and engine.read_texts(ids) else None
@@ -283,6 +358,8 @@ def assess(
     took_part: Engaged,
     facts: dict[str, Any],
     *,
+    blocks: Sequence[int] | None = None,
+    confidence: float = 0.95,
     self_test: bool,
 ) -> CandidateResult:
     """Figures, breakdowns and floors of what was seen. AssayError where not one token is finite.
@@ -296,13 +373,21 @@ def assess(
             remedy="look for NaN in the checkpoint (assay verify --values) or score in a wider type (?dtype=float32)",
         )
     margins = Margins(
-        100 * plan.margin_ppl, 100 * plan.marginal_ppl, 100 * plan.margin_top1, 100 * plan.marginal_top1
+        100 * plan.margin_ppl,
+        100 * plan.marginal_ppl,
+        100 * plan.margin_top1,
+        100 * plan.marginal_top1,
+        plan.margin_kl,
+        plan.marginal_kl,
     )
     return CandidateResult(
         label=label,
-        summary=summarise(seen, margins, Resampling(plan.draws, plan.seed)),
+        summary=summarise(
+            seen, margins, Resampling(plan.draws, plan.seed), blocks=blocks, confidence=confidence
+        ),
         engaged=took_part,
         seen=seen,
+        blocks=blocks,
         self_test=self_test,
         engine=facts,
         breakdowns={

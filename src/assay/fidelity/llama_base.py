@@ -20,14 +20,12 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.engines.scoring import LogitRows, Window, WindowRows
 from assay.errors import AssayError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 _MAGIC = b"_logits_"
 _HEADER = struct.Struct("<Iii")
@@ -76,7 +74,6 @@ class BaseFile:
         Raised entries are −∞, one bucket of the rest, but for the token that came: its log-probability is then an upper
         bound.
         """
-        import numpy as np
         import torch
 
         for window in windows:
@@ -88,8 +85,6 @@ class BaseFile:
 
     def _decoded(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Log-probabilities of one window, and which of them stand for anything below."""
-        import numpy as np
-
         width = _row_width(self.vocab_size)
         count = self.rows_per_window
         start = len(_MAGIC) + _HEADER.size + 4 * self.tokens.size + index * count * width * 2
@@ -105,8 +100,6 @@ class BaseFile:
 
 def open_base(path: Path) -> BaseFile:
     """Open a file of log-probabilities; AssayError where it is none, or cut short."""
-    import numpy as np
-
     try:
         with path.open("rb") as file:
             magic, fixed = file.read(len(_MAGIC)), file.read(_HEADER.size)
@@ -138,8 +131,6 @@ def write_base(path: Path, windows: Sequence[Window], rows: Iterable[WindowRows]
 
     The file appears when it is whole. ValueError where a window was scored from another token.
     """
-    import numpy as np
-
     length = len(windows[0].tokens)
     ids = np.array([w.tokens for w in windows], dtype="<i4")
     part = path.with_name(path.name + ".part")
@@ -162,8 +153,6 @@ def write_base(path: Path, windows: Sequence[Window], rows: Iterable[WindowRows]
 
 def encode_rows(logits: NDArray[np.float32]) -> NDArray[np.uint16]:
     """Logits [n, V] as rows of the file, u16 [n, 2 ⌈V/2⌉ + 4]."""
-    import numpy as np
-
     count, vocab_size = logits.shape
     largest = logits.max(axis=1)
     lowest = np.maximum(logits.min(axis=1), largest - np.float32(_DEPTH))

@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.fidelity.plan import Plan
 from assay.fidelity.result import CandidateResult, Summary
-from assay.fidelity.score import WindowObservation
+from assay.fidelity.score import WindowObservation, by_block
 from assay.stats.cluster import PairedDifference, paired_difference
 from assay.stats.equivalence import Grade, holm, tost_p
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
 class MarginTest:
-    """One margin: `bound` in percent (± for perplexity, from below for top-1) and the p-value of "it does not hold".
+    """One margin: `bound` in percent (± for perplexity, from below for top-1) or, for KL, in nats from above, and the
+    p-value of "it does not hold".
 
     `p_holm` is adjusted for all margins of the run. 1 where nothing is known of the error.
     """
@@ -52,9 +52,9 @@ def margin_tests(summaries: Sequence[Summary], plan: Plan) -> list[list[MarginTe
 
 def _tests(summary: Summary, plan: Plan) -> list[MarginTest]:
     tests = []
-    for grade, ppl, top1 in (
-        (Grade.ACCEPT, plan.margin_ppl, plan.margin_top1),
-        (Grade.MARGINAL, plan.marginal_ppl, plan.marginal_top1),
+    for grade, ppl, top1, kl in (
+        (Grade.ACCEPT, plan.margin_ppl, plan.margin_top1, plan.margin_kl),
+        (Grade.MARGINAL, plan.marginal_ppl, plan.marginal_top1, plan.marginal_kl),
     ):
         within = tost_p(summary.dnll, math.log1p(-ppl), math.log1p(ppl))
         agreement = summary.top1
@@ -64,6 +64,7 @@ def _tests(summary: Summary, plan: Plan) -> list[MarginTest]:
         tests += [
             MarginTest("dppl_pct", grade.value, 100 * ppl, _known(within)),
             MarginTest("top1_pct", grade.value, 100 * top1, _known(above)),
+            MarginTest("kld", grade.value, kl, _known(tost_p(summary.kl, -math.inf, kl))),
         ]
     return tests
 
@@ -120,12 +121,11 @@ _Common = list[tuple[WindowObservation, WindowObservation, "NDArray[np.bool_]"]]
 
 
 def _common(a: CandidateResult, b: CandidateResult) -> _Common:
-    """For each window that both scored, which of its tokens are finite and within reach on both sides."""
-    import numpy as np
-
+    """For each cluster of windows that both scored, which of its tokens are finite and within reach on both sides."""
+    both = min(len(a.seen), len(b.seen))
     return [
         (x, y, some)
-        for x, y in zip(a.seen, b.seen, strict=False)
+        for x, y in zip(*(by_block(r.seen[:both], r.blocks) for r in (a, b)), strict=True)
         if (some := x.finite & y.finite & np.isfinite(x.kl) & np.isfinite(y.kl)).any()
     ]
 

@@ -18,12 +18,16 @@ from assay.errors import AssayError, UsageError
 # -----------------------------------------------------------------------------
 # Token ids cut into windows, the unit that is scored and resampled.
 #
-# Two protocols, both without overlap and from the start of the text:
+# Two protocols, both without overlap:
 #
 # `all`          A window of length L is the tokenizer's start token, where it puts one before a text, and the next
 #                L − 1 tokens (L without one). Every token but the first is scored.
 # `second-half`  llama.cpp's: the next L tokens, the first of them replaced by the start token; tokens L/2 + 1 … L − 1
 #                are scored, so that every one has at least half a window of context.
+#
+# Neighbouring windows are alike (the KL of one tells that of the next). So `all` takes its windows from all over the text,
+# in an order of which any first part is spread evenly: an interrupted run has seen the whole text, and a longer run keeps
+# the windows of a shorter one. `second-half` takes them from the start, as llama.cpp does.
 
 ScoredPart = Literal["all", "second-half"]
 
@@ -32,7 +36,7 @@ ScoredPart = Literal["all", "second-half"]
 class Cut:
     """How windows are cut. `stride` is in tokens of the text; None: one window begins where the last ended.
 
-    `skip` windows are passed over first, so that text for calibration and for evaluation can be kept apart.
+    `skip` windows of the order are passed over first, so that text for calibration and for evaluation can be kept apart.
     """
 
     length: int = 1024
@@ -76,10 +80,34 @@ def available_windows(token_count: int, cut: Cut, bos_id: int | None) -> int:
     return max(0, 1 + (token_count - taken) // cut.step(bos_id) - cut.skip)
 
 
+def places_of(token_count: int, cut: Cut, bos_id: int | None, count: int | None = None) -> list[int]:
+    """Where in the text the first `count` windows of the order lie, in steps from its start."""
+    available = available_windows(token_count, cut, bos_id)
+    total = available + cut.skip if available else 0
+    order = list(range(total))
+    if cut.protocol == "all":
+        # The cells whose multiple of the golden ratio has the smallest fraction: any first part of them is spread evenly
+        # (the three-distance theorem: Sos, Ann. Univ. Sci. Budapest Eotvos 1 (1958) 127).
+        order.sort(key=lambda cell: (cell * _GOLDEN) % 1.0)
+    return order[cut.skip : cut.skip + (available if count is None else min(count, available))]
+
+
+_GOLDEN = (5**0.5 - 1) / 2
+
+
+def blocks_of(places: Sequence[int]) -> list[int]:
+    """The cluster that each window belongs to, given where the windows lie: neighbours share what they are about.
+
+    A cluster is up to four windows wide; less where that would leave fewer than eight clusters of as many windows.
+    """
+    width = min(4, max(1, len(places) // 8))
+    return [place // width for place in places]
+
+
 def cut_windows(
     token_ids: Sequence[int], cut: Cut, bos_id: int | None, count: int | None = None
 ) -> list[Window]:
-    """The first `count` windows (all of them by default, fewer where there are fewer), numbered from 0.
+    """`count` windows (all of them by default, fewer where there are fewer), numbered from 0; see `places_of`.
 
     AssayError where the text is too short for one.
     """
@@ -88,8 +116,8 @@ def cut_windows(
     if available == 0:
         raise _too_short(len(token_ids), taken, cut)
     windows = []
-    for index in range(available if count is None else min(count, available)):
-        start = (index + cut.skip) * step
+    for index, place in enumerate(places_of(len(token_ids), cut, bos_id, count)):
+        start = place * step
         ids = [int(i) for i in token_ids[start : start + taken]]
         if bos_id is not None:
             ids = [bos_id, *(ids if cut.protocol == "all" else ids[1:])]
@@ -190,6 +218,9 @@ class Plan:
     margin_top1: float = 0.95
     marginal_ppl: float = 0.03
     marginal_top1: float = 0.85
+    margin_kl: float = 0.010
+    """In nats: ACCEPT needs the upper end of the interval of the mean KL at or below it."""
+    marginal_kl: float = 0.030
     seed: int = 0
     """Of the bootstrap and of the noise floor."""
     draws: int = 10_000
@@ -230,6 +261,11 @@ class Plan:
                 "top-1 margins must satisfy 0 < MARGINAL ≤ ACCEPT ≤ 100 %, "
                 f"got {self.marginal_top1:.3%} and {self.margin_top1:.3%}",
                 "give --margin-top1 and --marginal-top1 together",
+            )
+        if not 0 < self.margin_kl <= self.marginal_kl:
+            raise _usage(
+                f"margins of KL must satisfy 0 < ACCEPT ≤ MARGINAL, got {self.margin_kl:g} and {self.marginal_kl:g} nats",
+                "give --margin-kl and --marginal-kl together",
             )
 
     @property

@@ -15,7 +15,15 @@ from assay.errors import AssayError, UsageError
 from assay.fidelity.floors import Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
-from assay.fidelity.plan import Plan, available_windows, cut_windows, fingerprint, label_of
+from assay.fidelity.plan import (
+    Plan,
+    available_windows,
+    blocks_of,
+    cut_windows,
+    fingerprint,
+    label_of,
+    places_of,
+)
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
 from assay.fidelity.store import DTYPES, Store, StoreHeader, StoreWriter, open_store, stored_path
 from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
@@ -44,6 +52,12 @@ class Reference:
     engine: ScoringEngine | None = None
     fingerprint: str = ""
     """`identity.fingerprint` of what scored it; empty where nobody knows."""
+
+    @property
+    def blocks(self) -> list[int]:
+        """The cluster of each window; a stored reference of version 0.1 has its windows one after the other."""
+        places = self.text_facts.get("places") or range(len(self.windows))
+        return blocks_of(places[: len(self.windows)])
 
     def close(self) -> None:
         """Close the engine, where one is still open."""
@@ -121,6 +135,9 @@ def plan_windows(
         "tokens": len(ids),
         "windows_available": available_windows(len(ids), plan.cut, tokenizer.bos_id),
         "windows_sha256": hash_of(windows),
+        "places": places_of(len(ids), plan.cut, tokenizer.bos_id, plan.windows),
+        "characters_per_token": len(text.text) / len(ids),
+        "latin": text.is_latin,
         "bos_id": tokenizer.bos_id,
         "tokenizer_sha256": tokenizer.sha256,
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from assay.engines.scoring import GreedyStep
 from assay.fidelity.greedy import NEAR_TIE, Divergence, Greedy
 from assay.fidelity.margins import MarginTest, Pair
@@ -244,7 +246,7 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
 
 
 def _margins(results: Sequence[CandidateResult], tests: Sequence[Sequence[MarginTest]]) -> Table:
-    names = {"dppl_pct": "Δppl within ±{:g} %", "top1_pct": "top-1 from {:g} %"}
+    names = {"dppl_pct": "Δppl within ±{:g} %", "top1_pct": "top-1 from {:g} %", "kld": "KL up to {:g} nats"}
     rows = [
         [r.label, test.grade, names[test.metric].format(test.bound), f"{test.p:.2g}", f"{test.p_holm:.2g}"]
         for r, of_one in zip(results, tests, strict=True)
@@ -323,8 +325,6 @@ def _depth(result: CandidateResult, prefix: str) -> list[Block]:
 
 def _histogram(result: CandidateResult, prefix: str) -> Chart:
     """Share of tokens by the order of magnitude of their KL."""
-    import numpy as np
-
     kl = pooled(result.seen, "kl")
     # Rounding can leave a hair below zero; both are no difference that could be seen.
     logs = np.log10(np.maximum(kl, 1e-9))

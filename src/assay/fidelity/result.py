@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.fidelity.breakdown import Bin
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import Greedy
 from assay.fidelity.plan import Plan
-from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, pooled
+from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles
 from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_proportion, cluster_ratio
 from assay.stats.equivalence import (
@@ -26,11 +29,6 @@ from assay.stats.equivalence import (
 )
 from assay.stats.intervals import Interval, percent_change
 from assay.verdict import Finding, Severity, Verdict
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 # -----------------------------------------------------------------------------
 # The figures of a candidate that is known at a few ids only: how much stayed open, and what that leaves possible.
@@ -131,6 +129,7 @@ class Summary:
     ppl_reference: float
     tokens: int
     windows: int
+    clusters: int
     nonfinite: int
     bounds: Bounds | None = None
     """Where the candidate is known at a few ids only; `kl`, `kl_rev` and `quantiles` are then lower bounds."""
@@ -154,6 +153,9 @@ class Summary:
             "grade_point": judged.grade_point.value,
             "tokens": self.tokens,
             "windows": self.windows,
+            "clusters": self.clusters,
+            "confidence": judged.confidence,
+            "accept_excluded": judged.accept_excluded,
             "nonfinite_tokens": self.nonfinite,
             "ppl_reference": self.ppl_reference,
             "dppl_pct": _bounds(judged.dppl_pct),
@@ -177,10 +179,21 @@ class Summary:
         }
 
 
-def summarise(seen: Sequence[WindowObservation], margins: Margins, resampling: Resampling) -> Summary:
-    """Figures of one candidate from its windows. ValueError where no token is finite."""
-    import numpy as np
+def summarise(
+    seen: Sequence[WindowObservation],
+    margins: Margins,
+    resampling: Resampling,
+    *,
+    blocks: Sequence[int] | None = None,
+    confidence: float = 0.95,
+) -> Summary:
+    """Figures of one candidate from its windows. ValueError where no token is finite.
 
+    `blocks[i]` is the cluster of the window with the index i (`plan.blocks_of`), by default the window itself.
+    `confidence` is that of the intervals which the grade rests on; those that are shown have 95 %.
+    """
+    windows = sum(1 for w in seen if w.finite.any())
+    seen = by_block(seen, blocks)
     dnll = cluster_mean(_by_window(seen, "dnll"))
     kl_values = pooled(seen, "kl")
     bounds = bounds_of(seen)
@@ -189,14 +202,15 @@ def summarise(seen: Sequence[WindowObservation], margins: Margins, resampling: R
         if bounds
         else cluster_proportion([int(w.top1[w.finite].sum()) for w in seen if w.finite.any()], _counts(seen))
     )
+    kl = _mean(seen, [w.kl for w in seen])
     names = list(QUANTILES)
     quantiles = bootstrap_quantiles(
         _by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling
     )
     return Summary(
-        judgement=judge(dnll, top1, margins),
+        judgement=judge(dnll, top1, kl, margins, windows=windows, confidence=confidence),
         dnll=dnll,
-        kl=_mean(seen, [w.kl for w in seen]),
+        kl=kl,
         kl_rev=_mean(seen, [w.kl_rev for w in seen]),
         top1=top1,
         dp=_mean(seen, [np.abs(w.p_cand - w.p_ref) for w in seen]),
@@ -204,14 +218,17 @@ def summarise(seen: Sequence[WindowObservation], margins: Margins, resampling: R
         kl_max=float(kl_values.max()),
         ppl_reference=math.exp(float(pooled(seen, "nll_ref").mean())),
         tokens=int(kl_values.size),
-        windows=sum(1 for w in seen if w.finite.any()),
+        windows=windows,
+        clusters=dnll.clusters,
         nonfinite=sum(int((~w.finite).sum()) for w in seen),
         bounds=bounds,
     )
 
 
-def per_window(seen: Sequence[WindowObservation]) -> list[dict[str, Any]]:
-    """`results.per_window`: means of each window over its finite tokens, null where it has none."""
+def per_window(
+    seen: Sequence[WindowObservation], blocks: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
+    """`results.per_window`: means of each window over its finite tokens, null where it has none, and its cluster."""
     rows = []
     for w in seen:
         some, count = w.finite, int(w.finite.sum())
@@ -221,21 +238,26 @@ def per_window(seen: Sequence[WindowObservation]) -> list[dict[str, Any]]:
                 "kld": float(w.kl[some].mean()) if count else None,
                 "top1": float(w.top1[some].mean()) if count else None,
                 "tokens": count,
+                "block": w.index if blocks is None else blocks[w.index],
             }
         )
     return rows
 
 
 def _mean(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.float64]]) -> ClusterEstimate:
-    """Mean over finite tokens by window; where it is infinite (a token ruled out), so is its interval."""
-    import numpy as np
-
+    """Mean of what cannot be negative, over finite tokens by window; where it is infinite (a token ruled out), so is
+    its interval. An interval that would reach below zero has its lower end on the log scale."""
     sums = [float(v[w.finite].sum()) for w, v in zip(seen, values, strict=True) if w.finite.any()]
     counts = _counts(seen)
     if not np.isfinite(sums).all():
         nothing = Interval(math.inf, -math.inf, math.inf)
         return ClusterEstimate(math.inf, math.nan, nothing, len(counts), float(sum(counts)))
-    return cluster_ratio(sums, counts)
+    estimate = cluster_ratio(sums, counts)
+    own = estimate.interval
+    if own.lo < 0 < own.value and math.isfinite(own.hi):
+        lower = own.value * math.exp((own.value - own.hi) / own.value)
+        return replace(estimate, interval=Interval(own.value, lower, own.hi))
+    return replace(estimate, interval=Interval(own.value, max(own.lo, 0.0), own.hi))
 
 
 def _by_window(seen: Sequence[WindowObservation], name: str) -> list[NDArray[np.float64]]:
@@ -322,6 +344,8 @@ class CandidateResult:
     """Where its greedy continuations leave the reference's, if that was asked for."""
     power: Power | None = None
     """What its first windows said that the run would resolve."""
+    blocks: Sequence[int] | None = None
+    """The cluster of each window by its index; None: every window is one."""
 
     @property
     def floor(self) -> float:
@@ -340,7 +364,7 @@ class CandidateResult:
             "self_test": self.self_test,
             "breakdowns": {name: [b.to_json() for b in bins] for name, bins in self.breakdowns.items()},
             "worst_tokens": list(self.worst),
-            "per_window": per_window(self.seen),
+            "per_window": per_window(self.seen, self.blocks),
             "power": self.power.to_json() if self.power else None,
             **({"greedy": self.greedy.to_json()} if self.greedy else {}),
         }
@@ -353,7 +377,9 @@ def verdict_of(result: CandidateResult, allow_marginal: bool) -> Verdict:
     grade = result.summary.judgement.grade
     if grade is Grade.ACCEPT or result.self_test or (grade is Grade.MARGINAL and allow_marginal):
         return Verdict.PASS
-    return Verdict.INCONCLUSIVE if grade is Grade.INCONCLUSIVE else Verdict.FAIL
+    if grade is Grade.INCONCLUSIVE and (allow_marginal or not result.summary.judgement.accept_excluded):
+        return Verdict.INCONCLUSIVE
+    return Verdict.FAIL
 
 
 def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
@@ -364,6 +390,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
         "candidate": result.label,
         "dppl_pct": [judged.dppl_pct.value, judged.dppl_pct.lo, judged.dppl_pct.hi],
         "top1_pct": [summary.top1_value, judged.top1_pct.lo, judged.top1_pct.hi],
+        "kld": [summary.kl.value, summary.kl.interval.lo, summary.kl.interval.hi],
         "windows": summary.windows,
         "tokens": summary.tokens,
     }
@@ -402,7 +429,10 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 )
             )
         return found
-    what = f"Δppl {interval_text(judged.dppl_pct, '%')}, top-1 {top1_text(summary)}"
+    what = (
+        f"{summary.kl_name} {kl_text(summary.kl)}, Δppl {interval_text(judged.dppl_pct, '%')}, "
+        f"top-1 {top1_text(summary)}"
+    )
     if judged.grade is Grade.REJECT:
         found.append(
             Finding(
@@ -428,11 +458,14 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             )
         )
     elif judged.grade is Grade.INCONCLUSIVE:
+        no_accept = judged.accept_excluded and not allow_marginal
         found.append(
             Finding(
                 "fidelity.inconclusive",
-                Severity.WARNING,
-                f"{result.label}: {windows_text(summary.windows)} not decide ({what})",
+                Severity.ERROR if no_accept else Severity.WARNING,
+                f"{result.label}: not within the margins of ACCEPT; {windows_text(summary.windows)} not decide more ({what})"
+                if no_accept
+                else f"{result.label}: {windows_text(summary.windows)} not decide ({what})",
                 _aim_text(result),
                 evidence=evidence,
                 remedies=(_more_windows(judged.windows_needed),),

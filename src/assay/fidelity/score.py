@@ -12,6 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from assay.engines.scoring import (
     Engagement,
     ScoreJob,
@@ -28,9 +31,7 @@ from assay.fidelity.metrics import RowStatistics, window_statistics
 from assay.progress import Advance
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from assay.engines.server.scoring import ChosenScores
 
@@ -61,8 +62,6 @@ class WindowObservation:
     @property
     def finite(self) -> NDArray[np.bool_]:
         """Which tokens count: those whose logits were finite on both sides."""
-        import numpy as np
-
         return ~np.isnan(self.nll_cand) & ~np.isnan(self.nll_ref)
 
     @property
@@ -88,16 +87,12 @@ class BoundedObservation(WindowObservation):
 
 def observation(window: Window, first: int, statistics: RowStatistics) -> WindowObservation:
     """Put the statistics of one window into numpy arrays."""
-    import numpy as np
-
     arrays = {f.name: getattr(statistics, f.name).numpy() for f in fields(statistics)}
     return _observed(arrays, index=window.index, first=first, tokens=np.asarray(window.tokens, np.int32))
 
 
 def save(path: Path, seen: WindowObservation) -> None:
     """Write one window, whole or not at all."""
-    import numpy as np
-
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         np.savez(file, **{f.name: np.asarray(getattr(seen, f.name)) for f in fields(seen)})  # type: ignore[arg-type]
@@ -106,8 +101,6 @@ def save(path: Path, seen: WindowObservation) -> None:
 
 def load(path: Path) -> WindowObservation:
     """Read what `save` wrote."""
-    import numpy as np
-
     with np.load(path, allow_pickle=False) as file:
         values = {name: file[name] for name in file.files}
     return _observed(values, index=int(values.pop("index")), first=int(values.pop("first")))
@@ -129,9 +122,29 @@ def _observed(arrays: Mapping[str, Any], **facts: Any) -> WindowObservation:
 
 def pooled(seen: Sequence[WindowObservation], name: str) -> NDArray[np.float64]:
     """One statistic of all finite tokens of all windows, as one array."""
-    import numpy as np
-
     return np.concatenate([np.asarray(getattr(w, name), np.float64)[w.finite] for w in seen])
+
+
+def by_block(seen: Sequence[WindowObservation], blocks: Sequence[int] | None) -> list[WindowObservation]:
+    """Windows of one block as one observation, so that it is the unit whose errors count; None: every window by itself.
+
+    `blocks[i]` is the block of the window with the index i.
+    """
+    if blocks is None or len(set(blocks)) == len(blocks):
+        return list(seen)
+    groups: dict[int, list[WindowObservation]] = {}
+    for window in seen:
+        groups.setdefault(blocks[window.index], []).append(window)
+    return [group[0] if len(group) == 1 else _concatenated(group) for group in groups.values()]
+
+
+def _concatenated(group: Sequence[WindowObservation]) -> WindowObservation:
+    arrays = {
+        f.name: np.concatenate([getattr(w, f.name) for w in group])
+        for f in fields(group[0])
+        if f.name not in ("index", "first")
+    }
+    return _observed(arrays, index=group[0].index, first=group[0].first)
 
 
 # -----------------------------------------------------------------------------

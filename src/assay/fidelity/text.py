@@ -49,6 +49,12 @@ class Text:
         """Hash of the text in UTF-8."""
         return hashlib.sha256(self.text.encode("utf-8", "surrogatepass")).hexdigest()
 
+    @property
+    def is_latin(self) -> bool:
+        """Whether most of its characters are ASCII letters and blanks, as in English prose and in code."""
+        plain = sum(c.isascii() and (c.isalpha() or c.isspace()) for c in self.text[:100_000])
+        return plain > min(len(self.text), 100_000) / 2
+
     def describe(self) -> dict[str, object]:
         """What a result says of its text."""
         return {"sources": list(self.sources), "sha256": self.sha256, "characters": len(self.text)}

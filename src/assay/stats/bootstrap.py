@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from assay.stats.cluster import cluster_ratio
 from assay.stats.intervals import Interval, check_confidence
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike, NDArray
 
 _BLOCK = 1 << 21
 """Numbers worked on at once: bounds the memory at some tens of MB whatever the number of clusters."""
@@ -38,8 +36,6 @@ class Resampling:
 
 def resampled_counts(clusters: int, resampling: Resampling) -> Iterator[NDArray[np.float64]]:
     """Blocks [b, G] of counts: how often each cluster is in a draw. Equal seeds give equal counts."""
-    import numpy as np
-
     rng = np.random.default_rng(resampling.seed)
     rows = max(1, _BLOCK // clusters)
     for lo in range(0, resampling.draws, rows):
@@ -57,8 +53,6 @@ def bootstrap_ratio(
     resampling: Resampling | None = None,
 ) -> Interval:
     """Percentile interval of Σ numerators / Σ denominators, one entry of each for a cluster of positive weight."""
-    import numpy as np
-
     y, w = _sums(numerators, denominators)
     ratios = np.concatenate([(c @ y) / (c @ w) for c in resampled_counts(y.size, resampling or Resampling())])
     return _percentiles(float(y.sum() / w.sum()), ratios, confidence)
@@ -74,8 +68,6 @@ def bootstrap_t_ratio(
 
     Draws without spread have no t* and are left out; where none has, the interval is infinite.
     """
-    import numpy as np
-
     y, w = _sums(numerators, denominators)
     estimate = cluster_ratio(y, w, confidence)
     clusters = y.size
@@ -109,8 +101,6 @@ def bootstrap_quantiles(
     The quantile of p is the smallest observation that at least the share p does not exceed (the inverse of the
     distribution function, no interpolation), exact in every draw. +∞ is an ordinary value; NaN is a ValueError.
     """
-    import numpy as np
-
     check_confidence(confidence)
     arrays = [np.asarray(group, dtype=np.float64).ravel() for group in groups]
     arrays = [a for a in arrays if a.size]
@@ -144,8 +134,6 @@ class _RankedClusters:
     """
 
     def __init__(self, cluster: NDArray[np.int64], clusters: int) -> None:
-        import numpy as np
-
         n = cluster.size
         self.step = max(1, math.isqrt(n))
         blocks = -(-n // self.step)
@@ -159,14 +147,10 @@ class _RankedClusters:
 
     def at(self, counts: NDArray[np.float64], p: float) -> NDArray[np.int64]:
         """Index of the p-quantile in each draw of a block of counts [b, G]."""
-        import numpy as np
-
         rows = max(1, _BLOCK // max(self.step, self.cumulated.shape[1]))
         return np.concatenate([self._at(counts[lo : lo + rows], p) for lo in range(0, len(counts), rows)])
 
     def _at(self, counts: NDArray[np.float64], p: float) -> NDArray[np.int64]:
-        import numpy as np
-
         weight = counts @ self.cumulated  # [b, blocks], exact: whole numbers far below 2^53
         target = _target(weight[:, -1], p)
         block = (weight < target[:, None]).sum(axis=1)
@@ -180,15 +164,11 @@ class _RankedClusters:
 
 def _target(total: NDArray[np.float64] | np.float64, p: float) -> NDArray[np.int64]:
     """The rank of the p-quantile among `total`: ⌈p · total⌉, at least 1, safe from the rounding of p · total."""
-    import numpy as np
-
     wanted = np.asarray(np.ceil(p * total * (1 - 1e-12)), dtype=np.int64)
     return np.maximum(wanted, 1)
 
 
 def _sums(numerators: ArrayLike, denominators: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    import numpy as np
-
     y, w = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
     if y.ndim != 1 or y.shape != w.shape or y.size == 0:
         raise ValueError(f"need two equally long lists, got shapes {y.shape} and {w.shape}")
@@ -198,8 +178,6 @@ def _sums(numerators: ArrayLike, denominators: ArrayLike) -> tuple[NDArray[np.fl
 
 
 def _percentiles(value: float, draws: NDArray[np.float64], confidence: float) -> Interval:
-    import numpy as np
-
     tail = (1 - check_confidence(confidence)) / 2
     # No interpolation: between two infinite draws it would give NaN.
     lo, hi = np.quantile(draws, [tail, 1 - tail], method="inverted_cdf")

@@ -14,12 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from assay.stats.intervals import Interval, check_confidence, wilson
-
-if TYPE_CHECKING:
-    from numpy.typing import ArrayLike
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,6 @@ def cluster_ratio(
 
     Clusters with the denominator 0 are left out; the others must be positive.
     """
-    import numpy as np
-
     check_confidence(confidence)
     y = np.asarray(numerators, dtype=np.float64)
     w = np.asarray(denominators, dtype=np.float64)
@@ -86,8 +83,6 @@ def cluster_mean(groups: Sequence[ArrayLike], confidence: float = 0.95) -> Clust
 
     The design effect compares with s²/n, the variance of the mean of n independent observations.
     """
-    import numpy as np
-
     arrays = [np.asarray(group, dtype=np.float64).ravel() for group in groups]
     sums = [float(a.sum()) for a in arrays]
     counts = [float(a.size) for a in arrays]
@@ -132,8 +127,6 @@ def cluster_proportion(successes: ArrayLike, trials: ArrayLike, confidence: floa
     Where every trial or none succeeded the clusters show no spread and CR1 would claim certainty; the far bound is
     then that of Wilson's interval (about z²/n off), and the design effect is 1 for want of anything better.
     """
-    import numpy as np
-
     estimate = cluster_ratio(successes, trials, confidence)
     interval = estimate.interval
     if estimate.value in (0.0, 1.0):
@@ -170,7 +163,6 @@ def paired_difference(
 
     Both sides of every window are subtracted first, so what the windows have in common (a hard passage) cancels.
     """
-    import numpy as np
     from scipy.special import stdtr
 
     a, b = np.asarray(a_sums, dtype=np.float64), np.asarray(b_sums, dtype=np.float64)

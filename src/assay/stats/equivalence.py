@@ -8,7 +8,7 @@ wholly outside proves the opposite; one that crosses a bound leaves it open.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -106,12 +106,15 @@ class Grade(StrEnum):
 
 @dataclass(frozen=True)
 class Margins:
-    """Bounds in percent: of the change of perplexity either way, and of top-1 agreement from below."""
+    """Bounds: of the change of perplexity either way in percent, of top-1 agreement from below in percent, and of the
+    mean KL divergence from above in nats."""
 
     dppl_accept: float = 1.0
     dppl_marginal: float = 3.0
     top1_accept: float = 95.0
     top1_marginal: float = 85.0
+    kl_accept: float = 0.010
+    kl_marginal: float = 0.030
 
     def __post_init__(self) -> None:
         if not 0 < self.dppl_accept <= self.dppl_marginal < 100:
@@ -122,12 +125,18 @@ class Margins:
             raise ValueError(
                 f"need 0 ≤ marginal ≤ accept ≤ 100 for top-1, got {self.top1_marginal} and {self.top1_accept}"
             )
+        if not 0 < self.kl_accept <= self.kl_marginal:
+            raise ValueError(
+                f"need 0 < accept ≤ marginal for KL, got {self.kl_accept} and {self.kl_marginal}"
+            )
 
-    def bounds(self, grade: Grade) -> tuple[float, float]:
-        """(± perplexity, top-1 from below) of ACCEPT or MARGINAL."""
+    def bounds(self, grade: Grade) -> dict[str, tuple[float, float]]:
+        """The range that each metric has to lie in for ACCEPT or MARGINAL."""
         if grade is Grade.ACCEPT:
-            return self.dppl_accept, self.top1_accept
-        return self.dppl_marginal, self.top1_marginal
+            dppl, top1, kl = self.dppl_accept, self.top1_accept, self.kl_accept
+        else:
+            dppl, top1, kl = self.dppl_marginal, self.top1_marginal, self.kl_marginal
+        return {"dppl": (-dppl, dppl), "top1": (top1, math.inf), "kl": (-math.inf, kl)}
 
 
 @dataclass(frozen=True)
@@ -135,7 +144,8 @@ class Judgement:
     """The grade, the one that the point estimates alone would give, and what would decide an open case.
 
     `aim` is the better grade that is still open (None where nothing is); `windows_needed` are the windows at which
-    its margins would hold if the estimates stay where they are, None where they lie outside it.
+    its margins would hold if the estimates stay where they are, None where they lie outside it. `accept_excluded`
+    says that some interval lies wholly outside the margins of ACCEPT: whatever else is open, it is no ACCEPT.
     """
 
     grade: Grade
@@ -144,48 +154,146 @@ class Judgement:
     top1_pct: Interval
     aim: Grade | None = None
     windows_needed: int | None = None
+    accept_excluded: bool = False
+    confidence: float = 0.95
+    """Of the intervals that the grade rests on; those that are shown have 95 %."""
 
 
 def grade_point(dppl_pct: float, top1_pct: float, margins: Margins | None = None) -> Grade:
-    """The field's older rule, on point estimates: never inconclusive, whatever the error."""
+    """The grade by point estimates of perplexity and top-1 alone, as older tools have it: never inconclusive."""
     margins = margins or Margins()
     for grade in (Grade.ACCEPT, Grade.MARGINAL):
-        dppl, top1 = margins.bounds(grade)
-        if abs(dppl_pct) <= dppl and top1_pct >= top1:
+        bounds = margins.bounds(grade)
+        if abs(dppl_pct) <= bounds["dppl"][1] and top1_pct >= bounds["top1"][0]:
             return grade
     return Grade.REJECT
 
 
-def grade_intervals(
-    dppl_pct: Interval, top1_pct: Interval, windows: int, margins: Margins | None = None
-) -> Grade:
-    """The grade by two-sided intervals; fewer than 8 windows are always INCONCLUSIVE."""
+def grade_intervals(metrics: Mapping[str, Interval], windows: int, margins: Margins | None = None) -> Grade:
+    """The grade by the two-sided intervals of the metrics (`dppl`, `top1`, `kl`; see `Margins.bounds`).
+
+    ACCEPT and MARGINAL where every interval lies within its bounds, MARGINAL too where ACCEPT alone is undecided,
+    REJECT where one lies wholly outside those of MARGINAL; fewer than 8 windows are always INCONCLUSIVE.
+    """
     margins = margins or Margins()
     if windows < MIN_WINDOWS:
         return Grade.INCONCLUSIVE
     for grade in (Grade.ACCEPT, Grade.MARGINAL):
-        if _holds(dppl_pct, top1_pct, *margins.bounds(grade)):
+        if all(
+            metrics[name].within(*bounds) for name, bounds in margins.bounds(grade).items() if name in metrics
+        ):
             return grade
-    if _fails(dppl_pct, top1_pct, *margins.bounds(Grade.MARGINAL)):
-        return Grade.REJECT
-    return Grade.INCONCLUSIVE
+    return Grade.REJECT if _excluded(metrics, margins, Grade.MARGINAL) else Grade.INCONCLUSIVE
 
 
-def judge(log_ratio: ClusterEstimate, top1: ClusterEstimate, margins: Margins | None = None) -> Judgement:
-    """Grade a candidate from the mean of d = NLL_candidate − NLL_reference and the share of equal top-1 tokens.
+def judge(
+    log_ratio: ClusterEstimate,
+    top1: ClusterEstimate,
+    kl: ClusterEstimate | None = None,
+    margins: Margins | None = None,
+    *,
+    windows: int | None = None,
+    confidence: float = 0.95,
+) -> Judgement:
+    """Grade a candidate from the mean of d = NLL_candidate − NLL_reference, the share of equal top-1 tokens (between 0
+    and 1) and the mean KL in nats.
 
-    Both by window; `top1` is a share between 0 and 1. The interval of the perplexity is that of the log ratio,
-    transformed (e^lo − 1 … e^hi − 1).
+    `windows` are those that were scored, where several of them make one cluster. The interval of the perplexity is that
+    of the log ratio, transformed (e^lo − 1 … e^hi − 1). `confidence` is that of the intervals which decide.
     """
     margins = margins or Margins()
-    dppl = percent_change(log_ratio.interval)
-    agreement = Interval(*(100 * x for x in (top1.value, top1.interval.lo, top1.interval.hi)))
-    windows = min(log_ratio.clusters, top1.clusters)
-    grade = grade_intervals(dppl, agreement, windows, margins)
-    point = grade_point(dppl.value, agreement.value, margins)
-    aim = _aim(grade, point, dppl, agreement, margins)
-    needed = None if aim is None else _needed(log_ratio, agreement, windows, *margins.bounds(aim))
-    return Judgement(grade, point, dppl, agreement, aim, needed)
+    clusters = min(log_ratio.clusters, top1.clusters)
+    windows = clusters if windows is None else windows
+    shown = _metrics(log_ratio, top1, kl, 0.95)
+    metrics = shown if confidence == 0.95 else _metrics(log_ratio, top1, kl, confidence)
+    grade = grade_intervals(metrics, windows, margins)
+    point = grade_point(shown["dppl"].value, shown["top1"].value, margins)
+    excluded = windows >= MIN_WINDOWS and _excluded(metrics, margins, Grade.ACCEPT)
+    aim = None
+    if grade is Grade.MARGINAL and not excluded:
+        aim = Grade.ACCEPT
+    elif grade is Grade.INCONCLUSIVE:
+        aim = (
+            Grade.MARGINAL if excluded or not _holds_at_point(shown, margins, Grade.ACCEPT) else Grade.ACCEPT
+        )
+    needed = None
+    if aim is not None:
+        half = log_ratio.interval.hi - log_ratio.value
+        scale = _scale(log_ratio, confidence)
+        needed = _needed(log_ratio.value, half * scale, metrics, windows, margins.bounds(aim))
+    return Judgement(grade, point, shown["dppl"], shown["top1"], aim, needed, excluded, confidence)
+
+
+def _metrics(
+    log_ratio: ClusterEstimate, top1: ClusterEstimate, kl: ClusterEstimate | None, confidence: float
+) -> dict[str, Interval]:
+    ratio, agreement = at_confidence(log_ratio, confidence), at_confidence(top1, confidence)
+    found = {
+        "dppl": percent_change(ratio),
+        "top1": Interval(*(100 * x for x in (agreement.value, agreement.lo, agreement.hi))),
+    }
+    return found if kl is None else found | {"kl": at_confidence(kl, confidence)}
+
+
+def at_confidence(estimate: ClusterEstimate, confidence: float) -> Interval:
+    """The 95 % interval of an estimate widened or narrowed to another confidence, each side by the ratio of the t values."""
+    scale, own = _scale(estimate, confidence), estimate.interval
+    if scale == 1.0 or not math.isfinite(own.hi - own.lo):
+        return own
+    return Interval(
+        own.value, own.value - scale * (own.value - own.lo), own.value + scale * (own.hi - own.value)
+    )
+
+
+def _scale(estimate: ClusterEstimate, confidence: float) -> float:
+    if confidence == 0.95 or estimate.clusters < 2:
+        return 1.0
+    return student_t(estimate.clusters - 1, confidence) / student_t(estimate.clusters - 1, 0.95)
+
+
+def _excluded(metrics: Mapping[str, Interval], margins: Margins, grade: Grade) -> bool:
+    """Whether some metric lies wholly outside the bounds of `grade`."""
+    return any(metrics[name].outside(*b) for name, b in margins.bounds(grade).items() if name in metrics)
+
+
+def _holds_at_point(metrics: Mapping[str, Interval], margins: Margins, grade: Grade) -> bool:
+    return all(
+        lo <= metrics[name].value <= hi for name, (lo, hi) in margins.bounds(grade).items() if name in metrics
+    )
+
+
+def _needed(
+    log_ratio: float,
+    half_width: float,
+    metrics: Mapping[str, Interval],
+    windows: int,
+    bounds: Mapping[str, tuple[float, float]],
+) -> int | None:
+    """Windows at which every metric would be inside its bounds; the perplexity is judged on the log scale."""
+    lo, hi = (math.log1p(x / 100) for x in bounds["dppl"])
+    agreement = metrics["top1"]
+    by_metric = [
+        windows_needed(log_ratio, half_width, windows, lo, hi),
+        # At the edge of [0, 100] the interval is lopsided; its lower half is what has to fit.
+        windows_needed(agreement.value, agreement.value - agreement.lo, windows, lo=bounds["top1"][0]),
+    ]
+    if (kl := metrics.get("kl")) is not None:
+        by_metric.append(windows_needed(kl.value, kl.hi - kl.value, windows, hi=bounds["kl"][1]))
+    if any(needed is None for needed in by_metric):
+        return None
+    return max(needed for needed in by_metric if needed is not None)
+
+
+def confidence_of_look(look: int) -> float:
+    """Confidence of the deciding intervals when an undecided run is extended and judged again: 95 % at the first look,
+    99 % at the second, then 99.5 %, 99.75 % …
+
+    A run that is extended until it is decided would otherwise be accepted at the margin more often than one look allows.
+    The error that is spent (Bonferroni) is 2.5 % on each side at the first look and less than 1 % more at all others.
+    """
+    if look < 1:
+        raise ValueError("looks are counted from 1")
+    return 0.95 if look == 1 else 1.0 - 0.01 / 2 ** (look - 2)
 
 
 def tost_p(estimate: ClusterEstimate, lo: float, hi: float) -> float:
@@ -201,39 +309,6 @@ def tost_p(estimate: ClusterEstimate, lo: float, hi: float) -> float:
         return 0.0 if lo < estimate.value < hi else 1.0
     distance = min(estimate.value - lo, hi - estimate.value)
     return float(stdtr(estimate.clusters - 1, -distance / estimate.se))
-
-
-def _holds(dppl: Interval, top1: Interval, dppl_bound: float, top1_bound: float) -> bool:
-    return dppl.within(-dppl_bound, dppl_bound) and top1.lo >= top1_bound
-
-
-def _fails(dppl: Interval, top1: Interval, dppl_bound: float, top1_bound: float) -> bool:
-    return dppl.outside(-dppl_bound, dppl_bound) or top1.hi < top1_bound
-
-
-def _aim(grade: Grade, point: Grade, dppl: Interval, top1: Interval, margins: Margins) -> Grade | None:
-    """The best grade that is neither reached nor ruled out; for an inconclusive case, the one that it points at."""
-    if grade is Grade.MARGINAL:
-        ruled_out = _fails(dppl, top1, *margins.bounds(Grade.ACCEPT))
-        return None if ruled_out else Grade.ACCEPT
-    if grade is Grade.INCONCLUSIVE:
-        return point if point is Grade.ACCEPT else Grade.MARGINAL
-    return None
-
-
-def _needed(
-    log_ratio: ClusterEstimate, top1: Interval, windows: int, dppl_bound: float, top1_bound: float
-) -> int | None:
-    """Windows at which both metrics would be inside their bounds; the perplexity is judged on the log scale."""
-    lo, hi = math.log1p(-dppl_bound / 100), math.log1p(dppl_bound / 100)
-    by_metric = (
-        windows_needed(log_ratio.value, log_ratio.interval.hi - log_ratio.value, windows, lo, hi),
-        # At the edge of [0, 100] the interval is lopsided; its lower half is what has to fit.
-        windows_needed(top1.value, top1.value - top1.lo, windows, lo=top1_bound),
-    )
-    if any(needed is None for needed in by_metric):
-        return None
-    return max(needed for needed in by_metric if needed is not None)
 
 
 # -----------------------------------------------------------------------------
