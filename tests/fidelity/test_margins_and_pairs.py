@@ -197,7 +197,7 @@ def test_what_all_labels_share_is_left_out_in_charts(labels: list[str], short: l
 
 
 def test_an_excluded_accept_fails_even_where_the_rest_is_open(result: Callable[..., CandidateResult]) -> None:
-    open_ = result("a", windows=12, shift=0.025, spread=0.01)
+    open_ = result("a", windows=12, shift=0.008, spread=0.06)
     assert open_.summary.judgement.grade is Grade.INCONCLUSIVE
     assert open_.summary.judgement.accept_excluded
     assert verdict_of(open_, allow_marginal=False) is Verdict.FAIL
@@ -210,7 +210,7 @@ def test_every_look_after_an_undecided_one_is_stricter(
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     undecided = result("a", spread=0.05).summary
-    decided = result("b", windows=64, spread=0.0001, wrong=0.0).summary
+    decided = result("b", shift=0.1).summary
 
     def look(windows: int) -> Looks:
         return Looks(PLAN, PLAN.candidates[0], windows)
