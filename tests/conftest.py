@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from assay.demo import servers
 from assay.demo.damage import damage_checkpoint
-from assay.demo.models import build_gemma3, build_smollm2
+from assay.demo.models import build_gemma3, build_qwen05, build_smollm2
 
 # Where a server shares the cores, an example may take longer than hypothesis allows by itself. Examples are the same in
 # every run, so that what passed once passes everywhere; ASSAY_RANDOM_EXAMPLES=1 goes looking for new ones.
@@ -27,6 +27,12 @@ settings.load_profile("shared cores")
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct as a checkpoint."""
     return build_smollm2()
+
+
+@pytest.fixture(scope="session")
+def qwen05() -> Path:
+    """Qwen2.5-Coder-0.5B-Instruct, whose chat template takes tools."""
+    return build_qwen05()
 
 
 @pytest.fixture(scope="session")

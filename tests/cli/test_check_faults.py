@@ -19,6 +19,7 @@ from stub_server import (
     drip,
     events,
     hang,
+    healthy,
     huge,
     not_found,
     page,
@@ -256,6 +257,28 @@ def test_a_model_without_tools_skips_that_probe_and_passes(capsys: pytest.Captur
     probe = next(p for p in report["results"]["probes"] if p["name"] == "tool_call")
     assert (code, probe["status"], probe["samples"]) == (0, "skipped", [])
     assert "--enable-auto-tool-choice" in probe["reason"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'One moment < "arguments": {"city": "Lima"}}]',
+        '<tool_call>\n{"name": "get_weather", "arguments": {"ci',
+    ],
+)
+def test_broken_tool_calls_fail_and_are_shown(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    def broken(e: Exchange) -> None:
+        offered = bool(e.body.get("tools")) and e.body["max_tokens"] > 1
+        (healthy(chunks=words(text), scores=False, echo=False) if offered else Sane())(e)
+
+    with serving(broken) as stub:
+        code, report = check(capsys, stub.url, "--samples", "3", "--no-throughput")
+    finding = next(f for f in report["findings"] if f["id"] == "coherence.tool_form")
+    assert (code, finding["severity"]) == (1, "error")
+    assert finding["detail"] in text and len(finding["detail"]) > 15
+    assert {"rule": "tool_form", "state": "bad"}.items() <= next(
+        r for r in report["results"]["rules"] if r["rule"] == "tool_form"
+    ).items()
 
 
 @pytest.mark.parametrize("route", ROUTES)

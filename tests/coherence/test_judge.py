@@ -107,6 +107,40 @@ class TestWithoutReference:
         assert (judgement.verdict is Verdict.PASS) is valid
 
 
+def called(parsed: int = 0, unread: int = 0, broken: int = 0) -> CheckRecord:
+    """Answers to a question for which a tool was offered."""
+    forms = ["parsed"] * parsed + ["unread"] * unread + ["remains"] * broken
+    texts = [sample(tool_form=form, tool_text='< "arguments": {') for form in forms]
+    return record(texts + samples(ok=0), probe="tool_call")
+
+
+class TestToolForm:
+    def test_parts_of_calls_fail_alone_and_against_a_reference_that_writes_none(self) -> None:
+        for reference in (None, called(parsed=20)):
+            judgement = judge(called(parsed=17, broken=3), reference)
+            (finding,) = [f for f in judgement.findings if f.id == "coherence.tool_form"]
+            assert finding.severity is Severity.ERROR and finding.detail == '< "arguments": {'
+            assert judgement.verdict is Verdict.FAIL
+
+    def test_a_model_that_breaks_its_calls_itself_is_only_named(self) -> None:
+        own = called(parsed=17, broken=3)
+        assert [f.severity for f in judge(own, own).findings if f.id == "coherence.tool_form"] == [
+            Severity.WARNING
+        ]
+
+    def test_one_broken_call_is_no_rate(self) -> None:
+        assert "coherence.tool_form" not in ids(called(parsed=19, broken=1))
+        assert "coherence.tool_form" in ids(called(broken=1))
+
+    def test_whole_calls_that_the_parser_does_not_read_are_named_and_fail_nothing(self) -> None:
+        judgement = judge(called(unread=20))
+        assert judgement.verdict is Verdict.PASS
+        assert [f.id for f in judgement.findings] == ["coherence.tool_form"]
+
+    def test_parsed_calls_are_good(self) -> None:
+        assert judge(called(parsed=20)).findings == ()
+
+
 class TestWithReference:
     def test_a_weak_model_served_faithfully_passes(self) -> None:
         weak = record(samples(ok=34, loops=7), passages())

@@ -14,6 +14,7 @@ from assay.coherence.probes import (
     code_parses,
     extract_code,
     names_paris,
+    says_18_degrees,
     standard_probes,
     story_length,
     valid_json_list,
@@ -95,6 +96,32 @@ def test_tool_call_hands_the_result_back_only_after_a_call() -> None:
     checks = ToolUse().check([reply(tool_calls=(call,)), reply("It is 18 degrees.")], "")
     assert all(c.passed for c in checks) and len(checks) == 3
     assert not ToolUse().check([reply(tool_calls=(ToolCall("get_weather", "{"),))], "")[1].passed
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "It is 18 degrees.", "18.0", "18,0 °C und bewölkt", "18.00C", "eighteen degrees", "Eighteen.", "64.4 °F", "64°F today",
+        "١٨ درجة", "１８度", "18°C.", "18, cloudy", "Il fait dix-huit degrés", "It's 18.", "気温は十八度です",
+    ],
+)  # fmt: skip
+def test_any_sane_wording_of_the_temperature_counts(text: str) -> None:
+    assert says_18_degrees(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "180", "2018", "at 18:30", "-18 °C", "it is −18", "18.5", "118", "64 degrees", "1.18", "1,18", "17 °C", "flatten"],
+)  # fmt: skip
+def test_another_number_does_not(text: str) -> None:
+    assert not says_18_degrees(text)
+
+
+def test_a_whole_call_that_was_left_in_the_text_is_the_models_call() -> None:
+    text = '```json\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n```'
+    checks = {c.name: c.passed for c in ToolUse().check([reply(text)], "")}
+    assert checks == {"calls_tool": True, "tool_arguments": True}
+    assert not ToolUse().check([reply('< "arguments": {"city": "Oslo"}}]')], "")[0].passed
 
 
 def test_needle_grid_comes_from_the_context_length() -> None:

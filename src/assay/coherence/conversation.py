@@ -116,11 +116,17 @@ class Task:
 
 @dataclass
 class Outcome:
-    """How a conversation went: its replies so far, and the error that ended it early, if one did."""
+    """How a conversation went: its replies so far, the tools that were offered, and the error that ended it early."""
 
     task: Task
     replies: list[Reply] = field(default_factory=list)
+    tools: set[str] = field(default_factory=set)
     error: AssayError | None = None
+
+    def add(self, reply: Reply, step: Step) -> None:
+        """Take the reply to one step."""
+        self.replies.append(reply)
+        self.tools |= {str(tool["function"]["name"]) for tool in step.tools}
 
 
 @runtime_checkable
@@ -184,7 +190,7 @@ def _converse(engine: Engine, task: Task, context: Context) -> Outcome:
         step = next(talk)
         while True:
             reply = engine.generate(to_request(step, task.sampling, context))
-            outcome.replies.append(reply)
+            outcome.add(reply, step)
             step = talk.send(reply)
     except StopIteration:
         pass
@@ -201,8 +207,8 @@ def _batched(engine: BatchEngine, tasks: Sequence[Task], context: Context) -> It
     while open_talks:
         requests = [to_request(step, out.task.sampling, context) for out, _, step in open_talks]
         still_open = []
-        for (outcome, talk, _), reply in zip(open_talks, engine.generate_batch(requests), strict=True):
-            outcome.replies.append(reply)
+        for (outcome, talk, step), reply in zip(open_talks, engine.generate_batch(requests), strict=True):
+            outcome.add(reply, step)
             try:
                 still_open.append((outcome, talk, talk.send(reply)))
             except StopIteration:

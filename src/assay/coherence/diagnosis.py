@@ -29,6 +29,7 @@ from assay.coherence.rules import (
     same_answers,
     throughput,
     timed_too_bad,
+    tool_form,
     truncated,
     unfinished,
 )
@@ -59,6 +60,7 @@ def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgemen
         *unfinished(record),
     ]
     rulings += same_answers(record, reference)
+    rulings += tool_form(record, reference)
     rulings += answers(record, reference)
     rulings += throughput(record, reference)
     states = {ruling.state for ruling in rulings}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -31,6 +31,7 @@ from assay.coherence.record import HEAD_CHARS, CheckRecord, PassageScore, ProbeR
 from assay.coherence.sandbox import run_fibonacci
 from assay.engines.base import Capability, Engine, Reply, Request
 from assay.engines.server.errors import RequestRefused
+from assay.engines.tool_calls import EXCERPT, call_remains, read_calls
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict
@@ -126,6 +127,8 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
     if run_code and task.probe.name == FIBONACCI.name:
         checks = (*checks, run_fibonacci(extract_code(answer_text(outcome.replies[-1]))))
     graded = [(reply, grade_reply(reply)) for reply in outcome.replies]
+    forms = [tool_form(reply, outcome.tools) for reply in outcome.replies] if outcome.tools else [("", "")]
+    form, call_text = min(forms, key=lambda found: _FORMS.index(found[0]))
     reply, worst = min(graded, key=lambda pair: _WORST_FIRST.index(pair[1].label))
     return Sample(
         label=worst.label,
@@ -141,7 +144,24 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
         prompt_tokens=reply.prompt_tokens,
         checks=checks,
         variant=task.variant,
+        tool_form=form,
+        tool_text=call_text,
     )
+
+
+# From the worst to the best; a conversation is as bad as its worst reply.
+_FORMS = ("remains", "unread", "parsed", "")
+
+
+def tool_form(reply: Reply, names: Collection[str]) -> tuple[str, str]:
+    """What became of a call to one of the tools `names`, and the text in which it stands where nothing parsed it."""
+    if reply.tool_calls:
+        return "parsed", ""
+    if remains := call_remains(reply.content, names):
+        # A call that was cut at the length limit is unfinished, not mangled.
+        cut = reply.finish_reason == "length" and reply.content.endswith(remains)
+        return ("", "") if cut else ("remains", remains)
+    return ("unread", reply.content[:EXCERPT]) if read_calls(reply.content, names).calls else ("", "")
 
 
 def grade_reply(reply: Reply) -> Grade:

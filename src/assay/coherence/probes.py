@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from assay.coherence.conversation import Context, Probe, Step, Talk, answer_text
 from assay.coherence.needle import Needle, needle_lengths
 from assay.coherence.record import AnswerCheck
 from assay.engines.base import Capability, Message, Reply
+from assay.engines.tool_calls import read_calls
 from assay.errors import UsageError
 
 # -----------------------------------------------------------------------------
@@ -264,8 +266,11 @@ class ToolUse:
         yield Step(messages=turns, prompt=_QUESTION, max_tokens=self.max_tokens, tools=(WEATHER,))
 
     def check(self, replies: Sequence[Reply], variant: str) -> tuple[AnswerCheck, ...]:
-        """The right tool, arguments that parse, the city in them, and the result used in the answer."""
-        calls = replies[0].tool_calls
+        """The right tool, arguments that parse, the city in them, and the result used in the answer.
+
+        A whole call that the server left in the text is the model's call; that nothing parsed it is a finding of its own.
+        """
+        calls = replies[0].tool_calls or read_calls(replies[0].content, {"get_weather"}).calls
         if not calls:
             return (AnswerCheck("calls_tool", False, "the answer holds no tool call"),)
         checks = [AnswerCheck("calls_tool", calls[0].name == "get_weather", f"called {calls[0].name!r}")]
@@ -276,10 +281,23 @@ class ToolUse:
         except ValueError:
             checks.append(AnswerCheck("tool_arguments", False, "the arguments are not JSON"))
         if len(replies) > 1:
-            checks.append(
-                AnswerCheck("uses_tool_result", "18" in answer_text(replies[-1]), "expected 18 degrees")
-            )
+            used = says_18_degrees(answer_text(replies[-1]))
+            checks.append(AnswerCheck("uses_tool_result", used, "expected 18 degrees"))
         return tuple(checks)
+
+
+_EIGHTEEN = re.compile(
+    r"(?<![\d.,:])(?<![\s(][-\u2212])(?<!\A[-\u2212])(?:18(?:[.,\u066b]0+)?|64(?:[.,]4)?(?=\s*(?:°\s*F|℉|degrees F|Fahrenheit)))"
+    r"(?![\d:]|[.,\u066b]\d)|\b(?:eighteen|achtzehn|dix-huit|dieciocho|diciotto|dezoito|achttien|arton|atten"
+    r"|osiemnaście|восемнадцать)\b|十八|열여덟",
+    re.IGNORECASE,
+)
+
+
+def says_18_degrees(text: str) -> bool:
+    """Whether a text names 18 °C: in digits of any script, with a decimal point or comma, in words, or in Fahrenheit."""
+    digits = (str(unicodedata.decimal(char)) if char.isdecimal() else char for char in text)
+    return bool(_EIGHTEEN.search("".join(digits)))
 
 
 # -----------------------------------------------------------------------------

@@ -78,6 +78,11 @@ class Sample:
     checks: tuple[AnswerCheck, ...] = ()
     variant: str = ""
     """Which of several forms of the probe this is, such as a needle's depth and length."""
+    tool_form: str = ""
+    """Where tools were offered: `parsed` by the engine, `unread` (a whole call left in the text), `remains` (parts of
+    one), or nothing."""
+    tool_text: str = ""
+    """The text in which an unparsed call, or parts of one, stand."""
 
     @property
     def greedy(self) -> bool:

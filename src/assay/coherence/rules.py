@@ -249,6 +249,66 @@ def _prompt_tokens(record: CheckRecord) -> dict[tuple[str, str], int]:
 
 
 # -----------------------------------------------------------------------------
+# Do tool calls come as calls?
+
+
+def tool_form(record: CheckRecord, reference: CheckRecord | None) -> Sequence[Ruling]:
+    """Tools were offered, nothing was parsed, and parts of a call stand in the text: a client gets them as an answer."""
+    offered, theirs = _offered(record), _offered(reference) if reference else []
+    if not offered:
+        return ()
+    broken = [s for s in offered if s.tool_form == "remains"]
+    unread = [s for s in offered if s.tool_form == "unread"]
+    parsed = sum(s.tool_form == "parsed" for s in offered)
+    says = (
+        f"{parsed} of {len(offered)} answers to offered tools hold a parsed call, {len(broken)} parts of one as text, "
+        f"{len(unread)} a whole one as text"
+    )
+    if not broken and not unread:
+        return (Ruling("tool_form", "good", says),)
+    their_broken = sum(s.tool_form == "remains" for s in theirs)
+    evidence: dict[str, Any] = {
+        "answers": len(offered), "parsed": parsed, "broken": len(broken), "unread": len(unread),
+        "texts": [s.tool_text for s in (broken or unread)[:3]], "reference_answers": len(theirs), "reference_broken": their_broken,
+    }  # fmt: skip
+    if not broken:
+        finding = Finding(
+            id="coherence.tool_form",
+            severity=Severity.WARNING,
+            title=f"the server's tool parser does not read the calls that the model writes: {len(unread)} of {len(offered)} came as text",
+            detail=unread[0].tool_text,
+            evidence=evidence,
+            causes=("the model writes its calls without the marks that the parser looks for",),
+            remedies=(
+                "choose the --tool-call-parser that reads this form, or give the model's own --chat-template",
+            ),
+        )
+        return (Ruling("tool_form", "good", says, (finding,)),)
+    # The model itself may be too weak to write a call: then the reference leaves parts of them as often.
+    weak = bool(theirs) and newcombe(len(broken), len(offered), their_broken, len(theirs)).lo <= 0
+    own = (weak and their_broken > 0) or len(broken) == 1 < len(offered)
+    finding = Finding(
+        id="coherence.tool_form",
+        severity=Severity.WARNING if own else Severity.ERROR,
+        title=f"tool calls come as broken text: {len(broken)} of {len(offered)} answers hold parts of a call, and nothing was parsed",
+        detail=broken[0].tool_text,
+        evidence=evidence,
+        causes=(
+            "the model writes broken calls: a KV cache with too few bits, wrong weights or scales",
+            "the tool parser does not belong to the model, or the chat template asks for another form",
+        ),
+        remedies=(
+            "ask the same with --kv-cache-dtype auto, and with the model's own tool parser and template",
+        ),
+    )
+    return (Ruling("tool_form", "good" if own else "bad", says, (finding,)),)
+
+
+def _offered(record: CheckRecord) -> list[Sample]:
+    return [s for probe in record.probes if probe.name == "tool_call" for s in probe.samples]
+
+
+# -----------------------------------------------------------------------------
 # Does the server give one and the same answer to different questions?
 
 LEAST_CHARS = 20

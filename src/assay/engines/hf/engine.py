@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from assay.engines.base import (
     Capability,
     CapabilityReport,
+    Message,
     OnText,
     Reply,
     Request,
@@ -21,6 +23,7 @@ from assay.engines.base import (
 )
 from assay.engines.hf.cache import cache_dtype, new_cache, set_cache_dtype, token_bytes, with_cache
 from assay.engines.hf.spec import HfSpec, missing_package, parse_spec, transform_weights, weight_bytes
+from assay.engines.tool_calls import read_calls
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
@@ -75,7 +78,6 @@ _PRESENT = (
 )
 _ABSENT = {
     Capability.STREAM: "a batch in this process answers in one piece",
-    Capability.TOOLS: "transformers writes tool calls as text and parses none",
     Capability.METRICS: "there is no server",
 }
 
@@ -151,6 +153,10 @@ class HfEngine:
             present.add(Capability.CHAT)
         else:
             absent[Capability.CHAT] = "the tokenizer has no chat template"
+        if "tools" in str(self._tokenizer.chat_template or ""):
+            present.add(Capability.TOOLS)
+        else:
+            absent[Capability.TOOLS] = "the chat template takes no tools"
         return CapabilityReport(frozenset(present), absent, where=f"hf:{self.spec.model}")
 
     def describe(self) -> dict[str, Any]:
@@ -255,8 +261,12 @@ class HfEngine:
             self.capabilities.require(Capability.CHAT)
             if request.tools:
                 self.capabilities.require(Capability.TOOLS)
-            messages = [{"role": m.role, "content": m.content or ""} for m in request.messages or ()]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                [_turn(message) for message in request.messages or ()],
+                tools=[dict(tool) for tool in request.tools] or None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
             ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if not ids:
             raise UsageError("an empty prompt has no token to continue from")
@@ -273,12 +283,37 @@ class HfEngine:
     def _reply(self, row: Any, request: Request) -> Reply:
         text = self._text(row.tokens)
         cuts = [text.index(word) for word in request.stop if word in text]
+        content = text[: min(cuts)] if cuts else text
+        names = {str(tool["function"]["name"]) for tool in request.tools}
+        read = read_calls(content, names, plain=False)  # what a server's parser reads: calls between marks
         return Reply(
-            content=text[: min(cuts)] if cuts else text,
-            finish_reason=row.finish_reason,
+            content=read.rest,
+            tool_calls=read.calls,
+            finish_reason="tool_calls" if read.calls else row.finish_reason,
             prompt_tokens=len(row.prompt),
             completion_tokens=len(row.tokens),
         )
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """One message in the form that chat templates take: arguments of a call as an object where they are JSON."""
+    turn: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+            for call in message.tool_calls
+        ]
+    if message.name is not None:
+        turn["name"] = message.name
+    return turn
+
+
+def _arguments(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
 
 
 def _on_device(model: Any, spec: HfSpec) -> Any:
