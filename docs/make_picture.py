@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from terminal_picture import export_comparison_svg, export_svg
+
 from assay.coherence.check import CheckOptions, run_check
-from assay.report.picture import export_comparison_svg, export_svg
 
 
 def main() -> None:

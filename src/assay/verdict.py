@@ -109,6 +109,8 @@ class Table:
     numeric: frozenset[int] = frozenset()
     """Indices of the columns that are right-aligned."""
     note: str = ""
+    detail: bool = False
+    """Whether it is left out of the first screen, of which the first table that is none is a part."""
 
 
 @dataclass(frozen=True)

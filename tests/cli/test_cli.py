@@ -34,7 +34,6 @@ LONDON = words("The capital of France is London, a large city on the river Thame
         ["check", "u", "--longest-needle", "99999999999999999999"],
         ["check", "http://127.0.0.1:9", "--html", "no/such/folder/report.html"],
         ["check", "http://127.0.0.1:9", "--junit", "."],
-        ["demo", "--svg", "no/such/folder/picture.svg"],
     ],
 )
 def test_a_wrong_command_line_is_one_json_object_and_exit_2(

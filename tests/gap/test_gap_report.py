@@ -114,7 +114,7 @@ def test_a_report_can_be_drawn_everywhere_and_is_plain_json() -> None:
     assert set(body["results"]["closure"]) >= {"value", "lo", "hi"}
     assert sum(b["share"] for b in body["results"]["buckets"]) == pytest.approx(1, abs=1e-6)
     stream = io.StringIO()
-    console.print_report(report, file=stream)
+    console.print_report(report, file=stream, verbose=True)
     for text in (stream.getvalue(), html.render(report), markdown.render(report)):
         assert "codec.together" in text and "interaction" in text
     (waterfall,) = [b for b in report.blocks if isinstance(b, Chart) and b.kind == "waterfall"]

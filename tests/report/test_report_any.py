@@ -9,13 +9,14 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree as ET
 
 import html5lib
+import terminal_picture as picture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from prometheus_client.parser import text_string_to_metric_families
 from report_samples import ATTACKS, reports
 
-from assay.report import console, html, junit, markdown, picture, prometheus
+from assay.report import console, html, junit, markdown, prometheus
 from assay.report import console as beside
 from assay.verdict import Finding, Quote, Report, Severity, Verdict
 
@@ -166,21 +167,26 @@ def test_html_is_well_formed_and_holds_no_foreign_markup(report):
 
 
 @EVERY
-@given(reports(), st.sampled_from([20, 40, 80, 120]), st.sampled_from(["utf-8", "ascii", "latin-1", "cp437"]))
-def test_piped_console_output_is_plain_text(report, width, encoding):
+@given(
+    reports(),
+    st.sampled_from([20, 40, 80, 120]),
+    st.sampled_from(["utf-8", "ascii", "latin-1", "cp437"]),
+    st.booleans(),
+)
+def test_piped_console_output_is_plain_text(report, width, encoding, verbose):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    console.print_report(report, stream, width)
+    console.print_report(report, stream, width, verbose=verbose)
     beside.side_by_side([("one", report), ("two", report)], stream, width)
     stream.flush()
     assert not OBEYED.search(raw.getvalue().decode(encoding))
 
 
 @EVERY
-@given(reports(), st.sampled_from([20, 60, 120]))
-def test_terminal_output_holds_no_sequences_but_our_colours(report, width):
+@given(reports(), st.sampled_from([20, 60, 120]), st.booleans())
+def test_terminal_output_holds_no_sequences_but_our_colours(report, width, verbose):
     stream = Terminal()
-    console.print_report(report, stream, width)
+    console.print_report(report, stream, width, verbose=verbose)
     beside.side_by_side([("one", report), ("two", report)], stream, width)
     assert not OBEYED.search(COLOURS.sub("", stream.getvalue()))
 

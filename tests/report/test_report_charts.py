@@ -1,4 +1,4 @@
-"""The same charts in text and in SVG: marks stand where their numbers say."""
+"""Charts as tables of numbers and in SVG, where marks stand where their numbers say."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from report_samples import charts, forest
-from rich.cells import cell_len
 
-from assay.report import charts_text
 from assay.report import svg as charts_svg
+from assay.report.axes import drawable, listing
 from assay.verdict import Band, Chart, Point, Series
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-def lines(chart, width=80):
-    return ["".join(part for part, _ in line) for line in charts_text.draw(chart, width)]
 
 
 def svg(chart):
@@ -35,69 +29,22 @@ def bars(*values, **options):
     return Chart("t", "bar", (Series("s", [Point(f"row {i}", v) for i, v in enumerate(values)]),), **options)
 
 
-def test_text_bars_are_as_long_as_their_values():
-    drawn = lines(bars(1.0, 0.5, 0.25, 0.0))
-    lengths = [line.count("█") + line.count("▌") / 2 for line in drawn[:4]]
-    assert lengths[0] > 50
-    assert [length / lengths[0] for length in lengths] == pytest.approx([1, 0.5, 0.25, 0], abs=0.02)
-    assert [line.split()[-1] for line in drawn[:4]] == ["1", "0.5", "0.25", "0"]
-
-
-def test_text_bars_below_zero_run_to_the_left_of_it():
-    up, down = lines(bars(1.0, -1.0))[:2]
-    assert up.index("█") >= down.rindex("█")
-
-
-def test_text_forest_shows_interval_point_band_and_what_is_missing():
-    drawn = lines(forest())
-    assert drawn[0].split() == ["●", "this", "server", "○", "reference", "░", "tolerated"]
-    story = next(line for line in drawn if line.startswith("story"))
-    assert "├" in story and story.endswith("1 [0.51, 1]")
-    assert "░" in story
-    assert story.index("├") < story.index("●")
-    assert sum("●" in line for line in drawn[1:]) == 2
-    assert sum("○" in line for line in drawn[1:]) == 1
-
-
-def test_text_scatter_places_its_dots():
-    chart = Chart("t", "scatter", (Series("s", (Point(0, 0), Point(10, 10))),))
-    drawn = lines(chart, 60)
-    rows = [i for i, line in enumerate(drawn) if any(0x2800 < ord(c) <= 0x28FF for c in line)]
-    assert rows == [0, 11]
-    assert drawn[0].rstrip()[-1] == "⠈"
-    assert drawn[11][drawn[11].index("┤") + 1] == "⡀"
-
-
-def test_text_line_joins_its_points_without_gaps():
-    chart = Chart("t", "line", (Series("s", (Point(0, 0), Point(10, 10))),))
-    drawn = lines(chart, 60)[:12]
-    columns = {i for line in drawn for i, c in enumerate(line) if 0x2800 < ord(c) <= 0x28FF}
-    assert columns == set(range(min(columns), max(columns) + 1))
-    assert len(columns) > 40
-
-
-def test_several_text_series_have_marks_of_their_own():
-    series = [Series(name, (Point(0, i), Point(1, i))) for i, name in enumerate("abc")]
-    drawn = "\n".join(lines(Chart("t", "scatter", series)))
-    assert all(drawn.count(mark) == 3 for mark in "●○▲")
-
-
-def test_where_there_is_no_room_the_numbers_are_listed():
-    assert lines(bars(1.0, 0.5), 24) == ["row 0: 1", "row 1: 0.5"]
-    assert lines(bars(), 80) == ["nothing to draw"]
-
-
-def test_many_text_rows_are_cut_visibly():
-    drawn = lines(bars(*range(100)))
-    assert "… 60 more" in drawn
+def test_a_listing_has_every_point_with_its_interval_and_the_bands():
+    table = listing(forest())
+    assert table.columns[0] == "series"
+    story = next(row for row in table.rows if row[:2] == ["this server", "story"])
+    assert story[-1] == "1 [0.51, 1]"
+    assert "tolerated: " in table.note
+    assert listing(bars(1.0, 0.5)).rows == [["row 0", "1"], ["row 1", "0.5"]]
 
 
 @settings(deadline=None, max_examples=60)
-@given(charts, st.integers(20, 120))
-def test_text_charts_fit_their_width(chart, width):
-    drawn = charts_text.draw(chart, width)
-    if drawn != charts_text.listing(chart):
-        assert max(cell_len("".join(part for part, _ in line).rstrip()) for line in drawn) <= width
+@given(charts)
+def test_a_listing_leaves_out_no_point_that_can_be_drawn(chart):
+    points, _ = drawable(chart)
+    table = listing(chart)
+    assert len(table.rows) == sum(map(len, points))
+    assert {len(row) for row in table.rows} <= {len(table.columns)}
 
 
 def test_svg_bars_are_as_long_as_their_values():
@@ -184,17 +131,6 @@ def waterfall():
     return Chart(
         "t", "waterfall", (Series("change", steps), Series("level", [Point("total", 2.0, 1.0, 3.0)]))
     )
-
-
-def test_text_waterfall_begins_each_change_where_the_last_one_ended():
-    drawn = {line.split()[0]: line for line in lines(waterfall()) if "█" in line}
-    ends = {name: (line.index("█"), line.rindex("█")) for name, line in drawn.items()}
-    # A bar may end in a half cell, which is another character.
-    assert ends["codec"][0] == pytest.approx(ends["engine"][1], abs=2)
-    assert ends["interaction"][1] == pytest.approx(ends["codec"][1], abs=2)
-    assert ends["interaction"][0] == pytest.approx(ends["total"][1], abs=2)
-    assert ends["total"][0] == ends["engine"][0]
-    assert drawn["interaction"].split()[-1] == "-2"
 
 
 def test_svg_waterfall_draws_bars_and_their_intervals_at_the_same_places():

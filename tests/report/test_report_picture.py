@@ -3,9 +3,8 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree as ET
 
+import terminal_picture as picture
 from report_samples import full, healthy
-
-from assay.report import picture
 
 
 def words(svg):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from assay.verdict import Band, Chart, Point
+from assay.verdict import Band, Chart, Point, Table
 
 ROWS = ("bar", "forest", "waterfall")
 """Kinds that have one row for each point."""
@@ -176,3 +176,20 @@ def caption(chart: Chart, undrawn: int) -> str:
     missing = f"{undrawn} point{'s' if undrawn != 1 else ''} not drawn: not a finite number"
     missing += ", or not positive on a logarithmic axis" if chart.log_x or chart.log_y else ""
     return " ".join(filter(None, [chart.note, f"{missing}." if undrawn else ""]))
+
+
+def listing(chart: Chart) -> Table:
+    """The numbers of a chart as a table, for writers that do not draw: one row a point, the bands below."""
+    points, undrawn = drawable(chart)
+    several = len(chart.series) > 1
+    rows = [
+        [*([chart.series[i].name] if several else []), name(point.x), with_interval(point)]
+        for i, series in enumerate(points)
+        for point in series
+    ]
+    bands = "; ".join(
+        f"{band.name}: {number(band.lo)} to {number(band.hi)}" for band in drawable_bands(chart)
+    )
+    note = " ".join(part for part in (f"{bands}." if bands else "", caption(chart, undrawn)) if part)
+    columns = [*(["series"] if several else []), chart.x_label, chart.y_label]
+    return Table(chart.title, columns, rows, frozenset({len(columns) - 1}), note)

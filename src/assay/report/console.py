@@ -11,32 +11,37 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import replace
+from typing import TextIO
 
-from assay.report import charts_text
-from assay.report.axes import caption, drawable
+from rich import box
+from rich.box import Box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table as Grid
+from rich.text import Text
+
+from assay.report.axes import listing
 from assay.report.text import (
     SEVERITIES,
     VERDICTS,
     Piece,
     Tone,
+    cut_middle,
     evidence_items,
     excerpt,
     is_command,
     one_line,
     plural,
     sentence,
+    shorten,
     split_code,
     status_tone,
     subject_items,
 )
-from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity, Table
-
-if TYPE_CHECKING:
-    from rich.box import Box
-    from rich.console import Console, RenderableType
-    from rich.text import Text
-
+from assay.verdict import Block, Chart, Finding, Metric, Quote, Report, Severity, Table, Verdict
 
 # -----------------------------------------------------------------------------
 # What the parts of the console output share: colours, and quiet lines.
@@ -48,8 +53,6 @@ TONES: dict[Tone, str] = {
 
 def dim(text: str) -> Text:
     """A line that says something about another one."""
-    from rich.text import Text
-
     return Text(text, style="dim")
 
 
@@ -61,10 +64,6 @@ AROUND = 100
 MAX_QUOTES = 12
 MAX_ROWS = 60
 
-_ROLES = {
-    "s0": "blue", "s1": "yellow", "s2": "cyan", "s3": "magenta", "s4": "red", "s5": "white",
-    "band": "green", "dim": "dim", "label": "", "": "",
-}  # fmt: skip
 _PIECES = {"text": "", "after": "red", "onset": "bold white on red", "gap": "dim italic"}
 _BLANK = re.compile(r"\n(?:[ \t]*\n){3,}")
 
@@ -92,18 +91,12 @@ def _worth_showing(quotes: Sequence[Quote]) -> Sequence[Quote]:
 def _block(block: Block, console: Console) -> Iterator[RenderableType]:
     if isinstance(block, Table):
         return _table(block, console)
-    return _chart(block, console) if isinstance(block, Chart) else _quote(block, console)
+    return _table(listing(block), console) if isinstance(block, Chart) else _quote(block, console)
 
 
 def _table(table: Table, console: Console) -> Iterator[RenderableType]:
-    from rich import box
-    from rich.table import Table as RichTable
-    from rich.text import Text
-
     yield Text(one_line(table.title), style="bold")
-    grid = RichTable(
-        box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False
-    )
+    grid = Grid(box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False)
     for i, column in enumerate(table.columns):
         grid.add_column(
             Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold"
@@ -120,39 +113,21 @@ def _table(table: Table, console: Console) -> Iterator[RenderableType]:
 
 def plain_box() -> Box:
     """A table frame without box-drawing characters: dashes under the headings, nothing else."""
-    from rich.box import Box
-
     return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
-def _chart(chart: Chart, console: Console) -> Iterator[RenderableType]:
-    from rich.text import Text
-
-    yield Text(one_line(chart.title), style="bold")
-    unicode = console.encoding.startswith("utf")
-    drawn = charts_text.draw(chart, min(console.width, 100)) if unicode else charts_text.listing(chart)
-    for line in drawn:
-        yield Text.assemble(*((part, _ROLES[role]) for part, role in line), no_wrap=True)
-    note = caption(chart, drawable(chart)[1])
-    if note:
-        yield dim(one_line(note))
-
-
-def _quote(quote: Quote, console: Console) -> Iterator[RenderableType]:
-    from rich.padding import Padding
-    from rich.text import Text
-
+def _quote(
+    quote: Quote, console: Console, head: int = HEAD, around: int = AROUND
+) -> Iterator[RenderableType]:
     tone = TONES[status_tone(quote.status)]
     status = (f"  {one_line(quote.status)}", f"bold {tone}") if quote.status else ""
     note = (f"  {one_line(quote.note)}", "dim") if quote.note else ""
     yield Text.assemble((one_line(quote.title), "bold"), status, note)
-    yield Padding(quoted(excerpt(quote, HEAD, AROUND)), (0, 0, 0, 2))
+    yield Padding(quoted(excerpt(quote, head, around)), (0, 0, 0, 2))
 
 
 def quoted(pieces: Sequence[Piece]) -> Text:
     """The pieces of a model's text, its onset marked."""
-    from rich.text import Text
-
     text = Text(overflow="fold")
     for piece in pieces:
         note = piece.kind in ("onset", "gap")
@@ -192,9 +167,6 @@ def draw_findings(findings: Sequence[Finding], console: Console) -> Iterator[Ren
 
 
 def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
-    from rich.padding import Padding
-    from rich.text import Text
-
     look = SEVERITIES[finding.severity]
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     yield Text.assemble(
@@ -215,8 +187,6 @@ def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
 
 
 def _causes(finding: Finding) -> Iterator[RenderableType]:
-    from rich.padding import Padding
-
     if finding.causes:
         yield dim("  Likely causes, the likeliest first:" if len(finding.causes) > 1 else "  Likely cause:")
     for i, cause in enumerate(finding.causes, 1):
@@ -225,9 +195,6 @@ def _causes(finding: Finding) -> Iterator[RenderableType]:
 
 
 def _remedies(finding: Finding) -> Iterator[RenderableType]:
-    from rich.padding import Padding
-    from rich.text import Text
-
     if finding.remedies:
         yield dim("  What to do:")
     for remedy in finding.remedies:
@@ -242,8 +209,6 @@ def _remedies(finding: Finding) -> Iterator[RenderableType]:
 
 
 def _prose(text: str) -> Text:
-    from rich.text import Text
-
     return Text.assemble(*((part, "bold") if coded else part for coded, part in split_code(text)))
 
 
@@ -253,17 +218,21 @@ MAX_WIDTH = 120
 PLAIN_WIDTH = 100
 
 
-def print_report(report: Report, file: TextIO | None = None, width: int | None = None) -> None:
-    """Print `report` to `file` (standard output), as rich text on a terminal and as plain text elsewhere."""
+def print_report(
+    report: Report, file: TextIO | None = None, width: int | None = None, *, verbose: bool = False
+) -> None:
+    """Print `report` to `file` (standard output), as rich text on a terminal and as plain text elsewhere.
+
+    By default what fits on one screen; with `verbose` every table, text, cause and piece of evidence.
+    """
     stream = file or sys.stdout
     console = make_console(stream, width)
-    emit(console, renderables(report, console), stream)
+    parts = renderables(report, console) if verbose else first_screen(report, console)
+    emit(console, parts, stream)
 
 
 def emit(console: Console, parts: Iterable[RenderableType], stream: TextIO) -> None:
     """Print the parts to `stream`. What its encoding lacks becomes `?` instead of an error."""
-    from rich.text import Text
-
     with console.capture() as captured:
         for part in parts:
             # A command stays one line, whatever the width, so that it can be copied.
@@ -277,8 +246,6 @@ def emit(console: Console, parts: Iterable[RenderableType], stream: TextIO) -> N
 
 def make_console(stream: TextIO, width: int | None = None) -> Console:
     """A rich console for `stream`: no colour for `NO_COLOR`, nothing but text if it is no terminal or a dumb one."""
-    from rich.console import Console
-
     plain = not _is_terminal(stream)
     console = Console(
         file=stream,
@@ -320,12 +287,122 @@ def renderables(report: Report, console: Console) -> Iterator[RenderableType]:
         yield _verdict_line(report)
 
 
+SCREEN_LINES = 40
+MAX_FINDINGS = 5
+_MAX_METRICS = 8
+_MAX_REMEDIES = 2
+_LEAST_ROWS = 3
+
+
+def first_screen(report: Report, console: Console) -> list[RenderableType]:
+    """The verdict, the figures, the first table, the gravest findings with what to do: at most `SCREEN_LINES` lines.
+
+    The last line says what is left out, and how to see it.
+    """
+    top: list[RenderableType] = [banner(report, console)]
+    if report.headline:
+        top += ["", headline(report.headline[:_MAX_METRICS], console)]
+    findings = sorted(report.findings, key=lambda f: -_ORDER.index(f.severity))
+    tables = [b for b in report.blocks if isinstance(b, Table) and not b.detail]
+    telling = _telling(report) if report.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) else None
+    shown = [_short_finding(f, console) for f in findings[:MAX_FINDINGS]]
+    free = SCREEN_LINES - _height(top, console) - 3
+    least = _LEAST_ROWS + 4 if tables else 0
+    while len(shown) > 1 and _height([p for part in shown for p in part], console) + least > free:
+        shown.pop()
+    bottom = [part for parts in shown for part in parts]
+    middle: list[RenderableType] = []
+    free -= _height(bottom, console)
+    if tables:
+        table = _fitted(tables[0], console)
+        rows = min(len(table.rows), max(free, 1))
+        while rows > 1 and _height(_part_of(table, rows, console), console) > free:
+            rows -= 1
+        middle += _part_of(table, rows, console)
+    if telling is not None:
+        quote = ["", *_quote(replace(telling, note=""), console, _SHORT_HEAD, _SHORT_AROUND)]
+        if _height([*middle, *quote], console) <= free:
+            middle += quote
+    more = _left_out(report, len(findings) - len(shown), len(tables), console)
+    return [*top, *middle, *bottom, "", more]
+
+
+_SHORT_HEAD, _SHORT_AROUND = 120, 60
+
+
+def _height(parts: Iterable[RenderableType], console: Console) -> int:
+    """Lines that the parts take when they are printed."""
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part, soft_wrap=isinstance(part, Text) and part.no_wrap is True)
+    return captured.get().count("\n")
+
+
+def _part_of(table: Table, rows: int, console: Console) -> list[RenderableType]:
+    """The first rows of a table, with how many there are more."""
+    rest = len(table.rows) - rows
+    note = f"{plural(rest, 'more row')} with -v. {table.note}" if rest else table.note
+    return ["", *_table(replace(table, rows=table.rows[:rows], note=note), console)]
+
+
+def _fitted(table: Table, console: Console) -> Table:
+    """The table with paths cut in their middle and, where it is still too wide, without its last columns."""
+    cells = [[cut_middle(one_line(str(cell)), _PATH_WIDTH) for cell in row] for row in table.rows]
+    columns = [one_line(column) for column in table.columns]
+    widths = [
+        max(cell_len(row[i]) for row in [columns, *(r for r in cells if len(r) > i)]) + 2
+        for i in range(len(columns))
+    ]
+    kept = len(columns)
+    while kept > 2 and sum(widths[:kept]) > console.width:
+        kept -= 1
+    note = table.note
+    if kept < len(columns):
+        note = f"With -v also: {', '.join(columns[kept:])}. {note}".strip()
+    return replace(table, columns=columns[:kept], rows=[row[:kept] for row in cells], note=note)
+
+
+_PATH_WIDTH = 44
+
+
+def _short_finding(finding: Finding, console: Console) -> list[RenderableType]:
+    """A finding as its title and what to do."""
+    look = SEVERITIES[finding.severity]
+    mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
+    parts: list[RenderableType] = [
+        "",
+        Text.assemble(
+            (mark, f"bold {TONES[look.tone]}"), "  ", (shorten(one_line(finding.title), 180), "bold")
+        ),
+    ]
+    for remedy in finding.remedies[:_MAX_REMEDIES]:
+        pieces = split_code(remedy)
+        commands = [code for coded, code in pieces if coded and is_command(code)]
+        prose = "".join(part for coded, part in pieces if not (coded and is_command(part))).strip()
+        if prose:
+            parts.append(Padding(_prose(f"→ {prose}" if _unicode(console) else f"- {prose}"), (0, 0, 0, 2)))
+        parts += [Text.assemble("    ", (command, "bold"), no_wrap=True) for command in commands[:1]]
+    return parts
+
+
+def _unicode(console: Console) -> bool:
+    return console.encoding.startswith("utf")
+
+
+def _left_out(report: Report, findings: int, tables: int, console: Console) -> Text:
+    """How to see the rest."""
+    rest = []
+    if findings:
+        rest.append(plural(findings, "more finding"))
+    hidden = len(report.blocks) - min(tables, 1)
+    rest.append("evidence and causes" if report.findings else "all details")
+    if hidden > 0:
+        rest.append(f"{hidden} more tables, charts and texts" if hidden > 1 else "one more table or text")
+    return dim(f"-v shows {', '.join(rest)}; --html FILE draws the charts; --json has every number.")
+
+
 def banner(report: Report, console: Console) -> RenderableType:
     """The verdict, its one sentence and the subject."""
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.text import Text
-
     look = VERDICTS[report.verdict]
     subject = ", ".join(f"{key} {value}" for key, value in subject_items(report.subject, 120))
     command = f"assay {one_line(report.command)}"
@@ -342,8 +419,6 @@ def banner(report: Report, console: Console) -> RenderableType:
 
 
 def _verdict_line(report: Report) -> Text:
-    from rich.text import Text
-
     look = VERDICTS[report.verdict]
     counts = [
         plural(sum(f.severity is severity for f in report.findings), SEVERITIES[severity].word)
@@ -356,9 +431,6 @@ def _verdict_line(report: Report) -> Text:
 
 def headline(metrics: Sequence[Metric], console: Console) -> RenderableType:
     """The headline figures, a line each; an invalid one is struck out and says why."""
-    from rich.table import Table as Grid
-    from rich.text import Text
-
     grid = Grid.grid(padding=(0, 3, 0, 0))
     for metric in metrics:
         grid.add_row(
@@ -371,8 +443,6 @@ def headline(metrics: Sequence[Metric], console: Console) -> RenderableType:
 
 def metric_text(metric: Metric, console: Console) -> Text:
     """The figure itself; an invalid one is struck out, by tildes where text has no attributes."""
-    from rich.text import Text
-
     text = one_line(metric.text)
     if metric.valid:
         return Text(text, style="bold")
@@ -416,12 +486,8 @@ def comparison(reports: Titled, console: Console) -> list[RenderableType]:
 
 
 def _grid(reports: Titled, console: Console) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     terminal = console.is_terminal
-    grid = Table(
+    grid = Grid(
         box=box.ROUNDED if terminal else plain_box(),
         show_edge=terminal,
         show_lines=terminal,
@@ -436,8 +502,6 @@ def _grid(reports: Titled, console: Console) -> RenderableType:
 
 
 def _lines(reports: Titled, console: Console) -> list[tuple[str, list[Text]]]:
-    from rich.text import Text
-
     lines = [("verdict", [_verdict(report) for _, report in reports])]
     for name in dict.fromkeys(m.name for _, report in reports for m in report.headline):
         lines.append((one_line(name), [_figure(report, name, console) for _, report in reports]))
@@ -449,15 +513,11 @@ def _lines(reports: Titled, console: Console) -> list[tuple[str, list[Text]]]:
 
 
 def _verdict(report: Report) -> Text:
-    from rich.text import Text
-
     look = VERDICTS[report.verdict]
     return Text.assemble((f"{look.glyph} {look.word}", f"bold {TONES[look.tone]}"), f"\n{sentence(report)}")
 
 
 def _figure(report: Report, name: str, console: Console) -> Text:
-    from rich.text import Text
-
     metric = next((m for m in report.headline if m.name == name), None)
     if metric is None:
         return Text("not measured", style="dim")
@@ -468,8 +528,6 @@ def _figure(report: Report, name: str, console: Console) -> Text:
 
 
 def _findings(report: Report) -> Text:
-    from rich.text import Text
-
     grave = [f for f in report.findings if f.severity is not Severity.INFO]
     grave.sort(key=lambda f: f.severity is not Severity.ERROR)
     text = Text("\n".join(f"- {one_line(f.title)}" for f in grave[:3]) or "none")
@@ -483,8 +541,6 @@ def _telling(report: Report) -> Quote | None:
 
 
 def _text(quote: Quote) -> Text:
-    from rich.text import Text
-
     return Text.assemble(
         (f"{one_line(quote.title)}\n", "dim"), quoted(excerpt(quote, COLUMN_HEAD, COLUMN_AROUND))
     )

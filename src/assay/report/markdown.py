@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from assay.report import charts_text
-from assay.report.axes import caption, drawable
+from assay.report.axes import listing
 from assay.report.text import (
     VERDICTS,
     evidence_items,
@@ -156,7 +155,7 @@ def _blocks(blocks: Sequence[Block]) -> Iterator[str]:
         if isinstance(block, Table):
             yield from _table(block)
         elif isinstance(block, Chart):
-            yield from _chart(block)
+            yield from _table(listing(block))
         else:
             quotes += 1
             if quotes <= MAX_QUOTES:
@@ -174,13 +173,6 @@ def _table(table: Table) -> Iterator[str]:
     if len(table.rows) > MAX_ROWS:
         yield f"{plural(len(table.rows) - MAX_ROWS, 'more row')} not shown."
     yield prose(table.note)
-
-
-def _chart(chart: Chart) -> Iterator[str]:
-    yield f"### {prose(chart.title)}"
-    lines = ["".join(part for part, _ in line).rstrip() for line in charts_text.draw(chart, _WIDTH)]
-    yield fence("\n".join(lines))
-    yield prose(caption(chart, drawable(chart)[1]))
 
 
 def _quote(quote: Quote) -> Iterator[str]:

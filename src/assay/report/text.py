@@ -51,6 +51,14 @@ def one_line(text: str) -> str:
     return visible(" ".join(text.split()))
 
 
+def cut_middle(text: str, limit: int) -> str:
+    """A path of more than `limit` characters with its middle left out; any other text as it is."""
+    if len(text) <= limit or " " in text or not ("/" in text or "\\" in text):
+        return text
+    tail = max(limit * 2 // 3, 1)
+    return f"{text[: limit - tail - 1]}…{text[-tail:]}"
+
+
 def shorten(text: str, limit: int) -> str:
     """`text` cut to `limit` code points, and how many were left out."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit:,} more characters)"
