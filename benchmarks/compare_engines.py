@@ -119,7 +119,7 @@ def caches_plan(arguments: argparse.Namespace, engine: str, caches: Sequence[str
     return Plan(
         engine,
         tuple(f"{engine}&kv_cache_dtype={cache}" for cache in caches),
-        (str(arguments.text),),
+        text=(str(arguments.text),),
         windows=arguments.windows,
         length=arguments.length,
         path="decode",
@@ -135,7 +135,7 @@ def gguf_plans(arguments: argparse.Namespace) -> list[Plan]:
         Plan(
             f"gguf:{quantise(source, folder, 'F16')}",
             tuple(f"gguf:{quantise(source, folder, kind)}" for kind in TYPES),
-            (str(arguments.text),),
+            text=(str(arguments.text),),
             windows=arguments.windows,
             length=arguments.length,
         )

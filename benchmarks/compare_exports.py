@@ -46,7 +46,7 @@ def main() -> None:
     plan = Plan(
         reference,
         (reference,),
-        (str(arguments.text),),
+        text=(str(arguments.text),),
         windows=arguments.windows,
         length=arguments.length,
         floors=False,

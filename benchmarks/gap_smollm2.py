@@ -27,7 +27,8 @@ from typing import Any
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
 from assay.lab.gap.gap import run_gap
-from assay.lab.gap.plan import QUICK, SWEEP, GapPlan
+from assay.lab.gap.plan import GapPlan
+from assay.lab.options import QUICK, SWEEP
 from assay.progress import Progress
 from assay.report import markdown
 from assay.verdict import Report
@@ -77,7 +78,7 @@ def main() -> None:
     last: Report | None = None
     for more in given.stages.split(";"):
         phases = (*phases, *(int(p) for p in more.split(",")))
-        report = run_gap(replace(plan, phases=phases), shown, keep=True)
+        report = run_gap(replace(plan, phases=phases, keep=True), shown)
         if report.interrupted:
             print(f"interrupted in the stage {more}", file=sys.stderr)
             write(last or report, given, str(model), began, report.results["measured"])

@@ -81,7 +81,8 @@ def main() -> None:
     table = cache_dir("kv-calibration") / "kakeya_recipe.safetensors"
     if not table.exists():
         run_calibrate(
-            CalibrationPlan(model, (arguments.calibrate,), windows=8, length=512, tokens=2048), table, show
+            CalibrationPlan(model, table, text=(arguments.calibrate,), windows=8, length=512, tokens=2048),
+            show,
         )
     document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"errors": {}, "kl": {}}
     document |= {

@@ -70,7 +70,7 @@ def main() -> None:
     mode, labs, facts = Mode(arguments.mode), {}, {}
     for source in arguments.text:
         name, path = _evaluated(source)
-        plan = Plan(spec, (spec,), (path,), windows=arguments.windows, length=arguments.length)
+        plan = Plan(spec, (spec,), text=(path,), windows=arguments.windows, length=arguments.length)
         windows, facts[name] = plan_windows(plan, scorer.tokenizer)
         calibration.check_text(facts[name], [w.sha256 for w in windows])
         labs[name] = Lab(scorer, windows, mode, arguments.batch)
@@ -171,14 +171,15 @@ def _calibrate(arguments: argparse.Namespace, spec: str, table: Path) -> Calibra
         write_atomically(source, kv_texts.mixed(arguments.calibrate.read_text(encoding="utf-8")))
     plan = CalibrationPlan(
         spec,
-        (str(source),),
+        table,
+        text=(str(source),),
         windows=arguments.calibration_windows,
         length=arguments.length,
         batch=8,
         tokens=arguments.tokens,
         sensitivity=arguments.sensitivity,
     )
-    run_calibrate(plan, table, show)
+    run_calibrate(plan, show)
     return read_calibration(table)
 
 

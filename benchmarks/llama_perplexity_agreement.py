@@ -117,7 +117,7 @@ def ours(
     plan = Plan(
         reference,
         candidates,
-        text,
+        text=text,
         windows=arguments.windows,
         length=LENGTH,
         scored="second-half",

@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint.files import Options
+from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.open import open_checkpoint
 from assay.checkpoint.verify import verify
 from assay.demo.models import build_smollm2
@@ -80,7 +80,7 @@ def export(kind: str) -> tuple[Path, float | None]:
 
 
 def findings(folder: Path, **options: Any) -> list[Finding]:
-    asked = Options(allow_unverified=True, hashing="none", **options)
+    asked = VerifyOptions(allow_unverified=True, hashing="none", **options)
     return [f for f in verify(str(folder), asked).findings if f.id != "checkpoint.unverified"]
 
 

@@ -308,9 +308,14 @@ def calibrated(given: argparse.Namespace, model: str) -> None:
     """The calibration, and a second file whose moments of queries are as the published tool took them."""
     if not given.table.exists():
         plan = CalibrationPlan(
-            model, (given.calibrate,), windows=16, length=given.calibration_length, tokens=4096
+            model,
+            given.table,
+            text=(given.calibrate,),
+            windows=16,
+            length=given.calibration_length,
+            tokens=4096,
         )
-        run_calibrate(plan, given.table)
+        run_calibrate(plan)
     plain = given.table.with_suffix(".plain.safetensors")
     if not plain.exists():
         known = read_calibration(given.table)
@@ -349,7 +354,7 @@ def main() -> None:
     )
     calibrated(given, of_hf)
     spec = of_hf if given.engine == "hf" else of_vllm
-    plan = Plan(spec, (spec,), (given.text,), windows=given.windows, length=given.length)
+    plan = Plan(spec, (spec,), text=(given.text,), windows=given.windows, length=given.length)
     exact = clean(of_hf, plan, given) if given.engine == "vllm" else []
     engine = open_scorer(spec)
     try:

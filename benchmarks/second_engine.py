@@ -14,7 +14,6 @@ from pathlib import Path
 
 from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
-from assay.coherence.measure import Plan
 from assay.demo.models import SMOLLM2, build_smollm2, gguf_of
 from assay.demo.servers import llama_server
 from assay.report.console import print_report
@@ -34,7 +33,8 @@ def main() -> None:
     arguments = parser.parse_args()
     with llama_server(gguf_of(SMOLLM2), arguments.binary) as server:
         options = CheckOptions(
-            plan=Plan(seed=1000, repeats=3),
+            seed=1000,
+            repeats=3,
             reference_engine=f"hf:{build_smollm2()}",
             timeout=arguments.timeout,
         )

@@ -26,7 +26,6 @@ from typing import Any
 from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
 from assay.coherence.diagnosis import judge
-from assay.coherence.measure import Plan
 from assay.coherence.record import CheckRecord
 from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_gemma3, build_smollm2
@@ -39,12 +38,12 @@ NO_BOS = "gemma_without_bos"
 
 def checked(model: Path, reference: Path, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
     """One check of a server that is already up, as a row of the table."""
-    plan = Plan(seed=seed, samples=arguments.samples, repeats=3)
     device = f"?device={arguments.device}" if arguments.device else ""
     began = time.perf_counter()
-    report = run_check(
-        arguments.url, CheckOptions(plan=plan, reference_engine=f"hf:{reference}{device}"), show
-    ).to_json()
+    options = CheckOptions(
+        seed=seed, samples=arguments.samples, repeats=3, reference_engine=f"hf:{reference}{device}"
+    )
+    report = run_check(arguments.url, options, show).to_json()
     alone = judge(CheckRecord.from_json(report["results"]))
     results = report["results"]
     return {

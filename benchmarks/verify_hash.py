@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.checkpoint.digests import Digest, DigestCache, hash_files
-from assay.checkpoint.files import Options
+from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.verify import verify
 
 RESULTS = Path(__file__).parent / "results" / "verify_hash.json"
@@ -70,7 +70,7 @@ def spread(values: list[float]) -> dict[str, float]:
 def second_run(folder: Path, cache: Path) -> dict[str, Any]:
     """The hashing stage of the whole verb, cold and warm."""
     (folder / "config.json").write_text("{}")
-    options = Options(allow_unverified=True, cache_file=cache, hashing="all")
+    options = VerifyOptions(allow_unverified=True, cache_file=cache, hashing="all")
     cold = verify(str(folder), options)
     warm = [verify(str(folder), options) for _ in range(5)]
     assert all(w.cached_bytes == cold.hashed_bytes - 2 for w in warm)

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from assay.checkpoint.files import Options
+from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.report import build
 from assay.checkpoint.verify import verify
 from assay.demo.models import build_smollm2
@@ -120,9 +120,9 @@ def in_vllm(python: str, folders: list[Path]) -> dict[str, str | None]:
 def in_assay(folder: Path, listing: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, options in (
-        ("structure", Options(allow_unverified=True, hashing="none")),
-        ("values", Options(allow_unverified=True, hashing="none", values=True)),
-        ("digests", Options(manifest=listing)),
+        ("structure", VerifyOptions(allow_unverified=True, hashing="none")),
+        ("values", VerifyOptions(allow_unverified=True, hashing="none", values=True)),
+        ("digests", VerifyOptions(manifest=listing, digest_cache=False)),
     ):
         report = build(verify(str(folder), options))
         known = {f["id"] for other in found.values() for f in other["findings"]}
@@ -160,7 +160,7 @@ def main() -> None:
     whole = build_smollm2()
     with tempfile.TemporaryDirectory() as place:
         listing = Path(place) / "manifest.json"
-        verify(str(whole), Options(write_manifest=listing))
+        verify(str(whole), VerifyOptions(write_manifest=listing, digest_cache=False))
         folders = {}
         for i, name in enumerate(names):
             folders[name] = Path(place) / f"fault-{i}"

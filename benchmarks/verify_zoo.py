@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import huggingface_hub
 from huggingface_hub import HfApi
 
-from assay.checkpoint.files import Options
+from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.report import build
 from assay.checkpoint.verify import verify
 from checkpoint.loopback_hub import LoopbackHub
@@ -31,7 +31,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def by_assay(fault: Fault, folder: Path, listing: Path) -> dict[str, Any]:
-    options = Options(manifest=listing if fault.manifest else None, allow_unverified=True, **fault.options)
+    options = VerifyOptions(
+        manifest=listing if fault.manifest else None,
+        allow_unverified=True,
+        digest_cache=False,
+        **fault.options,
+    )
     report = build(verify(str(folder), options))
     raised = {(f.id.removeprefix("checkpoint."), f.severity.value) for f in report.findings}
     return {
@@ -56,7 +61,7 @@ def one(fault: Fault, number: int, hub: LoopbackHub, place: Path) -> dict[str, A
         shutil.rmtree(stale, ignore_errors=True)
     fault.make(folder)
     if fault.manifest:
-        verify(str(folder), Options(write_manifest=listing))
+        verify(str(folder), VerifyOptions(write_manifest=listing, digest_cache=False))
     hub.upload(f"zoo/whole-{number}", folder)
     fault.damage(folder)
     hub.upload(f"zoo/fault-{number}", folder)
@@ -72,7 +77,7 @@ def whole(name: str, place: Path) -> dict[str, Any]:
     folder = place / "model"
     shutil.rmtree(folder, ignore_errors=True)
     healthy()[name](folder)
-    report = build(verify(str(folder), Options(values=True, allow_unverified=True)))
+    report = build(verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False)))
     return {"kind": name, "findings": [f.id for f in report.findings if f.id != "checkpoint.unverified"]}
 
 

@@ -30,7 +30,7 @@ from assay.checkpoint.digests import (
     hash_files,
     hash_stream,
 )
-from assay.checkpoint.files import AUTO_BYTES, Options, wants_hash
+from assay.checkpoint.files import AUTO_BYTES, VerifyOptions, wants_hash
 from checkpoint.asking import Ask, finding
 
 
@@ -190,11 +190,11 @@ VOUCHED = [Source("the Hub", {"a": Expected("the Hub", sha256="0" * 64, size=10)
     ],
 )
 def test_what_is_hashed(hashing: str, name: str, size: int, total: int, wanted: bool) -> None:
-    assert wants_hash(name, size, total, VOUCHED, Options(hashing=hashing)) is wanted  # type: ignore[arg-type]
+    assert wants_hash(name, size, total, VOUCHED, VerifyOptions(hashing=hashing)) is wanted
 
 
 def test_a_manifest_of_a_huge_checkpoint_hashes_it() -> None:
-    assert wants_hash("b", 10, AUTO_BYTES + 1, [], Options(write_manifest=Path("x")))
+    assert wants_hash("b", 10, AUTO_BYTES + 1, [], VerifyOptions(write_manifest=Path("x")))
 
 
 def test_every_file_has_its_sha256(ask: Ask, model: Path) -> None:

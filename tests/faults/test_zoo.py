@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.files import Options
+from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.report import build
 from assay.checkpoint.verify import verify
 from assay.verdict import Severity, Verdict
@@ -16,9 +16,14 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
     folder, listing = tmp_path / "model", tmp_path / "manifest.json"
     fault.make(folder)
     if fault.manifest:
-        verify(str(folder), Options(write_manifest=listing))
+        verify(str(folder), VerifyOptions(write_manifest=listing, digest_cache=False))
     fault.damage(folder)
-    options = Options(manifest=listing if fault.manifest else None, allow_unverified=True, **fault.options)
+    options = VerifyOptions(
+        manifest=listing if fault.manifest else None,
+        allow_unverified=True,
+        digest_cache=False,
+        **fault.options,
+    )
     report = build(verify(str(folder), options))
     raised = {(f.id, f.severity.value) for f in report.findings}
     assert (f"checkpoint.{fault.finding}", fault.severity) in raised
@@ -30,7 +35,7 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
 def test_a_healthy_checkpoint_raises_nothing(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     healthy()[kind](folder)
-    report = build(verify(str(folder), Options(values=True, allow_unverified=True)))
+    report = build(verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False)))
     assert [f.title for f in report.findings if f.id != "checkpoint.unverified"] == []
     assert report.verdict is Verdict.PASS
     assert all(f.severity is not Severity.ERROR for f in report.findings)

@@ -8,7 +8,7 @@ import pytest
 
 from assay.engines.scoring import ScoringPath
 from assay.errors import AssayError, UsageError
-from assay.fidelity.plan import Plan, fingerprint, fraction, label_of, plan_from, read_plan
+from assay.fidelity.plan import Plan, fingerprint, label_of, plan_from, read_plan
 
 TOML = """
 reference = "hf:./model?dtype=float32"
@@ -29,7 +29,7 @@ def test_a_file_and_the_command_line_make_one_plan(tmp_path: Path) -> None:
     assert plan.windows == 20
     assert plan.job.path is ScoringPath.DECODE
     assert plan.margin_ppl == pytest.approx(0.005)
-    assert plan_from(plan.normalised(), {}, "echo") == plan
+    assert plan_from(plan.facts(), {}, "echo") == plan
 
 
 @pytest.mark.parametrize(
@@ -75,12 +75,6 @@ def test_a_path_has_one_fingerprint_however_it_is_written(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.toml"):
         read_plan(tmp_path / "nowhere.toml", {})
-
-
-def test_percentages_and_fractions() -> None:
-    assert fraction("1%", "m") == pytest.approx(0.01)
-    assert fraction("0.25 %", "m") == pytest.approx(0.0025)
-    assert fraction("0.03", "m") == pytest.approx(0.03)
 
 
 def test_the_hash_follows_every_setting() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from assay.cli.kv import sizes_of
 from assay.errors import UsageError
 from assay.lab.kv.noise import NoisePlan, longest_run, sensitivity
 from assay.stats.bootstrap import Resampling
@@ -67,9 +66,7 @@ def test_runs() -> None:
 
 
 def test_wrong_requests_are_refused() -> None:
-    assert sizes_of("0.1, 3e-3") == (0.1, 0.003)
     for wrong in (
-        lambda: sizes_of("a"),
         lambda: NoisePlan("m", sigmas=(0.1,)),
         lambda: NoisePlan("m", sigmas=(0.1, 0.0)),
         lambda: NoisePlan("m", each="head"),

@@ -56,7 +56,9 @@ def test_a_served_codec_gives_the_numbers_that_the_laboratory_measures(
     if codec == PREDICT:
         calibration, text = tmp_path / "calibration", tmp_path / "text"
         text.write_text("\n".join(topics[name] for name in sorted(topics) if name != "class"))
-        run_calibrate(CalibrationPlan(str(smollm2), (str(text),), 8, 512, tokens=2400), calibration)
+        run_calibrate(
+            CalibrationPlan(str(smollm2), calibration, text=(str(text),), windows=8, length=512, tokens=2400)
+        )
         more = ["--calibration", calibration]
     engine = VllmScorer.load(f"vllm:{smollm2}?python={vllm_python()}&max_model_len=256&kv_cache_gib=0.1")
     window = Window(0, tuple(engine.tokenizer.encode(topics["class"])[:LENGTH]))

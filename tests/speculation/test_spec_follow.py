@@ -9,7 +9,7 @@ import spec_lines as lines
 
 from assay.errors import AssayError
 from assay.speculation import live as module
-from assay.speculation.judge import Options
+from assay.speculation.judge import SpecOptions
 from assay.speculation.live import follow
 from assay.verdict import Report
 
@@ -29,7 +29,9 @@ def followed(path: Path, *steps: Callable[[], None], interrupt: bool = False) ->
         else:
             time[0] = 1e9
 
-    report = follow(str(path), Options(), seconds=1e6, say=said.append, sleep=sleep, clock=lambda: time[0])
+    report = follow(
+        str(path), SpecOptions(), seconds=1e6, say=said.append, sleep=sleep, clock=lambda: time[0]
+    )
     return report, said
 
 
@@ -95,14 +97,14 @@ def test_standard_input_ends_the_following(monkeypatch: pytest.MonkeyPatch) -> N
     text = (lines.vllm_v1([80, 60], 100) + "\n" + lines.vllm_v1([70, 60], 100)).encode()
     batches = [text[:300].splitlines()[:1], text.splitlines()[1:]]
     monkeypatch.setattr(module, "_standard_input", lambda *_: iter(batches))
-    report = follow("-", Options(), say=lambda _: None)
+    report = follow("-", SpecOptions(), say=lambda _: None)
     assert report.results["record"]["drafts"] == 200
 
 
 def test_what_cannot_be_followed(tmp_path: Path) -> None:
     for name in ("http://127.0.0.1:9", str(tmp_path / "none.log")):
         with pytest.raises(AssayError):
-            follow(name, Options(), seconds=0.1)
+            follow(name, SpecOptions(), seconds=0.1)
 
 
 def test_the_same_health_is_not_told_at_every_line(tmp_path: Path) -> None:
@@ -121,6 +123,6 @@ def test_following_standard_input_ends_in_time(monkeypatch: pytest.MonkeyPatch) 
     with os.fdopen(read_end) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
         # Nothing more comes, and the other end stays open.
-        report = follow("-", Options(), seconds=0.2, say=lambda _: None)
+        report = follow("-", SpecOptions(), seconds=0.2, say=lambda _: None)
     os.close(write_end)
     assert report.results["record"]["drafts"] == 100

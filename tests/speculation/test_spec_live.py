@@ -8,12 +8,12 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation.judge import Options
+from assay.speculation.judge import SpecOptions
 from assay.speculation.live import Sent, between, watch
 from assay.speculation.spec import examine
 from stub_server import StubServer
 
-FAST = Options(interval=0.0)
+FAST = SpecOptions(interval=0.0)
 
 
 def serving(stub: StubServer, *pages: str) -> StubServer:
@@ -73,7 +73,7 @@ def test_a_server_that_goes_away_between_scrapes() -> None:
             e.send(page.encode())
 
     with StubServer() as stub, pytest.raises(AssayError) as caught:
-        examine([stub.on("GET /metrics", metrics).url], Options(interval=0.0, timeout=5))
+        examine([stub.on("GET /metrics", metrics).url], SpecOptions(interval=0.0, timeout=5))
     assert caught.value.finding_id.startswith("server.")
     assert caught.value.verdict.exit_code in (2, 3)
 
@@ -110,7 +110,7 @@ def test_requests_of_our_own_fall_between_the_scrapes() -> None:
 
         # Whatever the client asks while it looks around, the counters only move with our requests.
         stub.on("GET /metrics", lambda e: e.send((after if ours() else before).encode()))
-        live = watch(stub.url, Options(interval=0.0, requests=3), sleep=lambda _: None)
+        live = watch(stub.url, SpecOptions(interval=0.0, requests=3), sleep=lambda _: None)
         sent = ours()
     assert live.sent is not None and live.sent.requests == 3
     assert sent == 3

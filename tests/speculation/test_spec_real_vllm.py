@@ -78,7 +78,7 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
 
     from assay.demo.models import build_smollm2
     from assay.demo.servers import vllm_server
-    from assay.speculation.judge import Options
+    from assay.speculation.judge import SpecOptions
     from assay.speculation.live import PROMPTS
 
     model = build_smollm2()
@@ -112,7 +112,7 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
             assert counts(window) == counts(combine(responses.settled()).record)
             assert window.drafts and window.drafts > 30
 
-            report = examine([server.url], Options(interval=2.0, requests=2))
+            report = examine([server.url], SpecOptions(interval=2.0, requests=2))
             assert report.results["health"] == "healthy" and report.exit_code == 0
             live = report.results["live"]
             assert (live["own_requests"], live["other_tokens"]) == (2, 0)

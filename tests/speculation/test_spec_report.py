@@ -11,7 +11,7 @@ import pytest
 import spec_lines as lines
 
 from assay.cli.main import invoke
-from assay.speculation.judge import Options
+from assay.speculation.judge import SpecOptions
 from assay.speculation.spec import examine
 
 
@@ -113,17 +113,17 @@ def test_baseline_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_multiplier_is_measured_against_a_run_without_speculation(tmp_path: Path) -> None:
     on = log(tmp_path, lines.vllm_engine(0, 90.0), lines.vllm_v1([80, 60], 100))
     off = log(tmp_path, lines.vllm_engine(0, 50.0), lines.vllm_engine(0, 50.0), name="off.log")
-    found = examine([on], Options(baseline=(off,))).results["benefit"]
+    found = examine([on], SpecOptions(baseline=(off,))).results["benefit"]
     assert found["measured_multiplier"] == pytest.approx(1.8)
     assert found["cost_source"] == "measured"
     assert found["multiplier"] == pytest.approx(1.8), "the model is fitted to that one speed"
-    slow = examine([on], Options(baseline=(log(tmp_path, lines.vllm_engine(0, 120.0), name="s.log"),)))
+    slow = examine([on], SpecOptions(baseline=(log(tmp_path, lines.vllm_engine(0, 120.0), name="s.log"),)))
     assert "speculation.costs_more" in [f.id for f in slow.findings]
 
 
 def test_given_cost(tmp_path: Path) -> None:
     source = log(tmp_path, lines.vllm_v1([800, 600], 1000))
-    found = examine([source], Options(cost_ratio=0.5)).results["benefit"]
+    found = examine([source], SpecOptions(cost_ratio=0.5)).results["benefit"]
     assert found["multipliers"][1] == pytest.approx(2.4 / 2.0)
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_examined_or_it_is_said_why_not(tmp_path: Path) -> None:
     )
     source = log(tmp_path, lines.vllm_v1([0, 0], 500))
     try:
-        report = examine([source], Options(model=str(checkpoint)))
+        report = examine([source], SpecOptions(model=str(checkpoint)))
     except Exception as error:
         assert getattr(error, "finding_id", "").startswith("checkpoint."), "a readable refusal, not a crash"
         return

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from assay.speculation.benefit import Measured, median, quotient
-from assay.speculation.judge import Options
+from assay.speculation.judge import SpecOptions
 from assay.speculation.spec import examine
 
 
@@ -69,7 +69,7 @@ def test_a_slowdown_within_the_noise_is_no_finding(tmp_path: Path) -> None:
     slow = log("slow.log", [30, 31, 29, 30, 32, 30, 31, 29], drafting=True)
     found = {}
     for name in (noisy, slow):
-        report = examine([name], Options(baseline=(off,)))
+        report = examine([name], SpecOptions(baseline=(off,)))
         found[name] = "speculation.costs_more" in [f.id for f in report.findings]
         interval = report.results["benefit"]["measured_multiplier_interval"]
         assert interval["lo"] < interval["value"] < interval["hi"]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 from assay.checkpoint import digests as integrity
 from assay.checkpoint import digests as manifest
@@ -20,8 +19,10 @@ from assay.checkpoint.open import Opened
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
 from assay.checkpoint.serve_args import Version
+from assay.checkpoint.serve_args import engine_version as parse_engine_version
 from assay.checkpoint.structure import loaded_files
 from assay.errors import AssayError
+from assay.options import Options, option
 from assay.verdict import Finding, Severity, Verdict
 
 # -----------------------------------------------------------------------------
@@ -29,9 +30,6 @@ from assay.verdict import Finding, Severity, Verdict
 
 Show = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """(what, bytes) to a context that yields a function to call with the bytes just done, from any thread."""
-
-Hashing = Literal["auto", "all", "none"]
-"""`auto`: what somebody vouches for, and all the rest up to `AUTO_BYTES`; `none` reads headers only."""
 
 AUTO_BYTES = 64 << 30
 """Files without a digest to hold against are hashed if the whole checkpoint is no larger than this.
@@ -46,22 +44,53 @@ def silent(what: str, total: int) -> AbstractContextManager[Callable[[int], None
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of `assay verify`, as typed; paths are local."""
+class VerifyOptions(Options):
+    """What a checkpoint is held against, and how thoroughly."""
 
-    repo: str | None = None
-    revision: str | None = None
-    manifest: Path | None = None
-    write_manifest: Path | None = None
-    hashing: Hashing = "auto"
-    values: bool = False
-    serve_args: str | None = None
-    version: Version | None = None
-    capability: float | None = None
-    target: str | None = None
-    allow_unverified: bool = False
-    workers: int | None = None
-    cache_file: Path | None = None
+    VERB, AREA = "verify", "checkpoint"
+
+    repo: str | None = option(None, "Hold the files against this Hub repository.", metavar="ORG/NAME")
+    revision: str | None = option(None, "Branch, tag or commit (default: the recorded one, else main).")
+    manifest: Path | None = option(None, "Hold the files against this list of digests.")
+    write_manifest: Path | None = option(None, "Write the list of digests to this file.")
+    hashing: str = option(
+        "auto",
+        "Which files to hash: auto (all, but above 64 GiB only those with a digest to hold against), all, or none "
+        "(headers only).",
+        flag="hash",
+        choices=("auto", "all", "none"),
+    )
+    values: bool = option(False, "Look at every stored value as well.")
+    serve_args: str | None = option(
+        None, "Command line of `vllm serve` to hold against the checkpoint, as one text."
+    )
+    engine_version: str | None = option(
+        None, "Engine that will serve it, e.g. vllm==0.32.0 (the default).", metavar="ENGINE==VERSION"
+    )
+    capability: float | None = option(
+        None, "CUDA compute capability of the GPU, e.g. 8.6.", flag="compute-capability", lo=3, hi=20
+    )
+    target: str | None = option(
+        None, "Target model of this EAGLE draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
+    )
+    allow_unverified: bool = option(False, "Accept files with no digest to hold against.")
+    digest_cache: bool = option(True, "Hash every file again, whatever was hashed before.")
+    workers: int | None = option(None, "Threads (default: one a core).", lo=1, hi=256)
+    cache_file: Path | None = option(None, listed=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parse_engine_version(self.engine_version)
+
+    @property
+    def version(self) -> Version | None:
+        """The engine's version, None where it was not given; UsageError where it is not understood."""
+        return parse_engine_version(self.engine_version)
+
+    @property
+    def cache(self) -> Path | None:
+        """Where digests of files that did not change are kept, None where nowhere."""
+        return (self.cache_file or DigestCache.default_file()) if self.digest_cache else None
 
 
 # -----------------------------------------------------------------------------
@@ -76,7 +105,7 @@ class Outcome:
 
     source: str
     opened: Opened
-    options: Options
+    options: VerifyOptions
     files: list[FileResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     unreachable: list[AssayError] = field(default_factory=list)
@@ -142,7 +171,7 @@ def examine_local(outcome: Outcome, stated: manifest.Manifest | None, show: Show
         _write_manifest(outcome)
 
 
-def _counted_files(layout: Layout, options: Options) -> dict[str, int]:
+def _counted_files(layout: Layout, options: VerifyOptions) -> dict[str, int]:
     """All files but manifests that lie inside the folder they are about."""
     own = {p.resolve() for p in (options.manifest, options.write_manifest) if p is not None}
     return {name: file.size for name, file in layout.files.items() if file.real not in own}
@@ -194,7 +223,7 @@ def _hash(
         if wants_hash(name, size, sum(sizes.values()), sources, outcome.options)
     ]
     total = sum(size for _, _, size in wanted)
-    with DigestCache(outcome.options.cache_file) as cache:
+    with DigestCache(outcome.options.cache) as cache:
         for name in sizes.keys() - {name for name, _, _ in wanted}:
             known = cache.look(layout.files[name].real)
             if known is not None:
@@ -208,8 +237,8 @@ def _hash(
             outcome.hashed_bytes = sum(sizes[n] for n, d in digests.items() if d.sha256 and not d.cached)
 
 
-def wants_hash(name: str, size: int, total: int, sources: Sequence[Source], options: Options) -> bool:
-    """Whether a file is to be hashed: see `Hashing`. One whose size is wrong needs no digest to be wrong."""
+def wants_hash(name: str, size: int, total: int, sources: Sequence[Source], options: VerifyOptions) -> bool:
+    """Whether a file is to be hashed: see `VerifyOptions.hashing`. One whose size is wrong needs no digest to be wrong."""
     if options.hashing == "none":
         return False
     if options.hashing == "all" or options.write_manifest is not None or total <= AUTO_BYTES:

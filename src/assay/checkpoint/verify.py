@@ -12,7 +12,7 @@ from assay.checkpoint import digests, serve_args, serve_flags
 from assay.checkpoint import files as local_files
 from assay.checkpoint import files as remote_files
 from assay.checkpoint.expected import FAMILIES
-from assay.checkpoint.files import Options, Outcome, Show, silent
+from assay.checkpoint.files import Outcome, Show, VerifyOptions, silent
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.gguf import check_splits, read_gguf
 from assay.checkpoint.layout import PICKLES, WEIGHTS, Layout
@@ -282,7 +282,7 @@ def _bytes(path: Path, tensor: Tensor) -> bytes:
 # -----------------------------------------------------------------------------
 
 
-def verify(source: str, options: Options, show: Show = silent) -> Outcome:
+def verify(source: str, options: VerifyOptions, show: Show = silent) -> Outcome:
     """Examine the checkpoint at a path or `hub:ORG/NAME`.
 
     Raises AssayError if there is nothing to examine or an option makes no sense. An interrupt ends the stage that

@@ -10,7 +10,7 @@ from assay.verdict import Report
 
 
 @verb("demo")
-def command() -> Report:
+def demo() -> Report:
     """Serve a small model on this machine with vLLM, check it, damage a copy of it, and check that.
 
     The first run installs vLLM's CPU build into a private environment and builds the model (about 4 GB in the cache).

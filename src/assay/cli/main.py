@@ -1,19 +1,18 @@
-"""`assay`: the command line. One thin module per verb; this file only lists them.
-
-Verb modules import nothing heavy at their top, so that `assay --help` answers at once.
-"""
+"""`assay`: the command line. The verbs are in `verbs`, `kv` and `demo`; this file lists them and runs one."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import typer
 
-from assay.cli.verb import Output, run, usage_report
+from assay.cli import demo, kv, verbs
+from assay.cli.verb import TYPER, Group, Output, Verb, group, group_of, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, Verdict
 
 # Newer releases of typer carry their own copy of click; the base class of their errors is reached through typer.
@@ -21,41 +20,35 @@ _ClickException: type[Exception] = next(
     base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException"
 )
 
-# verb: the module whose `command` it is. In the order of the question a deployment raises.
-VERBS = {
-    "check": "assay.cli.check",
-    "grade": "assay.cli.grade",
-    "verify": "assay.cli.verify",
-    "spec": "assay.cli.spec",
-    "compare": "assay.cli.compare",
-    "reference": "assay.cli.compare:reference",
-    "gap": "assay.cli.gap",
-    "rerun": "assay.cli.compare:rerun",
-    "demo": "assay.cli.demo",
+# In the order in which a user meets them.
+VERBS: Mapping[str, Verb | Any] = {
+    "check": verbs.check,
+    "grade": verbs.grade,
+    "verify": verbs.verify,
+    "spec": verbs.spec,
+    "compare": verbs.compare,
+    "reference": verbs.reference,
+    "rerun": verbs.rerun,
+    "kv": group("kv", kv.HELP, {c.name.removeprefix("kv "): c for c in kv.COMMANDS}),
+    "gap": verbs.gap,
+    "demo": demo.demo,
 }
 
-# A verb of several commands: the module whose `app` it is.
-GROUPS = {"kv": "assay.cli.kv"}
+
+GROUPS = {name: verb.verbs for name, verb in VERBS.items() if isinstance(verb, Group)}
 
 
-def build() -> typer.Typer:
-    """The typer application with every verb."""
+def build() -> Any:
+    """The command `assay` of typer, with every verb."""
     app = typer.Typer(
+        cls=group_of(VERBS),
         name="assay",
         help="Prove that a fast LLM is still the same model.",
         no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        **{**TYPER, "add_completion": True},
     )
     app.callback()(_root)
-    for name, module in VERBS.items():
-        path, _, function = module.partition(":")
-        app.command(name)(getattr(import_module(path), function or "command"))
-    for name, module in GROUPS.items():
-        app.add_typer(import_module(module).app, name=name)
-    return app
+    return typer.main.get_command(app)
 
 
 def _show_version(wanted: bool) -> None:
@@ -102,13 +95,13 @@ def _open_missing_streams() -> None:
 
 def invoke(arguments: list[str]) -> int:
     """Run one command line and return its exit code. A wrong one is a report too, so `--json` stays JSON."""
-    command = typer.main.get_command(build())
+    command = build()
     try:
         result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
     except typer.Abort:
         return EXIT_INTERRUPTED
     except _ClickException as error:
-        if arguments in ([], *([group] for group in GROUPS)):  # the "error" is the help text
+        if arguments in ([], *([name] for name in GROUPS)):  # the "error" is the help text
             print(_message(error))
             return Verdict.ERROR.exit_code
         report = usage_report(_verb_of(arguments), _message(error))
@@ -120,8 +113,7 @@ def _verb_of(arguments: list[str]) -> str:
     """The verb of a wrong command line, `kv eval` where it is one of a group; `assay` where there is none."""
     words = [a for a in arguments if not a.startswith("-")]
     if words and words[0] in GROUPS:
-        known = import_module(GROUPS[words[0]]).app.registered_commands
-        return " ".join(words[: 2 if words[1:2] and words[1] in {c.name for c in known} else 1])
+        return " ".join(words[: 2 if words[1:2] and words[1] in GROUPS[words[0]] else 1])
     return words[0] if words and words[0] in VERBS else "assay"
 
 

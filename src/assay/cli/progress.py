@@ -185,6 +185,16 @@ def show(what: str, steps: int) -> Iterator[Callable[[], None]]:
         yield lambda: shown.advance(1)
 
 
+@contextlib.contextmanager
+def show_bytes(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar in bytes, nothing for work that is done in a moment; the function it yields counts bytes."""
+    with progress(total, what, quiet=total < _WORTH_SHOWING, sizes=True) as shown:
+        yield shown.advance
+
+
+_WORTH_SHOWING = 1 << 30
+
+
 def say(line: str) -> None:
     """Print one line on standard error; a bar that is shown stays below it."""
     from assay.report.text import one_line

@@ -1,7 +1,7 @@
-"""What every verb shares: the output options, the error handling, the exit code.
+"""What every verb shares: options made from its dataclass, the output options, the error handling, the exit code.
 
-A verb is a function with its own typer parameters that returns a `Report`. `@verb` adds `--json`, `--html`,
-`--junit`, `--markdown`, `--prometheus` and `--debug`, runs it, writes the report and exits with its code.
+A verb is a function that returns a `Report`. `@verb` adds the options that its dataclass declares (`assay.options`) and
+those of `Output`; the command is built when it is asked for, so that `assay --help` imports no verb.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import json as json_module
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TextIO, get_type_hints
+from typing import Annotated, Any, TextIO, get_args, get_type_hints
 
 import typer
+import typer.core
 
 from assay.errors import AssayError, UsageError
+from assay.options import Declared, Options, declared_options, option
 from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
@@ -35,80 +38,195 @@ def area_of(verb: str) -> str:
 
 
 PANEL = "Output"
-_SHARED: dict[str, tuple[Any, Any]] = {
-    "json": (
-        Annotated[
-            bool,
-            typer.Option("--json", help="Print one JSON object (schema assay/1).", rich_help_panel=PANEL),
-        ],
-        False,
-    ),
-    "html": (
-        Annotated[
-            Path | None, typer.Option("--html", help="Write a self-contained page.", rich_help_panel=PANEL)
-        ],
-        None,
-    ),
-    "junit": (
-        Annotated[
-            Path | None, typer.Option("--junit", help="Write JUnit XML for CI.", rich_help_panel=PANEL)
-        ],
-        None,
-    ),
-    "markdown": (
-        Annotated[Path | None, typer.Option("--markdown", help="Write Markdown.", rich_help_panel=PANEL)],
-        None,
-    ),
-    "prometheus": (
-        Annotated[
-            Path | None,
-            typer.Option("--prometheus", help="Write a Prometheus text file.", rich_help_panel=PANEL),
-        ],
-        None,
-    ),
-    "debug": (
-        Annotated[
-            bool, typer.Option("--debug", help="Show the traceback of a bug in assay.", rich_help_panel=PANEL)
-        ],
-        False,
-    ),
-}
 
 
 @dataclass(frozen=True)
-class Output:
+class Output(Options):
     """Where a report goes."""
 
-    json: bool = False
-    html: Path | None = None
-    junit: Path | None = None
-    markdown: Path | None = None
-    prometheus: Path | None = None
-    debug: bool = False
+    json: bool = option(False, "Print one JSON object (schema assay/1).", panel=PANEL)
+    html: Path | None = option(None, "Write a self-contained page.", panel=PANEL)
+    junit: Path | None = option(None, "Write JUnit XML for CI.", panel=PANEL)
+    markdown: Path | None = option(None, "Write Markdown.", panel=PANEL)
+    prometheus: Path | None = option(None, "Write a Prometheus text file.", panel=PANEL)
+    debug: bool = option(False, "Show the traceback of a bug in assay.", panel=PANEL)
 
 
-def verb(name: str) -> Callable[[Callable[..., Report]], Callable[..., None]]:
-    """Turn a function that returns a `Report` into a typer command called `name`."""
+# From a function and a dataclass to a command.
 
-    def decorate(function: Callable[..., Report]) -> Callable[..., None]:
-        def command(**arguments: Any) -> None:
-            output = Output(**{key: arguments.pop(key) for key in _SHARED})
-            raise typer.Exit(run(name, output, lambda: function(**arguments)))
 
-        own = inspect.signature(function, eval_str=True).parameters.values()
-        shared = [
-            inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-            for key, (annotation, default) in _SHARED.items()
-        ]
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + shared
+@dataclass(frozen=True)
+class Verb:
+    """A command: `arguments` are the help texts of the function's own parameters, `options` is `module:dataclass`."""
+
+    name: str
+    function: Callable[..., Report]
+    options: str
+    arguments: Mapping[str, str]
+
+    @property
+    def sentence(self) -> str:
+        """What it does: the first paragraph of the function's docstring."""
+        return _one_line((inspect.getdoc(self.function) or "").partition("\n\n")[0])
+
+    def command(self) -> Any:
+        """The command of typer, made from the options that the dataclass declares."""
+        module, _, name = self.options.partition(":")
+        declared = declared_options(getattr(import_module(module), name)) if module else {}
+        in_order = sorted(declared.values(), key=lambda option: not option.required)
+        outputs = declared_options(Output)
+        hints = {name: d.kind for name, d in declared.items()} | get_type_hints(self.function)
+        parameters = [inspect.Parameter("context", _KEYWORD, annotation=typer.Context)]
+        parameters += [_argument(name, help, hints[name]) for name, help in self.arguments.items()]
+        parameters += [_option(d) for d in (*in_order, *outputs.values()) if d.listed]
+
+        def command(context: typer.Context, **values: Any) -> None:
+            given = {name: value for name, value in values.items() if _is_given(context, name)}
+            given |= {name: not given[name] for name in given if name in declared and declared[name].inverted}
+            output = Output.of({name: given.pop(name) for name in outputs if name in given})
+            raise typer.Exit(run(self.name, output, lambda: self.function(**given)))
+
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        hints = get_type_hints(function, include_extras=True)
-        hints.pop("return", None)
-        command.__annotations__ = hints | {key: annotation for key, (annotation, _) in _SHARED.items()}
-        command.__doc__ = function.__doc__
-        return command
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__doc__ = self.function.__doc__
+        single = typer.Typer(**TYPER)
+        single.command(self.name.rpartition(" ")[2], cls=_Command)(command)
+        return typer.main.get_command(single)
+
+
+TYPER: Mapping[str, Any] = {
+    "add_completion": False,
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
+_KEYWORD = inspect.Parameter.KEYWORD_ONLY
+_METAVARS: Mapping[Any, str] = {
+    int: "N", float: "NUMBER", str: "TEXT", Path: "FILE", "fraction": "PERCENT", "numbers": "NUMBERS", "sizes": "NUMBERS",
+}  # fmt: skip
+
+
+def verb(name: str, options: str = "", /, **arguments: str) -> Callable[[Callable[..., Report]], Verb]:
+    """Turn a function into the verb `name`, with the options of a dataclass (`module:class`).
+
+    `arguments` say what the function's own parameters are; it gets them and, by field, the options that were given.
+    """
+
+    def decorate(function: Callable[..., Report]) -> Verb:
+        return Verb(name, function, options, arguments)
 
     return decorate
+
+
+def _argument(name: str, help: str, kind: Any) -> inspect.Parameter:
+    metavar, _, text = help.rpartition(" :: ")
+    about = typer.Argument(metavar=metavar or name.upper(), help=text, show_default=False)
+    may_miss = type(None) in get_args(kind)
+    default = None if may_miss else inspect.Parameter.empty
+    return inspect.Parameter(name, _KEYWORD, annotation=Annotated[kind, about], default=default)
+
+
+def _option(declared: Declared) -> inspect.Parameter:
+    kind: Any = str if declared.form else declared.kind
+    default = False if kind is bool else declared.shown_default
+    if declared.many and not declared.form:
+        kind = list[kind]
+    if default is None and not declared.required:
+        kind = kind | None
+    choices = declared.choices
+    about = typer.Option(
+        f"--{declared.flag}",
+        help=_with_bounds(declared),
+        show_default=False,
+        rich_help_panel=declared.panel or None,
+        metavar=None
+        if kind is bool
+        else declared.metavar or "|".join(choices) or _METAVARS[declared.form or declared.kind],
+        autocompletion=(lambda incomplete: [c for c in choices if c.startswith(incomplete)])
+        if choices
+        else None,
+    )
+    empty = inspect.Parameter.empty
+    return inspect.Parameter(
+        declared.name,
+        _KEYWORD,
+        annotation=Annotated[kind, about],
+        default=empty if declared.required else default,
+    )
+
+
+def _with_bounds(declared: Declared) -> str:
+    """The help text, and the default and the bounds that a reader may want to know."""
+    default, lo, hi = declared.shown_default, declared.lo, declared.hi
+    notes = [] if default in (None, "") or isinstance(default, bool) else [f"default: {default}"]
+    if lo is not None and hi is not None and hi < 1e9:
+        notes.append(f"{lo:g} to {hi:,}")
+    elif lo is not None and lo > 1:
+        notes.append(f"at least {lo:g}")
+    return f"{declared.help} [{'; '.join(notes)}]" if notes else declared.help
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source: Any = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+class _Command(typer.core.TyperCommand):
+    """A command whose help shows its options in their panels."""
+
+    def format_options(self, context: Any, formatter: Any) -> None:
+        """Write the arguments, and the options of each panel; output and help come last."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(context):
+            if record := parameter.get_help_record(context):
+                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
+                panel = getattr(parameter, "rich_help_panel", None) or kind
+                panels.setdefault(PANEL if "--help" in parameter.opts else panel, []).append(record)
+        for panel, records in panels.items():
+            if records:
+                with formatter.section(panel):
+                    formatter.write_dl(records)
+
+
+class Group(typer.core.TyperGroup):
+    """A group whose commands are built when they are asked for; its help shows whole sentences in the order of `verbs`."""
+
+    verbs: Mapping[str, Verb | Any] = {}
+
+    def list_commands(self, context: Any) -> list[str]:
+        """The names of the verbs."""
+        return list(self.verbs)
+
+    def get_command(self, context: Any, name: str) -> Any:
+        """The command called `name`, None where there is none."""
+        known = self.verbs.get(name)
+        return known.command() if isinstance(known, Verb) else known
+
+    def format_commands(self, context: Any, formatter: Any) -> None:
+        """Write the name of each verb and what it does."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _sentence(verb)) for name, verb in self.verbs.items()])
+
+
+def _sentence(verb: Any) -> str:
+    return verb.sentence if isinstance(verb, Verb) else str(verb.help)
+
+
+def group_of(verbs: Mapping[str, Verb | Any]) -> type[Group]:
+    """The class of a group that has these verbs."""
+    return type("Verbs", (Group,), {"verbs": verbs})
+
+
+def group(name: str, help: str, verbs: Mapping[str, Verb]) -> Group:
+    """A verb of several commands."""
+    app = typer.Typer(cls=group_of(verbs), name=name, help=help, no_args_is_help=True, **TYPER)
+    app.callback()(lambda: None)
+    built = typer.main.get_command(app)
+    assert isinstance(built, Group)
+    return built
+
+
+# Run a verb and write its report.
 
 
 def run(name: str, output: Output, body: Callable[[], Report]) -> int:

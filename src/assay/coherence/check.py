@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,31 @@ from assay.coherence.reference import measure_reference, read_reference, referen
 from assay.coherence.report import build_report
 from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
+from assay.options import option
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Report, Verdict, worst
 
 
 @dataclass(frozen=True)
-class CheckOptions:
-    """How to check a server. `reference` is an earlier result, `reference_engine` a trusted model to run here."""
+class CheckOptions(Plan):
+    """A plan, how to reach the server, and what to compare it with."""
 
-    model: str | None = None
-    plan: Plan = field(default_factory=Plan)
-    reference: Path | None = None
-    reference_engine: str | None = None
-    api_key_env: str | None = None
-    timeout: float = 300.0
+    model: str | None = option(None, "Model to ask; default: the first the server lists.", apart=True)
+    reference: Path | None = option(
+        None, "Result of an earlier healthy run (its --json) to compare with.", apart=True
+    )
+    reference_engine: str | None = option(
+        None, "Trusted model to run here on the same prompts: hf:PATH.", metavar="ENGINE", apart=True
+    )
+    api_key_env: str | None = option(
+        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
+    )
+    timeout: float = option(300.0, "Seconds that one answer may take.", lo=1, hi=86_400, apart=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference is not None and self.reference_engine is not None:
+            raise self.usage("give --reference or --reference-engine, not both", "leave one of them out")
 
 
 def run_check(url: str, options: CheckOptions | None = None, progress: Progress = NO_PROGRESS) -> Report:
@@ -45,12 +56,12 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
         url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
     ) as engine:
         subject = engine.describe()
-        measurement = Measurement(engine, options.plan, engine.max_model_len, progress)
+        measurement = Measurement(engine, options, engine.max_model_len, progress)
         record, ended = _measure(engine, measurement)
     interrupted = isinstance(ended, KeyboardInterrupt)
     if options.reference_engine and not interrupted and record.samples:
         try:
-            reference = measure_reference(options.reference_engine, options.plan, record, subject, progress)
+            reference = measure_reference(options.reference_engine, options, record, subject, progress)
         except KeyboardInterrupt as interrupt:
             interrupted, ended = True, interrupt
         except AssayError as error:  # what the server has shown stays
@@ -86,7 +97,7 @@ def _report(
     interrupted: bool,
 ) -> Report:
     judgement = judge(record, reference.record if reference else None)
-    report = build_report(subject, options.plan, record, reference, judgement)
+    report = build_report(subject, options, record, reference, judgement)
     if isinstance(ended, AssayError):
         report = replace(
             report,

@@ -26,13 +26,14 @@ from assay.coherence.conversation import (
 )
 from assay.coherence.grading import Grade, grade
 from assay.coherence.needle import DEFAULT_LONGEST, filler
-from assay.coherence.probes import FIBONACCI, extract_code, standard_probes
+from assay.coherence.probes import FIBONACCI, NAMES, extract_code, standard_probes
 from assay.coherence.record import HEAD_CHARS, CheckRecord, PassageScore, ProbeResult, Sample, TimedText
 from assay.coherence.sandbox import run_fibonacci
 from assay.engines.base import Capability, Engine, Reply, Request
 from assay.engines.server.errors import RequestRefused
 from assay.engines.tool_calls import EXCERPT, call_remains, read_calls
 from assay.errors import AssayError
+from assay.options import Options, option
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict
 
@@ -304,22 +305,31 @@ def aggregate_tokens_per_s(texts: Sequence[TimedText]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Options):
     """What to measure. Two runs compare if their plans agree."""
 
-    samples: int = 3
-    seed: int = 0
-    concurrency: int = 1
-    parallel: int = 8
-    repeats: int = 5
-    longest_needle: int = DEFAULT_LONGEST
-    token_budget: float = 1.0
-    only: frozenset[str] = frozenset()
-    """Names of the probes to run; empty for all."""
-    thinking: bool = True
-    """Whether a model that can reason may do so; otherwise its chat template is asked not to."""
-    run_code: bool = False
-    throughput: bool = True
+    VERB, AREA = "check", "server"
+
+    samples: int = option(3, "Sampled texts a probe, beside a greedy one.", lo=1, hi=1000)
+    seed: int = option(0, "First seed; recorded in the result.", lo=0, hi=2**62)
+    concurrency: int = option(1, "Streams whose speed is measured at once.", lo=1, hi=512)
+    parallel: int = option(8, "Probes that run at once.", lo=1, hi=512)
+    repeats: int = option(5, "Timed rounds after the warm-up.", lo=3, hi=1000)
+    only: tuple[str, ...] = option(
+        (), "Run this probe only; may be given again.", flag="probe", metavar="NAME", choices=NAMES
+    )
+    longest_needle: int = option(
+        DEFAULT_LONGEST,
+        "Longest context that is searched for a needle, in tokens.",
+        lo=256,
+        hi=10_000_000,
+    )
+    token_budget: float = option(
+        1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100
+    )
+    thinking: bool = option(True, "Ask the chat template not to reason.")
+    run_code: bool = option(False, "Run the code that the model wrote, in a sandboxed subprocess.")
+    throughput: bool = option(True, "Do not measure speed.")
 
 
 @dataclass

@@ -6,7 +6,7 @@ import ast
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from assay.coherence.conversation import Context, Probe, Step, Talk, answer_text, user
@@ -14,7 +14,6 @@ from assay.coherence.needle import Needle, needle_lengths
 from assay.coherence.record import AnswerCheck
 from assay.engines.base import Capability, Message, Reply
 from assay.engines.tool_calls import read_calls
-from assay.errors import UsageError
 
 # -----------------------------------------------------------------------------
 # Probes of one question and one answer: the three tiers of the field, a JSON list, another language.
@@ -389,12 +388,3 @@ def standard_probes(
         needle,
         Burst(streams=streams),
     )
-
-
-def check_names(names: Iterable[str]) -> frozenset[str]:
-    """`names` as a set; UsageError where one of them is no probe."""
-    chosen = frozenset(names)
-    unknown = sorted(chosen - set(NAMES))
-    if unknown:
-        raise UsageError(f"no probe is called {unknown[0]!r}", remedy=f"choose from {', '.join(NAMES)}")
-    return chosen

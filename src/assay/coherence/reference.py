@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def measure_reference(
     second check against the same reference costs nothing.
     """
     folder = reference_folder(spec)
-    names = frozenset(probe.name for probe in record.probes if probe.samples)
+    names = tuple(probe.name for probe in record.probes if probe.samples)
     plan = replace(plan, only=names, throughput=False, run_code=False)
     max_model_len = subject.get("max_model_len")
     from assay.engines.hf.engine import HfEngine
@@ -127,6 +127,6 @@ def _key(folder: Path, spec: str, plan: Plan, max_model_len: int | None) -> str:
             finding_id="coherence.reference",
             remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
         ) from error
-    decides = asdict(replace(plan, only=frozenset(), parallel=0))
+    decides = replace(plan, only=(), parallel=1).facts()
     parts = [__version__, spec.partition("?")[2], files, decides, sorted(plan.only), max_model_len]
-    return hashlib.sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

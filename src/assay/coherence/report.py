@@ -53,7 +53,7 @@ def results_json(
     results["rules"] = [
         {"rule": ruling.rule, "state": ruling.state, "says": ruling.says} for ruling in judgement.rulings
     ]
-    results["plan"] = jsonable(plan)
+    results["plan"] = plan.facts()
     results["sampling"] = {"temperature": 0.7, "top_p": 0.9, "penalties": "neutral", "greedy_samples": 1}
     if reference is not None:
         results["reference"] = {"origin": dict(reference.origin), **_compact(reference.record)}

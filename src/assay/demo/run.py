@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from assay.coherence.check import CheckOptions, run_check
-from assay.coherence.measure import Plan
 from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_smollm2
 from assay.demo.servers import vllm_python, vllm_server
@@ -19,7 +18,7 @@ from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict
 
 DAMAGE = "random_blocks"
-PLAN = Plan(samples=1, repeats=3)
+PLAN: dict[str, Any] = {"samples": 1, "repeats": 3}
 
 
 def run_demo(
@@ -61,7 +60,7 @@ def _checked(model: Path, reference: Path, progress: Progress, which: str) -> Re
         with named("starting vLLM", 1) as advance:
             server = stack.enter_context(vllm_server(model, name=model.name))
             advance()
-        options = CheckOptions(plan=PLAN, reference_engine=f"hf:{reference}")
+        options = CheckOptions(**PLAN, reference_engine=f"hf:{reference}")
         return run_check(server.url, options, named)
 
 

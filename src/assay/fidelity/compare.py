@@ -44,13 +44,11 @@ def run_compare(
     *,
     say: Say = lambda line: None,
     on_result: Callable[[str, CandidateResult], Any] = lambda spec, result: None,
-    allow_marginal: bool = False,
-    keep: bool = False,
 ) -> Report:
     """Compare every candidate of the plan with its reference; `on_result` is told its spec and its result as it is measured.
 
     Scored windows are kept in the cache until the run ends, so an interrupted one goes on where it stopped; with
-    `keep` they stay. Interrupted, the report holds what was measured. Of several candidates one that cannot be
+    `plan.keep` they stay. Interrupted, the report holds what was measured. Of several candidates one that cannot be
     compared is a finding beside the results of the others.
     """
     for spec in plan.candidates:
@@ -83,9 +81,9 @@ def run_compare(
             for opened in (reference, *servers.values()):
                 if opened:
                     opened.close()
-        if not (interrupted or keep or failed):
+        if not (interrupted or plan.keep or failed):
             shutil.rmtree(folder, ignore_errors=True)
-    return report(plan, reference, results, failed, interrupted=interrupted, allow_marginal=allow_marginal)
+    return report(plan, reference, results, failed, interrupted=interrupted)
 
 
 def _not_compared(error: AssayError, label: str) -> Finding:
@@ -155,10 +153,9 @@ def report(
     failed: Sequence[Finding] = (),
     *,
     interrupted: bool,
-    allow_marginal: bool,
 ) -> Report:
     """The report of what was measured, and of the candidates that could not be compared (`failed`)."""
-    findings = [*failed, *(f for r in results for f in findings_of(r, allow_marginal))]
+    findings = [*failed, *(f for r in results for f in findings_of(r, plan.allow_marginal))]
     if interrupted:
         findings.append(
             Finding(
@@ -167,7 +164,7 @@ def report(
                 "interrupted: scored windows are kept, the same command goes on from there",
             )
         )
-    verdicts = [verdict_of(r, allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
+    verdicts = [verdict_of(r, plan.allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
     verdict = worst(verdicts or [Verdict.INCONCLUSIVE])
     tests = margin_tests([r.summary for r in results], plan)
     bodies = [
@@ -191,7 +188,7 @@ def report(
             "reference": plan.reference,
             "candidates": [printable(spec) for spec in plan.candidates],
             "text": text["sources"],
-            "plan": plan.normalised() | {"candidates": [printable(spec) for spec in plan.candidates]},
+            "plan": plan.facts() | {"candidates": [printable(spec) for spec in plan.candidates]},
         },
         findings=findings,
         results=body | shared,

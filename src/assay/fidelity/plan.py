@@ -7,13 +7,14 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
+from assay.options import Options, declared_options, option
 
 # -----------------------------------------------------------------------------
 # Token ids cut into windows, the unit that is scored and resampled.
@@ -201,72 +202,87 @@ PROTOCOLS = ("all", "second-half")
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A comparison of candidates with a reference. Margins are fractions: 0.01 is 1 %."""
+class Passages(Options):
+    """What is scored, and how: the options that `compare` and `reference` share."""
 
-    reference: str
-    candidates: tuple[str, ...]
-    text: tuple[str, ...] = ()
-    """Sources of text; empty: the English of Python's own documentation."""
-    windows: int = 64
-    length: int = 1024
-    path: str = ScoringPath.PREFILL.value
-    scored: str = "all"
-    chunk: int = 128
-    batch: int = 4
-    margin_ppl: float = 0.01
-    margin_top1: float = 0.95
-    marginal_ppl: float = 0.03
-    marginal_top1: float = 0.85
-    margin_kl: float = 0.010
-    """In nats: ACCEPT needs the upper end of the interval of the mean KL at or below it."""
-    marginal_kl: float = 0.030
-    seed: int = 0
-    """Of the bootstrap and of the noise floor."""
-    draws: int = 10_000
-    floors: bool = True
-    greedy: int = 0
-    """Tokens that reference and candidates generate greedily after a few prefixes; 0: none."""
+    AREA = "fidelity"
+
+    _: KW_ONLY
+    text: tuple[str, ...] = option(
+        (),
+        "File, glob, FILE.jsonl, datasets:NAME, or self; may be given again. Left out: the English of Python's own "
+        "documentation.",
+        metavar="SOURCE",
+    )
+    windows: int = option(64, "Passages that are scored.", lo=1)
+    length: int = option(1024, "Tokens of a passage.", lo=8)
+    path: str = option(
+        "prefill", "How windows are fed; decode reads the KV cache.", choices=tuple(ScoringPath)
+    )
+    scored: str = option(
+        "all", "All tokens but the first, or the second half of a window.", choices=PROTOCOLS
+    )
+    chunk: int = option(128, "Tokens of a block on the chunked path.", lo=1)
+    batch: int = option(4, "Windows that run together.", lo=1)
+    seed: int = option(0, "Seed of the bootstrap, of noise and of sampled text.", lo=0, hi=2**63 - 1)
+    floors: bool = option(True, "Do not measure the floors.")
+
+
+@dataclass(frozen=True)
+class MarginOptions(Options):
+    """Within which margins a difference is accepted: fractions (0.01 is 1 %), of the mean KL nats."""
+
+    _: KW_ONLY
+    margin_ppl: float = option(0.01, "ACCEPT: Δppl within ± this.", form="fraction")
+    margin_top1: float = option(0.95, "ACCEPT: top-1 agreement from this up.", form="fraction")
+    margin_kl: float = option(0.010, "ACCEPT: mean KL at most this, in nats.", lo=0)
+    marginal_ppl: float = option(0.03, "MARGINAL: Δppl within ± this.", form="fraction")
+    marginal_top1: float = option(0.85, "MARGINAL: top-1 agreement from this up.", form="fraction")
+    marginal_kl: float = option(0.030, "MARGINAL: mean KL at most this, in nats.", lo=0)
+    allow_marginal: bool = option(False, "MARGINAL passes: exit code 0.", apart=True)
 
     def __post_init__(self) -> None:
-        if not self.candidates:
-            raise _usage("a comparison needs at least one candidate", "name one after the reference")
-        if self.path not in list(ScoringPath):
-            raise _usage(f"unknown path {self.path!r}", f"one of {', '.join(ScoringPath)}")
-        if self.scored not in PROTOCOLS:
-            raise _usage(f"unknown protocol {self.scored!r}", f"one of {', '.join(PROTOCOLS)}")
-        for name, least in (
-            ("windows", 1),
-            ("length", 8),
-            ("chunk", 1),
-            ("batch", 1),
-            ("draws", 100),
-            ("greedy", 0),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise _usage(f"{name} must be at least {least}, got {getattr(self, name)}", "")
-        if self.seed >= 2**63:
-            raise _usage(f"seed must be below 2^63, got {self.seed}", "give a smaller one")
-        if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
-            raise _usage(f"the candidate {printable(twice)} is given twice", "name every candidate once")
+        super().__post_init__()
         if not 0 < self.margin_ppl <= self.marginal_ppl < 1:
-            raise _usage(
+            raise self.usage(
                 "margins of perplexity must satisfy 0 < ACCEPT ≤ MARGINAL < 100 %, "
                 f"got {self.margin_ppl:.3%} and {self.marginal_ppl:.3%}",
                 "give --margin-ppl and --marginal-ppl together",
             )
         if not 0 < self.marginal_top1 <= self.margin_top1 <= 1:
-            raise _usage(
+            raise self.usage(
                 "top-1 margins must satisfy 0 < MARGINAL ≤ ACCEPT ≤ 100 %, "
                 f"got {self.marginal_top1:.3%} and {self.margin_top1:.3%}",
                 "give --margin-top1 and --marginal-top1 together",
             )
         if not 0 < self.margin_kl <= self.marginal_kl:
-            raise _usage(
+            raise self.usage(
                 f"margins of KL must satisfy 0 < ACCEPT ≤ MARGINAL, got {self.margin_kl:g} and {self.marginal_kl:g} nats",
                 "give --margin-kl and --marginal-kl together",
             )
+
+
+@dataclass(frozen=True)
+class Plan(Passages, MarginOptions):
+    """A comparison of candidates with a reference."""
+
+    VERB = "compare"
+
+    reference: str
+    candidates: tuple[str, ...]
+    _: KW_ONLY
+    greedy: int = option(
+        0, "Also let both sides generate N tokens greedily; 64 shows most.", metavar="N", lo=0
+    )
+    draws: int = option(10_000, "Samples of the bootstrap.", lo=100, listed=False)
+    keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.candidates:
+            raise _usage("a comparison needs at least one candidate", "name one after the reference")
+        if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
+            raise _usage(f"the candidate {printable(twice)} is given twice", "name every candidate once")
 
     @property
     def job(self) -> ScoreJob:
@@ -280,16 +296,47 @@ class Plan:
         """How the text is cut into windows."""
         return Cut(self.length, "all" if self.scored == "all" else "second-half")
 
-    def normalised(self) -> dict[str, Any]:
-        """Plain JSON types, every field, so that equal plans are written equally."""
-        data = asdict(self)
-        data["candidates"], data["text"] = list(self.candidates), list(self.text)
-        return data
-
     @property
     def sha256(self) -> str:
-        """Hash of the normalised plan."""
-        return hashlib.sha256(json.dumps(self.normalised(), sort_keys=True).encode()).hexdigest()
+        """Hash of what decides the numbers."""
+        return hashlib.sha256(json.dumps(self.facts(), sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class RerunOptions(Options):
+    """What may differ when a comparison is run again."""
+
+    VERB, AREA = "rerun", "fidelity"
+
+    allow_marginal: bool = option(False, "MARGINAL passes: exit code 0.", apart=True)
+    keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
+
+
+@dataclass(frozen=True)
+class ReferenceOptions(Passages):
+    """A reference that is scored once and stored."""
+
+    VERB = "reference"
+
+    engine: str
+    out: Path = option(help="Folder of the store, or file with --format llama.cpp.")
+    _: KW_ONLY
+    dtype: str = option(
+        "engine",
+        "Type of the stored states; engine: as the engine has them.",
+        choices=("engine", "bfloat16", "float16", "float32"),
+    )
+    format: str = option(
+        "assay",
+        "assay (final states), or llama.cpp (its file of log-probabilities).",
+        choices=("assay", "llama.cpp"),
+    )
+
+    @property
+    def plan(self) -> Plan:
+        """What is scored, as a comparison of the engine with itself."""
+        passages = {name: getattr(self, name) for name in declared_options(Passages)}
+        return Plan(reference=self.engine, candidates=(self.engine,), **passages)
 
 
 def read_plan(path: Path, overrides: Mapping[str, Any]) -> Plan:
@@ -304,15 +351,8 @@ def read_plan(path: Path, overrides: Mapping[str, Any]) -> Plan:
 
 
 def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> Plan:
-    """A plan from plain data, such as a TOML file or the plan echoed in a result."""
-    defaults = Plan(reference="-", candidates=("-",))
-    known = {f.name: type(getattr(defaults, f.name)) for f in fields(Plan)}
-    values: dict[str, Any] = {}
-    for name, value in {**data, **overrides}.items():
-        key = name.replace("-", "_")
-        if key not in known:
-            raise _usage(f"{where}: unknown entry {name!r}", f"entries are {', '.join(known)}")
-        values[key] = _coerce(key, value, known[key], where)
+    """A plan from plain data, such as a TOML file or the plan echoed in a result; `overrides` win."""
+    values = Plan.read(data, where) | Plan.read(overrides)
     missing = [name for name in ("reference", "candidates") if not values.get(name)]
     if missing:
         raise _usage(
@@ -323,39 +363,23 @@ def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         from assay.fidelity.store import stored_settings
 
         values = stored_settings(values["reference"]) | values
-    return replace(defaults, **values)
+    return Plan(**values)
 
 
-def _coerce(name: str, value: Any, kind: type, where: str) -> Any:
-    if kind is tuple:
-        items = [value] if isinstance(value, str) else value
-        if isinstance(items, list | tuple) and all(isinstance(item, str) for item in items):
-            return tuple(items)
-    elif kind is float:
-        if isinstance(value, str):
-            return fraction(value, name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-    elif isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
-    raise _usage(f"{where}: {name} = {value!r} is not {_KINDS[kind]}", "see docs/compare.md")
-
-
-_KINDS = {
-    tuple: "a text or a list of texts",
-    float: "a fraction or a percentage",
-    int: "a whole number",
-    bool: "true or false",
-    str: "a text",
-}
-
-
-def fraction(text: str, name: str) -> float:
-    """`1%` or `0.01` as a fraction; UsageError where it is neither."""
+def plan_of_result(path: Path, overrides: Mapping[str, Any]) -> Plan:
+    """The plan that a result of `assay compare --json` echoes; UsageError where it holds none."""
     try:
-        return float(text.rstrip("% ")) / 100 if text.rstrip().endswith("%") else float(text)
-    except ValueError:
-        raise _usage(f"{name}: {text!r} is neither a percentage nor a fraction", "write 1% or 0.01") from None
+        plan = json.loads(path.read_text(encoding="utf-8"))["subject"]["plan"]
+        if not isinstance(plan, dict):
+            raise TypeError
+    except OSError as error:
+        raise _usage(f"cannot read {path}: {error.strerror}", "check the path") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise _usage(
+            f"{path} is no result of assay compare: it holds no plan",
+            "give the JSON that assay compare --json wrote",
+        ) from error
+    return plan_from(plan, overrides, where=str(path))
 
 
 def _usage(message: str, remedy: str) -> UsageError:

@@ -25,7 +25,7 @@ from assay.fidelity.plan import (
     places_of,
 )
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
-from assay.fidelity.store import DTYPES, Store, StoreHeader, StoreWriter, open_store, stored_path
+from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store, stored_path
 from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
 from assay.progress import Progress
 from assay.runs import write_atomically
@@ -321,17 +321,9 @@ def _fits(plan: Plan, length: int, scored_from: int, path: str) -> None:
 # -----------------------------------------------------------------------------
 # `assay reference`: score a reference once and store it.
 
-FORMATS = ("assay", "llama.cpp")
-
 
 def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Progress) -> Report:
     """Store the reference of `plan` at `out`; AssayError where the engine gives nothing that could be stored."""
-    if form not in FORMATS or dtype not in ("engine", *DTYPES):
-        raise UsageError(
-            f"cannot store the format {form!r} with states of {dtype!r}",
-            remedy=f"--format {' or '.join(FORMATS)}; --dtype engine, {', '.join(DTYPES)}",
-            finding_id="fidelity.usage",
-        )
     if form == "llama.cpp" and plan.scored != "second-half":
         raise UsageError(
             "llama.cpp's file holds the second half of each window",

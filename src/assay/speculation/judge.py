@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from assay.options import Options, option
 from assay.speculation import report
 from assay.speculation.benefit import (
     ASSUMED_COST,
@@ -34,20 +35,42 @@ _VERDICTS = {
 }
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line asks for beside the sources."""
+MAX_INTERVAL = 86_400.0
+"""Longest time between two scrapes, in seconds."""
+SERVER, LOSSLESS = "Running server", "Losslessness"
 
-    baseline: Sequence[str] = ()
-    model: str | None = None
-    cost_ratio: float | None = None
-    interval: float = 10.0
-    requests: int = 0
-    lossless: str | None = None
-    prompts: int = 6
-    samples: int = 48
-    api_key_env: str | None = None
-    timeout: float = 120.0
+
+@dataclass(frozen=True)
+class SpecOptions(Options):
+    """What is asked for beside the sources."""
+
+    VERB, AREA = "spec", "speculation"
+
+    baseline: tuple[str, ...] = option(
+        (), "A source of the same kind to compare with. May be repeated.", metavar="SOURCE"
+    )
+    follow: bool = option(False, "Keep reading a log as it grows.")
+    seconds: float | None = option(None, "Stop following after this many seconds.", flag="for")
+    model: str | None = option(
+        None, "The checkpoint: its head is examined as `assay verify` does.", metavar="CHECKPOINT"
+    )
+    cost_ratio: float | None = option(
+        None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
+    )
+    interval: float = option(10.0, "Seconds between the two scrapes.", lo=0, hi=MAX_INTERVAL, panel=SERVER)
+    requests: int = option(0, "Requests of our own to send between the scrapes.", lo=0, panel=SERVER)
+    api_key_env: str | None = option(
+        None, "Environment variable with the API key.", metavar="NAME", panel=SERVER
+    )
+    timeout: float = option(120.0, "Seconds for each request.", panel=SERVER)
+    lossless: str | None = option(
+        None,
+        "The same model without speculation: is the text the same?",
+        metavar="URL",
+        panel=LOSSLESS,
+    )
+    prompts: int = option(6, "Greedy prompts.", lo=1, panel=LOSSLESS)
+    samples: int = option(48, "Sampled texts from each server.", lo=0, panel=LOSSLESS)
 
 
 @dataclass(frozen=True)
@@ -71,7 +94,9 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def judge_run(run: Examined, names: Sequence[str], options: Options, base: Examined | None = None) -> Report:
+def judge_run(
+    run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None
+) -> Report:
     """The report of a run that was read, against a baseline where there is one."""
     assessment = assess(run.evidence)
     clues = run.reading.clues
@@ -98,7 +123,7 @@ def judge_run(run: Examined, names: Sequence[str], options: Options, base: Exami
     )
 
 
-def _benefit(run: Examined, base: Examined | None, options: Options) -> Benefit | None:
+def _benefit(run: Examined, base: Examined | None, options: SpecOptions) -> Benefit | None:
     record = run.evidence.record
     depth, length = record.num_speculative_tokens, record.tokens_per_step
     multiplier = None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from assay.engines.base import Capability
 from assay.errors import AssayError, UsageError
 from assay.speculation.health import Assessment, assess
-from assay.speculation.judge import Examined, Options, is_url, judge_run
+from assay.speculation.judge import Examined, SpecOptions, is_url, judge_run
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Kind, Observation, combine, fell, subtract
 from assay.speculation.scan import looks_like_metrics, parse_samples
@@ -41,7 +41,7 @@ SAY_SECONDS = 10.0
 
 def follow(
     name: str,
-    options: Options,
+    options: SpecOptions,
     seconds: float | None = None,
     say: Callable[[str], None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
@@ -266,7 +266,7 @@ class Live:
         }
 
 
-def watch(url: str, options: Options, sleep: Callable[[float], None] = time.sleep) -> Live:
+def watch(url: str, options: SpecOptions, sleep: Callable[[float], None] = time.sleep) -> Live:
     """Scrape, let `interval` seconds pass (or send requests of our own), scrape again.
 
     AssayError where the server cannot be reached at either scrape.

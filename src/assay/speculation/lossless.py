@@ -21,7 +21,7 @@ from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
 if TYPE_CHECKING:
     from assay.engines.server.http import Transport
-    from assay.speculation.judge import Options
+    from assay.speculation.judge import SpecOptions
 
 
 # -----------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class Completions:
         self._model = model
 
     @classmethod
-    def connect(cls, url: str, options: Options) -> Completions:
+    def connect(cls, url: str, options: SpecOptions) -> Completions:
         """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
         from assay.engines.server.discovery import choose_model, list_models
         from assay.engines.server.endpoint import parse_url
@@ -251,7 +251,7 @@ class Lossless:
         }
 
 
-def check_lossless(report: Report, url: str, options: Options) -> Report:
+def check_lossless(report: Report, url: str, options: SpecOptions) -> Report:
     """`report` with the comparison of its server with the one without speculation."""
     if options.lossless is None:
         return report
@@ -265,7 +265,7 @@ def check_lossless(report: Report, url: str, options: Options) -> Report:
     )
 
 
-def measure(url: str, other: str, options: Options) -> Lossless:
+def measure(url: str, other: str, options: SpecOptions) -> Lossless:
     """Compare the server at `url` (speculation on) with `other` (off)."""
     with ExitStack() as held:
         on, off = (held.enter_context(Completions.connect(u, options)) for u in (url, other))

@@ -7,22 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from assay.errors import UsageError
-from assay.speculation.judge import Examined, Options, is_url, judge_run
+from assay.speculation.judge import Examined, SpecOptions, is_url, judge_run
 from assay.speculation.read import Reading
 from assay.speculation.record import combine
 from assay.speculation.sources import in_time_order, open_source
 from assay.verdict import Report
 
-MAX_INTERVAL = 86_400.0
-"""Longest time between two scrapes, in seconds."""
 
-
-def examine(sources: Sequence[str], options: Options | None = None) -> Report:
+def examine(sources: Sequence[str], options: SpecOptions | None = None) -> Report:
     """Judge the run that the sources show. AssayError where a source cannot be read."""
-    chosen = options or Options()
+    chosen = options or SpecOptions()
     if not sources:
         raise UsageError("no source given", finding_id="speculation.usage", remedy="assay spec LOG")
     _validate(chosen, sources)
+    if chosen.follow:
+        from assay.speculation.live import follow
+
+        return follow(sources[0], chosen, chosen.seconds)
     run = _read(sources, chosen)
     base = _read(chosen.baseline, replace(chosen, requests=0)) if chosen.baseline else None
     report = judge_run(run, list(sources), chosen, base)
@@ -33,7 +34,7 @@ def examine(sources: Sequence[str], options: Options | None = None) -> Report:
     return report
 
 
-def _validate(options: Options, sources: Sequence[str]) -> None:
+def _validate(options: SpecOptions, sources: Sequence[str]) -> None:
     """Refuse what makes no sense before anything is waited for."""
     urls = [s for s in sources if is_url(s)]
 
@@ -50,14 +51,10 @@ def _validate(options: Options, sources: Sequence[str]) -> None:
         raise refuse(
             "--requests are sent to a running server, and none is given", "assay spec URL --requests N"
         )
-    if not 0 <= options.interval < MAX_INTERVAL or options.requests < 0:
-        raise refuse(f"--interval takes 0 to {MAX_INTERVAL:g} seconds, --requests 0 or more")
-    if options.prompts < 1 or options.samples < 0:
-        raise refuse("--prompts must be at least 1, --samples at least 0")
-    if options.cost_ratio is not None and not 0 <= options.cost_ratio < 100:
-        raise refuse(
-            f"--cost-ratio takes 0 to 100 target steps a draft token, got {options.cost_ratio:g}", "0.1"
-        )
+    if options.seconds is not None and not (options.follow and 0 < options.seconds < float("inf")):
+        raise refuse("--for takes the seconds that --follow lasts")
+    if options.follow and (len(sources) != 1 or options.baseline or options.lossless):
+        raise refuse("--follow takes one log and nothing to compare with")
 
 
 def read_files(names: Sequence[str], reading: Reading | None = None) -> Reading:
@@ -69,7 +66,7 @@ def read_files(names: Sequence[str], reading: Reading | None = None) -> Reading:
     return result
 
 
-def _read(sources: Sequence[str], options: Options) -> Examined:
+def _read(sources: Sequence[str], options: SpecOptions) -> Examined:
     urls = [s for s in sources if is_url(s)]
     if not urls:
         reading = read_files(sources)

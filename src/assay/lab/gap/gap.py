@@ -258,10 +258,10 @@ def _tables(measured: Mapping[str, Measured]) -> dict[str, Any]:
 # -----------------------------------------------------------------------------
 
 
-def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS, *, keep: bool = False) -> Report:
+def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Decompose, attribute and recommend.
 
-    Everything that is scored is kept until the run ends (with `keep` longer), so that the same command goes on where
+    Everything that is scored is kept until the run ends (with `plan.keep` longer), so that the same command goes on where
     an interrupted one stopped.
     """
     subject = {"reference": plan.reference, "candidate": plan.candidate, "codec": plan.codec}
@@ -270,7 +270,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS, *, keep: bool = Fal
     try:
         with bench:
             outcome = outcome_of(bench, measure_all(bench))
-            if not keep:
+            if not plan.keep:
                 bench.forget()
     except KeyboardInterrupt:
         finding = Finding(

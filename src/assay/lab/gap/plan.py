@@ -7,17 +7,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
 from assay.engines.scoring import HookSpec, ScoreJob
 from assay.engines.specs import check_spec
 from assay.errors import AssayError, UsageError
 from assay.fidelity.plan import Plan, fingerprint, label_of
-from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.hook_plan import hook_spec, path_of
 from assay.lab.kv.serve import check_full_attention, known_architecture
 from assay.lab.kv.spec import parse_spec
+from assay.lab.options import GapOptions
 
 # -----------------------------------------------------------------------------
 # One way to run the model: an engine, and what is in its KV cache.
@@ -233,63 +232,19 @@ def engine_steps(
 
 # -----------------------------------------------------------------------------
 
-PHASES = {
-    1: "engine baseline",
-    2: "codec input and residual",
-    3: "noise sensitivity",
-    4: "layers",
-    5: "harness",
-    6: "calibration",
-}
-SWEEP = (0.125, 0.25, 0.5, 1.0, 2.0)
-"""Noise levels, as multiples of the codec's own relative error."""
 MEASURED = 32
 """Most windows whose streams are encoded for real: bytes of each are counted and hashed."""
-QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "sweep": (0.25, 0.5, 1.0)}
 
 
 @dataclass(frozen=True)
-class GapPlan:
-    """One decomposition. `mode` is what the total is measured in, `base_mode` what engine and codec are told apart in.
-
-    Layers are attributed in `groups` of neighbours (0: each alone). `fresh` windows take no part in the decomposition;
-    recommendations are measured on them. `margin` is a fraction of perplexity.
-    """
-
-    reference: str
-    candidate: str
-    codec: str
-    mode: str = Mode.DECODE.value
-    base_mode: str = Mode.INFORWARD.value
-    text: tuple[str, ...] = ()
-    windows: int = 32
-    length: int = 1024
-    fresh: int = 16
-    batch: int = 8
-    phases: tuple[int, ...] = tuple(PHASES)
-    groups: int = 0
-    sweep: tuple[float, ...] = SWEEP
-    calibration: str | None = None
-    other_calibration: str | None = None
-    margin: float = 0.03
-    seed: int = 0
+class GapPlan(GapOptions):
+    """One decomposition; its engines are written in full (`full_spec`)."""
 
     def __post_init__(self) -> None:
-        for mode in (self.mode, self.base_mode):
-            if mode not in list(Mode):
-                raise _usage(f"unknown mode {mode!r}", f"one of {', '.join(Mode)}")
-        for name, least in (("windows", 2), ("length", 16), ("fresh", 0), ("batch", 1), ("groups", 0)):
-            if getattr(self, name) < least:
-                raise _usage(f"{name} must be at least {least}, got {getattr(self, name)}", "")
-        if wrong := sorted(set(self.phases) - set(PHASES)):
-            raise _usage(f"there is no phase {wrong[0]}", f"phases are 1 to {len(PHASES)}")
-        if not 0 < self.margin < 1:
-            raise _usage(f"a margin of {self.margin} cannot be judged", "write --margin-ppl 3%")
-        if not self.sweep or any(not s > 0 for s in self.sweep):
-            raise _usage("noise levels must be positive", "give multiples of the codec's own error")
+        for side in ("reference", "candidate"):
+            object.__setattr__(self, side, full_spec(getattr(self, side)))
+        super().__post_init__()
         parse_spec(self.codec)
-        engine_name(self.reference)
-        engine_name(self.candidate)
 
     def comparison(self, mode: str) -> Plan:
         """The windows and the scoring path of a mode. The second half of each window is scored, whatever the path."""

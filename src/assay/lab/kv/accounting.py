@@ -14,8 +14,8 @@ from assay.engines.scoring import Engagement
 from assay.errors import AssayError
 from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.live_stream import Coders, Key, StreamFacts
+from assay.lab.options import TABLE_TOKENS
 
-TABLE_TOKENS = 32_768
 NOTE = "kv"
 """Key of `Engagement.notes` under which a codec's hook leaves what it measured."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 from assay.environment import describe
@@ -22,49 +22,20 @@ from assay.lab.kv.fit import CoderSet, kept_layers
 from assay.lab.kv.lab import Lab, Ledger, Session, session
 from assay.lab.kv.live_stream import Key
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
+from assay.lab.options import EXACT_BITS, AllocationPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 
-EXACT_BITS = 16.0
 SEARCHES = 8
 """Rounds in which the budget of bits is corrected until the real streams have the ratio asked for."""
 TOLERANCE = 0.01
-
-
-@dataclass(frozen=True)
-class AllocationPlan:
-    """What is allocated: `target_ratio` of stored bytes, in steps of `step` bits between `least` and `most`."""
-
-    model: str
-    codec: str
-    target_ratio: float
-    mode: str = Mode.INFORWARD.value
-    text: tuple[str, ...] = ()
-    windows: int = 8
-    fresh: int = 16
-    length: int = 512
-    batch: int = 8
-    calibration: str | None = None
-    step: float = 0.25
-    least: float = 1.0
-    most: float = 8.0
-    each: str = "stream"
-    skip_layers: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 1 < self.target_ratio < 16:
-            raise _usage(f"a ratio of {self.target_ratio} cannot be aimed at", "give one between 1 and 16")
-        if not 0 < self.step <= 4 or not 0 < self.least < self.most <= EXACT_BITS:
-            raise _usage("bits must satisfy 0 < least < most ≤ 16 and 0 < step ≤ 4", "")
-        if self.mode not in list(Mode):
-            raise _usage(f"unknown mode {self.mode!r}", f"one of {', '.join(Mode)}")
 
 
 def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure, choose, and measure the choice on fresh windows."""
     spec = parse_spec(plan.codec)
     start = {s: bits_of(r) for s in ("k", "v") if (r := spec.of(s))}
-    ledger = Ledger({"allocate": asdict(plan)})
+    ledger = Ledger({"allocate": plan.facts()})
     with session(
         plan.model,
         plan.text,
@@ -93,7 +64,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
     return Report(
         command="kv allocate",
         verdict=Verdict.PASS,
-        subject={"model": plan.model, "plan": asdict(plan)},
+        subject={"model": plan.model, "plan": plan.facts()},
         results={
             "codec": str(spec),
             "bits": rows,

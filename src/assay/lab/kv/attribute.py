@@ -6,51 +6,24 @@ of the KLs of the single ones over that of all: near 1 where errors do not meet,
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from assay.environment import describe
-from assay.errors import UsageError
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import Lab, Ledger, Measured, Session, session
 from assay.lab.kv.live_stream import Coders
 from assay.lab.kv.spec import KvSpec, parse_spec
+from assay.lab.options import AttributionPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats.cluster import cluster_ratio
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 
 
-@dataclass(frozen=True)
-class AttributionPlan:
-    """What is attributed. `each` is `layer` (K and V of a layer together) or `stream` (each apart)."""
-
-    model: str
-    codec: str
-    each: str = "stream"
-    mode: str = Mode.INFORWARD.value
-    skip_layers: tuple[int, ...] = ()
-    text: tuple[str, ...] = ()
-    windows: int = 8
-    length: int = 512
-    batch: int = 8
-    calibration: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.each not in ("layer", "stream"):
-            raise UsageError(
-                f"cannot attribute to each {self.each!r}", remedy="layer or stream", finding_id="kv.usage"
-            )
-        if self.mode not in list(Mode):
-            raise UsageError(
-                f"unknown mode {self.mode!r}", remedy=f"one of {', '.join(Mode)}", finding_id="kv.usage"
-            )
-
-
 def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure each part alone, and all together. Interrupted, the same command goes on where it stopped."""
     spec = parse_spec(plan.codec)
-    ledger = Ledger({"attribute": asdict(plan)})
+    ledger = Ledger({"attribute": plan.facts()})
     with session(
         plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
     ) as opened:
@@ -67,7 +40,7 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
     return Report(
         command="kv attribute",
         verdict=Verdict.PASS,
-        subject={"model": plan.model, "plan": asdict(plan)},
+        subject={"model": plan.model, "plan": plan.facts()},
         results={
             "codec": str(spec),
             "mode": plan.mode,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.engines.hf.scorer import HfScorer, window_states
 from assay.engines.scoring import ScoreJob, ScoringEngine, Window
 from assay.environment import describe
-from assay.errors import AssayError, UsageError
-from assay.lab.kv.attribute import AttributionPlan, alone
+from assay.errors import AssayError
+from assay.lab.kv.attribute import alone
 from assay.lab.kv.cache_hook import Mode, observed_cache
 from assay.lab.kv.calibration import Calibration, Sampler, kept_per_window, write_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
@@ -20,6 +18,7 @@ from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Ledger, Session, scoring
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
+from assay.lab.options import AttributionPlan, CalibrationPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
 
@@ -174,48 +173,7 @@ def _mean_error(bench: Bench, coder: FittedCodec) -> float:
     return float(((e @ samples.joint_metric()) * e).sum(dim=1).mean())
 
 
-# -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CalibrationPlan:
-    """What is calibrated: `tokens` sampled tokens out of `windows` windows of the text.
-
-    On `sensitivity` of the windows, spread over all, the model's KL is measured with each layer and stream coded alone.
-    """
-
-    model: str
-    text: tuple[str, ...]
-    windows: int = 32
-    length: int = 1024
-    batch: int = 4
-    tokens: int = 4096
-    sensitivity: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.text:
-            raise UsageError(
-                "calibration needs text that is never evaluated",
-                remedy="name it with --text",
-                finding_id="kv.usage",
-            )
-        if self.tokens < 256:
-            raise UsageError(f"256 tokens or more are needed, got {self.tokens}", finding_id="kv.usage")
-        if not 0 <= self.sensitivity <= self.windows:
-            raise UsageError(
-                f"the sensitivity cannot be measured on {self.sensitivity} of {self.windows} windows",
-                remedy="give --sensitivity a number up to --windows",
-                finding_id="kv.usage",
-            )
-        if self.sensitivity and self.model.startswith("vllm:"):
-            raise UsageError(
-                "the sensitivity of layers is measured with transformers",
-                remedy="calibrate hf:MODEL; the file serves vLLM too",
-                finding_id="kv.usage",
-            )
-
-
-def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROGRESS) -> Report:
+def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Run the text through the model, and write one calibration file."""
     with scoring(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
         windows, text = opened.windows, opened.text
@@ -232,19 +190,19 @@ def run_calibrate(plan: CalibrationPlan, out: Path, progress: Progress = NO_PROG
         "sensitivity_windows": plan.sensitivity,
         "environment": describe(),
     }
-    write_calibration(out, Calibration(tensors, provenance))
-    size = out.stat().st_size
+    write_calibration(plan.out, Calibration(tensors, provenance))
+    size = plan.out.stat().st_size
     return Report(
         command="kv calibrate",
         verdict=Verdict.PASS,
-        subject={"model": plan.model, "out": str(out), "plan": asdict(plan)},
+        subject={"model": plan.model, "out": str(plan.out), "plan": plan.facts()},
         results={**provenance, "bytes": size, "windows": len(windows)},
         environment=describe(),
         headline=[
             Metric("calibrated on", f"{provenance['samples']:,} tokens of {len(windows)} windows"),
             Metric("file", f"{size / 2**20:.1f} MiB"),
         ],
-        summary=f"give it to codecs with --calibration {out}",
+        summary=f"give it to codecs with --calibration {plan.out}",
     )
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from assay.environment import describe
-from assay.errors import UsageError
 from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import session
 from assay.lab.kv.predictors import last_readers
@@ -27,6 +26,7 @@ from assay.lab.kv.reconstruction import (
     watch,
 )
 from assay.lab.kv.spec import parse_spec
+from assay.lab.options import DiagnosisPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
 
@@ -136,32 +136,6 @@ LISTED = 8
 """Layers of each stream that the table names."""
 
 
-@dataclass(frozen=True)
-class DiagnosisPlan:
-    """What is diagnosed, on windows of text and `queries` queries of each."""
-
-    model: str
-    codec: str
-    streams: str = "kv"
-    skip_layers: tuple[int, ...] = ()
-    text: tuple[str, ...] = ()
-    windows: int = 8
-    length: int = 512
-    batch: int = 4
-    queries: int = 64
-    calibration: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.streams not in ("kv", "k", "v"):
-            raise UsageError(
-                f"unknown stream {self.streams!r}", remedy="one of kv, k, v", finding_id="kv.usage"
-            )
-        if self.queries < 1:
-            raise UsageError(
-                f"queries must be at least 1, got {self.queries}", remedy="", finding_id="kv.usage"
-            )
-
-
 def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Capture keys, values and queries, code them, and say what was lost where."""
     spec = parse_spec(plan.codec)
@@ -189,7 +163,7 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
     return Report(
         command="kv diagnose",
         verdict=Verdict.PASS,
-        subject={"model": plan.model, "plan": asdict(plan)},
+        subject={"model": plan.model, "plan": plan.facts()},
         findings=collapsed(found, shape.head_dim, shape.kv_heads),
         results={"codec": str(spec), "layers": found, "text": text, "cache": shape.to_json()},
         environment=describe(),

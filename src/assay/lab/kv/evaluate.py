@@ -2,90 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Engagement
 from assay.environment import describe
-from assay.errors import UsageError
 from assay.fidelity.compare import assess
 from assay.fidelity.floors import Floors
-from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.plan import MarginOptions, Plan, label_of
 from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import CandidateResult, findings_of, verdict_of
 from assay.fidelity.score import WindowObservation, engaged
-from assay.lab.kv.accounting import NOTE, TABLE_TOKENS
+from assay.lab.kv.accounting import NOTE
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.codec import Samples, Site, cache_shape
 from assay.lab.kv.hook_plan import HookPlan, hook_spec, path_of
 from assay.lab.kv.lab import Measured, Trials, engine_spec, scoring
 from assay.lab.kv.spec import KvSpec, parse_spec
+from assay.lab.options import EvalPlan
+from assay.options import declared_options
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
 
 
-@dataclass(frozen=True)
-class EvalPlan:
-    """One evaluation. `skip_layers` stay exact; `streams` are `kv`, `k` or `v`; margins are fractions."""
-
-    model: str
-    codec: str
-    mode: str = Mode.DECODE.value
-    streams: str = "kv"
-    skip_layers: tuple[int, ...] = ()
-    text: tuple[str, ...] = ()
-    windows: int = 32
-    length: int = 1024
-    batch: int = 8
-    calibration: str | None = None
-    table_tokens: int = TABLE_TOKENS
-    seed: int = 0
-    margin_ppl: float = 0.01
-    margin_top1: float = 0.95
-    marginal_ppl: float = 0.03
-    marginal_top1: float = 0.85
-
-    def __post_init__(self) -> None:
-        if self.mode not in list(Mode):
-            raise usage(f"unknown mode {self.mode!r}", f"one of {', '.join(Mode)}")
-        if self.streams not in ("kv", "k", "v"):
-            raise usage(f"unknown stream {self.streams!r}", "one of kv, k, v")
-        if self.table_tokens < 1:
-            raise usage(f"table-tokens must be at least 1, got {self.table_tokens}", "")
-
-    @property
-    def comparison(self) -> Plan:
-        """The plan of the comparison that this is: the model with its exact cache against itself with the codec."""
-        return Plan(
-            reference=self.spec,
-            candidates=(self.spec,),
-            text=self.text,
-            windows=self.windows,
-            length=self.length,
-            path=path_of(self.mode).value,
-            batch=self.batch,
-            seed=self.seed,
-            margin_ppl=self.margin_ppl,
-            margin_top1=self.margin_top1,
-            marginal_ppl=self.marginal_ppl,
-            marginal_top1=self.marginal_top1,
-        )
-
-    @property
-    def spec(self) -> str:
-        """The model as an engine."""
-        return engine_spec(self.model)
+def comparison(plan: EvalPlan) -> Plan:
+    """The plan of the comparison that this is: the model with its exact cache against itself with the codec."""
+    spec = engine_spec(plan.model)
+    return Plan(
+        reference=spec,
+        candidates=(spec,),
+        text=plan.text,
+        windows=plan.windows,
+        length=plan.length,
+        path=path_of(plan.mode).value,
+        batch=plan.batch,
+        seed=plan.seed,
+        **{name: getattr(plan, name) for name in declared_options(MarginOptions)},
+    )
 
 
-def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal: bool = False) -> Report:
+def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
-    spec, comparison = parse_spec(plan.codec), plan.comparison  # whose margins and sizes are checked now
+    spec, compared = parse_spec(plan.codec), comparison(plan)  # whose margins and sizes are checked now
     spec.require(plan.streams)
     if plan.calibration is None:
         require_no_calibration(spec, plan.streams)
     hook = hook_spec(
-        plan.spec,
+        compared.reference,
         codec=plan.codec,
         mode=plan.mode,
         length=plan.length,
@@ -124,7 +88,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
             "calibration": opened.calibration,
             "table_tokens": plan.table_tokens,
         }
-        subject = {"model": plan.model, "plan": asdict(plan)}
+        subject = {"model": plan.model, "plan": plan.facts()}
         if not seen:
             return Report("kv eval", Verdict.INCONCLUSIVE, subject, results=results, interrupted=interrupted)
         # Placements that spare every layer of this model are no self-test: nothing took part.
@@ -139,8 +103,8 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS, *, allow_marginal
         )
         # The engine stays open until here: its tokenizer says what tokens are.
         facts, decode = opened.engine.describe(), opened.engine.tokenizer.decode
-        result = assess(comparison, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
-    return _report(plan, result, results, subject, measured, interrupted, allow_marginal)
+        result = assess(compared, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
+    return _report(plan, result, results, subject, measured, interrupted)
 
 
 def require_no_calibration(spec: KvSpec, streams: str) -> None:
@@ -158,7 +122,6 @@ def _report(
     subject: dict[str, Any],
     measured: Measured | None,
     interrupted: bool,
-    allow_marginal: bool,
 ) -> Report:
     body = result.to_json() | results
     figures = list(headline([result]))
@@ -181,18 +144,13 @@ def _report(
             )
     return Report(
         command="kv eval",
-        verdict=verdict_of(result, allow_marginal),
+        verdict=verdict_of(result, plan.allow_marginal),
         subject=subject,
-        findings=findings_of(result, allow_marginal),
+        findings=findings_of(result, plan.allow_marginal),
         results=body,
         environment=describe(),
         headline=figures,
-        blocks=blocks([result], plan.comparison),
+        blocks=blocks([result], comparison(plan)),
         interrupted=interrupted,
-        summary=f"{label_of(plan.spec)} with {plan.codec}",
+        summary=f"{label_of(engine_spec(plan.model))} with {plan.codec}",
     )
-
-
-def usage(message: str, remedy: str) -> UsageError:
-    """A wrong request to `assay kv`."""
-    return UsageError(message, remedy=remedy, finding_id="kv.usage")

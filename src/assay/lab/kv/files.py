@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.spec import Recipe, parse_recipe
 from assay.lab.kv.stream import from_bytes
 from assay.lab.kv.stream_coder import FittedCodec
+from assay.lab.options import DecodePlan, EncodePlan, Place
 from assay.verdict import Metric, Report, Verdict
 
 if TYPE_CHECKING:
@@ -75,28 +75,14 @@ def _wrong(path: Path, why: str) -> AssayError:
 SAFETENSORS = ".safetensors"
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where in a model the tensor belongs: it matters to codecs that need a calibration."""
-
-    stream: str = "k"
-    layer: int = 0
-    calibration: Path | None = None
-
-    def __post_init__(self) -> None:
-        if self.stream not in ("k", "v"):
-            raise _usage(f"unknown stream {self.stream!r}", "one of k, v")
-
-
-def run_encode(
-    source: Path, spec: str, out: Path, place: Place, *, heads: int = 1, tensor: str | None = None
-) -> Report:
+def run_encode(plan: EncodePlan) -> Report:
     """Encode a tensor [KV heads, tokens, head_dim] of a file; AssayError where file, shape or codec do not fit."""
     import torch
 
-    recipe = parse_recipe(spec)
-    x = read_tensor(source, heads, tensor)
-    fitted = _fitted(str(recipe), place, x.shape[0], x.shape[2])
+    source, out = plan.source, plan.out
+    recipe = parse_recipe(plan.codec)
+    x = read_tensor(source, plan.heads, plan.tensor)
+    fitted = _fitted(str(recipe), plan, x.shape[0], x.shape[2])
     stream = fitted.encode(x)
     _write(out, stream)
     back = fitted.decode(stream)
@@ -129,14 +115,15 @@ def run_encode(
     )
 
 
-def run_decode(source: Path, out: Path, place: Place) -> Report:
+def run_decode(plan: DecodePlan) -> Report:
     """Decode a stream with the codec that its header names; AssayError where it is damaged or lacks its calibration."""
+    source, out = plan.source, plan.out
     try:
         stream = source.read_bytes()
     except OSError as error:
         raise _unreadable(source, str(error.strerror)) from error
     parts = from_bytes(stream)
-    x = _fitted(parts.spec, place, parts.heads, parts.head_dim).decode(stream)
+    x = _fitted(parts.spec, plan, parts.heads, parts.head_dim).decode(stream)
     write_tensor(out, x)
     return Report(
         command="kv decode",
@@ -196,7 +183,7 @@ def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
         return recipe.fit(
             Samples(_alone(recipe, Site(place.stream, place.layer, place.layer + 1, heads, head_dim)))
         )
-    calibration = read_calibration(place.calibration)
+    calibration = read_calibration(Path(place.calibration))
     cache = calibration.provenance["cache"]
     if (cache["kv_heads"], cache["head_dim"]) != (heads, head_dim) or not 0 <= place.layer < cache["layers"]:
         raise AssayError(

@@ -190,7 +190,7 @@ def scoring(
     spec = engine_spec(model)
     engine = open_scorer(spec)
     try:
-        plan = Plan(spec, (spec,), tuple(text), windows=windows, length=length)
+        plan = Plan(spec, (spec,), text=tuple(text), windows=windows, length=length)
         found, facts = plan_windows(plan, engine.tokenizer)
         if known:
             known.check_text(facts, [w.sha256 for w in found])
@@ -219,7 +219,7 @@ def session(
         )
     scorer = HfScorer.load(spec)
     try:
-        plan = Plan(spec, (spec,), tuple(text), windows=windows + fresh, length=length)
+        plan = Plan(spec, (spec,), text=tuple(text), windows=windows + fresh, length=length)
         found, facts = plan_windows(plan, scorer.tokenizer)
         shape = cache_shape(scorer.engine.model)
         known = open_calibration(calibration, shape, facts, [w.sha256 for w in found])

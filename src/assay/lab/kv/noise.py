@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from assay.environment import describe
-from assay.errors import UsageError
 from assay.lab.kv.attribute import figures, measure
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import Ledger, Measured, session
 from assay.lab.kv.spec import parse_recipe
+from assay.lab.options import NoisePlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats.bootstrap import Resampling, resampled_counts
 from assay.stats.intervals import Interval
@@ -122,38 +122,6 @@ def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64
 
 # -----------------------------------------------------------------------------
 
-EACH = ("all", "stream", "layer")
-
-
-@dataclass(frozen=True)
-class NoisePlan:
-    """Noise of every size in `sigmas` is put into all of the cache, each stream alone, or each layer alone."""
-
-    model: str
-    sigmas: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1)
-    each: str = "all"
-    streams: str = "kv"
-    mode: str = Mode.INFORWARD.value
-    skip_layers: tuple[int, ...] = ()
-    text: tuple[str, ...] = ()
-    windows: int = 8
-    length: int = 512
-    batch: int = 8
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if len(set(self.sigmas)) < 2 or not all(0 < s < math.inf for s in self.sigmas):
-            raise _usage(
-                "a curve needs two sizes of noise or more, each above 0", "write --sigma 0.003,0.01,0.03,0.1"
-            )
-        for name, value, known in (
-            ("part", self.each, EACH),
-            ("stream", self.streams, ("kv", "k", "v")),
-            ("mode", self.mode, tuple(Mode)),
-        ):
-            if value not in known:
-                raise _usage(f"unknown {name} {value!r}", f"one of {', '.join(known)}")
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -169,7 +137,7 @@ class _Part:
 def run_noise(plan: NoisePlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure every size on one scored reference. Interrupted, the same command goes on where it stopped."""
     sigmas = sorted(set(plan.sigmas))
-    ledger = Ledger({"noise": asdict(plan)})
+    ledger = Ledger({"noise": plan.facts()})
     with session(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
         lab = opened.lab(opened.windows, Mode(plan.mode), plan.batch)
         layers = kept_layers(opened.bench.shape, plan.skip_layers)
@@ -193,7 +161,7 @@ def run_noise(plan: NoisePlan, progress: Progress = NO_PROGRESS) -> Report:
     return Report(
         command="kv noise",
         verdict=Verdict.PASS,
-        subject={"model": plan.model, "plan": asdict(plan)},
+        subject={"model": plan.model, "plan": plan.facts()},
         results={"mode": plan.mode, "curves": curves, "text": text, "cache": shape.to_json()},
         environment=describe(),
         headline=[_headline(c) for c in sorted(curves, key=_harm, reverse=True)[:3]],
@@ -301,7 +269,3 @@ def _chart(curves: Sequence[Mapping[str, Any]]) -> Chart:
         log_x=True,
         log_y=True,
     )
-
-
-def _usage(message: str, remedy: str) -> UsageError:
-    return UsageError(message, remedy=remedy, finding_id="kv.usage")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, write_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.options import ImportPlan
 from assay.verdict import Finding, Metric, Report, Severity, Verdict
 
 if TYPE_CHECKING:
@@ -155,10 +156,9 @@ def _mismatch(path: Path, why: str) -> AssayError:
 # `assay kv import`: second moments and levels of older tools as a calibration file of assay.
 
 
-def run_import(
-    model: str, out: Path, *, moments: Path | None, levels_k: Sequence[Path], levels_v: Sequence[Path]
-) -> Report:
+def run_import(plan: ImportPlan) -> Report:
     """Read and check the files against the model's configuration, and write one calibration."""
+    model, out, moments, levels_k, levels_v = plan.model, plan.out, plan.moments, plan.levels_k, plan.levels_v
     if moments is None and not levels_k and not levels_v:
         raise UsageError(
             "nothing to import",
@@ -172,8 +172,8 @@ def run_import(
         made = read_sidecar(moments, shape)
         tensors |= {f"layer_{layer}_sigma": t for layer, t in read_moments(moments, shape).items()}
     tables = {}
-    for stream, files in (("k", levels_k), ("v", levels_v)):
-        for file in files:
+    for stream, of_stream in (("k", levels_k), ("v", levels_v)):
+        for file in of_stream:
             levels = read_levels(file)
             bits = levels.numel().bit_length() - 1
             if f"levels_{stream}_{bits}" in tensors:

@@ -29,6 +29,7 @@ from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.hook_plan import hook_spec
 from assay.lab.kv.spec import parse_spec
+from assay.lab.options import ServePlan
 from assay.runs import cache_dir
 from assay.verdict import Metric, Report, Verdict
 
@@ -159,20 +160,6 @@ print(json.dumps({"plugin": any(e.name == "assay" for e in found), "missing": mi
 
 
 @dataclass(frozen=True)
-class ServePlan:
-    """What is served. `options` are vLLM's own."""
-
-    model: str
-    codec: str
-    mode: str = Mode.INFORWARD.value
-    calibration: str | None = None
-    streams: str = "kv"
-    skip_layers: tuple[int, ...] = ()
-    python: str = ""
-    options: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Launch:
     """A command and what its environment needs beside that of this process."""
 
@@ -227,12 +214,12 @@ def launch_of(plan: ServePlan) -> Launch:
     return Launch((*command, *plan.options), environment)
 
 
-def run_serve(plan: ServePlan, say: Callable[[str], None], *, dry_run: bool = False) -> Report:
-    """Print the command, and unless `dry_run` run it until it ends or is interrupted."""
+def run_serve(plan: ServePlan, say: Callable[[str], None]) -> Report:
+    """Print the command, and unless it is a dry run run it until it ends or is interrupted."""
     launch = launch_of(plan)
     say(str(launch))
     layers: int | None = None
-    if not dry_run:
+    if not plan.dry_run:
         layers = _run(launch, plan.options)
     return Report(
         command="kv serve",
@@ -242,10 +229,12 @@ def run_serve(plan: ServePlan, say: Callable[[str], None], *, dry_run: bool = Fa
             "command": list(launch.command),
             "environment": dict(launch.environment),
         },
-        results={"codec": plan.codec, "mode": plan.mode, "layers": layers, "dry_run": dry_run},
+        results={"codec": plan.codec, "mode": plan.mode, "layers": layers, "dry_run": plan.dry_run},
         environment=describe(),
         headline=[Metric("codec", f"{plan.codec}, {plan.mode}")],
-        summary="the command was printed, nothing was started" if dry_run else f"{layers} layers were coded",
+        summary="the command was printed, nothing was started"
+        if plan.dry_run
+        else f"{layers} layers were coded",
     )
 
 

@@ -11,18 +11,18 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.result import summarise
-from assay.lab.kv.accounting import TABLE_TOKENS
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.fit import Fitters, fitters, kept_layers
 from assay.lab.kv.lab import Lab, Ledger, session
 from assay.lab.kv.spec import KvSpec, parse_spec
+from assay.lab.options import SweepPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import write_atomically
 from assay.stats.bootstrap import Resampling
@@ -123,44 +123,16 @@ def curse(chosen: tuple[float, float], again: tuple[float, float]) -> dict[str, 
 # -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SweepPlan:
-    """What is swept. `fresh` further windows are for the chosen one; `jobs` processes fit the codecs."""
-
-    model: str
-    codecs: tuple[str, ...]
-    mode: str = Mode.DECODE.value
-    streams: str = "kv"
-    skip_layers: tuple[int, ...] = ()
-    text: tuple[str, ...] = ()
-    windows: int = 16
-    fresh: int = 16
-    length: int = 1024
-    batch: int = 8
-    calibration: str | None = None
-    table_tokens: int = TABLE_TOKENS
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.codecs:
-            raise _usage("nothing to sweep", "name codecs with --codec, or a file of them with --specs")
-        if self.mode not in list(Mode):
-            raise _usage(f"unknown mode {self.mode!r}", f"one of {', '.join(Mode)}")
-        if self.streams not in ("kv", "k", "v"):
-            raise _usage(f"unknown stream {self.streams!r}", "one of kv, k, v")
-        for codec in self.codecs:
-            parse_spec(codec).require(self.streams)
-
-    def identity(self, windows: Sequence[str]) -> dict[str, Any]:
-        """All that a row depends on but its codec; windows by their hashes."""
-        kept = ("model", "mode", "streams", "skip_layers", "length", "batch", "table_tokens", "seed")
-        digest = hashlib.sha256("\n".join(windows).encode()).hexdigest()
-        tables = Path(self.calibration).read_bytes() if self.calibration else b""
-        return {
-            **{name: getattr(self, name) for name in kept},
-            "windows": digest,
-            "calibration": hashlib.sha256(tables).hexdigest() if self.calibration else None,
-        }
+def identity(plan: SweepPlan, windows: Sequence[str]) -> dict[str, Any]:
+    """All that a row depends on but its codec; windows by their hashes."""
+    kept = ("model", "mode", "streams", "skip_layers", "length", "batch", "table_tokens", "seed")
+    digest = hashlib.sha256("\n".join(windows).encode()).hexdigest()
+    tables = Path(plan.calibration).read_bytes() if plan.calibration else b""
+    return {
+        **{name: getattr(plan, name) for name in kept},
+        "windows": digest,
+        "calibration": hashlib.sha256(tables).hexdigest() if plan.calibration else None,
+    }
 
 
 def specs_in(path: Path) -> tuple[str, ...]:
@@ -175,11 +147,13 @@ def specs_in(path: Path) -> tuple[str, ...]:
     return tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
-def run_sweep(
-    plan: SweepPlan, progress: Progress = NO_PROGRESS, *, out: Path | None = None, jobs: int = 1
-) -> Report:
+def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure all, and the chosen one again. Interrupted, the same command goes on where it stopped."""
+    if plan.specs:
+        plan = replace(plan, codecs=(*plan.codecs, *specs_in(plan.specs)), specs=None)
     specs = {str(spec): spec for spec in map(parse_spec, plan.codecs)}
+    for spec in specs.values():
+        spec.require(plan.streams)
     failed: dict[str, AssayError] = {}
     rows: list[dict[str, Any]] = []
     with session(
@@ -191,11 +165,11 @@ def run_sweep(
         calibration=plan.calibration,
     ) as opened:
         opened.require_fresh(plan.windows, plan.fresh)
-        identity = plan.identity([w.sha256 for w in [*opened.windows, *opened.fresh]])
-        kept = RowFile(out, identity) if out else Ledger({"sweep": identity})
+        rows_of = identity(plan, [w.sha256 for w in [*opened.windows, *opened.fresh]])
+        kept = RowFile(plan.out, rows_of) if plan.out else Ledger({"sweep": rows_of})
         mode, layers = Mode(plan.mode), kept_layers(opened.bench.shape, plan.skip_layers)
         lab = opened.lab(opened.windows, mode, plan.batch)
-        with fitters(opened.bench, jobs) as pool:
+        with fitters(opened.bench, plan.jobs) as pool:
             for name, spec in specs.items():
 
                 def measured(lab: Lab = lab, spec: KvSpec = spec) -> dict[str, Any]:
@@ -222,7 +196,7 @@ def run_sweep(
     return Report(
         command="kv sweep",
         verdict=Verdict.PASS,
-        subject={"model": plan.model, "plan": asdict(plan)},
+        subject={"model": plan.model, "plan": plan.facts()},
         findings=[_failure(codec, error) for codec, error in failed.items()],
         results={
             "mode": plan.mode,

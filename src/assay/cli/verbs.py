@@ -1,0 +1,144 @@
+"""The verbs, one function each: what it says of itself, and the library function that does the work.
+
+Options come from the dataclass that is named beside it. Nothing is imported before a verb is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from assay.cli.verb import verb
+from assay.verdict import Report
+
+_ENGINE = "hf:MODEL, vllm:MODEL or gguf:FILE, with options after '?'."
+
+
+@verb("check", "assay.coherence.check:CheckOptions", url="Root of an OpenAI-compatible server, or its /v1.")
+def check(url: str, **given: Any) -> Report:
+    """Probe a running server: is its text sane, and how fast is it, counted only if it is?
+
+    Exit code 0 pass, 1 fail, 2 could not be examined, 3 inconclusive.
+    """
+    from assay.cli.progress import show
+    from assay.coherence.check import CheckOptions, run_check
+
+    return run_check(url, CheckOptions.of(given), show)
+
+
+@verb("grade", files="FILE... :: Model outputs; `-` reads stdin.")
+def grade(files: list[str]) -> Report:
+    """Label finished model outputs: ok, degenerate, empty or truncated_reasoning.
+
+    A file holds raw text, or one chat-completion response as JSON. Exit code 1 if any text is degenerate or
+    empty, 3 if the worst is truncated reasoning, 2 if a file cannot be read.
+    """
+    from assay.coherence.grade_files import grade_files
+
+    return grade_files(files)
+
+
+@verb(
+    "verify",
+    "assay.checkpoint.files:VerifyOptions",
+    checkpoint="Folder, Hub cache entry, .gguf or .safetensors file, or hub:ORG/NAME.",
+)
+def verify(checkpoint: str, **given: Any) -> Report:
+    """Verify a checkpoint: digests, tensors, quantisation, draft head, tokenizer, and the flags to serve it with.
+
+    Hashes the files and reads their headers; --values reads every number as well. Opens no pickle. Digests are kept,
+    so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could not be examined, 3 files with no
+    digest to hold against.
+    """
+    from assay.checkpoint import report
+    from assay.checkpoint import verify as verification
+    from assay.checkpoint.files import VerifyOptions
+    from assay.cli.progress import show_bytes
+
+    return report.build(verification.verify(checkpoint, VerifyOptions.of(given), show_bytes))
+
+
+@verb(
+    "spec",
+    "assay.speculation.judge:SpecOptions",
+    sources="SOURCE... :: Log files (plain, gzip, bz2, xz; rotated parts together), a /metrics text, JSON responses, a "
+    "URL, or `-`.",
+)
+def spec(sources: list[str], **given: Any) -> Report:
+    """Judge speculative decoding from what an engine leaves: healthy, degraded, broken, off, or too little to tell.
+
+    Exit code 0 healthy, 1 degraded or broken, 3 off or insufficient, 2 if a source cannot be read.
+    """
+    from assay.speculation.judge import SpecOptions
+    from assay.speculation.spec import examine
+
+    return examine(sources, SpecOptions.of(given))
+
+
+@verb(
+    "compare",
+    "assay.fidelity.plan:Plan",
+    engines="REFERENCE CANDIDATE... | PLAN.toml :: hf:MODEL, vllm:MODEL, gguf:FILE, run:DIR or a URL, with options "
+    "after '?'.",
+)
+def compare(engines: list[str], **given: Any) -> Report:
+    """Score a reference and candidates on the same tokens; judge Δppl and top-1 by their 95 % intervals.
+
+    Exit code 0 ACCEPT, 1 MARGINAL or REJECT, 2 could not be compared, 3 inconclusive.
+    """
+    from assay.cli.progress import say, show
+    from assay.fidelity.compare import run_compare
+    from assay.fidelity.plan import plan_from, read_plan
+
+    if len(engines) == 1 and engines[0].endswith(".toml"):
+        plan = read_plan(Path(engines[0]), given)
+    else:
+        reference, *candidates = engines
+        named = {"reference": reference, "candidates": candidates}
+        plan = plan_from(named, given, where="the command line")
+    return run_compare(plan, show, say=say)
+
+
+@verb("reference", "assay.fidelity.plan:ReferenceOptions", engine=_ENGINE)
+def reference(engine: str, **given: Any) -> Report:
+    """Score a reference and store its final states and its output head, so that `run:DIR` needs no reference model.
+
+    Goes on where an interrupted run stopped. Exit code 0 stored, 2 could not be stored.
+    """
+    from assay.cli.progress import show
+    from assay.fidelity.plan import ReferenceOptions
+    from assay.fidelity.reference import keep_reference
+
+    options = ReferenceOptions.of({"engine": engine, **given})
+    return keep_reference(options.plan, options.out, dtype=options.dtype, form=options.format, progress=show)
+
+
+@verb("rerun", "assay.fidelity.plan:RerunOptions", result="JSON that `assay compare --json` wrote.")
+def rerun(result: Path, **given: Any) -> Report:
+    """Run the comparison of an earlier result again, from the plan that it echoes.
+
+    Exit codes as those of compare.
+    """
+    from assay.cli.progress import say, show
+    from assay.fidelity.compare import run_compare
+    from assay.fidelity.plan import plan_of_result
+
+    return run_compare(plan_of_result(result, given), show, say=say)
+
+
+@verb(
+    "gap",
+    "assay.lab.options:GapOptions",
+    reference="hf:MODEL or vllm:MODEL, with options after '?'.",
+    candidate="The same, for the other side.",
+)
+def gap(**given: Any) -> Report:
+    """Take the difference of two deployments apart into buckets that sum, with intervals, and measure what would help.
+
+    Exit code 0 explained and within the margin, 1 outside it or another set-up, 2 could not be examined, 3 inconclusive.
+    """
+    from assay.cli.progress import show
+    from assay.lab.gap.gap import run_gap
+    from assay.lab.gap.plan import GapPlan
+
+    return run_gap(GapPlan.of(given), show)

@@ -1,0 +1,405 @@
+"""Options of `assay kv …` and `assay gap`: what each command is asked for. Imports no torch, so that help answers at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
+
+from assay.fidelity.plan import MarginOptions
+from assay.options import Options, option
+
+MODES = ("decode", "inforward", "snapshot")
+"""The names of `assay.lab.kv.cache_hook.Mode`."""
+TABLE_TOKENS = 32_768
+"""Cache length that calibration tables are counted against."""
+EXACT_BITS = 16.0
+
+
+# Options that several commands have, with the default of each.
+
+
+def _codec() -> Any:
+    """The codec."""
+    return option(help="SPEC, such as sinks(n=4)+hadamard(bits=4).", metavar="SPEC")
+
+
+def _mode(default: str, help: str = "decode is what serving does.") -> Any:
+    """How the codec takes part."""
+    return option(default, help, choices=MODES)
+
+
+def _streams() -> Any:
+    """Keys, values or both."""
+    return option("kv", "What is coded; the other stays exact.", flag="stream", choices=("kv", "k", "v"))
+
+
+def _skip_layers() -> Any:
+    """Layers that are not coded."""
+    return option((), "Layers that stay exact: 0,1,28-29.", form="numbers", metavar="LAYERS")
+
+
+def _text() -> Any:
+    """Sources of text; none: the English of Python's own documentation."""
+    return option((), "File, glob, FILE.jsonl or datasets:NAME; may be given again.", metavar="SOURCE")
+
+
+def _windows(default: int, least: int = 1) -> Any:
+    """How many passages."""
+    return option(default, "Passages that are scored.", lo=least)
+
+
+def _length(default: int, least: int = 8) -> Any:
+    """How long they are."""
+    return option(default, "Tokens of a passage.", lo=least)
+
+
+def _batch(default: int) -> Any:
+    """How many run together."""
+    return option(default, "Windows that run together.", lo=1)
+
+
+def _fresh(least: int) -> Any:
+    """Windows on which a choice is measured again."""
+    return option(16, "Further windows on which the choice is measured again.", lo=least)
+
+
+def _calibration(help: str = "File of `assay kv calibrate`.") -> Any:
+    """What was learned of the model."""
+    return option(None, help, metavar="FILE")
+
+
+def _table_tokens() -> Any:
+    """What tables are shared by."""
+    return option(TABLE_TOKENS, "Cache length that calibration tables are counted against.", lo=1)
+
+
+def _seed(help: str = "Seed of the bootstrap, and of noise.") -> Any:
+    """The seed."""
+    return option(0, help, lo=0, hi=2**63 - 1)
+
+
+# The commands.
+
+
+@dataclass(frozen=True)
+class KvPlan(Options):
+    """Options of a command of `assay kv`."""
+
+    AREA = "kv"
+
+
+@dataclass(frozen=True)
+class EvalPlan(KvPlan, MarginOptions):
+    """`assay kv eval`: `skip_layers` stay exact."""
+
+    VERB = "kv eval"
+
+    model: str
+    codec: str = _codec()
+    _: KW_ONLY
+    mode: str = _mode("decode")
+    streams: str = _streams()
+    skip_layers: tuple[int, ...] = _skip_layers()
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(32)
+    length: int = _length(1024)
+    batch: int = _batch(8)
+    calibration: str | None = _calibration()
+    table_tokens: int = _table_tokens()
+    seed: int = _seed()
+
+
+@dataclass(frozen=True)
+class SweepPlan(KvPlan):
+    """`assay kv sweep`: `fresh` further windows are for the codec that is chosen; `jobs` processes fit the codecs."""
+
+    VERB = "kv sweep"
+
+    model: str
+    _: KW_ONLY
+    codecs: tuple[str, ...] = option((), "SPEC; give it several times.", flag="codec", metavar="SPEC")
+    specs: Path | None = option(None, "File with one SPEC a line.", apart=True)
+    mode: str = _mode("decode")
+    streams: str = _streams()
+    skip_layers: tuple[int, ...] = _skip_layers()
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(16)
+    fresh: int = _fresh(0)
+    length: int = _length(1024)
+    batch: int = _batch(8)
+    calibration: str | None = _calibration()
+    table_tokens: int = _table_tokens()
+    seed: int = _seed()
+    jobs: int = option(1, "Processes that fit the codecs.", lo=1, apart=True)
+    out: Path | None = option(None, "JSON file that keeps every row as it is measured.", apart=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.codecs and self.specs is None:
+            raise self.usage("nothing to sweep", "name codecs with --codec, or a file of them with --specs")
+
+
+@dataclass(frozen=True)
+class NoisePlan(KvPlan):
+    """`assay kv noise`: noise of every size in `sigmas` in all of the cache, in each stream alone, or in each layer alone."""
+
+    VERB = "kv noise"
+
+    model: str
+    _: KW_ONLY
+    sigmas: tuple[float, ...] = option(
+        (0.003, 0.01, 0.03, 0.1), "Sizes of the noise over the rms of a token.", flag="sigma", form="sizes"
+    )
+    each: str = option(
+        "all", "All together, each stream alone, or each layer alone.", choices=("all", "stream", "layer")
+    )
+    streams: str = _streams()
+    mode: str = _mode("inforward")
+    skip_layers: tuple[int, ...] = _skip_layers()
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(8)
+    length: int = _length(512)
+    batch: int = _batch(8)
+    seed: int = _seed()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(set(self.sigmas)) < 2 or not all(0 < s < math.inf for s in self.sigmas):
+            raise self.usage(
+                "a curve needs two sizes of noise or more, each above 0", "write --sigma 0.003,0.01,0.03,0.1"
+            )
+
+
+@dataclass(frozen=True)
+class DiagnosisPlan(KvPlan):
+    """`assay kv diagnose`, on `queries` queries of every window."""
+
+    VERB = "kv diagnose"
+
+    model: str
+    codec: str = _codec()
+    _: KW_ONLY
+    streams: str = _streams()
+    skip_layers: tuple[int, ...] = _skip_layers()
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(8)
+    length: int = _length(512)
+    batch: int = _batch(4)
+    queries: int = option(64, "Queries of each window that read the cache.", lo=1)
+    calibration: str | None = _calibration()
+
+
+@dataclass(frozen=True)
+class AttributionPlan(KvPlan):
+    """`assay kv attribute`: `each` is `layer` (K and V of a layer together) or `stream` (each apart)."""
+
+    VERB = "kv attribute"
+
+    model: str
+    codec: str = _codec()
+    _: KW_ONLY
+    each: str = option("stream", "K and V of a layer apart, or together.", choices=("stream", "layer"))
+    mode: str = _mode("inforward")
+    skip_layers: tuple[int, ...] = _skip_layers()
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(8)
+    length: int = _length(512)
+    batch: int = _batch(8)
+    calibration: str | None = _calibration()
+
+
+@dataclass(frozen=True)
+class AllocationPlan(KvPlan):
+    """`assay kv allocate`: `target_ratio` of stored bytes, in steps of `step` bits between `least` and `most`."""
+
+    VERB = "kv allocate"
+
+    model: str
+    codec: str = _codec()
+    target_ratio: float = option(help="Stored bytes: how many times smaller than bf16.")
+    _: KW_ONLY
+    mode: str = _mode("inforward")
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(8)
+    fresh: int = _fresh(8)
+    length: int = _length(512)
+    batch: int = _batch(8)
+    calibration: str | None = _calibration()
+    step: float = option(0.25, "Bits are given out in steps of this.")
+    least: float = option(1.0, "Fewest bits a value.")
+    most: float = option(8.0, "Most bits a value before a stream stays exact.")
+    each: str = option("stream", listed=False)
+    skip_layers: tuple[int, ...] = option((), listed=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 < self.target_ratio < 16:
+            raise self.usage(
+                f"a ratio of {self.target_ratio} cannot be aimed at", "give one between 1 and 16"
+            )
+        if not 0 < self.step <= 4 or not 0 < self.least < self.most <= EXACT_BITS:
+            raise self.usage("bits must satisfy 0 < least < most ≤ 16 and 0 < step ≤ 4")
+
+
+@dataclass(frozen=True)
+class CalibrationPlan(KvPlan):
+    """`assay kv calibrate`: what is learned from, and how many sampled tokens the file holds."""
+
+    VERB = "kv calibrate"
+
+    model: str
+    out: Path = option(help="File that is written.", apart=True)
+    _: KW_ONLY
+    text: tuple[str, ...] = _text()
+    windows: int = _windows(32)
+    length: int = _length(1024)
+    batch: int = _batch(4)
+    tokens: int = option(4096, "Sampled tokens that the file holds.", lo=256)
+    sensitivity: int = option(
+        0, "Windows on which each layer and stream is coded alone, for weights=measured.", lo=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.text:
+            raise self.usage("calibration needs text that is never evaluated", "name it with --text")
+        if self.sensitivity > self.windows:
+            raise self.usage(
+                f"sensitivity must be at most the {self.windows} windows, got {self.sensitivity}"
+            )
+
+
+@dataclass(frozen=True)
+class ServePlan(KvPlan):
+    """`assay kv serve`: `options` are those of vLLM's own server."""
+
+    VERB = "kv serve"
+
+    model: str
+    codec: str = _codec()
+    _: KW_ONLY
+    mode: str = _mode("inforward", "inforward codes all tokens, decode prefills the prompt exactly.")
+    calibration: str | None = _calibration()
+    streams: str = _streams()
+    skip_layers: tuple[int, ...] = _skip_layers()
+    python: str = option("", "Python executable with vLLM installed.", metavar="FILE")
+    dry_run: bool = option(False, "Print the command and stop.", apart=True)
+    options: tuple[str, ...] = option((), listed=False)
+
+
+@dataclass(frozen=True)
+class ImportPlan(KvPlan):
+    """`assay kv import`: files of older tools."""
+
+    VERB = "kv import"
+
+    model: str
+    out: Path = option(help="Calibration file that is written.")
+    _: KW_ONLY
+    moments: Path | None = option(None, "safetensors of layer_{l}_sigma, layer_{l}_chol, layer_{l}_inv_chol.")
+    levels_k: tuple[Path, ...] = option((), "Levels for keys, 2^b float32 (.f32); several times.")
+    levels_v: tuple[Path, ...] = option((), "Levels for values, 2^b float32 (.f32); several times.")
+
+
+@dataclass(frozen=True)
+class Place(KvPlan):
+    """Where in a model the tensor of a file belongs: it matters to codecs that need a calibration."""
+
+    _: KW_ONLY
+    stream: str = option("k", "Keys or values.", choices=("k", "v"))
+    layer: int = option(0, "Layer, for codecs that need a calibration.", lo=0)
+    calibration: str | None = _calibration()
+
+
+@dataclass(frozen=True)
+class EncodePlan(Place):
+    """`assay kv encode`."""
+
+    VERB = "kv encode"
+
+    source: Path
+    codec: str = _codec()
+    out: Path = option(help="Stream that is written.")
+    _: KW_ONLY
+    heads: int = option(1, "KV heads of a KKTV file, whose rows go token by token.", lo=1)
+    tensor: str | None = option(None, "Tensor of a safetensors file that holds several.", metavar="NAME")
+
+
+@dataclass(frozen=True)
+class DecodePlan(Place):
+    """`assay kv decode`."""
+
+    VERB = "kv decode"
+
+    source: Path
+    out: Path = option(help="Tensor that is written: .safetensors, else KKTV.")
+
+
+PHASES = {
+    1: "engine baseline",
+    2: "codec input and residual",
+    3: "noise sensitivity",
+    4: "layers",
+    5: "harness",
+    6: "calibration",
+}
+SWEEP = (0.125, 0.25, 0.5, 1.0, 2.0)
+"""Noise levels, as multiples of the codec's own relative error."""
+QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "sweep": (0.25, 0.5, 1.0)}
+
+
+@dataclass(frozen=True)
+class GapOptions(Options):
+    """`assay gap`. `mode` is what the total is measured in, `base_mode` what engine and codec are told apart in.
+
+    Layers are attributed in `groups` of neighbours (0: each alone). `fresh` windows take no part in the decomposition;
+    recommendations are measured on them. `margin` is a fraction of perplexity.
+    """
+
+    VERB, AREA = "gap", "gap"
+
+    reference: str
+    candidate: str
+    codec: str = option(help="SPEC of `assay kv`, such as hadamard(bits=4).", metavar="SPEC")
+    _: KW_ONLY
+    quick: bool = option(
+        False, "8 windows of 256 tokens, layers in 5 groups, fewer noise levels.", apart=True
+    )
+    mode: str = _mode("decode", "What the total is measured in.")
+    base_mode: str = _mode("inforward", "What engine and codec are told apart in.")
+    phases: tuple[int, ...] = option(
+        tuple(PHASES),
+        "1 baseline, 2 residual, 3 noise, 4 layers, 5 harness, 6 calibration: 1,4.",
+        form="numbers",
+        metavar="PHASES",
+    )
+    text: tuple[str, ...] = _text()
+    windows: int = option(32, "Passages of the decomposition.", lo=2)
+    length: int = _length(1024, 16)
+    fresh: int = option(16, "Further passages, for recommendations.", lo=0)
+    batch: int = _batch(8)
+    groups: int = option(0, "Attribute to so many groups of layers; 0: each alone.", lo=0)
+    sweep: tuple[float, ...] = option(SWEEP, listed=False)
+    calibration: str | None = _calibration()
+    other_calibration: str | None = _calibration("The same from the candidate's engine, for phase 6.")
+    margin: float = option(0.03, "The total must lie within ± this.", flag="margin-ppl", form="fraction")
+    seed: int = _seed("Seed of the noise.")
+    keep: bool = option(False, "Keep what was scored after the run.", apart=True)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+        """The values that were given; what `quick` stands for where it was."""
+        values = super().read(given, where)
+        return (QUICK if values.get("quick") else {}) | values
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if wrong := sorted(set(self.phases) - set(PHASES)):
+            raise self.usage(f"there is no phase {wrong[0]}", f"phases are 1 to {len(PHASES)}")
+        if not 0 < self.margin < 1:
+            raise self.usage(f"a margin of {self.margin} cannot be judged", "write --margin-ppl 3%")
+        if not self.sweep or any(not s > 0 for s in self.sweep):
+            raise self.usage("noise levels must be positive", "give multiples of the codec's own error")
