@@ -1,6 +1,6 @@
 """How often the intervals hold what they promise, and how often a candidate on the margin is accepted by mistake.
 
-    python benchmarks/stats_coverage.py [--experiments 2000] [--sources model|measured|real]
+    python benchmarks/stats_coverage.py [--experiments 2000] [--sources model|measured|real|contiguous]
 
 Sources of data, all in windows of 511 tokens:
 
@@ -11,6 +11,10 @@ Sources of data, all in windows of 511 tokens:
 `model`  heavy tails and clusters by construction: every window has its own level and its own scale, tokens have
          Student's t with 3 degrees of freedom (d) or a log-normal with σ = 2 (KL), windows differ in how often top-1 flips.
          Its truth is known in closed form.
+
+`contiguous` runs of neighbouring windows of WikiText-2, and windows spread over it as `assay compare` takes them, from the
+         sums by window that `token_differences.py --sums` kept; the truth is the mean over the whole text. Errors by window
+         and by block of up to four neighbours (`assay.fidelity.plan.blocks_of`).
 
 Written to results/stats_coverage.{json,md}; rows of the sources that are not run again are kept.
 """
@@ -29,6 +33,7 @@ from pathlib import Path
 
 import numpy as np
 
+from assay.fidelity.plan import Cut, blocks_of, places_of
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles, bootstrap_ratio, bootstrap_t_ratio
 from assay.stats.cluster import cluster_proportion, cluster_ratio
 from assay.stats.equivalence import Grade, judge
@@ -159,6 +164,42 @@ def coverage_of_quantiles(source: Source, g: int, experiments: int) -> Iterator[
         }
 
 
+def coverage_of_runs(key: str, values: np.ndarray, g: int, experiments: int) -> Iterator[dict[str, object]]:
+    """How often intervals from g of all windows of a text hold the mean over all of it.
+
+    A spread set is turned round the text by a random offset, so that every experiment has other windows.
+    """
+    candidate, metric = key.split("/")
+    n = len(values)
+    spread = np.array(places_of(n * 512, Cut(length=512), None, g))
+    truth = float(values.mean() / TOKENS)
+    rng = np.random.default_rng([SEED, g, 3])
+    for kind, places in (("contiguous", np.arange(g)), ("spread", spread)):
+        hits = Counter[str]()
+        for offset in rng.integers(0, n, experiments):
+            taken = np.sort((places + offset) % n)
+            for how, blocks in (
+                ("window", np.arange(g)),
+                ("block", np.array(blocks_of(list(map(int, taken))))),
+            ):
+                names, index = np.unique(blocks, return_inverse=True)
+                sums = np.bincount(index, values[taken], len(names))
+                weights = np.bincount(index, minlength=len(names)) * float(TOKENS)
+                estimate = (
+                    cluster_proportion(sums, weights) if metric == "top1" else cluster_ratio(sums, weights)
+                )
+                hits[how] += truth in estimate.interval
+        for how in ("window", "block"):
+            yield {
+                "metric": f"mean of {metric}",
+                "source": f"contiguous, {candidate}, {kind} windows",
+                "windows": g,
+                "method": f"CR1 by {how}",
+                "experiments": experiments,
+                "coverage": hits[how] / experiments,
+            }
+
+
 def false_accepts(case: str, g: int, experiments: int) -> Iterator[dict[str, object]]:
     """Candidates that sit exactly on the margin: +1 %, −1 % of perplexity, 95 % of top-1, or on both."""
     on_top1, good_top1 = model_top1(0.95), model_top1(0.99)
@@ -207,7 +248,9 @@ def table(rows: list[dict[str, object]], columns: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experiments", type=int, default=2000)
-    parser.add_argument("--sources", choices=["model", "measured", "real"], nargs="+", default=["model"])
+    parser.add_argument(
+        "--sources", choices=["model", "measured", "real", "contiguous"], nargs="+", default=["model"]
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     count = arguments.experiments
@@ -219,6 +262,11 @@ def main() -> None:
         sources.append(("kl", model_kl("measured", 0.3, 1.2)))
     if "real" in arguments.sources:
         sources += real_sources()
+    if "contiguous" in arguments.sources:
+        with np.load(RESULTS / "window_sums.npz") as data:
+            for key in data.files:
+                for g in (16, 64, 128):
+                    _tasks.append(lambda a=(key, data[key], g, count): list(coverage_of_runs(*a)))
     path = RESULTS / "stats_coverage.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = [r for r in before.get("coverage", []) if not r["source"].startswith(tuple(arguments.sources))]
