@@ -34,6 +34,8 @@ class Declared:
     """How one text holds the value: `fraction` (1%), `numbers` (0,2-3) or `sizes` (0.01,0.1)."""
     apart: bool = False
     """It changes how a run goes or what is printed, not what is measured: `Options.facts` leaves it out."""
+    short: str = ""
+    """A one-letter name, such as `-v`."""
     listed: bool = False
     """Whether it is an option of the command line."""
     name: str = ""
@@ -68,10 +70,13 @@ def option(
     choices: Iterable[str] = (),
     form: str = "",
     apart: bool = False,
+    short: str = "",
     listed: bool = True,
 ) -> Any:
     """A dataclass field that is an option; without a default it is required. See `Declared` for the rest."""
-    declared = Declared(help, flag, metavar, panel, lo, hi, tuple(map(str, choices)), form, apart, listed)
+    declared = Declared(
+        help, flag, metavar, panel, lo, hi, tuple(map(str, choices)), form, apart, short, listed
+    )
     return dataclasses.field(default=default, metadata={"option": declared})
 
 

@@ -44,6 +44,9 @@ PANEL = "Output"
 class Output(Options):
     """Where a report goes."""
 
+    verbose: bool = option(
+        False, "Show every table, text, cause and piece of evidence.", panel=PANEL, short="-v"
+    )
     json: bool = option(False, "Print one JSON object (schema assay/1).", panel=PANEL)
     html: Path | None = option(None, "Write a self-contained page.", panel=PANEL)
     junit: Path | None = option(None, "Write JUnit XML for CI.", panel=PANEL)
@@ -135,6 +138,7 @@ def _option(declared: Declared) -> inspect.Parameter:
         kind = kind | None
     choices = declared.choices
     about = typer.Option(
+        *([declared.short] if declared.short else []),
         f"--{declared.flag}",
         help=_with_bounds(declared),
         show_default=False,
@@ -299,7 +303,7 @@ def write(report: Report, output: Output, stdout: TextIO) -> None:
     else:
         from assay.report import console
 
-        console.print_report(report, file=stdout)
+        console.print_report(report, file=stdout, verbose=output.verbose)
     stdout.flush()
 
 
