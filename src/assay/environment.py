@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,12 @@ _PACKAGES = (
 
 
 def describe() -> dict[str, Any]:
-    """Versions of assay, Python and the packages that matter, and the kind of machine."""
+    """Versions of assay, Python and the packages that matter, and the kind of machine.
+
+    Where torch has been used, also how many threads it has and the name of its GPU (null for none).
+    """
+    torch = sys.modules.get("torch")
+    used = {} if torch is None else {"threads": torch.get_num_threads(), "gpu": _gpu(torch)}
     return {
         "assay": __version__,
         "python": platform.python_version(),
@@ -25,7 +31,12 @@ def describe() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cpu_count": os.cpu_count(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        **used,
     }
+
+
+def _gpu(torch: Any) -> str | None:
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else None
 
 
 def _version(package: str) -> str | None:

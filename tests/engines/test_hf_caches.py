@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from assay.engines.base import Request
 from assay.engines.hf.cache import (
     cache_dtype,
     new_cache,
@@ -25,6 +29,7 @@ from assay.engines.hf.engine import (
 )
 from assay.engines.hf.scorer import (
     HfScorer,
+    choose_batch,
     greedy_steps,
     output_head,
     window_states,
@@ -34,6 +39,7 @@ from assay.engines.hf.spec import (
     HfSpec,
 )
 from assay.engines.scoring import (
+    Engagement,
     ScoreJob,
     ScoringPath,
     Window,
@@ -225,3 +231,119 @@ def test_every_name_that_is_accepted_has_a_type() -> None:
             held = str(cache_dtype(model)).removeprefix("torch.")
             wanted = str(model.dtype).removeprefix("torch.") if name == "auto" else name
             assert held.replace("float8_", "fp8_").removesuffix("fn") == wanted
+
+
+@contextmanager
+def limited(model: Any, cells: int) -> Iterator[list[int]]:
+    """An allocator that has room for so many tokens in one forward pass; the list holds the rows of those that failed."""
+    failed: list[int] = []
+
+    def watch(_: Any, inputs: Any) -> None:
+        if inputs[0].shape[0] * inputs[0].shape[1] > cells:
+            failed.append(inputs[0].shape[0])
+            raise RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:119] DefaultCPUAllocator: can't allocate memory: you tried"
+            )
+
+    handle = model.get_input_embeddings().register_forward_pre_hook(watch)
+    try:
+        yield failed
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("path", list(ScoringPath))
+def test_numbers_by_halves_are_those_of_the_whole_batch(path: ScoringPath) -> None:
+    job = ScoreJob(path, scored_from=11, chunk=4, batch=8)
+    whole = scorer("auto")
+    expected = [rows.states for rows in whole.score_windows(windows(7), job)]
+    assert whole.describe()["batch"] == {"windows": 8}
+    assert whole.engagement().notes == {}
+    # What another batch changes anyway, in the order of the sums.
+    alone = [rows.states for rows in scorer("auto").score_windows(windows(7), replace(job, batch=1))]
+    own = max(float((a - b).abs().max()) for a, b in zip(alone, expected, strict=True))
+
+    small = scorer("auto")
+    most = {ScoringPath.PREFILL: LENGTH - 1, ScoringPath.CHUNKED: 10, ScoringPath.DECODE: 10}[path]
+    with limited(small.engine.model, 2 * most) as failed:
+        found = list(small.score_windows(windows(7), job))
+        assert failed == [7, 3]
+        assert small.describe()["batch"] == small.engagement().notes["batch"] == {"windows": 1, "asked": 8}
+        list(small.score_windows(windows(7), job))
+        assert failed == [7, 3]  # what did not fit is not tried again
+    assert [rows.window.index for rows in found] == list(range(7))
+    for rows, states_ in zip(found, expected, strict=True):
+        torch.testing.assert_close(rows.states, states_, rtol=0, atol=2 * own + 1e-6)
+    assert small.engagement().bytes_read == whole.engagement().bytes_read
+
+
+def test_text_and_greedy_tokens_by_halves_are_the_same() -> None:
+    whole, small = scorer("auto"), scorer("auto")
+    asked = [
+        Request(prompt=w.tokens[:10], max_tokens=6, temperature=0.9, seed=i, ignore_eos=True)
+        for i, w in enumerate(windows(6))
+    ]
+    prefixes = [w.tokens[:10] for w in windows(6)]
+    for made in (whole, small):
+        made.engine._tokenizer.decode = lambda tokens, **_: " ".join(map(str, tokens))
+    done: list[int] = []
+    with limited(small.engine.model, 25) as failed:
+        replies = small.engine.generate_batch(asked, lambda: done.append(1))
+        assert replies == whole.engine.generate_batch(asked)
+        assert (failed, len(done)) == ([6, 3], 6)
+        for a, b in zip(small.generate_greedy(prefixes, 5), whole.generate_greedy(prefixes, 5), strict=True):
+            assert [step.token for step in a] == [step.token for step in b]
+            assert [step.logprob for step in a] == pytest.approx([step.logprob for step in b], abs=1e-5)
+    with limited(small.engine.model, 5), pytest.raises(AssayError, match="a prompt of 10 tokens on cpu"):
+        small.engine.generate(asked[0])
+    with limited(small.engine.model, 5), pytest.raises(AssayError, match="a text of 30 tokens on cpu"):
+        small.engine.score(windows(1)[0].tokens)
+
+
+def test_a_hook_that_cannot_forget_a_batch_is_not_run_again_by_halves() -> None:
+    class Counts:
+        passes = 1
+
+        def __init__(self) -> None:
+            self.batches: list[int] = []
+
+        def attach(self, model: Any) -> Any:
+            return nullcontext()
+
+        def new_cache(self, batch: int, index: int) -> None:
+            self.batches.append(batch)
+
+        def engagement(self) -> Engagement:
+            return Engagement(fires=sum(self.batches), notes={"own": 1})
+
+    class Forgets(Counts):
+        def discard(self) -> None:
+            self.batches.pop()
+
+    engine, job = scorer("auto"), ScoreJob(batch=4)
+    with limited(engine.engine.model, 2 * LENGTH):
+        with pytest.raises(AssayError, match="4 windows of 30 tokens on cpu") as caught:
+            list(engine.score_with(windows(4), job, Counts()))
+        assert "--batch" in caught.value.remedy
+        assert len(list(engine.score_with(windows(4), job, Forgets()))) == 4
+    assert engine.engagement().fires == 4
+    assert engine.engagement().notes == {"own": 1, "batch": {"windows": 2, "asked": 4}}
+
+
+def test_a_batch_is_chosen_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(
+        free: int, path: ScoringPath = ScoringPath.DECODE, *, hooked: bool = False, kind: str = "llama"
+    ) -> int:
+        monkeypatch.setattr("assay.engines.hf.scorer.free_memory", lambda device: free)
+        return choose_batch(net(kind), 1024, ScoreJob(path, scored_from=513, batch=0), hooked=hooked)
+
+    # By hand: 32 wide, 48 in the feed-forward, 4 heads of 8, 2 KV heads, 3 layers, 4 bytes a number.
+    cache = 1024 * 3 * 2 * 2 * 8 * 4
+    work, states_ = 513 * (6 * 32 + 3 * 48 + 2 * 32) * 4, 2 * 1024 * 32 * 4
+    one = cache + work + states_
+    assert chosen(int(5.1 * one / 0.7)) == 5
+    assert chosen(int(5.1 * (one + 2 * cache) / 0.7), hooked=True) == 5
+    assert chosen(0) == 1
+    assert (chosen(1 << 60), chosen(1 << 60, ScoringPath.PREFILL)) == (16, 4)
+    found = [rows.window.index for rows in scorer("auto").score_windows(windows(5), ScoreJob(batch=0))]
+    assert found == [0, 1, 2, 3, 4]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.engines.hf import scorer as window_scoring
-from assay.engines.hf.engine import _on_device
+from assay.engines.hf.engine import HfEngine, _on_device
 from assay.engines.hf.spec import HfSpec
 from assay.engines.scoring import (
     ScoreJob,
@@ -82,3 +86,85 @@ def test_a_device_that_is_not_there_is_named(model: Any) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(AssayError, match="'cuda'"):
             _on_device(model, HfSpec("m", device="cuda"))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, model: Any) -> Path:
+    """A checkpoint with a tokenizer of words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{i}": i for i in range(50)} | {"<unk>": 50}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def compared(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, report and all that is said by a comparison that is offered a `y`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "assay", "compare", f"hf:{folder}", f"hf:{folder}?dtype=float32", "--json", *options],
+        input="y\n" * 20, capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    return done.returncode, json.loads(done.stdout), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("where", ["model", "tokenizer"])
+def test_a_checkpoint_never_runs_code_of_its_own(tiny: Path, where: str) -> None:
+    ran = tiny / "ran"
+    (tiny / "own.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast\n"
+        "class Config(PretrainedConfig):\n    model_type = 'own'\n"
+        "class Model(PreTrainedModel):\n    config_class = Config\n"
+        "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    if where == "model":
+        change = {
+            "model_type": "own",
+            "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+        }
+        file = tiny / "config.json"
+    else:
+        change = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}
+        file = tiny / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    code, report, said = compared(tiny)
+    assert not ran.exists()
+    assert code == 2
+    (finding,) = report["findings"]
+    assert finding["id"] == "fidelity.code_refused"
+    assert "code of its own" in finding["title"]
+    assert "[y/N]" not in said
+
+
+class _Payload:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path.touch, (self.target,))
+
+
+def test_a_pickle_that_is_more_than_weights_is_refused(tiny: Path, model: Any) -> None:
+    (tiny / "model.safetensors").unlink()
+    ran = tiny / "ran"
+    torch.save(dict(model.state_dict()) | {"more": _Payload(ran)}, tiny / "pytorch_model.bin")
+    code, report, _ = compared(tiny)
+    assert not ran.exists()
+    assert (code, [f["id"] for f in report["findings"]]) == (2, ["fidelity.code_refused"])
+    assert "safetensors" in report["findings"][0]["remedies"][0]
+    torch.save(model.state_dict(), tiny / "pytorch_model.bin")
+    assert HfEngine.load(f"hf:{tiny}").describe()["model"] == tiny.name
+
+
+@pytest.mark.parametrize("bytes_", [b"", b"not a checkpoint", b"PK\x03\x04broken"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_damaged_weights_are_an_error_of_one_line(tiny: Path, name: str, bytes_: bytes) -> None:
+    (tiny / "model.safetensors").unlink()
+    (tiny / name).write_bytes(bytes_)
+    with pytest.raises(AssayError, match="cannot load the model") as caught:
+        HfEngine.load(f"hf:{tiny}")
+    assert "\n" not in caught.value.message

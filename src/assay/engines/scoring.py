@@ -148,7 +148,7 @@ class ScoreJob:
 
     Tokens `scored_from`… of every window are scored (at least 1: nothing comes before token 0). On the paths that
     read the cache the first `scored_from − 1` tokens are prefilled in one pass; the rest goes in blocks of `chunk`
-    tokens, or one by one. `batch` windows run together.
+    tokens, or one by one. `batch` windows run together; 0: as many as the engine finds room for.
     """
 
     path: ScoringPath = ScoringPath.PREFILL
@@ -158,9 +158,9 @@ class ScoreJob:
     hook: HookSpec | None = None
 
     def __post_init__(self) -> None:
-        for name in ("scored_from", "chunk", "batch"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("scored_from", 1), ("chunk", 1), ("batch", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 class Head:
@@ -405,7 +405,8 @@ class EngineHook(Protocol):
     """What a hook may do while a model of transformers scores. All methods are called in this order.
 
     A hook that needs to see a batch more than once (to capture, then to replace) sets `passes`; rows come from the
-    last pass.
+    last pass. A hook that can forget a batch that did not fit into memory, so that it may run again by halves, has
+    `discard()`.
     """
 
     passes: int

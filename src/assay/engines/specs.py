@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from assay.engines.base import require_local
+from assay.engines.hf.spec import require_packages
 from assay.engines.scoring import ScoringEngine, ScoringPath
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.server.scoring import IdScorer
@@ -57,6 +58,8 @@ def open_scorer(spec: str) -> ScoringEngine:
     """The scoring engine that `spec` names; UsageError for an unknown kind."""
     for prefix, target in SCORERS.items():
         if spec.startswith(prefix):
+            if prefix == "hf:":
+                require_packages(spec.partition("?")[0])
             module, _, name = target.partition(":")
             engine: ScoringEngine = getattr(import_module(module), name).load(spec)
             return engine

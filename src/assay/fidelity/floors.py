@@ -52,7 +52,7 @@ def measure_floors(
     """All floors that the engine can give, on the first windows."""
     some = windows[:FLOOR_WINDOWS]
     with progress("measuring floors", 3) as advance:
-        again = replace(job, batch=1 if job.batch > 1 else 2)
+        again = replace(job, batch=2 if job.batch == 1 else 1)
         own = _mean_kl(zip(reference.rows(some), engine.score_windows(some, again), strict=True))
         advance()
         storage = _mean_kl(
@@ -122,6 +122,9 @@ class RoundingNoise:
 
     def after_prefix(self, cache: Any) -> None:
         """Nothing to do."""
+
+    def discard(self) -> None:
+        """Nothing is kept of a batch."""
 
     def engagement(self) -> Engagement:
         """How often the noise was added."""

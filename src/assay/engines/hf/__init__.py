@@ -1,6 +1,11 @@
-"""transformers in this process: the trusted side of a comparison."""
+"""transformers in this process: the trusted side of a comparison.
 
-from assay.engines.hf.engine import HfEngine
-from assay.engines.hf.spec import HfSpec, parse_spec
+`engine.HfEngine` loads a model, writes and scores text; `scorer.HfScorer` scores windows with it; `spec` reads how it is
+written, without torch; `cache` is its KV cache.
+"""
 
-__all__ = ["HfEngine", "HfSpec", "parse_spec"]
+import os
+
+# Threads that wait for each other then sleep instead of spinning, which beside another program costs them its whole share
+# of a core. OpenMP reads it when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -1,4 +1,4 @@
-"""The KV cache of a model of transformers, in the type that its engine was asked for.
+"""The KV cache of a model of transformers, in the type that its engine was asked for, and an attention that reads it fast.
 
 Keys and values are rounded once, when they come, are held in the narrow type, and are cast back when attention reads
 them, with a scale of 1. Every token reads what the cache holds, itself and the tokens of its own block included: so do
@@ -9,88 +9,34 @@ from __future__ import annotations
 
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from assay.errors import AssayError
-
-if TYPE_CHECKING:
-    import torch
-
-
-# -----------------------------------------------------------------------------
-# The name under which a model of transformers takes its KV cache: `past_key_values`, from 5.24 on `cache`.
-
-
-def with_cache(model: Any, cache: Any) -> dict[str, Any]:
-    """Keyword arguments that hand `cache` to `model`; models that still take it under the old name get that."""
-    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
-    return {name: cache}
-
-
-# -----------------------------------------------------------------------------
-# Attention of one new token, for grouped heads, without copying keys and values for every query head.
-#
-# transformers repeats the KV heads before it calls torch whenever there is a mask, which a batch of unequal rows always
-# has. On a CPU that copy costs several times what the attention itself does. Here the query heads of a group share
-# their keys in one matrix product; for more than one query token it is torch's own kernel as before.
-
-NAME = "assay_grouped"
-
-
-def register() -> str:
-    """Make the implementation known to transformers; returns its name for `attn_implementation`."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(NAME, grouped_attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, sdpa_mask)
-    return NAME
-
-
-def grouped_attention(
-    module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Any, None]:
-    """Softmax(q kᵀ · scaling) v in the calling convention of transformers.
-
-    `query` (B, H, Q, D), `key` and `value` (B, G, T, D) with H a multiple of G; returns (B, Q, H, D).
-    """
-    import torch
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    batch, heads, new, width = query.shape
-    if new != 1:
-        output: tuple[Any, None] = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-        return output
-    groups = key.shape[1]
-    grouped = query.reshape(batch, groups, heads // groups, width)
-    scores = grouped @ key.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
-    if attention_mask is not None:
-        mask = attention_mask[..., : key.shape[2]]
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return (shares @ value).reshape(batch, 1, heads, width), None
-
-
-# -----------------------------------------------------------------------------
-# 8-bit floating point (Micikevicius et al., arXiv:2209.05433): rounding to nearest, saturating.
 
 Format = Literal["e4m3", "e5m2"]
 """`e4m3` (4 bits of exponent, up to 448, no infinities) or `e5m2` (up to 57,344)."""
 
+_KINDS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
+"""Layers whose whole state is keys and values."""
+
+
+def with_cache(model: Any, cache: Any) -> dict[str, Any]:
+    """Keyword arguments that hand `cache` to `model`, named `cache` from transformers 5.24 on, before `past_key_values`."""
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
+# 8-bit floating point (Micikevicius et al., arXiv:2209.05433): rounding to nearest, saturating.
+
 
 def fp8_dtype(form: Format) -> torch.dtype:
     """The type of torch that holds a format; `e4m3` is the one without infinities."""
-    import torch
-
     return {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[form]
 
 
@@ -101,8 +47,6 @@ def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     does NVIDIA's conversion with `__NV_SATFINITE`. Without the bound torch would make infinities of them in e5m2, and NaN
     or 448 in e4m3, as its release has it. Other types are a plain cast, as float16 is anywhere: 70,000 is infinite.
     """
-    import torch
-
     if dtype.itemsize > 1:
         return x.to(dtype)
     top = torch.finfo(dtype).max
@@ -114,18 +58,10 @@ def widen(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     8-bit floats on a CPU go through a table of their 256 values, which takes a quarter of the time of torch's cast.
     """
-    import torch
-
     if x.dtype.itemsize > 1 or x.device.type != "cpu":
         return x.to(dtype)
     table = torch.arange(256, dtype=torch.uint8).view(x.dtype).to(dtype)
     return table.index_select(0, x.view(torch.uint8).reshape(-1).int()).reshape(x.shape)
-
-
-# -----------------------------------------------------------------------------
-
-_KINDS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer"})
-"""Layers whose whole state is keys and values."""
 
 
 def set_cache_dtype(model: Any, name: str) -> None:
@@ -134,13 +70,9 @@ def set_cache_dtype(model: Any, name: str) -> None:
     It is noted on the model, which is all that hooks and tools have of an engine. AssayError for a model that keeps
     more than keys and values.
     """
-    import torch
-
     if name == "auto":
         model.assay_cache_dtype = None
         return
-    from transformers import DynamicCache
-
     kinds = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
     if other := sorted(kinds - _KINDS):
         raise AssayError(
@@ -164,8 +96,6 @@ def cache_dtype(model: Any) -> torch.dtype:
 
 def new_cache(model: Any) -> Any:
     """An empty `DynamicCache` for `model`."""
-    from transformers import DynamicCache
-
     held = DynamicCache(config=model.config)
     dtype = getattr(model, "assay_cache_dtype", None)
     if dtype is not None:
@@ -199,3 +129,49 @@ def token_bytes(model: Any) -> int | None:
     heads = getattr(config, "num_key_value_heads", None) or query_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // query_heads
     return int(2 * heads * width * config.num_hidden_layers * cache_dtype(model).itemsize)
+
+
+ATTENTION = "assay"
+"""`?attention=assay`: one new token reads the cache without a copy of keys and values for every query head.
+
+transformers' `sdpa` copies them where there is a mask or torch's kernel takes no groups, which on a CPU costs more than the
+attention itself. Here the query heads of a group share their keys in one matrix product, and the softmax is in float32; more
+than one new token is transformers' own `sdpa`. What it differs by and saves: benchmarks/results/hf_attention.md.
+"""
+
+
+def register_attention() -> str:
+    """Make `attention=assay` known to transformers; returns its name for `attn_implementation`."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION, one_token_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, sdpa_mask)
+    return ATTENTION
+
+
+def one_token_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Any, None]:
+    """Softmax(q kᵀ · scaling) v in the calling convention of transformers.
+
+    `query` (B, H, Q, D), `key` and `value` (B, G, T, D) with H a multiple of G; returns (B, Q, H, D).
+    """
+    batch, heads, new, width = query.shape
+    if new != 1:
+        output: tuple[Any, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return output
+    groups = key.shape[1]
+    grouped = query.reshape(batch, groups, heads // groups, width)
+    scores = grouped @ key.transpose(2, 3) * (width**-0.5 if scaling is None else scaling)
+    if attention_mask is not None:
+        mask = attention_mask[..., : key.shape[2]]
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    shares = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
+    return (shares @ value).reshape(batch, 1, heads, width), None

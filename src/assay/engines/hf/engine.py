@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partialmethod
 from pathlib import Path
+from pickle import UnpicklingError
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from assay.engines.base import (
     Capability,
@@ -21,52 +30,30 @@ from assay.engines.base import (
     require_local,
     setup_facts,
 )
-from assay.engines.hf.cache import cache_dtype, new_cache, set_cache_dtype, token_bytes, with_cache
-from assay.engines.hf.spec import HfSpec, missing_package, parse_spec, transform_weights, weight_bytes
+from assay.engines.hf.cache import (
+    ATTENTION,
+    cache_dtype,
+    new_cache,
+    register_attention,
+    set_cache_dtype,
+    token_bytes,
+    with_cache,
+)
+from assay.engines.hf.spec import HfSpec, parse_spec, transform_weights, weight_bytes
+from assay.engines.machine import Batches, choose_device, memory_error, out_of_memory, use_threads
 from assay.engines.tool_calls import read_calls
 from assay.errors import AssayError, UsageError
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-
-# -----------------------------------------------------------------------------
-# Which requests run together: rows of like length, within bounds on rows and on cached tokens.
-
 MAX_ROWS = 48
+"""Bound on the requests that run together."""
 MAX_CACHED_TOKENS = 32_768
 """Bound on rows × longest row of one batch, in tokens: what the KV cache of the batch may hold."""
-
-
-def plan_batches(
-    prompt_tokens: Sequence[int],
-    max_tokens: Sequence[int],
-    *,
-    max_rows: int = MAX_ROWS,
-    max_cached_tokens: int = MAX_CACHED_TOKENS,
-) -> Iterator[list[int]]:
-    """Indices of the requests of each batch, in an order that wastes little on padding.
-
-    Requests with equal limits and similar prompts run together. One that is too long for the bound runs alone.
-    """
-    order = sorted(range(len(prompt_tokens)), key=lambda i: (max_tokens[i], prompt_tokens[i]), reverse=True)
-    batch: list[int] = []
-    longest_prompt = longest_answer = 0
-    for index in order:
-        prompt = max(longest_prompt, prompt_tokens[index])
-        answer = max(longest_answer, max_tokens[index])
-        rows = len(batch) + 1
-        if batch and (rows > max_rows or rows * (prompt + answer) > max_cached_tokens):
-            yield batch
-            batch, prompt, answer = [], prompt_tokens[index], max_tokens[index]
-        batch.append(index)
-        longest_prompt, longest_answer = prompt, answer
-    if batch:
-        yield batch
-
-
-# -----------------------------------------------------------------------------
+PREFILL_CHUNK = 1024
+"""Prompt tokens of a row that one forward pass takes, so that activations stay small on long prompts."""
+_LOGITS_AT_ONCE = 2**25
+"""Bound on tokens × vocabulary of the logits in memory (128 MiB as float32)."""
+_HEAD = 512
+"""How many of the likeliest tokens are looked at first; a sharp distribution needs no full sort."""
 
 _PRESENT = (
     Capability.GENERATE,
@@ -95,44 +82,32 @@ class HfEngine:
 
     @classmethod
     def load(cls, spec: str | HfSpec) -> HfEngine:
-        """Load `hf:PATH?dtype=…`; AssayError where transformers is missing or cannot read the checkpoint."""
+        """Load `hf:PATH?dtype=…`; AssayError where transformers cannot read the checkpoint, or would run code of its own."""
         spec = parse_spec(spec) if isinstance(spec, str) else spec
-        try:
-            import torch
-            import transformers
-        except ImportError as error:
-            raise missing_package(f"hf:{spec.model}", error.name) from error
-        from assay.engines.hf.cache import register
-
         require_local(f"hf:{spec.model}", spec.model)
         spec.refuse_what_is_not_there()
-        transformers.utils.logging.disable_progress_bar()  # loading takes a second, its bar many lines of a log
-        dtype = "auto" if spec.dtype == "auto" else getattr(torch, spec.dtype)
+        use_threads(spec.threads)
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model)
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                spec.model,
-                dtype=dtype,
-                attn_implementation=spec.attention or register(),
-                output_loading_info=True,
-            )
-            _refuse_made_up(spec.model, sorted(loading["missing_keys"]))
-            set_cache_dtype(model, spec.kv_cache_dtype)
-            model = _on_device(model.eval(), spec)
-            size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
-        except ImportError as error:  # a quantised checkpoint needs its quantiser's library
-            raise AssayError(
-                f"cannot load the model {spec.model}: {str(error).strip().partition(chr(10))[0]}",
-                finding_id="fidelity.engine_missing",
-                remedy="install the library that the checkpoint names, or score it with vllm:",
-            ) from error
-        except (OSError, ValueError, KeyError, RuntimeError, AttributeError, TypeError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise AssayError(
-                f"cannot load the model {spec.model}: {reason}",
-                finding_id="fidelity.engine_load",
-                remedy="give the folder of a checkpoint that transformers can load: hf:PATH",
-            ) from error
+            with quiet():
+                tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, trust_remote_code=False)
+                model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+                    spec.model,
+                    dtype="auto" if spec.dtype == "auto" else getattr(torch, spec.dtype),
+                    attn_implementation=register_attention()
+                    if spec.attention == ATTENTION
+                    else spec.attention,
+                    output_loading_info=True,
+                    trust_remote_code=False,
+                    weights_only=True,
+                )
+                _refuse_made_up(spec.model, sorted(loading["missing_keys"]))
+                set_cache_dtype(model, spec.kv_cache_dtype)
+                model = _on_device(model.eval(), spec)
+                size = transform_weights(model, spec.weights) if spec.weights else weight_bytes(model)
+        except AssayError:
+            raise
+        except Exception as error:  # whatever a checkpoint of any kind makes transformers stumble over
+            raise _cannot_load(spec, error) from error
         return cls(spec, model, tokenizer, size)
 
     @property
@@ -161,14 +136,12 @@ class HfEngine:
 
     def describe(self) -> dict[str, Any]:
         """Engine, versions, model and number format."""
-        import torch
-        import transformers
-
         return {
             "engine": "hf",
             "model": Path(self.spec.model).name,
             "dtype": str(self._model.dtype).removeprefix("torch."),
-            "device": self.spec.device,
+            "device": str(self._model.device),
+            "threads": torch.get_num_threads(),
             "attention": self._model.config._attn_implementation,
             "weights": self.spec.weights or "as stored",
             "kv_cache_dtype": self._cache_name,
@@ -188,14 +161,24 @@ class HfEngine:
         self, requests: Sequence[Request], on_done: Callable[[], None] = lambda: None
     ) -> list[Reply]:
         """Answer all requests, in order; `on_done` is called once for each as its batch ends."""
-        rows: list[Row] = [self._row(request) for request in requests]
-        limits = [row.max_tokens for row in rows]
+        prompts = [self._prompt_ids(request) for request in requests]
+        replies: dict[int, Reply] = {}
+
+        def answer(part: Sequence[int]) -> list[Row]:
+            rows = [self._row(prompts[i], requests[i]) for i in part]
+            decode_batch(self._model, rows, self._pad_id)
+            return rows
+
+        def too_large(index: int) -> AssayError:
+            return memory_error(f"a prompt of {len(prompts[index]):,} tokens", self._model.device)
+
         with self._lock:
-            for batch in plan_batches([len(row.prompt) for row in rows], limits):
-                decode_batch(self._model, [rows[i] for i in batch], self._pad_id)
-                for _ in batch:
+            limits = [request.max_tokens for request in requests]
+            for batch in plan_batches([len(prompt) for prompt in prompts], limits):
+                for index, row in Batches(len(batch)).run(batch, answer, too_large):
+                    replies[index] = self._reply(row, requests[index])
                     on_done()
-        return [self._reply(row, request) for row, request in zip(rows, requests, strict=True)]
+        return [replies[index] for index in range(len(requests))]
 
     def stream(self, request: Request, on_text: OnText | None = None) -> Reply:
         """Always refused: this engine does not stream."""
@@ -209,7 +192,12 @@ class HfEngine:
         if not ids:
             raise UsageError("an empty text has no tokens to score")
         with self._lock:
-            logprobs = token_logprobs(self._model, ids)
+            one = Batches(1).run(
+                [ids],
+                lambda rows: [token_logprobs(self._model, row) for row in rows],
+                lambda row: memory_error(f"a text of {len(row):,} tokens", self._model.device),
+            )
+            logprobs = next(one)[1]
         return TokenScores(logprobs, len(ids), len(text.encode()) if text is not None else None, ids)
 
     def tokenize(self, text: str) -> tuple[int, ...]:
@@ -239,11 +227,9 @@ class HfEngine:
         pad = self._tokenizer.pad_token_id
         return int(pad) if pad is not None else min(self._eos, default=0)
 
-    def _row(self, request: Request) -> Any:
-        import numpy as np
-
+    def _row(self, prompt: tuple[int, ...], request: Request) -> Row:
         return Row(
-            prompt=self._prompt_ids(request),
+            prompt=prompt,
             max_tokens=request.max_tokens,
             temperature=request.temperature,
             top_p=request.top_p,
@@ -280,7 +266,7 @@ class HfEngine:
             self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _reply(self, row: Any, request: Request) -> Reply:
+    def _reply(self, row: Row, request: Request) -> Reply:
         text = self._text(row.tokens)
         cuts = [text.index(word) for word in request.stop if word in text]
         content = text[: min(cuts)] if cuts else text
@@ -316,17 +302,62 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars, log lines and warnings of transformers, its converters, accelerate and the hub's client.
+
+    Bars of all of them are tqdm's. transformers stays at its errors afterwards: a warning while a model scores would break
+    assay's own progress.
+    """
+    transformers.utils.logging.set_verbosity_error()
+    inner = tqdm.__init__
+    tqdm.__init__ = partialmethod(inner, disable=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        tqdm.__init__ = inner
+
+
 def _on_device(model: Any, spec: HfSpec) -> Any:
     """`model` on the device of `spec`; AssayError where this torch has none of that name, or it is full."""
+    device = choose_device(spec.device)
     try:
-        return model.to(spec.device)
+        return model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
-        reason = str(error).strip().partition("\n")[0]
         raise AssayError(
-            f"cannot put the model {spec.model} on the device {spec.device!r}: {reason}",
-            finding_id="fidelity.engine_load",
+            f"cannot put the model {spec.model} on the device {device!r}: {_first_line(error)}",
+            finding_id="fidelity.out_of_memory" if out_of_memory(error) else "fidelity.engine_load",
             remedy="name a device that is there and has room: ?device=cpu",
         ) from error
+
+
+def _cannot_load(spec: HfSpec, error: Exception) -> AssayError:
+    """The error for a checkpoint that transformers cannot load, or that would have to run code of its own."""
+    reason, finding = _first_line(error), "fidelity.engine_load"
+    remedy = "give the folder of a checkpoint that transformers can load: hf:PATH"
+    if out_of_memory(error):
+        return memory_error(
+            f"the weights of {spec.model}", choose_device(spec.device), "give a smaller type: ?dtype=bfloat16"
+        )
+    if isinstance(error, UnpicklingError):
+        reason = "a pickle file of it needs more than weights or is damaged, and assay runs no code of a checkpoint"
+        finding, remedy = "fidelity.code_refused", "convert it to safetensors where you trust it"
+    elif "trust_remote_code" in str(error):
+        reason = "it comes with code of its own (auto_map), which assay never runs"
+        finding = "fidelity.code_refused"
+        remedy = "leave auto_map out where transformers knows the architecture, or compare a server that you trust with it"
+    elif isinstance(error, ImportError):  # a quantised checkpoint needs its quantiser's library
+        finding, remedy = (
+            "fidelity.engine_missing",
+            "install the library that the checkpoint names, or score it with vllm:",
+        )
+    return AssayError(f"cannot load the model {spec.model}: {reason}", finding_id=finding, remedy=remedy)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def _refuse_made_up(model: str, missing: list[str]) -> None:
@@ -347,14 +378,35 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in ids if i is not None)
 
 
-# -----------------------------------------------------------------------------
-# Draw the next token of every row of a batch, each row with its own temperature, top_p and random numbers.
-#
-# A row draws from its own generator, so its text does not depend on which other rows share the batch (up to the
-# rounding of the logits themselves).
+# Generation. A row draws from its own generator, so its text does not depend on which other rows share the batch (up to
+# the rounding of the logits themselves).
 
-_HEAD = 512
-"""How many of the likeliest tokens are looked at first; a sharp distribution needs no full sort."""
+
+def plan_batches(
+    prompt_tokens: Sequence[int],
+    max_tokens: Sequence[int],
+    *,
+    max_rows: int = MAX_ROWS,
+    max_cached_tokens: int = MAX_CACHED_TOKENS,
+) -> Iterator[list[int]]:
+    """Indices of the requests of each batch, in an order that wastes little on padding.
+
+    Requests with equal limits and similar prompts run together. One that is too long for the bound runs alone.
+    """
+    order = sorted(range(len(prompt_tokens)), key=lambda i: (max_tokens[i], prompt_tokens[i]), reverse=True)
+    batch: list[int] = []
+    longest_prompt = longest_answer = 0
+    for index in order:
+        prompt = max(longest_prompt, prompt_tokens[index])
+        answer = max(longest_answer, max_tokens[index])
+        rows = len(batch) + 1
+        if batch and (rows > max_rows or rows * (prompt + answer) > max_cached_tokens):
+            yield batch
+            batch, prompt, answer = [], prompt_tokens[index], max_tokens[index]
+        batch.append(index)
+        longest_prompt, longest_answer = prompt, answer
+    if batch:
+        yield batch
 
 
 def draw_tokens(
@@ -367,8 +419,6 @@ def draw_tokens(
     likeliest tokens whose probabilities at that temperature sum to at least top_p (Holtzman et al., 2020). A row
     whose logits hold a NaN gives token 0, as sampling from nothing does in the engines of the field.
     """
-    import torch
-
     logits = logits.float()
     dead = logits.isnan().any(dim=-1)
     tokens = logits.argmax(dim=-1)
@@ -383,8 +433,6 @@ def draw_tokens(
 
 def _draw_nucleus(probs: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """`draw_tokens` for rows of probabilities (B, V) that sum to 1."""
-    import torch
-
     tokens = torch.empty(len(probs), dtype=torch.long, device=probs.device)
     open_rows = torch.arange(len(probs), device=probs.device)
     size = min(_HEAD, probs.shape[-1])
@@ -404,13 +452,6 @@ def _draw_nucleus(probs: torch.Tensor, top_p: torch.Tensor, uniform: torch.Tenso
         open_rows = open_rows[~done]
         size = probs.shape[-1] if size >= 8 * _HEAD else min(8 * size, probs.shape[-1])
     return tokens
-
-
-# -----------------------------------------------------------------------------
-# Generate for a batch of prompts with a causal language model of transformers.
-
-PREFILL_CHUNK = 1024
-"""Prompt tokens of a row that one forward pass takes, so that activations stay small on long prompts."""
 
 
 @dataclass
@@ -442,8 +483,6 @@ class Row:
 
 def decode_batch(model: Any, rows: Sequence[Row], pad_id: int) -> None:
     """Run all rows to their end. Prompts are padded on the left; finished rows leave the batch as it goes on."""
-    import torch
-
     device = next(model.parameters()).device
     width = max(len(row.prompt) for row in rows)
     ids = torch.tensor([[pad_id] * (width - len(r.prompt)) + list(r.prompt) for r in rows], device=device)
@@ -493,8 +532,6 @@ def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> t
 
 
 def _next_tokens(logits: torch.Tensor, live: Sequence[Row]) -> torch.Tensor:
-    import torch
-
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)
 
@@ -506,17 +543,8 @@ def _next_tokens(logits: torch.Tensor, live: Sequence[Row]) -> torch.Tensor:
     )
 
 
-# -----------------------------------------------------------------------------
-# Score given tokens in one pass, with the logits of a few tokens at a time.
-
-_LOGITS_AT_ONCE = 2**25
-"""Bound on tokens × vocabulary of the logits in memory (128 MiB as float32)."""
-
-
 def token_logprobs(model: Any, ids: tuple[int, ...]) -> tuple[float | None, ...]:
     """Natural log-probability of each token given those before it, in float32; None for the first."""
-    import torch
-
     device = next(model.parameters()).device
     tokens = torch.tensor([ids], device=device)
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from assay.engines.base import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import document_start, tokenizer_facts
+from assay.engines.machine import Batches, free_memory, memory_error, out_of_memory
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -29,50 +33,85 @@ from assay.engines.scoring import (
 )
 from assay.errors import AssayError
 
-if TYPE_CHECKING:
-    import torch
+_SHARE = 0.7
+"""Of the free memory that a batch may take: the rest is for the logits of its rows, and for what the formula leaves out."""
+_TOKENS_AT_ONCE = {"cpu": 4_096, "cuda": 65_536}
+_WINDOWS_AT_ONCE = {"cpu": 16, "cuda": 64}
+"""Beyond these more tokens of a prefill, and more windows that are decoded, make nothing faster."""
 
 
-# -----------------------------------------------------------------------------
-# Final states of token windows from a causal model of transformers, by any scoring path.
+def choose_batch(model: Any, length: int, job: ScoreJob, *, hooked: bool = False) -> int:
+    """How many windows of `length` tokens run together: all that 70 % of the free memory holds, or that make it faster.
+
+    With T tokens in the cache, S in the largest block that goes through at once, d the width of the model, f that of its
+    feed-forward layers, H heads of width w and b bytes a number, a window takes
+
+        the cache          T · (bytes of a token in all layers); with a hook twice more in float32, which it may hold
+        one layer at work  S · (6 d + 3 f + 2 H w) · b
+        eager attention    H · S · T · (b + 4), only where it is asked for
+        final states       2 · T · d · b: blocks of them and the whole
+
+    bytes. The prefill path keeps no cache (T = S) unless a hook reads one.
+    """
+    config, size = model.config.get_text_config(), model.dtype.itemsize
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    prefill = job.path is ScoringPath.PREFILL
+    block = length if prefill else max(job.scored_from, job.chunk if job.path is ScoringPath.CHUNKED else 1)
+    token = (token_bytes(model) or 0) if hooked or not prefill else 0
+    cache = length * token * (1 + (8 // size if hooked else 0))
+    work = block * (6 * width + 3 * inner + 2 * heads * head_dim) * size
+    if config._attn_implementation == "eager":
+        work += heads * block * length * (size + 4)
+    window = cache + work + 2 * length * width * size
+    kind = "cuda" if model.device.type == "cuda" else "cpu"
+    enough = _TOKENS_AT_ONCE[kind] // length if prefill else _WINDOWS_AT_ONCE[kind]
+    room = int(_SHARE * free_memory(model.device)) // int(window)
+    return max(1, min(enough, room))
 
 
 def window_states(
-    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
+    model: Any,
+    windows: Sequence[Window],
+    job: ScoreJob,
+    hook: EngineHook | None,
+    batches: Batches | None = None,
 ) -> Iterator[tuple[Window, torch.Tensor]]:
     """Yield (window, states [length − scored_from, d]) in order; row i predicts token `scored_from + i`.
 
-    A batch that does not fit into memory is halved and tried again; AssayError where one window does not fit, and
-    where windows are longer than the positions that the model has.
+    A batch that does not fit into memory is halved and tried again. AssayError where one window does not fit, where a hook
+    cannot forget what it has seen of a batch that failed, and where windows are longer than the positions that the model has.
     """
     _check_positions(model, windows)
-    batch, done = job.batch, 0
-    while done < len(windows):
-        part = windows[done : done + batch]
+    if not windows:
+        return
+    length = len(windows[0].tokens)
+
+    def states_of(part: Sequence[Window]) -> torch.Tensor:
         try:
-            states = _batch_states(model, part, job, hook)
-        except RuntimeError as error:
-            if not _out_of_memory(error):
-                raise
-            if len(part) == 1:
-                raise AssayError(
-                    f"out of memory with a single window of {len(part[0].tokens):,} tokens on {model.device}",
-                    finding_id="fidelity.out_of_memory",
-                    remedy="give a smaller --length, a smaller type (?dtype=bfloat16) or another device",
-                ) from error
-            batch = max(1, len(part) // 2)
-            _give_back(model)
-            continue
-        yield from zip(part, states, strict=True)
-        done += len(part)
+            return _batch_states(model, part, job, hook)
+        except (MemoryError, RuntimeError) as error:
+            if out_of_memory(error) and hook and len(part) > 1:
+                if not hasattr(hook, "discard"):
+                    raise memory_error(
+                        f"{len(part)} windows of {length:,} tokens", model.device, "give a smaller --batch"
+                    ) from error
+                hook.discard()
+            raise
+
+    def too_large(window: Window) -> AssayError:
+        return memory_error(f"a single window of {length:,} tokens", model.device)
+
+    batches = batches or Batches(job.batch or choose_batch(model, length, job, hooked=hook is not None))
+    yield from batches.run(windows, states_of, too_large)
 
 
 def _batch_states(
     model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
 ) -> torch.Tensor:
     """States [B, length − scored_from, d] of one batch."""
-    import torch
-
     ids = torch.tensor([w.tokens for w in windows], dtype=torch.long, device=model.device)
     states = None
     with torch.inference_mode():
@@ -99,8 +138,6 @@ def _through_cache(
     model: Any, ids: torch.Tensor, job: ScoreJob, hook: EngineHook | None, cache: Any | None
 ) -> torch.Tensor:
     """Prefill the prefix, then feed the rest by blocks (or one by one), each reading the cache."""
-    import torch
-
     if cache is None:
         cache = new_cache(model)
     prefix, last = job.scored_from - 1, ids.shape[1] - 1  # the last token predicts nothing that is scored
@@ -125,23 +162,6 @@ def _check_positions(model: Any, windows: Sequence[Window]) -> None:
             finding_id="fidelity.window_too_long",
             remedy=f"give --length {limit} or less",
         )
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def _give_back(model: Any) -> None:
-    import torch
-
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-# -----------------------------------------------------------------------------
-# The output head of a causal model of transformers, checked against the model's own logits.
 
 
 def output_head(model: Any) -> Head:
@@ -173,8 +193,6 @@ def output_head(model: Any) -> Head:
 
 def _check(model: Any, head: Head) -> None:
     """Compare the head with the model's own logits on a few tokens."""
-    import torch
-
     ids = torch.arange(1, 9, device=model.device).unsqueeze(0)
     with torch.inference_mode():
         states = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
@@ -192,16 +210,10 @@ def _check(model: Any, head: Head) -> None:
         )
 
 
-# -----------------------------------------------------------------------------
-# Greedy continuations by a causal model of transformers.
-
-
 def greedy_steps(
     model: Any, head: Head, prefixes: Sequence[tuple[int, ...]], count: int
 ) -> list[list[GreedyStep]]:
     """`count` tokens after each of the equally long prefixes, all in one batch, token by token through the cache."""
-    import torch
-
     ids = torch.tensor(prefixes, dtype=torch.long, device=model.device)
     base, cache = model.base_model, new_cache(model)
     steps: list[list[GreedyStep]] = []
@@ -213,15 +225,13 @@ def greedy_steps(
     return [list(row) for row in zip(*steps, strict=True)]
 
 
-# -----------------------------------------------------------------------------
-
-
 class HfScorer:
     """Scores windows with a model of transformers in this process."""
 
     def __init__(self, engine: HfEngine) -> None:
         self.engine = engine
         self._engagement = Engagement()
+        self._batches: Batches | None = None
 
     @classmethod
     def load(cls, spec: str) -> HfScorer:
@@ -246,8 +256,8 @@ class HfScorer:
         return output_head(self.engine.model)
 
     def describe(self) -> dict[str, Any]:
-        """Engine, versions, model and number formats."""
-        return self.engine.describe()
+        """Engine, versions, model and number formats; after scoring, how many windows ran together."""
+        return self.engine.describe() | ({"batch": self._batches.note()} if self._batches else {})
 
     def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
         """The rows of every window, in order; the hook of the job is in place while the iterator lives."""
@@ -257,19 +267,31 @@ class HfScorer:
         self, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
     ) -> Iterator[WindowRows]:
         """As `score_windows`, with a hook that is an object already."""
-        check_windows(windows, job)
+        length = check_windows(windows, job)
         self.engine.spec.refuse_path(job.path)
-        with hook.attach(self.engine.model) if hook else nullcontext():
-            for window, states in window_states(self.engine.model, windows, job, hook):
+        model = self.engine.model
+        size = job.batch or choose_batch(model, length, job, hooked=hook is not None)
+        # What did not fit once does not fit the next time, and both sides of a comparison should run alike.
+        self._batches = batches = self._batches.again(size) if self._batches else Batches(size)
+        with hook.attach(model) if hook else nullcontext():
+            for window, states in window_states(model, windows, job, hook, batches):
                 yield StateRows(window, job.scored_from, states, self.head)
         # The hook knows all it did only when it has been taken off.
-        self._engagement = (
-            hook.engagement() if hook else Engagement(bytes_read=_bytes_read(self.engine.model, windows, job))
-        )
+        found = hook.engagement() if hook else Engagement(bytes_read=_bytes_read(model, windows, job))
+        notes = {"batch": batches.note()} if batches.halved else {}
+        self._engagement = replace(found, notes={**found.notes, **notes})
 
     def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each of the equally long prefixes."""
-        return greedy_steps(self.engine.model, self.head, prefixes, count)
+        model = self.engine.model
+
+        def too_large(prefix: tuple[int, ...]) -> AssayError:
+            return memory_error(f"a prefix of {len(prefix):,} tokens", model.device)
+
+        found = Batches(len(prefixes)).run(
+            prefixes, lambda part: greedy_steps(model, self.head, part, count), too_large
+        )
+        return [steps for _, steps in found]
 
     def sampler(self) -> tuple[Engine, tuple[int, ...]]:
         """The model, and what separates documents for it: its start token, or the end-of-text token."""

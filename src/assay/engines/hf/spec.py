@@ -29,13 +29,16 @@ class HfSpec:
 
     model: str
     dtype: str = "auto"
-    device: str = "cpu"
-    attention: str = ""
-    """`eager`, `sdpa`, …; empty: assay's own, the same as `sdpa` but for one new token."""
+    device: str = "auto"
+    """`auto` is the GPU where torch finds one, else the CPU."""
+    attention: str = "sdpa"
+    """`sdpa`, `eager`, … of transformers; `assay` is its own product for one new token (see `hf.cache`)."""
     weights: str = ""
     """A transformation of the weights after loading, such as `polar(bits=4)`; empty: as stored."""
     kv_cache_dtype: str = "auto"
     """What the KV cache holds its keys and values in."""
+    threads: int = 0
+    """Threads of torch; 0: as many as there are free cores."""
 
     def refuse_path(self, path: ScoringPath) -> None:
         """AssayError where the scoring path does not read what `kv_cache_dtype` changes."""
@@ -64,7 +67,7 @@ class HfSpec:
         )
 
     def _require_device(self) -> None:
-        if self.device == "cpu":
+        if self.device in ("auto", "cpu"):
             return
         import torch
 
@@ -90,7 +93,7 @@ class HfSpec:
 
 def parse_spec(spec: str) -> HfSpec:
     """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
-    options: dict[str, str] = {field.name: str(field.default) for field in fields(HfSpec)[1:]}
+    options: dict[str, Any] = {field.name: field.default for field in fields(HfSpec)[1:]}
     model, given = read_options(
         spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32"
     )
@@ -104,10 +107,16 @@ def parse_spec(spec: str) -> HfSpec:
             )
     if options["kv_cache_dtype"] == "fp8":
         options["kv_cache_dtype"] = "fp8_e4m3"
+    if not str(options["threads"]).isdecimal():
+        raise UsageError(
+            f"{spec!r}: threads={options['threads']} is not a whole number",
+            remedy="leave it out, or write 1 or more",
+            finding_id="fidelity.usage",
+        )
+    options["threads"] = int(options["threads"])
     return HfSpec(model=model, **options)
 
 
-# -----------------------------------------------------------------------------
 # Facts of a tokenizer of transformers, the same for every engine that has one.
 
 
@@ -145,29 +154,20 @@ def document_start(tokenizer: Any) -> int:
     )
 
 
-# -----------------------------------------------------------------------------
 # The packages of the extra `hf`, asked for before anything costly is done.
-
-PACKAGES = ("torch", "transformers")
 
 
 def require_packages(what: str) -> None:
     """Raise AssayError where torch or transformers is not installed; imports neither. `what` needs them."""
-    for name in PACKAGES:
+    for name in ("torch", "transformers"):
         if find_spec(name) is None:
-            raise missing_package(what, name)
+            raise AssayError(
+                f"{what} needs {name}, which is not installed",
+                finding_id="fidelity.engine_missing",
+                remedy="install assay with its extra hf: pip install '.[hf]' in its checkout",
+            )
 
 
-def missing_package(what: str, name: str | None) -> AssayError:
-    """The error for a package that is not installed."""
-    return AssayError(
-        f"{what} needs {name}, which is not installed",
-        finding_id="fidelity.engine_missing",
-        remedy="install assay with its extra hf: pip install '.[hf]' in its checkout",
-    )
-
-
-# -----------------------------------------------------------------------------
 # Weights changed after loading: what a quantisation would make of them, as `?weights=NAME(option=value)`.
 
 # name: `module:function(model, **options) -> int`, which changes the linear layers of a loaded model in place and

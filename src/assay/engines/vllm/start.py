@@ -97,6 +97,7 @@ _FIXED: Mapping[str, str] = {
     "logits_processors": "assay forces the window's tokens by its own",
     "worker_extension_cls": "assay reads states by its own",
     "compilation_config": "write enforce_eager=false as an option",
+    "trust_remote_code": "assay runs no code of a checkpoint",
 }
 """Arguments of `vllm.LLM` that are not the caller's to choose, and why."""
 
@@ -246,6 +247,7 @@ def start_llm(spec: VllmSpec) -> Any:
             "gpu_memory_utilization": spec.gpu_memory_utilization,
             "enforce_eager": spec.enforce_eager,
             "seed": spec.seed,
+            "trust_remote_code": False,
             "enable_prefix_caching": False,
             "enable_chunked_prefill": True,
             "async_scheduling": False,
@@ -304,7 +306,7 @@ def _context(spec: VllmSpec) -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(spec.model).get_text_config()
+        config = AutoConfig.from_pretrained(spec.model, trust_remote_code=False).get_text_config()
     except (OSError, ValueError, KeyError):  # vLLM knows more models, and says what is wrong with others
         return spec.max_model_len
     return min(spec.max_model_len, getattr(config, "max_position_embeddings", None) or spec.max_model_len)

@@ -111,6 +111,7 @@ class CodecHook:
         self._measured_to = 0
         self._fires: dict[int, int] = {}
         self._bytes_read = 0
+        self._before: tuple[dict[int, int], int] = ({}, 0)
         self._model: Any = None
         self._shape: CacheShape | None = None
         self._rotary: Rotary | None = None
@@ -136,6 +137,7 @@ class CodecHook:
         if index == 0:
             self._measure()
             self._tracks.clear()
+            self._before = dict(self._fires), self._bytes_read
         self._armed = self.mode is Mode.INFORWARD or (self.mode is Mode.SNAPSHOT and index == 1)
         self._cache = observed_cache(self._model, self._on_update)
         return self._cache
@@ -149,6 +151,12 @@ class CodecHook:
             if layer.is_initialized:
                 self._code_ready(index, layer, layer.assay_position)
             self._forget(index - 1)
+
+    def discard(self) -> None:
+        """Forget the batch that runs: it did not fit into memory, and comes again by halves."""
+        self._tracks.clear()
+        self._cache = None
+        self._fires, self._bytes_read = self._before
 
     def engagement(self) -> Engagement:
         """Calls of coders by layer, and bytes of replaced cache that later tokens read."""

@@ -223,7 +223,7 @@ def shape_of(model: str) -> CacheShape:
 
     path = parse_spec(model).model
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:

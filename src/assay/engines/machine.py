@@ -1,0 +1,236 @@
+"""What this machine has free for an engine: cores, memory, a GPU; and what to do where memory runs out."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from assay.errors import AssayError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_ROOT = Path("/")
+_SAMPLE_SECONDS = 0.25
+_UNKNOWN_MEMORY = 4 << 30
+"""Bytes that are taken to be free where the system does not say."""
+
+
+# Cores.
+
+
+@cache
+def choose_threads() -> int:
+    """How many threads torch should use: `OMP_NUM_THREADS` where it is set, else the cores that are free now.
+
+    Free cores are the least of: the physical cores that this process may run on (its affinity), the CPU quota of its
+    cgroup, and those that other programs leave idle over a quarter of a second. The load average stands in where the
+    system does not count idle time; it lags by a minute and also counts what this process did itself. One thread too many
+    costs far more than one too few: at the end of every operation all threads wait for the one that shares its core.
+
+    The choice is made once a process, so that both sides of a comparison add their numbers in the same order.
+    """
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if asked.isdecimal() and int(asked) > 0:
+        return int(asked)
+    cpus = _allowed_cpus()
+    before = _busy_seconds(cpus)
+    if before is not None:
+        time.sleep(_SAMPLE_SECONDS)
+        after = _busy_seconds(cpus)
+        busy = (after - before) / _SAMPLE_SECONDS if after is not None else 0.0
+    else:
+        busy = os.getloadavg()[0]
+    cores = min(float(len({_core_of(cpu) for cpu in cpus})), len(cpus) - busy, _cpu_quota())
+    return max(1, round(cores))
+
+
+def use_threads(wanted: int = 0) -> int:
+    """Have torch use `wanted` threads, or as many as `choose_threads` says; returns their number."""
+    import torch
+
+    threads = wanted or choose_threads()
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _allowed_cpus() -> frozenset[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def _core_of(cpu: int) -> str:
+    """What tells a physical core from others: the CPUs that share it."""
+    return _read(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
+
+
+def _busy_seconds(cpus: frozenset[int]) -> float | None:
+    """Seconds since the start of the system in which `cpus` were not idle, own time left out; None where nobody counts."""
+    total, seen = 0.0, False
+    for line in _read("proc/stat").splitlines():
+        name, *columns = line.split()
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in cpus and len(columns) >= 8:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, columns[:8])
+            total += user + nice + system + irq + softirq + steal
+            seen = True
+    return total / os.sysconf("SC_CLK_TCK") - time.process_time() if seen else None
+
+
+def _cpu_quota() -> float:
+    """Cores that the cgroup of this process, or one above it, may use; infinite without a limit."""
+    quotas = [float("inf")]
+    for text in _cgroup("cpu", "cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdecimal():
+            quotas.append(int(quota) / int(period or 100_000))
+    for quota, period in zip(
+        _cgroup("cpu", "cpu.cfs_quota_us", 1), _cgroup("cpu", "cpu.cfs_period_us", 1), strict=False
+    ):
+        if int(quota) > 0:
+            quotas.append(int(quota) / int(period))
+    return min(quotas)
+
+
+def _cgroup(controller: str, name: str, version: int = 2) -> Iterator[str]:
+    """A control file of this process's cgroup and of those above it, as far as they can be read."""
+    for line in _read("proc/self/cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        if version == 2 and not names:
+            base = Path("sys/fs/cgroup")
+        elif version == 1 and controller in names.split(","):
+            base = Path("sys/fs/cgroup") / controller
+        else:
+            continue
+        own = Path(path.strip("/"))
+        # A container may see its own group as the root of the tree while its path names it from outside.
+        for folder in (own, *own.parents):
+            if text := _read(str(base / folder / name)):
+                yield text
+
+
+def _read(path: str) -> str:
+    try:
+        return (_ROOT / path).read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+# Devices and memory.
+
+
+def choose_device(asked: str = "auto") -> str:
+    """The device of that name; for `auto` the GPU where torch finds one, else the CPU."""
+    if asked != "auto":
+        return asked
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_memory(device: Any = "cpu") -> int:
+    """Bytes that a computation on `device` (a torch.device or its name) can still take.
+
+    A GPU: what its driver calls free, and what torch's allocator holds without using it. A CPU: the memory that the
+    system calls available, within the limits of the cgroups; cached files count as free.
+    """
+    if str(device).startswith("cuda"):
+        import torch
+
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + held
+    available = [
+        1024 * int(line.split()[1])
+        for line in _read("proc/meminfo").splitlines()
+        if line.startswith("MemAvailable:")
+    ]
+    for version, limit, usage, cached in (
+        (2, "memory.max", "memory.current", "inactive_file"),
+        (1, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        files = (_cgroup("memory", name, version) for name in (limit, usage, "memory.stat"))
+        for most, used, statistics in zip(*files, strict=False):
+            if most.isdecimal():
+                facts = dict(line.split()[:2] for line in statistics.splitlines())
+                available.append(max(0, int(most) - int(used) + int(facts.get(cached, 0))))
+    return min(available, default=_UNKNOWN_MEMORY)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, numpy, torch or a library of NVIDIA says that memory ran out."""
+    if isinstance(error, MemoryError):
+        return True
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(error, torch.OutOfMemoryError):
+        return True
+    said = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in said
+        for words in ("can't allocate memory", "not enough memory", "out of memory", "STATUS_ALLOC_FAILED")
+    )
+
+
+def memory_error(what: str, device: Any, remedy: str = "") -> AssayError:
+    """The error for `what` that does not fit into memory even by itself."""
+    return AssayError(
+        f"out of memory with {what} on {device}",
+        finding_id="fidelity.out_of_memory",
+        remedy=remedy
+        or "give a smaller --length, a smaller type (?dtype=bfloat16) or another device (?device=cpu)",
+    )
+
+
+class Batches:
+    """Runs items side by side, `size` at once; where memory runs out, half as many, and so on from there."""
+
+    def __init__(self, size: int, most: int | None = None) -> None:
+        """`size` is what is wanted, `most` what has been found to fit at most."""
+        self.asked = size
+        self.size = min(size, most or size)
+        self.halved = 0
+        self._most = most
+
+    def again(self, size: int) -> Batches:
+        """For more of the same items: not more at once than has been found to fit."""
+        return Batches(size, self.size if self.halved else self._most)
+
+    def run(
+        self,
+        items: Sequence[Item],
+        work: Callable[[Sequence[Item]], Sequence[Result]],
+        too_large: Callable[[Item], AssayError],
+    ) -> Iterator[tuple[Item, Result]]:
+        """Each item with its result, in order; `too_large` makes the error for an item that does not fit alone."""
+        done = 0
+        while done < len(items):
+            part, found = items[done : done + self.size], None
+            try:
+                found = work(part)
+            except (MemoryError, RuntimeError) as error:
+                if not out_of_memory(error):
+                    raise
+                if len(part) == 1:
+                    raise too_large(part[0]) from error
+            if found is None:  # the error is gone by now, and with it what its frames held
+                self.size, self.halved = len(part) // 2, self.halved + 1
+                _give_back()
+                continue
+            yield from zip(part, found, strict=True)
+            done += len(part)
+
+    def note(self) -> dict[str, int]:
+        """How many ran together, and how many were to where memory was too small for them, for the record."""
+        return {"windows": self.size} | ({"asked": self.asked} if self.size < self.asked else {})
+
+
+def _give_back() -> None:
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
