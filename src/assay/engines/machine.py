@@ -144,7 +144,7 @@ def free_memory(device: Any = "cpu") -> int:
         import torch
 
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + held
+        return int(torch.cuda.mem_get_info(device)[0] + held)
     available = [
         1024 * int(line.split()[1])
         for line in _read("proc/meminfo").splitlines()
