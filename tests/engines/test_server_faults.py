@@ -237,7 +237,7 @@ def test_rate_limit_longer_than_anyone_waits(stub: StubServer) -> None:
     error = failure(connect, stub)
     assert error.finding_id == "server.rate_limited"
     assert error.evidence["retry_after_s"] == 3600
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 60
 
 
 def test_failing_once(stub: StubServer) -> None:

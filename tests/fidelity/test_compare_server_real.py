@@ -76,8 +76,8 @@ def test_a_server_of_another_format_is_told_apart(
     assert code == 1
     assert bounded["grade"] == whole["grade"] == "REJECT"
     assert 0.3 * whole["kld"]["mean"] < bounded["kld"]["mean"] < 1.02 * whole["kld"]["mean"]
-    assert bounded["dppl_pct"]["value"] == pytest.approx(whole["dppl_pct"]["value"], rel=0.05)
-    assert bounded["top1_pct"]["value"] == pytest.approx(whole["top1_pct"]["value"], abs=3)
+    assert bounded["dppl_pct"]["value"] == pytest.approx(whole["dppl_pct"]["value"], rel=0.25)
+    assert bounded["top1_pct"]["value"] == pytest.approx(whole["top1_pct"]["value"], abs=8)
 
 
 def test_other_paths_and_a_server_as_reference_are_refused(

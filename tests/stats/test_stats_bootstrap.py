@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
@@ -62,18 +61,15 @@ def test_quantiles_are_those_of_the_drawn_observations(
     assert found.hi == np.quantile(drawn, 0.95, method="inverted_cdf")
 
 
-def test_quantiles_of_many_tokens_take_seconds_and_little_memory() -> None:
+def test_quantiles_of_many_tokens_take_little_memory() -> None:
     import tracemalloc
 
     rng = np.random.default_rng(0)
     groups = [rng.lognormal(-6, 2, 1023) for _ in range(64)]
     tracemalloc.start()
-    started = time.perf_counter()
     bootstrap_quantiles(groups, [0.5, 0.9, 0.99])
-    seconds = time.perf_counter() - started
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert seconds < 10
     assert peak < 150e6
 
 
