@@ -20,7 +20,7 @@ import torch
 from assay.demo.models import build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, Window, WindowRows
-from assay.engines.server.scoring import ChosenScores
+from assay.engines.server.scoring import TopkLogprobs
 from assay.environment import describe
 from assay.fidelity.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics import window_statistics
@@ -39,7 +39,7 @@ CANDIDATES = {
 IDS = (5, 20, 100)
 
 
-def as_served(reference: WindowRows, logprobs: torch.Tensor, count: int, by: str) -> ChosenScores:
+def as_served(reference: WindowRows, logprobs: torch.Tensor, count: int, by: str) -> TopkLogprobs:
     """What a server whose log-probabilities [n, V] these are would answer for one window."""
     tokens = reference.window.tokens
     gold = tokens[reference.first :]
@@ -53,7 +53,7 @@ def as_served(reference: WindowRows, logprobs: torch.Tensor, count: int, by: str
         dict(zip(row, values[row].tolist(), strict=True)) for row, values in zip(ids, logprobs, strict=True)
     )
     own = tuple(row[token] for row, token in zip(rows, gold, strict=True))
-    return ChosenScores(reference.first, own, rows, by)  # type: ignore[arg-type]
+    return TopkLogprobs(reference.first, own, rows, by)  # type: ignore[arg-type]
 
 
 def pairs(

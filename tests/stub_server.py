@@ -209,6 +209,7 @@ class healthy:
     continuous: bool = True
     scores: bool = True
     echo: bool = True
+    several: bool = True
     seconds_per_chunk: float = 0.0
     role_chunk: bool = True
     done: bool = True
@@ -256,14 +257,20 @@ class healthy:
                 choice["logprobs"] = {"content": [{"token": "Paris", "logprob": -0.5, "bytes": None}]}
         else:
             choice = {"index": 0, "text": text, "finish_reason": self.finish_reason, "logprobs": None}
-            self._completion_logprobs(e, choice)
-        answer: dict[str, Any] = {"id": "x", "choices": [choice]}
+        choices = [choice]
+        if "messages" not in e.body:
+            prompt = e.body["prompt"]
+            several = isinstance(prompt, list) and not isinstance(prompt[0], int)
+            prompts = prompt[: None if self.several else 1] if several else [prompt]
+            choices = [{**choice, "index": i} for i, _ in enumerate(prompts)]
+            for one, each in zip(prompts, choices, strict=True):
+                self._completion_logprobs(e, one, each)
+        answer: dict[str, Any] = {"id": "x", "choices": choices[::-1]}
         if self.usage:
             answer["usage"] = self._usage(e, self.tokens)
         e.json(answer)
 
-    def _completion_logprobs(self, e: Exchange, choice: dict[str, Any]) -> None:
-        prompt = e.body["prompt"]
+    def _completion_logprobs(self, e: Exchange, prompt: Any, choice: dict[str, Any]) -> None:
         words = words_of(prompt) if isinstance(prompt, str) else [f" t{t}" for t in prompt]
         ids = [100 + i for i, _ in enumerate(words)] if isinstance(prompt, str) else prompt
         values = [-1.0 - 0.25 * i for i, _ in enumerate(words)]

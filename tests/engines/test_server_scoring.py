@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from assay.engines.base import Capability, MissingCapability, TokenScores
+from assay.engines.base import Capability, MissingCapability, TokenScores, score_all
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.errors import BadScores
 from assay.engines.server.http import Limits
@@ -38,6 +38,37 @@ def test_prompt_logprobs_of_ids_and_text(stub: StubServer) -> None:
     assert by_text.bytes == len(" capital of")
     assert by_text.nll == 2.75
     assert by_text.bits_per_byte == pytest.approx(2.75 / math.log(2) / 11)
+
+
+SEVERAL = [f"text number {i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("echo", [False, True])
+def test_short_texts_go_together_in_one_request(stub: StubServer, echo: bool) -> None:
+    stub.on(COMPLETIONS, healthy(scores=not echo))
+    with connect(stub) as engine:
+        one_by_one = [engine.score(text_) for text_ in SEVERAL]
+        before = len(stub.bodies(COMPLETIONS))
+        assert engine.score_many(SEVERAL) == one_by_one
+        assert len(stub.bodies(COMPLETIONS)) == before + 1
+        body = stub.bodies(COMPLETIONS)[-1]
+        assert (body["prompt"], body["max_tokens"]) == (SEVERAL, 1)
+        assert body.get("prompt_logprobs") == (None if echo else 0)
+        # A long text goes alone; rows of ids go together as texts do.
+        engine.score_many(["a " * 6000, "b c", "d e"])
+        assert [isinstance(b["prompt"], list) for b in stub.bodies(COMPLETIONS)[-2:]] == [False, True]
+        assert engine.score_many([(7, 8, 9), (7, 8)])[1].token_logprobs == (None, -1.25)
+        assert stub.bodies(COMPLETIONS)[-1]["prompt"] == [[7, 8, 9], [7, 8]]
+
+
+def test_a_server_that_answers_one_of_several_is_asked_one_by_one(stub: StubServer) -> None:
+    stub.on(COMPLETIONS, healthy(several=False))
+    with connect(stub) as engine:
+        assert Capability.SCORE in engine.capabilities
+        before = len(stub.bodies(COMPLETIONS))
+        assert [scores.scored for scores in engine.score_many(SEVERAL)] == [(-1.25, -1.5)] * 5
+        assert len(stub.bodies(COMPLETIONS)) == before + 1 + 5
+        assert score_all(engine, SEVERAL[:2]) == [engine.score(text_) for text_ in SEVERAL[:2]]
 
 
 def test_a_special_token_before_the_text_costs_no_bytes(stub: StubServer) -> None:

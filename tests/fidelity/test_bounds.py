@@ -15,7 +15,7 @@ from assay.engines.scoring import (
     LogitRows,
     Window,
 )
-from assay.engines.server.scoring import ChosenScores
+from assay.engines.server.scoring import TopkLogprobs
 from assay.fidelity.bounds import (
     SLACK,
     BoundedStatistics,
@@ -39,11 +39,11 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return x - x.max(-1, keepdims=True) - np.log(np.exp(x - x.max(-1, keepdims=True)).sum(-1, keepdims=True))
 
 
-def scored(logq: np.ndarray, sets: list[set[int]], gold: list[int], by: str = "reference") -> ChosenScores:
+def scored(logq: np.ndarray, sets: list[set[int]], gold: list[int], by: str = "reference") -> TopkLogprobs:
     found = tuple(
         {i: float(q[i]) for i in sorted({*ids, g})} for q, ids, g in zip(logq, sets, gold, strict=True)
     )
-    return ChosenScores(1, tuple(float(q[g]) for q, g in zip(logq, gold, strict=True)), found, by)  # type: ignore[arg-type]
+    return TopkLogprobs(1, tuple(float(q[g]) for q, g in zip(logq, gold, strict=True)), found, by)  # type: ignore[arg-type]
 
 
 @st.composite
@@ -146,7 +146,7 @@ def test_what_is_known_of_the_likeliest_token() -> None:
 
 def test_ids_past_the_vocabulary_and_tokens_that_are_ruled_out() -> None:
     a = np.log([[0.5, 0.5], [0.5, 0.5]])
-    scores = ChosenScores(
+    scores = TopkLogprobs(
         1,
         (math.log(0.4), -math.inf),
         ({0: math.log(0.4), 7: math.log(0.2)}, {1: -math.inf, 0: 0.0}),

@@ -290,6 +290,12 @@ class Engine(Protocol):
         ...
 
 
+def score_all(engine: Engine, sources: Sequence[str | tuple[int, ...]]) -> list[TokenScores]:
+    """Scores of several texts or rows of ids, together where the engine has `score_many`."""
+    many = getattr(engine, "score_many", None)
+    return list(many(sources)) if many else [engine.score(source) for source in sources]
+
+
 # -----------------------------------------------------------------------------
 # What of a model's configuration changes its numbers, as an engine has it after loading.
 #

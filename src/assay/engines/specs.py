@@ -8,7 +8,7 @@ from assay.engines.base import require_local
 from assay.engines.hf.spec import require_packages
 from assay.engines.scoring import ScoringEngine, ScoringPath
 from assay.engines.server.endpoint import without_credentials
-from assay.engines.server.scoring import IdScorer
+from assay.engines.server.scoring import TopkScorer
 from assay.errors import AssayError, UsageError
 
 # prefix: `module:class` with a `load(spec)`.
@@ -85,7 +85,7 @@ def is_server(spec: str) -> bool:
     return spec.startswith(("http://", "https://"))
 
 
-def open_candidate(spec: str) -> ScoringEngine | IdScorer:
+def open_candidate(spec: str) -> ScoringEngine | TopkScorer:
     """The engine that `spec` names: a server, or one that `open_scorer` opens."""
     if not is_server(spec):
         return open_scorer(spec)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from assay.engines.scoring import WindowRows
-    from assay.engines.server.scoring import ChosenScores
+    from assay.engines.server.scoring import TopkLogprobs
 
 SLACK = 2e-6
 """How far rounding of float32 log-probabilities may move the mass that they leave over; a bound allows for it."""
@@ -62,14 +62,14 @@ def choose_ids(reference: WindowRows, count: int) -> list[list[int]]:
     return found
 
 
-def window_bounds(reference: WindowRows, scores: ChosenScores) -> BoundedStatistics:
+def window_bounds(reference: WindowRows, scores: TopkLogprobs) -> BoundedStatistics:
     """Statistics of all scored tokens of one window, by blocks of rows, on the CPU."""
     import torch
 
     ids, logq = _padded(scores.rows)
     ids, logq = ids.to(reference.device), logq.to(reference.device)
     gold = torch.tensor(reference.window.tokens[reference.first :], device=reference.device)
-    gold_logq = torch.tensor(scores.gold, dtype=torch.float64, device=reference.device)
+    gold_logq = torch.tensor(scores.target, dtype=torch.float64, device=reference.device)
     if not len(gold) == len(ids) == len(gold_logq) or scores.first != reference.first:
         raise ValueError(f"window {reference.window.index}: the two sides scored different tokens")
     parts = [

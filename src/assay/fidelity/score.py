@@ -24,7 +24,7 @@ from assay.engines.scoring import (
     Window,
     WindowRows,
 )
-from assay.engines.server.scoring import IdScorer
+from assay.engines.server.scoring import TopkScorer
 from assay.errors import AssayError
 from assay.fidelity.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics import RowStatistics, window_statistics
@@ -33,7 +33,7 @@ from assay.progress import Advance
 if TYPE_CHECKING:
     import torch
 
-    from assay.engines.server.scoring import ChosenScores
+    from assay.engines.server.scoring import TopkLogprobs
 
 
 # -----------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def _concatenated(group: Sequence[WindowObservation]) -> WindowObservation:
 # -----------------------------------------------------------------------------
 # From a reference's rows and a candidate to what is seen of every window, by the best way that the candidate offers.
 
-Candidate = ScoringEngine | IdScorer
+Candidate = ScoringEngine | TopkScorer
 _STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
 
@@ -171,7 +171,7 @@ def measure(
     A server is bounded by a few ids. An engine that reduces gets the reference's states, where it has states; from
     any other come the rows themselves.
     """
-    if isinstance(candidate, IdScorer):
+    if isinstance(candidate, TopkScorer):
         yield from _by_ids(rows, candidate, job)
         return
     first = next(rows, None)
@@ -191,10 +191,10 @@ def _by_reduction(
         yield observation(window, job.scored_from, RowStatistics(**values))
 
 
-def _by_ids(rows: Iterator[WindowRows], candidate: IdScorer, job: ScoreJob) -> Iterator[WindowObservation]:
+def _by_ids(rows: Iterator[WindowRows], candidate: TopkScorer, job: ScoreJob) -> Iterator[WindowObservation]:
     """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once."""
     pool = ThreadPoolExecutor(job.batch)
-    asked: deque[tuple[WindowRows, Future[ChosenScores]]] = deque()
+    asked: deque[tuple[WindowRows, Future[TopkLogprobs]]] = deque()
 
     def oldest() -> WindowObservation:
         row, scores = asked.popleft()
@@ -203,7 +203,7 @@ def _by_ids(rows: Iterator[WindowRows], candidate: IdScorer, job: ScoreJob) -> I
     try:
         for row in rows:
             chosen = choose_ids(row, candidate.ids)
-            asked.append((row, pool.submit(candidate.score_ids, row.window, chosen, row.first)))
+            asked.append((row, pool.submit(candidate.score_topk, row.window, chosen, row.first)))
             if len(asked) > job.batch:
                 yield oldest()
         while asked:
@@ -271,7 +271,7 @@ def observe(
 
 def require(candidate: Candidate, job: ScoreJob, length: int) -> None:
     """AssayError where the candidate cannot score windows of `length` tokens as `job` asks."""
-    if isinstance(candidate, IdScorer):
+    if isinstance(candidate, TopkScorer):
         candidate.require(job, length)
     else:
         require_path(candidate, job)

@@ -41,7 +41,7 @@ from assay.engines.server.messages import (
     stream_reply,
     whole_reply,
 )
-from assay.engines.server.scoring import ScoreRoute, by_echo, by_prompt_logprobs, by_sglang
+from assay.engines.server.scoring import PromptRoute, by_echo, by_prompt_logprobs, by_sglang, score_prompts
 from assay.errors import AssayError
 
 # -----------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Probed:
 
     report: CapabilityReport
     dialects: Mapping[Route, Dialect]
-    score: ScoreRoute | None
+    score: PromptRoute | None
     tokenizer: Tokenizer | None
     metrics: Metrics | None
 
@@ -157,7 +157,7 @@ class _Prober:
     unfinished: set[Capability] = field(default_factory=set)
     dialects: dict[Route, Dialect] = field(default_factory=dict)
     prompt_tokens: int | None = None
-    score: ScoreRoute | None = None
+    score: PromptRoute | None = None
     tokenizer: Tokenizer | None = None
     metrics: Metrics | None = None
 
@@ -306,7 +306,7 @@ class _Prober:
         self.attempt(Capability.TOKEN_IDS_PROMPT, probe)
 
     def scoring(self) -> None:
-        routes: list[tuple[Capability, ScoreRoute]] = [
+        routes: list[tuple[Capability, PromptRoute]] = [
             (Capability.PROMPT_LOGPROBS, by_sglang if self.kind == "sglang" else by_prompt_logprobs),
             (Capability.ECHO, by_echo),
         ]
@@ -321,8 +321,8 @@ class _Prober:
                 f"echo: {self.absent[Capability.ECHO]}",
             )
 
-    def try_score(self, route: ScoreRoute) -> None:
-        route(self.transport, self.model, _TEXT)
+    def try_score(self, route: PromptRoute) -> None:
+        score_prompts(self.transport, self.model, [_TEXT], route)
         self.score = self.score or route
 
     def tools(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -40,12 +41,13 @@ from assay.engines.server.messages import (
     whole_reply,
 )
 from assay.engines.server.scoring import (
-    ChosenRoute,
-    ChosenScores,
+    TopkLogprobs,
+    TopkRoute,
     greedy_request,
     read_greedy,
-    routes_for,
-    score_chosen,
+    score_prompts,
+    topk_logprobs,
+    topk_routes,
 )
 from assay.errors import AssayError, UsageError
 
@@ -83,7 +85,7 @@ class ServerEngine:
         self._listed = listed
         self._lock = Lock()
         self._probed: Probed | None = None
-        self._chosen_routes: tuple[ChosenRoute, ...] = ()
+        self._topk_routes: tuple[TopkRoute, ...] = ()
         self._text_of = lru_cache(maxsize=256)(lambda token: self.detokenize((token,)))
         self.identity = identity
 
@@ -227,41 +229,52 @@ class ServerEngine:
 
     def score(self, source: str | tuple[int, ...]) -> TokenScores:
         """Log-probabilities of the tokens of a text (special tokens as the server adds them) or of token ids."""
+        return self.score_many([source])[0]
+
+    def score_many(self, sources: Sequence[str | tuple[int, ...]]) -> list[TokenScores]:
+        """Those of several texts or rows of ids, short ones together in one request where the server takes that."""
         probed = self._probe()
         probed.report.require(Capability.SCORE, "scoring a given text")
-        if isinstance(source, tuple):
+        if any(isinstance(source, tuple) for source in sources):
             probed.report.require(Capability.TOKEN_IDS_PROMPT, "scoring token ids")
         if probed.score is None:
             raise UsageError("the server scores by no route")
-        scores = probed.score(self._transport, self.model, source)
-        if isinstance(source, tuple) or scores.token_ids is None or probed.tokenizer is None:
+        found: list[TokenScores] = []
+        while len(found) < len(sources):
+            part = _together(sources[len(found) :])
+            scored = score_prompts(self._transport, self.model, part, probed.score)
+            found += [self._with_bytes(*pair) for pair in zip(part, scored, strict=True)]
+        return found
+
+    def _with_bytes(self, source: str | tuple[int, ...], scores: TokenScores) -> TokenScores:
+        if isinstance(source, tuple) or scores.token_ids is None or self._probe().tokenizer is None:
             return scores
         # The first token has no score. Unless it is a special token before the text, its bytes are not scored either.
         first = self._text_of(scores.token_ids[0])
         unscored = len(first.encode()) if first and source.startswith(first) else 0
         return replace(scores, bytes=len(source.encode("utf-8", "replace")) - unscored)
 
-    def score_chosen(
-        self, tokens: Sequence[int], chosen: Sequence[Sequence[int]], first: int = 1
-    ) -> ChosenScores:
-        """Log-probabilities of chosen ids at the tokens `first` … of a prompt: those of row i at token `first + i`.
+    def topk_logprobs(
+        self, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int = 1
+    ) -> TopkLogprobs:
+        """Log-probabilities of given ids at the tokens `first` … of a prompt: those of row i at token `first + i`.
 
-        Where the server cannot score given ids, its own most likely ones stand in for them, as many as the longest
+        Where the server cannot score given ids, its own likeliest ones stand in for them, as many as the longest
         row; the result says whose they are. Refused where the server scores no prompt of token ids at all.
         """
         report = self._probe().report
         report.require(Capability.SCORE, "log-probabilities of a given text")
         report.require(Capability.TOKEN_IDS_PROMPT, "scoring token ids")
-        known = self._chosen_routes
-        routes = known or routes_for(self.identity.kind)
+        known = self._topk_routes
+        routes = known or topk_routes(self.identity.kind)
         try:
-            scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
+            scores, route = topk_logprobs(self._transport, self.model, tokens, topk, first, routes)
         except BadScores:
             if not known:
                 raise
             # vLLM answers without scores where it had to preempt the request: once more, when it has room again.
-            scores, route = score_chosen(self._transport, self.model, tokens, chosen, first, routes)
-        self._chosen_routes = (route,)
+            scores, route = topk_logprobs(self._transport, self.model, tokens, topk, first, routes)
+        self._topk_routes = (route,)
         return scores
 
     def generate_greedy(self, prefix: tuple[int, ...], count: int) -> list[GreedyStep]:
@@ -311,6 +324,16 @@ class ServerEngine:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_TOKENS_AT_ONCE = 2048
+"""Tokens that one request scores; a single text may be longer. Each request has its time limit."""
+
+
+def _together(sources: Sequence[str | tuple[int, ...]]) -> Sequence[str | tuple[int, ...]]:
+    """The first of `sources` that go into one request: four characters of text count as a token."""
+    sizes = list(accumulate(len(source) // (4 if isinstance(source, str) else 1) for source in sources))
+    return sources[: max(1, sum(size <= _TOKENS_AT_ONCE for size in sizes))]
 
 
 def read_key(name: str | None) -> str | None:
@@ -375,7 +398,7 @@ def parse_spec(spec: str) -> ServerSpec:
 
 
 class ServerCandidate:
-    """Scores chosen ids of windows by a server. Safe to use from many threads."""
+    """Scores windows by a server, with the likeliest ids at each token. Safe to use from many threads."""
 
     def __init__(self, spec: ServerSpec, engine: ServerEngine) -> None:
         self.spec = spec
@@ -438,9 +461,9 @@ class ServerCandidate:
                 finding_id="fidelity.usage",
             )
 
-    def score_ids(self, window: Window, chosen: Sequence[Sequence[int]], first: int) -> ChosenScores:
-        """Log-probabilities at the tokens `first` … of a window, of the chosen ids or of the server's likeliest."""
-        scores = self.engine.score_chosen(window.tokens, chosen, first)
+    def score_topk(self, window: Window, topk: Sequence[Sequence[int]], first: int) -> TopkLogprobs:
+        """Log-probabilities at the tokens `first` … of a window, of the given ids or of the server's likeliest."""
+        scores = self.engine.topk_logprobs(window.tokens, topk, first)
         self._chosen_by = scores.chosen_by
         return scores
 

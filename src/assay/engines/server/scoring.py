@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, by each of the routes that servers have for it.
 
-Every route checks what came back: a server that takes the request and ignores what it asks for must be found out,
-or its silence would turn into a score at chance level.
+Every route asks for the target tokens and no more of the distribution than is wanted, and checks what came back: a server that
+takes the request and ignores what it asks for must be found out, or its silence would turn into a score at chance level.
 """
 
 from __future__ import annotations
@@ -12,101 +12,172 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
 
 from assay.engines.base import Request, TokenScores
 from assay.engines.scoring import GreedyStep, ScoreJob, Window
-from assay.engines.server.errors import BadScores, NotFound, RequestRefused, Unauthorized
+from assay.engines.server.errors import BadScores, NotFound, NotJson, RequestRefused, Unauthorized
 from assay.engines.server.http import Transport
-from assay.engines.server.messages import as_count, as_number, as_object, as_text, first_choice
+from assay.engines.server.messages import as_count, as_number, as_object, as_text
 
 Source = str | tuple[int, ...]
-ScoreRoute = Callable[[Transport, str, Source], TokenScores]
 
 _ROUNDING = 1e-3
-"""How far above 0 a log-probability may lie before it is no rounding error any more."""
+"""How far above 0 a log-probability, or above 1 a sum of probabilities, may lie before it is no rounding error any more."""
 
 
-def by_prompt_logprobs(transport: Transport, model: str, source: Source) -> TokenScores:
-    """vLLM: a completion with `prompt_logprobs`, which 0 asks for without alternatives."""
-    choice = complete(transport, model, source, {"prompt_logprobs": 0, "return_token_ids": True})
-    entries = choice.get("prompt_logprobs")
-    if not isinstance(entries, list):
-        raise BadScores("the server ignores prompt_logprobs: its answer holds none")
-    ids = source if isinstance(source, tuple) else _ids(choice.get("prompt_token_ids"))
-    if ids is not None and len(ids) != len(entries):
-        raise BadScores(f"the prompt has {len(ids)} tokens, but {len(entries)} log-probabilities came back")
-    values = [_entry(as_object(entry), ids[i] if ids else None) for i, entry in enumerate(entries)]
-    return TokenScores(_checked(values), len(values), _bytes(source), ids)
+# The tokens of prompts: by what servers have to ask for them.
 
 
-def by_echo(transport: Transport, model: str, source: Source) -> TokenScores:
-    """The legacy completions API: the prompt echoed with its `logprobs`, and one generated token to cut off."""
-    choice = complete(transport, model, source, {"echo": True, "logprobs": 1})
-    held = as_object(choice.get("logprobs"))
-    values, offsets = held.get("token_logprobs"), held.get("text_offset")
-    if not isinstance(values, list):
-        raise BadScores("the server ignores echo with logprobs: its answer holds no token_logprobs")
-    if isinstance(source, tuple):
-        count = len(source)
-    elif not as_text(choice.get("text")).startswith(source):
-        raise BadScores("the server ignores echo: its answer does not begin with the prompt")
-    elif isinstance(offsets, list) and len(offsets) == len(values):
-        count = sum(1 for offset in offsets if (as_count(offset) or 0) < len(source))
-    else:
-        count = len(values) - 1
-    if len(values) < count:
-        raise BadScores(f"the prompt has {count} tokens, but {len(values)} log-probabilities came back")
-    return TokenScores(
-        _checked(values[:count]), count, _bytes(source), source if isinstance(source, tuple) else None
-    )
+@dataclass(frozen=True)
+class PromptScores:
+    """What a server said of one prompt, as it said it: each token's log-probability, and the likeliest ids at each."""
+
+    values: Sequence[Any]
+    likely: Sequence[Mapping[int, Any]]
+    ids: tuple[int, ...] | None
 
 
-def by_sglang(transport: Transport, model: str, source: Source) -> TokenScores:
-    """SGLang's native route: `/generate` with `input_token_logprobs` from the first token on."""
-    rows = sglang_meta(transport, source).get("input_token_logprobs")
-    if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
-        raise BadScores("the server ignores return_logprob: its answer holds no input_token_logprobs")
-    ids = _ids([row[1] for row in rows])
-    if isinstance(source, tuple) and ids != source:
-        raise BadScores(f"{len(source)} tokens were sent, but the scores are those of others")
-    return TokenScores(_checked([row[0] for row in rows]), len(rows), _bytes(source), ids)
+PromptRoute = Callable[[Transport, str, Sequence[Source], int], list[PromptScores]]
+"""Scores several prompts in one request, with so many of the likeliest ids at each token."""
 
 
-def complete(
-    transport: Transport, model: str, source: str | Sequence[int], fields: Mapping[str, Any]
-) -> Mapping[str, Any]:
-    """The first choice of a greedy completion of one token, asked for with more `fields`; empty if there is none."""
+def by_prompt_logprobs(
+    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
+) -> list[PromptScores]:
+    """vLLM: completions with `prompt_logprobs`, which 0 asks for without alternatives."""
+    fields = {"prompt_logprobs": width, "return_token_ids": True}
+    found = []
+    for choice, source in zip(_complete(transport, model, sources, fields), sources, strict=True):
+        entries = choice.get("prompt_logprobs")
+        if not isinstance(entries, list):
+            raise BadScores("the server ignores prompt_logprobs: its answer holds none")
+        ids = source if isinstance(source, tuple) else _ids(choice.get("prompt_token_ids"))
+        if ids is not None:
+            _same_count(len(ids), len(entries))
+        likely = [_listed(entry) for entry in entries]
+        if ids is not None:
+            values = [row.get(token) for row, token in zip(likely, ids, strict=True)]
+        else:
+            values = [next(iter(row.values())) if len(row) == 1 else None for row in likely]
+        found.append(PromptScores(values, likely, ids))
+    return found
+
+
+def by_echo(
+    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
+) -> list[PromptScores]:
+    """The legacy completions API: prompts echoed with their `logprobs`, and one generated token to cut off."""
+    fields: dict[str, Any] = {"echo": True, "logprobs": max(1, width)}
+    if width:
+        fields["return_tokens_as_token_ids"] = True
+    found = []
+    for choice, source in zip(_complete(transport, model, sources, fields), sources, strict=True):
+        held = as_object(choice.get("logprobs"))
+        values, offsets, top = (held.get(k) for k in ("token_logprobs", "text_offset", "top_logprobs"))
+        if not isinstance(values, list):
+            raise BadScores("the server ignores echo with logprobs: its answer holds no token_logprobs")
+        if isinstance(source, tuple):
+            count = len(source)
+        elif not as_text(choice.get("text")).startswith(source):
+            raise BadScores("the server ignores echo: its answer does not begin with the prompt")
+        elif isinstance(offsets, list) and len(offsets) == len(values):
+            count = sum(1 for offset in offsets if (as_count(offset) or 0) < len(source))
+        else:
+            count = len(values) - 1
+        _same_count(count, min(count, len(values)))
+        named = top if isinstance(top, list) and len(top) >= count else [{}] * count
+        likely = [
+            {key: v for name, v in as_object(row).items() if (key := token_id(name)) is not None}
+            for row in named[:count]
+        ]
+        ids = source if isinstance(source, tuple) else None
+        found.append(PromptScores(values[:count], likely, ids))
+    return found
+
+
+def by_sglang(
+    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
+) -> list[PromptScores]:
+    """SGLang's native route: `/generate` with `input_token_logprobs` from the first token on.
+
+    It can score given ids too, but one set for the whole prompt, which for ids chosen at each position would be
+    thousands of ids at thousands of positions.
+    """
+    answers = []
+    for source in sources:
+        answer = transport.post_json(
+            transport.endpoint.root + "/generate",
+            {
+                **({"text": source} if isinstance(source, str) else {"input_ids": list(source)}),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+                **({"top_logprobs_num": width} if width else {}),
+            },
+        )
+        answers.append(as_object(as_object(answer).get("meta_info")))
+    found = []
+    for meta, source in zip(answers, sources, strict=True):
+        rows, top = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
+        if not isinstance(rows, list) or not all(isinstance(row, list) and len(row) >= 2 for row in rows):
+            raise BadScores("the server ignores return_logprob: its answer holds no input_token_logprobs")
+        if width and not (isinstance(top, list) and len(top) == len(rows)):
+            raise BadScores("the server ignores top_logprobs_num: its answer holds no input_top_logprobs")
+        ids = _ids([row[1] for row in rows])
+        if isinstance(source, tuple) and ids != source:
+            raise BadScores(f"{len(source)} tokens were sent, but the scores are those of others")
+        likely = [
+            {int(k): v for v, k, *_ in best or ()} for best in (top if width and top else [()] * len(rows))
+        ]
+        found.append(PromptScores([row[0] for row in rows], likely, ids))
+    return found
+
+
+def score_prompts(
+    transport: Transport, model: str, sources: Sequence[Source], route: PromptRoute
+) -> list[TokenScores]:
+    """Scores of the tokens of every source, in one request where the server answers each of them, else one by one."""
+    try:
+        found = route(transport, model, sources, 0)
+    except (RequestRefused, BadScores, NotJson):
+        if len(sources) == 1:
+            raise
+        found = [route(transport, model, [source], 0)[0] for source in sources]
+    return [
+        TokenScores(
+            _checked(scores.values),
+            len(scores.values),
+            len(source.encode("utf-8", "replace")) if isinstance(source, str) else None,
+            scores.ids,
+        )
+        for scores, source in zip(found, sources, strict=True)
+    ]
+
+
+def _complete(
+    transport: Transport, model: str, sources: Sequence[Source], fields: Mapping[str, Any]
+) -> list[Mapping[str, Any]]:
+    """The choices of greedy completions of one token, a source each; an empty one where the only source has none."""
+    prompts = [source if isinstance(source, str) else list(source) for source in sources]
     body = {
         "model": model,
-        "prompt": source if isinstance(source, str) else list(source),
+        "prompt": prompts[0] if len(prompts) == 1 else prompts,
         "max_tokens": 1,
         "temperature": 0.0,
         **fields,
     }
-    return first_choice(as_object(transport.post_json(transport.endpoint.api + "/completions", body))) or {}
-
-
-def sglang_meta(transport: Transport, source: str | Sequence[int], **fields: Any) -> Mapping[str, Any]:
-    """`meta_info` of SGLang's native route for one token after `source`, log-probabilities from its first token on."""
-    answer = transport.post_json(
-        transport.endpoint.root + "/generate",
-        {
-            **({"text": source} if isinstance(source, str) else {"input_ids": list(source)}),
-            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            **fields,
-        },
+    answer = as_object(transport.post_json(transport.endpoint.api + "/completions", body))
+    choices = answer.get("choices")
+    by_index = (
+        {c.get("index", 0): c for c in choices if isinstance(c, dict)} if isinstance(choices, list) else {}
     )
-    return as_object(as_object(answer).get("meta_info"))
-
-
-def _entry(entry: Mapping[str, Any], token: int | None) -> Any:
-    """The log-probability of the prompt's own token in one position of `prompt_logprobs`."""
-    if token is not None:
-        return as_object(entry.get(str(token))).get("logprob")
-    return as_object(next(iter(entry.values()))).get("logprob") if len(entry) == 1 else None
+    if len(sources) > 1 and len(by_index) != len(sources):
+        raise BadScores(f"{len(sources)} prompts were sent, {len(by_index)} answers came back")
+    return [as_object(by_index.get(i)) for i in range(len(sources))]
 
 
 def _checked(values: Sequence[Any]) -> tuple[float | None, ...]:
@@ -131,31 +202,40 @@ def _ids(values: Any) -> tuple[int, ...] | None:
     return tuple(i for i in ids if i is not None) if None not in ids else None
 
 
-def _bytes(source: Source) -> int | None:
-    return len(source.encode("utf-8", "replace")) if isinstance(source, str) else None
+def _listed(entry: Any) -> dict[int, Any]:
+    """Ids and values of one position of vLLM's `prompt_logprobs`."""
+    return {int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if k.isdecimal()}
 
 
-# -----------------------------------------------------------------------------
-# Log-probabilities of a few chosen ids at every position of a prompt: what a server can give of a distribution.
+def _same_count(tokens: int, values: int) -> None:
+    if tokens != values:
+        raise BadScores(f"the prompt has {tokens} tokens, but {values} log-probabilities came back")
+
+
+def token_id(name: str) -> int | None:
+    """`token_id:123` is token 123; a text names no id."""
+    kind, _, number = name.partition(":")
+    return as_count(int(number)) if kind == "token_id" and number.isdecimal() else None
+
+
+# The k likeliest ids beside each token of a prompt: what a server can give of a distribution.
 #
 # With them a comparison can bound KL from below: ids that were scored on both sides stand for themselves, all others
 # are one bucket, and lumping never increases KL (the data-processing inequality). That holds for any choice of ids; the
 # bound is tightest where the reference chooses, as its likely tokens carry most of the sum.
 
-"""How far above 0 a log-probability, or above 1 a sum of probabilities, may lie before it is no rounding error."""
-
 
 @dataclass(frozen=True)
-class ChosenScores:
+class TopkLogprobs:
     """Natural log-probabilities at the tokens `first` … of a prompt, given all tokens before each.
 
-    `gold[i]` is that of token `first + i` itself; `rows[i]` maps ids to theirs, that token's among them. `chosen_by`
-    says whose likely ids they are. A missing id is in the bucket of the rest; a value of −inf is one that the server
+    `target[i]` is that of token `first + i` itself; `rows[i]` maps ids to theirs, that token's among them. `chosen_by`
+    says whose likeliest ids they are. A missing id is in the bucket of the rest; a value of −inf is one that the server
     rules out.
     """
 
     first: int
-    gold: tuple[float, ...]
+    target: tuple[float, ...]
     rows: tuple[Mapping[int, float], ...]
     chosen_by: Literal["reference", "candidate"]
     with_best: bool = False
@@ -165,134 +245,99 @@ class ChosenScores:
     def lists_best(self) -> bool:
         """Whether the candidate's own likeliest id is among those of every row.
 
-        It is where it was added, and where the candidate chose and lists anything besides the token that came: a
+        It is where it was added, and where the candidate chose and lists anything besides the target token: a
         server whose list is named by text only, or empty, leaves that token alone.
         """
         listed = self.chosen_by == "candidate" and all(len(row) > 1 for row in self.rows)
         return self.with_best or listed
 
 
-Chosen = Sequence[Sequence[int]]
-"""Ids to score, one row for each scored token."""
-ChosenRoute = Callable[[Transport, str, Sequence[int], Chosen, int], ChosenScores]
+TopkRoute = Callable[[Transport, str, Sequence[int], Sequence[Sequence[int]], int], TopkLogprobs]
+"""Scores the tokens `first` … of a prompt with the ids that are given for each, or with as many of the server's own."""
 
 
 def by_given_ids(
-    transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
-) -> ChosenScores:
+    transport: Transport, model: str, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int
+) -> TopkLogprobs:
     """vLLM from 0.32 on with model runner V2: the given ids of each row, through its tokens-in route.
 
     `prompt_logprobs` adds the candidate's own likeliest id, without which top-1 agreement would mostly stay open.
     """
-    rows = [list(dict.fromkeys((token, *ids))) for token, ids in zip(tokens[first:], chosen, strict=True)]
+    rows = [list(dict.fromkeys((token, *ids))) for token, ids in zip(tokens[first:], topk, strict=True)]
     width = max(map(len, rows))
-    answer = transport.post_json(
-        transport.endpoint.root + "/inference/v1/generate",
-        {
-            "model": model,
-            "token_ids": list(tokens),
-            "sampling_params": {
-                "max_tokens": 1,
-                "temperature": 0.0,
-                "prompt_logprob_token_ids": [row + [-1] * (width - len(row)) for row in rows],
-                "prompt_logprob_start": first - 1,
-                "prompt_logprobs": 1,
+    answer = as_object(
+        transport.post_json(
+            transport.endpoint.root + "/inference/v1/generate",
+            {
+                "model": model,
+                "token_ids": list(tokens),
+                "sampling_params": {
+                    "max_tokens": 1,
+                    "temperature": 0.0,
+                    "prompt_logprob_token_ids": [row + [-1] * (width - len(row)) for row in rows],
+                    "prompt_logprob_start": first - 1,
+                    "prompt_logprobs": 1,
+                },
             },
-        },
+        )
     )
-    values = _array(as_object(answer).get("prompt_token_id_logprobs"), (len(rows), width))
+    values = _array(answer.get("prompt_token_id_logprobs"), (len(rows), width))
     given: list[tuple[int, dict[int, Any]]] = [
         (row[0], dict(zip(row, map(float, found), strict=False)))
         for row, found in zip(rows, values, strict=True)
     ]
-    own = as_object(answer).get("prompt_logprobs")
+    own = answer.get("prompt_logprobs")
     if not isinstance(own, list):
-        return _scores(first, given, "reference")
-    _same_count(own, tokens)
+        return _topk(first, given, "reference")
+    _same_count(len(tokens), len(own))
     both = [(token, _listed(entry) | row) for (token, row), entry in zip(given, own[first:], strict=True)]
-    return _scores(first, both, "reference", with_best=all(map(_listed, own[first:])))
+    return _topk(first, both, "reference", with_best=all(map(_listed, own[first:])))
 
 
-def by_top_logprobs(
-    transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
-) -> ChosenScores:
-    """vLLM: `prompt_logprobs` gives each prompt token and the candidate's own most likely ids."""
-    entries = complete(transport, model, tokens, {"prompt_logprobs": max(map(len, chosen))}).get(
-        "prompt_logprobs"
-    )
-    if not isinstance(entries, list):
-        raise BadScores("the server ignores prompt_logprobs: its answer holds none")
-    _same_count(entries, tokens)
-    rows = [(token, _listed(entry)) for token, entry in zip(tokens[first:], entries[first:], strict=True)]
-    return _scores(first, rows, "candidate")
-
-
-def by_sglang_top(
-    transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
-) -> ChosenScores:
-    """SGLang's native route: each prompt token and the candidate's own most likely ids.
-
-    It can score given ids too, but one set for the whole prompt, which for ids chosen at each position would be
-    thousands of ids at thousands of positions.
-    """
-    meta = sglang_meta(transport, tokens, top_logprobs_num=max(map(len, chosen)))
-    own, top = meta.get("input_token_logprobs"), meta.get("input_top_logprobs")
-    if not isinstance(own, list) or not isinstance(top, list):
-        raise BadScores("the server ignores top_logprobs_num: its answer holds no input_top_logprobs")
-    _same_count(own, tokens)
-    _same_count(top, tokens)
-    rows = []
-    for token, (value, key, *_), best in zip(tokens[first:], own[first:], top[first:], strict=True):
-        if key != token:
-            raise BadScores(f"{len(tokens)} tokens were sent, but the scores are those of others")
-        rows.append((token, {int(k): v for v, k, *_ in best or ()} | {token: value}))
-    return _scores(first, rows, "candidate")
-
-
-def by_echo_top(
-    transport: Transport, model: str, tokens: Sequence[int], chosen: Chosen, first: int
-) -> ChosenScores:
-    """The completions API: the prompt echoed with `logprobs`, tokens named by id where the server can."""
-    fields = {"echo": True, "logprobs": max(map(len, chosen)), "return_tokens_as_token_ids": True}
-    held = as_object(complete(transport, model, tokens, fields).get("logprobs"))
-    own, top = held.get("token_logprobs"), held.get("top_logprobs")
-    if not isinstance(own, list) or len(own) < len(tokens):
-        raise BadScores("the server ignores echo with logprobs: its answer holds too few token_logprobs")
-    if not isinstance(top, list) or len(top) < len(tokens):
-        top = [{}] * len(tokens)
-    rows = []
-    for i in range(first, len(tokens)):
-        named = {token_id(name): value for name, value in as_object(top[i]).items()}
-        rows.append((tokens[i], {k: v for k, v in named.items() if k is not None} | {tokens[i]: own[i]}))
-    return _scores(first, rows, "candidate")
-
-
-def routes_for(kind: str) -> tuple[ChosenRoute, ...]:
-    """The routes to try at a server of this kind, best first."""
-    if kind == "sglang":
-        return (by_sglang_top, by_echo_top)
-    return (by_given_ids, by_top_logprobs, by_echo_top)
-
-
-def score_chosen(
+def by_likeliest(
+    route: PromptRoute,
     transport: Transport,
     model: str,
     tokens: Sequence[int],
-    chosen: Chosen,
+    topk: Sequence[Sequence[int]],
     first: int,
-    routes: Sequence[ChosenRoute],
-) -> tuple[ChosenScores, ChosenRoute]:
+) -> TopkLogprobs:
+    """The candidate's own likeliest ids, as many as the longest row has, by a route for the tokens of prompts."""
+    (found,) = route(transport, model, [tuple(tokens)], max(map(len, topk)))
+    rows = [
+        (token, {**likely, token: value})
+        for token, likely, value in zip(tokens, found.likely, found.values, strict=True)
+    ]
+    return _topk(first, rows[first:], "candidate")
+
+
+_VLLM, _ECHO, _SGLANG = (partial(by_likeliest, route) for route in (by_prompt_logprobs, by_echo, by_sglang))
+
+
+def topk_routes(kind: str) -> tuple[TopkRoute, ...]:
+    """The routes to try at a server of this kind, best first."""
+    return (_SGLANG, _ECHO) if kind == "sglang" else (by_given_ids, _VLLM, _ECHO)
+
+
+def topk_logprobs(
+    transport: Transport,
+    model: str,
+    tokens: Sequence[int],
+    topk: Sequence[Sequence[int]],
+    first: int,
+    routes: Sequence[TopkRoute],
+) -> tuple[TopkLogprobs, TopkRoute]:
     """Score by the first of `routes` that the server knows, and that route; BadScores with all reasons if none."""
-    if first < 1 or len(tokens) - first != len(chosen) or not chosen:
+    if first < 1 or len(tokens) - first != len(topk) or not topk:
         raise ValueError(f"{len(tokens)} tokens from {first} on need {len(tokens) - first} rows of ids")
     reasons = []
     refusals: list[Unauthorized] = []
     for route in routes:
         try:
-            return route(transport, model, tokens, chosen, first), route
+            return route(transport, model, tokens, topk, first), route
         except (
             Unauthorized
-        ) as error:  # a server may forbid one route only: vLLM's scale-out endpoints are off
+        ) as error:  # one route may be forbidden: vLLM's scale-out endpoints are off by default
             refusals.append(error)
             reasons.append(error.message)
         except (NotFound, RequestRefused, BadScores) as error:
@@ -302,33 +347,27 @@ def score_chosen(
     raise BadScores("the server cannot score a prompt: " + "; ".join(reasons))
 
 
-def _scores(
+def _topk(
     first: int,
     rows: Sequence[tuple[int, Mapping[int, Any]]],
     chosen_by: Literal["reference", "candidate"],
     *,
     with_best: bool = False,
-) -> ChosenScores:
+) -> TopkLogprobs:
     """Check that every row holds log-probabilities of one distribution, and its own token's among them."""
     clean: list[dict[int, float]] = []
-    gold: list[float] = []
     for i, (token, row) in enumerate(rows):
         values = {key: _logprob(value) for key, value in row.items()}
-        if any(value is None for value in values.values()) or token not in values:
-            raise BadScores(f"position {first + i} holds something that is no log-probability")
         checked = {key: value for key, value in values.items() if value is not None}
+        if len(checked) < len(values) or token not in checked:
+            raise BadScores(f"position {first + i} holds something that is no log-probability")
         if max(checked.values()) > _ROUNDING or math.fsum(map(math.exp, checked.values())) > 1 + _ROUNDING:
             raise BadScores(f"the probabilities at position {first + i} sum to more than 1")
         clean.append(checked)
-        gold.append(checked[token])
-    if not any(gold):
+    target = tuple(row[token] for (token, _), row in zip(rows, clean, strict=True))
+    if not any(target):
         raise BadScores("all log-probabilities are exactly 0, as no model gives them")
-    return ChosenScores(first, tuple(gold), tuple(clean), chosen_by, with_best)
-
-
-def _listed(entry: Any) -> dict[int, Any]:
-    """Ids and values of one position of vLLM's `prompt_logprobs`."""
-    return {int(k): as_object(v).get("logprob") for k, v in as_object(entry).items() if k.isdecimal()}
+    return TopkLogprobs(first, target, tuple(clean), chosen_by, with_best)
 
 
 def _logprob(value: Any) -> float | None:
@@ -339,23 +378,8 @@ def _logprob(value: Any) -> float | None:
     return None if number is None else -math.inf if number <= -9999.0 else number
 
 
-def _same_count(entries: Sequence[Any], tokens: Sequence[int]) -> None:
-    if len(entries) != len(tokens):
-        raise BadScores(
-            f"the prompt has {len(tokens)} tokens, but {len(entries)} log-probabilities came back"
-        )
-
-
-def token_id(name: str) -> int | None:
-    """`token_id:123` is token 123; a text names no id."""
-    kind, _, number = name.partition(":")
-    return as_count(int(number)) if kind == "token_id" and number.isdecimal() else None
-
-
 def _array(value: Any, shape: tuple[int, int]) -> Any:
     """The numpy file that an answer holds as base64, of the given shape."""
-    import numpy as np
-
     if not isinstance(value, str):
         raise BadScores("the server ignores prompt_logprob_token_ids: its answer holds no scores")
     try:
@@ -367,8 +391,7 @@ def _array(value: Any, shape: tuple[int, int]) -> Any:
     return array
 
 
-# -----------------------------------------------------------------------------
-# Greedy continuations by a server, with the two likeliest tokens at each step.
+# Greedy continuations, with the two likeliest tokens at each step.
 
 
 def greedy_request(prefix: tuple[int, ...], count: int) -> Request:
@@ -399,17 +422,13 @@ def read_greedy(choice: Mapping[str, Any], count: int) -> list[GreedyStep]:
     return steps
 
 
-# -----------------------------------------------------------------------------
-# Engines that give log-probabilities of a few ids at each position and no distributions: what a comparison asks of them.
-
-
 @runtime_checkable
-class IdScorer(Protocol):
-    """A candidate that can be bounded, but not measured over its whole vocabulary."""
+class TopkScorer(Protocol):
+    """A candidate that gives log-probabilities of a few ids and no distributions: bounded, but not measured."""
 
     @property
     def ids(self) -> int:
-        """How many ids are scored at each position, that of the token that came among them."""
+        """How many ids are scored at each position, that of the target token among them."""
         ...
 
     @property
@@ -425,8 +444,8 @@ class IdScorer(Protocol):
         """AssayError with the reason where it cannot score windows of `length` tokens as `job` asks."""
         ...
 
-    def score_ids(self, window: Window, chosen: Sequence[Sequence[int]], first: int) -> ChosenScores:
-        """Log-probabilities at the tokens `first` … of a window, of the chosen ids or of its own likeliest."""
+    def score_topk(self, window: Window, topk: Sequence[Sequence[int]], first: int) -> TopkLogprobs:
+        """Log-probabilities at the tokens `first` … of a window, of the given ids or of its own likeliest."""
         ...
 
     def tokenize(self, text: str) -> Sequence[int]:

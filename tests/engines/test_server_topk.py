@@ -44,9 +44,9 @@ def npy(values: list[list[float]]) -> str:
 def test_given_ids_come_from_the_tokens_in_route(stub: StubServer, engine: ServerEngine) -> None:
     values = [[-1.0, -2.0, -math.inf], [-0.5, -3.0, -math.inf]]
     stub.on(TOKENS_IN, text(json.dumps({"prompt_token_id_logprobs": npy(values)})))
-    scores = engine.score_chosen(TOKENS, CHOSEN)
+    scores = engine.topk_logprobs(TOKENS, CHOSEN)
     assert scores.chosen_by == "reference"
-    assert scores.gold == (-1.0, -0.5)
+    assert scores.target == (-1.0, -0.5)
     assert scores.rows == ({8: -1.0, 20: -2.0}, {9: -0.5, 21: -3.0, 22: -math.inf})
     sent = stub.bodies(TOKENS_IN)[-1]
     assert sent["token_ids"] == [7, 8, 9]
@@ -60,12 +60,12 @@ def test_an_answer_without_scores_is_asked_for_again(stub: StubServer, engine: S
     without = text(json.dumps({"prompt_token_id_logprobs": None}))
     answers = iter([whole, without, whole])
     stub.on(TOKENS_IN, lambda e: next(answers)(e))
-    first = engine.score_chosen(TOKENS, CHOSEN)
-    assert engine.score_chosen(TOKENS, CHOSEN) == first
+    first = engine.topk_logprobs(TOKENS, CHOSEN)
+    assert engine.topk_logprobs(TOKENS, CHOSEN) == first
     assert len(stub.bodies(TOKENS_IN)) == 3
     stub.on(TOKENS_IN, without)
     with pytest.raises(BadScores, match="holds no scores"):
-        engine.score_chosen(TOKENS, CHOSEN)
+        engine.topk_logprobs(TOKENS, CHOSEN)
 
 
 def test_the_servers_own_likely_ids_stand_in_where_given_ones_are_not_known(
@@ -77,12 +77,12 @@ def test_the_servers_own_likely_ids_stand_in_where_given_ones_are_not_known(
         {"9": {"logprob": -9999.0}, "4": {"logprob": -0.1}},
     ]
     stub.on(COMPLETIONS, text(json.dumps({"choices": [{"text": "x", "prompt_logprobs": rows}]})))
-    scores = engine.score_chosen(TOKENS, CHOSEN)
+    scores = engine.topk_logprobs(TOKENS, CHOSEN)
     assert scores.chosen_by == "candidate"
-    assert scores.gold == (-1.0, -math.inf)
+    assert scores.target == (-1.0, -math.inf)
     assert scores.rows[1] == {9: -math.inf, 4: -0.1}
     assert stub.bodies(COMPLETIONS)[-1]["prompt_logprobs"] == 2
-    engine.score_chosen(TOKENS, CHOSEN)
+    engine.topk_logprobs(TOKENS, CHOSEN)
     assert len(stub.bodies(TOKENS_IN)) == 1, "a route that the server does not have is asked for once"
 
 
@@ -96,14 +96,14 @@ def test_echo_names_tokens_by_id(stub: StubServer, engine: ServerEngine) -> None
         return e.json({"choices": [{"text": "x", "logprobs": held}]})
 
     stub.on(COMPLETIONS, echo)
-    scores = engine.score_chosen(TOKENS, CHOSEN)
+    scores = engine.topk_logprobs(TOKENS, CHOSEN)
     assert scores.rows == ({8: -1.0, 3: -0.7}, {9: -2.0})
 
 
 def test_only_later_tokens_where_asked(stub: StubServer, engine: ServerEngine) -> None:
     stub.on(TOKENS_IN, text(json.dumps({"prompt_token_id_logprobs": npy([[-0.5, -3.0]])})))
-    scores = engine.score_chosen(TOKENS, ((21,),), first=2)
-    assert (scores.first, scores.gold) == (2, (-0.5,))
+    scores = engine.topk_logprobs(TOKENS, ((21,),), first=2)
+    assert (scores.first, scores.target) == (2, (-0.5,))
     assert stub.bodies(TOKENS_IN)[-1]["sampling_params"]["prompt_logprob_start"] == 1
 
 
@@ -127,31 +127,31 @@ def test_nonsense_is_refused(
     stub.on(TOKENS_IN, text(json.dumps(answer)))
     stub.on(COMPLETIONS, text(json.dumps({"choices": [{"text": "x"}]})))
     with pytest.raises(BadScores, match=said):
-        engine.score_chosen(TOKENS, CHOSEN)
+        engine.topk_logprobs(TOKENS, CHOSEN)
 
 
 def test_a_server_that_scores_no_prompt_is_refused_with_the_reason(stub: StubServer) -> None:
     stub.on(COMPLETIONS, healthy(scores=False, echo=False))
     with ServerEngine.connect(stub.url) as engine, pytest.raises(MissingCapability, match="ignores echo"):
-        engine.score_chosen(TOKENS, CHOSEN)
+        engine.topk_logprobs(TOKENS, CHOSEN)
 
 
 def test_rows_must_fit_the_tokens(engine: ServerEngine) -> None:
     with pytest.raises(ValueError, match="need 2 rows"):
-        engine.score_chosen(TOKENS, CHOSEN[:1])
+        engine.topk_logprobs(TOKENS, CHOSEN[:1])
 
 
 def test_one_forbidden_route_leaves_the_others_and_all_forbidden_says_so() -> None:
     from assay.engines.server.errors import Unauthorized
-    from assay.engines.server.scoring import ChosenScores
-    from assay.engines.server.scoring import score_chosen as by_routes
+    from assay.engines.server.scoring import TopkLogprobs
+    from assay.engines.server.scoring import topk_logprobs as by_routes
 
-    scores = ChosenScores(1, (-1.0,), ({5: -1.0},), "candidate")
+    scores = TopkLogprobs(1, (-1.0,), ({5: -1.0},), "candidate")
 
-    def forbidden(*_: object) -> ChosenScores:
+    def forbidden(*_: object) -> TopkLogprobs:
         raise Unauthorized("http://server/inference answered 403: switched off")
 
-    def open_to_all(*_: object) -> ChosenScores:
+    def open_to_all(*_: object) -> TopkLogprobs:
         return scores
 
     found, route = by_routes(None, "m", (4, 5), [[5]], 1, [forbidden, open_to_all])  # type: ignore[arg-type]
