@@ -305,7 +305,7 @@ def _page(transport: Transport) -> str:
     """The metrics of a server as text: Prometheus, or TensorRT-LLM's array of iterations where it has nothing else."""
     root = transport.endpoint.root
     try:
-        text = transport.get(f"{root}/metrics").body.decode("utf-8", "replace")
+        text = transport.get(f"{root}/metrics").decode("utf-8", "replace")
     except AssayError as error:
         if error.finding_id == "server.not_found":
             error.remedy = _SWITCHES
@@ -320,7 +320,7 @@ def _page(transport: Transport) -> str:
     if iterations is None:
         return text
     try:
-        other = transport.get(f"{root}/prometheus/metrics").body.decode("utf-8", "replace")
+        other = transport.get(f"{root}/prometheus/metrics").decode("utf-8", "replace")
     except AssayError:
         return text
     return other if looks_like_metrics(other) else text

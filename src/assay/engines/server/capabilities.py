@@ -347,9 +347,9 @@ class _Prober:
 
     def metrics_page(self) -> None:
         def probe() -> str | None:
-            answer = self.transport.get(self.transport.endpoint.root + "/metrics", retry=False)
+            page = self.transport.get(self.transport.endpoint.root + "/metrics", retry=False)
             try:
-                self.metrics = parse_metrics(answer.body.decode("utf-8", "replace"))
+                self.metrics = parse_metrics(page.decode("utf-8", "replace"))
             except ValueError as exc:
                 return str(exc)
             return None if self.metrics.families else "its page of metrics is empty"

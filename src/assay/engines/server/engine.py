@@ -300,9 +300,9 @@ class ServerEngine:
     def metrics(self) -> Metrics:
         """The server's Prometheus metrics as they are now."""
         url = self._transport.endpoint.root + "/metrics"
-        answer = self._transport.get(url)
+        page = self._transport.get(url)
         try:
-            return parse_metrics(answer.body.decode("utf-8", "replace"))
+            return parse_metrics(page.decode("utf-8", "replace"))
         except ValueError as exc:
             raise NotJson(f"{url}: {exc}", remedy="check that this is the server's metrics page") from exc
 

@@ -7,13 +7,13 @@ retried; whatever fails becomes one of the errors in `errors`.
 from __future__ import annotations
 
 import json
+import ssl
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 from urllib.parse import urljoin
 
 import httpx
@@ -35,63 +35,9 @@ from assay.engines.server.errors import (
     retry_after,
 )
 
-if TYPE_CHECKING:
-    import ssl
-
-
-# -----------------------------------------------------------------------------
-# Content-Encoding undone in bounded steps, so that a few compressed bytes cannot become gigabytes in memory.
-
-_STEP = 1 << 16
-_GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
-
-
-class Decoder(Protocol):
-    """Undoes one content encoding, piece by piece."""
-
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The decoded bytes of `piece`, in steps of bounded size."""
-        ...
-
-
-class Identity:
-    """No encoding."""
-
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        """`piece` itself."""
-        yield piece
-
-
-class Inflate:
-    """gzip and deflate."""
-
-    def __init__(self) -> None:
-        self._inflater = zlib.decompressobj(_GZIP_OR_ZLIB)
-
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        """The inflated bytes, at most 64 KiB a step; `zlib.error` if they are not what they claim to be."""
-        rest = piece
-        while rest:
-            out = self._inflater.decompress(rest, _STEP)
-            rest = self._inflater.unconsumed_tail
-            if out:
-                yield out
-            elif not rest:
-                return
-
-
-def decoder_for(encoding: str) -> Decoder | None:
-    """The decoder for a Content-Encoding header; None for one that assay never asks for."""
-    name = encoding.strip().lower()
-    if name in ("", "identity"):
-        return Identity()
-    if name in ("gzip", "x-gzip", "deflate"):
-        return Inflate()
-    return None
-
-
-# -----------------------------------------------------------------------------
-
+_ENCODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
+"""What an answer may be packed in although no packing was asked for. Each piece of the network (64 KiB) unpacks to a bounded
+size in these, at most a thousand times its own, so that a few bytes cannot become gigabytes in memory."""
 _ERROR_BODY = 1 << 16
 _MAX_REDIRECTS = 3
 _RESENDS = 2
@@ -115,56 +61,47 @@ class Limits:
     longest_wait_s: float = 30.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """A complete answer with status 200."""
-
-    url: str
-    body: bytes
-    headers: Mapping[str, str]
-
-
 class Pieces:
-    """The body of an answer as it arrives: (monotonic time of arrival, decoded bytes)."""
+    """The body of an answer as it arrives: (monotonic time of arrival, bytes without packing)."""
 
     def __init__(self, response: httpx.Response, url: str, started: float, limits: Limits) -> None:
-        self.headers = response.headers
         self.url = url
         self.started = started
         """When this attempt was sent, without the waits before it."""
         self._response = response
-        self._deadline = started + limits.total_s
         self._limits = limits
 
     def __iter__(self) -> Iterator[tuple[float, bytes]]:
-        where = without_credentials(self.url)
-        limit = self._limits.max_bytes
+        where, limit = without_credentials(self.url), self._limits.max_bytes
         declared = self._response.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise TooLarge(f"{where} announces an answer of {int(declared):,} bytes; the limit is {limit:,}")
-        encoding = self._response.headers.get("content-encoding", "")
-        decoder = decoder_for(encoding)
-        if decoder is None:
-            raise InvalidStream(f"{where} answers in the encoding {encoding!r}, which was not asked for")
         received = 0
         try:
-            for raw in self._response.iter_raw():
+            for piece in _unpacked(self._response, where):
                 now = time.monotonic()
-                if now > self._deadline:
+                if now > self.started + self._limits.total_s:
                     raise TimedOut(
                         f"{where} had not finished its answer after {self._limits.total_s:g} s",
                         evidence={"url": where, "seconds": self._limits.total_s, "bytes": received},
                     )
-                for piece in decoder.feed(raw):
-                    received += len(piece)
-                    if received > limit:
-                        raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
-                    yield now, piece
+                received += len(piece)
+                if received > limit:
+                    raise TooLarge(f"{where} answered more than {limit:,} bytes; the rest was not read")
+                yield now, piece
         except httpx.HTTPError as exc:
             waited = time.monotonic() - self.started
             raise error_for_failure(exc, self.url, answered=True, seconds=waited) from exc
-        except zlib.error as exc:
-            raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
+
+
+def _unpacked(response: httpx.Response, where: str) -> Iterator[bytes]:
+    encoding = response.headers.get("content-encoding", "")
+    if encoding.strip().lower() not in _ENCODINGS:
+        raise InvalidStream(f"{where} answers in the encoding {encoding!r}, which was not asked for")
+    try:
+        yield from response.iter_bytes()
+    except httpx.DecodingError as exc:
+        raise InvalidStream(f"{where} sent a damaged compressed answer") from exc
 
 
 @cache
@@ -212,17 +149,17 @@ class Transport:
         """Close the connections."""
         self._client.close()
 
-    def get(self, url: str, *, retry: bool = True) -> Answer:
-        """A whole answer to a GET."""
-        return self._whole("GET", url, None, retry)
+    def get(self, url: str, *, retry: bool = True) -> bytes:
+        """The body of the answer to a GET."""
+        return self._whole("GET", url, None, retry)[1]
 
     def get_json(self, url: str, *, retry: bool = True) -> Any:
         """The JSON answer to a GET."""
-        return self._json(self._whole("GET", url, None, retry))
+        return self._json(*self._whole("GET", url, None, retry))
 
     def post_json(self, url: str, body: Mapping[str, Any]) -> Any:
         """The JSON answer to a POST of JSON."""
-        return self._json(self._whole("POST", url, body, True))
+        return self._json(*self._whole("POST", url, body, True))
 
     @contextmanager
     def stream(self, url: str, body: Mapping[str, Any]) -> Iterator[Pieces]:
@@ -234,21 +171,20 @@ class Transport:
         """One safe line of a body, without secrets."""
         return describe_body(body, self._secrets)
 
-    def _json(self, answer: Answer) -> Any:
+    def _json(self, url: str, body: bytes) -> Any:
         try:
-            return json.loads(answer.body)
+            return json.loads(body)
         except (ValueError, RecursionError):
             pass
-        where = without_credentials(answer.url)
-        text = answer.body[:4096].decode("utf-8", "replace")
+        text = body[:4096].decode("utf-8", "replace")
         kind = "a web page" if looks_like_html(text) else "something that is not JSON"
-        raise NotJson(f"{where} answered {kind}: {self.said(answer.body[:_ERROR_BODY])}")
+        raise NotJson(f"{without_credentials(url)} answered {kind}: {self.said(body[:_ERROR_BODY])}")
 
-    def _whole(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> Answer:
+    def _whole(self, method: str, url: str, body: Mapping[str, Any] | None, retry: bool) -> tuple[str, bytes]:
+        """The URL that answered in the end, and all that it answered."""
         silence = self.limits.total_s if method == "POST" else self.limits.silence_s
         with self._open(method, url, body, retry, silence) as pieces:
-            data = b"".join(piece for _, piece in pieces)
-            return Answer(url=pieces.url, body=data, headers=pieces.headers)
+            return pieces.url, b"".join(piece for _, piece in pieces)
 
     @contextmanager
     def _open(
@@ -296,9 +232,6 @@ class Transport:
                     raise error from exc
                 resent += 1
 
-    def _backoff(self, attempt: int) -> float:
-        return self.limits.first_backoff_s * 2.0**attempt
-
     def _refused(self, url: str, response: httpx.Response, said: str, attempt: int, last: bool) -> float:
         """Seconds to wait before the next attempt; raises where there is none."""
         status = response.status_code
@@ -311,21 +244,17 @@ class Transport:
             raise error
         if last or status not in RETRIED:
             raise error_for_status(status, url, said)
-        return self._backoff(attempt) if asked is None else asked
+        return self.limits.first_backoff_s * 2.0**attempt if asked is None else asked
 
     def _error_body(self, response: httpx.Response, deadline: float) -> bytes:
         """The first bytes of an error's body; what fails while reading them matters less than the status."""
-        decoder = decoder_for(response.headers.get("content-encoding", ""))
         body = b""
-        try:
-            for raw in response.iter_raw():
-                for piece in decoder.feed(raw) if decoder else ():
-                    body += piece
-                    if len(body) >= _ERROR_BODY or time.monotonic() > deadline:
-                        return body[:_ERROR_BODY]
-        except (httpx.HTTPError, zlib.error):
-            return body
-        return body
+        with suppress(httpx.HTTPError, InvalidStream):
+            for piece in _unpacked(response, ""):
+                body += piece
+                if len(body) >= _ERROR_BODY or time.monotonic() > deadline:
+                    break
+        return body[:_ERROR_BODY]
 
     def _redirect(self, method: str, url: str, response: httpx.Response) -> str:
         """The URL to go on with; raises for another origin, or where following would change the method."""
