@@ -1,4 +1,4 @@
-"""KV-cache codecs at their real stored bytes, scored by teacher-forced decode: SmolLM2-135M or Gemma 3 270M.
+"""KV-cache codecs at their real stored bytes, scored by teacher-forced decode, on four models.
 
     python benchmarks/kv_codecs.py --calibrate WIKI_VALID --calibration-name mixed --calibrate-only [--device cuda]
     python benchmarks/kv_codecs.py --calibration-name mixed --text WIKI_TEST [--text pydoc] [--text python] --specs FILE
@@ -19,10 +19,10 @@ from typing import Any
 
 import kv_texts
 from assay.cli.progress import show
-from assay.demo.models import build_gemma3, build_smollm2
+from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.environment import describe
-from assay.fidelity.plan import Plan
+from assay.fidelity.plan import Plan, blocks_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.result import summarise
 from assay.lab.kv.cache_hook import Mode
@@ -38,7 +38,12 @@ from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Margins
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = {"smollm2": build_smollm2, "gemma3": build_gemma3}
+MODELS = {
+    "smollm2": build_smollm2,
+    "gemma3": build_gemma3,
+    "qwen05": build_qwen05,
+    "qwen15": build_qwen15,
+}
 
 # What engines offer, the plain baseline over its range, and the same with exact sinks and keys before RoPE.
 PLAIN = ["bf16", "fp8", "fp8(format=e5m2)", "int(bits=4,group=32)"]
@@ -106,7 +111,8 @@ def main() -> None:
                     label=str(parsed),
                 )
                 ended = time.perf_counter()
-                figures = summarise(measured.seen, Margins(), Resampling(2000, 0)).to_json()
+                blocks = blocks_of(facts[text]["places"])
+                figures = summarise(measured.seen, Margins(), Resampling(2000, 0), blocks=blocks).to_json()
                 row = {
                     "codec": str(parsed),
                     "mode": mode.value,
@@ -117,9 +123,11 @@ def main() -> None:
                     **{
                         k: figures[k]
                         for k in (
-                            "grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "windows_needed",
+                            "grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "clusters", "windows_needed",
+                            "ppl_reference",
                         )
                     },
+                    "characters_per_token": facts[text]["characters_per_token"],
                     "fires": measured.engagement.fires,
                     "fit_s": round(waited, 1),
                     "score_s": round(ended - started, 1),
