@@ -5,8 +5,8 @@ import pytest
 import spec_lines as lines
 
 from assay.speculation.findings import likely_causes
-from assay.speculation.health import HeadState, geometric_ratio, head_evidence
-from assay.speculation.read import read as read_clues
+from assay.speculation.health import HeadState, decay, head_evidence
+from assay.speculation.read import start_up
 from assay.speculation.record import Record
 
 
@@ -51,13 +51,13 @@ def test_rule_of_three() -> None:
 def test_geometric_ratio_inverts_the_sum(ratio: float) -> None:
     mean = sum(ratio**i for i in range(1, 6))
     record = Record(tokens_per_step=1 + mean, num_speculative_tokens=5)
-    assert geometric_ratio(record) == pytest.approx(ratio, abs=1e-9)
+    assert decay(record) == pytest.approx(ratio, abs=1e-9)
 
 
 def test_geometric_ratio_at_the_ends() -> None:
-    assert geometric_ratio(Record(tokens_per_step=1.0, num_speculative_tokens=3)) is None
-    assert geometric_ratio(Record(tokens_per_step=4.0, num_speculative_tokens=3)) == 1.0
-    assert geometric_ratio(Record(tokens_per_step=2.0)) is None
+    assert decay(Record(tokens_per_step=1.0, num_speculative_tokens=3)) is None
+    assert decay(Record(tokens_per_step=4.0, num_speculative_tokens=3)) == 1.0
+    assert decay(Record(tokens_per_step=2.0)) is None
 
 
 LOADING = """\
@@ -70,7 +70,7 @@ WARNING 03-04 10:00:05 [q.py:9] visual.blocks.0.norm.weight not found in params_
 
 
 def test_what_was_seen_comes_before_what_is_usual() -> None:
-    clues = read_clues(LOADING).clues
+    clues = start_up(LOADING)[0]
     causes = likely_causes(HeadState.DEAD, clues)
     assert causes[0].startswith("head weights were skipped at load (2 lines")
     assert "uninitialised" in causes[1]
@@ -82,11 +82,11 @@ def test_what_was_seen_comes_before_what_is_usual() -> None:
 
 def test_a_long_line_is_no_trap() -> None:
     """A line of megabytes (a dumped tensor) must not take more than a moment."""
-    assert read_clues("mtp weight " * 400_000).clues == []
+    assert start_up("mtp weight " * 400_000)[0] == []
 
 
 def test_speeds_of_running_intervals_only() -> None:
     text = "\n".join(
         [lines.vllm_engine(0, 40.0), lines.vllm_engine(0, 0.0, 0), lines.vllm_engine(0, 44.0, 2)]
     )
-    assert read_clues(text).speeds == [40.0, 44.0]
+    assert start_up(text)[1] == [40.0, 44.0]

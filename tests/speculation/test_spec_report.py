@@ -36,7 +36,8 @@ def log(tmp_path: Path, *rows: str, name: str = "server.log") -> str:
         (lines.vllm_v1([0, 0], 1000), 1, "broken", "speculation.head_dead"),
         (lines.vllm_v1([30, 0, 0], 1000), 1, "broken", "speculation.head_noise"),
         (lines.vllm_v1([4, 2], 6), 3, "insufficient", "speculation.insufficient"),
-        ("INFO nothing here", 3, "off", "speculation.off"),
+        ("INFO nothing here", 3, "insufficient", "speculation.no_evidence"),
+        ("speculative_config=None,", 3, "off", "speculation.off"),
         (lines.vllm_v1([890, 220, 30, 5, 0], 1000), 0, "healthy", "speculation.k_too_deep"),
         (lines.vllm_v1([900, 900], 900), 0, "healthy", "speculation.perfect_acceptance"),
         (

@@ -81,8 +81,8 @@ def test_nothing_to_find(data: bytes) -> None:
 
 
 def test_hit_at_the_very_start_and_end() -> None:
-    assert list(interesting_lines(io.BytesIO(b"accept_count\nz"))) == [b"accept_count"]
-    assert list(interesting_lines(io.BytesIO(b"eval time\n#acc"))) == [b"eval time", b"#acc"]
+    assert list(interesting_lines(io.BytesIO(b"accept_rate=1\nz"))) == [b"accept_rate=1"]
+    assert list(interesting_lines(io.BytesIO(b"eval time\n#acc tokens"))) == [b"eval time", b"#acc tokens"]
 
 
 def test_words_that_count_nothing_are_passed_over() -> None:

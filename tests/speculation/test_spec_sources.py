@@ -165,20 +165,56 @@ def test_a_late_truncation_is_found_too(tmp_path: Path) -> None:
         '{"choices": [{"text": "hi"}], "usage": {"completion_tokens": 3}}',
         "SpecDecoding metrics:",
         "SpecDecoding metrics: Accepted: many tokens, Drafted: some tokens",
-        "accept len: 2.0",
         "vllm:spec_decode_num_drafts_total{engine=",
+        "INFO accepted connection 3/5 from 10.0.0.1",
     ],
 )
-def test_text_without_drafts_is_off(tmp_path: Path, text: str) -> None:
+def test_text_without_drafts_shows_nothing(tmp_path: Path, text: str) -> None:
+    """Not even that speculation is off."""
+    report = examine([write(tmp_path / "log", text.encode())])
+    assert (report.results["health"], report.exit_code) == ("insufficient", 3)
+    assert [f.id for f in report.findings] == ["speculation.no_evidence"]
+    assert report.results["record"]["acceptance_rate"] is None
+
+
+REPLY = "slot print_timing: id  0 | task 0 |        eval time =     900.00 ms /    90 tokens (   10.0 ms per token,   100.00 tokens per second)"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Initializing a V1 LLM engine (v0.11.0) with config: speculative_config=None, tokenizer='x'\n",
+        lines.vllm_engine(0, 40.0),
+        "[2026-03-04 10:00:00 TP0] Decode batch. #running-req: 2, #token: 400, gen throughput (token/s): 88.1, #queue-req: 0",
+        REPLY,
+        '# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running{engine="0"} 1.0\n',
+        lines.vllm_page({"0": (0, [0, 0])}),
+        lines.vllm_v1([0], 0, wording="0.8.3"),
+        json.dumps({"timings": {"predicted_n": 40, "predicted_per_second": 20.0}}),
+        json.dumps(
+            {
+                "usage": {
+                    "completion_tokens_details": {
+                        "accepted_prediction_tokens": 0,
+                        "rejected_prediction_tokens": 0,
+                    }
+                }
+            }
+        ),
+    ],
+    ids=["configured", "vllm", "sglang", "llama", "page", "counters", "nan", "timings", "usage"],
+)
+def test_off_needs_evidence(tmp_path: Path, text: str) -> None:
     report = examine([write(tmp_path / "log", text.encode())])
     assert (report.results["health"], report.exit_code) == ("off", 3)
-    assert report.results["record"]["acceptance_rate"] is None
+    assert [f.id for f in report.findings] == ["speculation.off"]
 
 
 def test_configured_but_silent(tmp_path: Path) -> None:
     text = "speculative_config=SpeculativeConfig(method='mtp', num_spec_tokens=2)\nApplication startup complete.\n"
     report = examine([write(tmp_path / "log", text.encode())])
     assert "configured" in report.findings[0].title
+    assert report.results["health"] == "insufficient"
 
 
 def test_a_file_that_cannot_be_read_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """What speculation is worth: tokens per step, net multiplier over the number of speculative tokens, and advice.
 
-With per-position rates p_i and a draft token that costs c target steps, N speculative tokens give
+With per-position rates p_i, a share q of the decode steps that draft at all, and a draft token that costs c target steps,
+N speculative tokens give, over all steps,
 
-    E(N) = 1 + p_1 + … + p_N  tokens per step,   T(N) = 1 + c · N  target steps,   multiplier(N) = E(N) / T(N).
+    E(N) = 1 + q · (p_1 + … + p_N)  tokens per step,   T(N) = 1 + q · c · N  target steps,   multiplier(N) = E(N) / T(N).
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.speculation.health import Assessment, Health, Rate, difference, geometric_ratio
+from assay.speculation.health import (
+    SELDOM,
+    WORTH,
+    Assessment,
+    Health,
+    Rate,
+    decay,
+    difference,
+    geometric_ratio,
+)
 from assay.speculation.record import Record
-
-# -----------------------------------------------------------------------------
-# Speeds that a log prints window by window: their median, and the quotient of two, with intervals where they allow one.
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,10 @@ def quotient(a: Measured, b: Measured) -> Measured:
     return Measured(value, value * math.exp(-down), value * math.exp(up))
 
 
-# -----------------------------------------------------------------------------
-
 ASSUMED_COST = 0.10
 """Cost of one draft token in target steps where nothing measures it: typical of MTP and EAGLE heads."""
-WORTH = 1.2
-"""Net multiplier above which speculation is worth running."""
+ASSUMED_RANGE = (0.05, 0.20)
+"""What the assumed cost may really be."""
 MAX_DEPTH = 16
 TOO_DEEP = 1.05
 """A depth wastes time if a smaller one is faster by this factor."""
@@ -96,10 +101,17 @@ class Cost:
     def __str__(self) -> str:
         return f"{self.ratio:.3g}" + ("" if self.lo is None else f" [{self.lo:.2g}, {self.hi:.2g}]")
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """What the cost may be at least and at most."""
+        if self.source == "assumed":
+            return ASSUMED_RANGE
+        return (self.ratio if self.lo is None else self.lo, self.ratio if self.hi is None else self.hi)
+
 
 @dataclass(frozen=True)
 class Benefit:
-    """Net multiplier for every depth, the present one and the best."""
+    """Net multiplier for every depth, the present one and the best. All steps count, also those without a draft."""
 
     rates: tuple[float, ...]
     measured_depth: int
@@ -110,6 +122,8 @@ class Benefit:
     coverage: float | None = None
     """Share of all decode steps that drafted at all; None where it is not known."""
     measured_multiplier: Measured | None = None
+    interval: tuple[float, float] | None = None
+    """What the present depth's multiplier may be, given the errors of acceptance and of the cost."""
 
     @property
     def best(self) -> int:
@@ -140,16 +154,42 @@ class Benefit:
         )
 
     @property
+    def seldom(self) -> bool:
+        """Whether so few steps draft that a deeper draft changes little."""
+        return self.coverage is not None and self.coverage < SELDOM
+
+    @property
+    def undecided(self) -> bool:
+        """Whether the multiplier, measured or predicted, is within its error of 1."""
+        m = self.measured_multiplier
+        if m is not None:
+            return m.lo is not None and m.hi is not None and m.lo <= 1 <= m.hi
+        return self.interval is not None and self.interval[0] <= 1 <= self.interval[1]
+
+    @property
     def advice(self) -> str:
         """What to do, in one line."""
         now = self.multiplier if self.measured_multiplier is None else self.measured_multiplier.value
+        share = f"; {100 * (self.coverage or 0):.3g} % of the steps draft" if self.seldom else ""
+        if self.too_deep and self.best_multiplier >= WORTH and not self.seldom:
+            return f"lower the number of speculative tokens from {self.depth} to {self.best}"
+        if self.undecided and self.measured_multiplier is not None:
+            return (
+                "the measured gain is within its error of 1: send more requests to both servers (--requests)"
+            )
+        if self.undecided and self.interval is not None:
+            return (
+                f"the predicted multiplier may be {self.interval[0]:.2f} to {self.interval[1]:.2f}{share}: measure it "
+                "against a server without speculation, --baseline URL"
+            )
         if self.best_multiplier < 1.0 or (now is not None and now < 1.0 and self.best_multiplier < WORTH):
-            return "disable speculation: it costs more than it earns"
+            return f"disable speculation: it costs more than it earns{share}"
         if self.too_deep:
             return f"lower the number of speculative tokens from {self.depth} to {self.best}"
         if self.best_multiplier < WORTH:
-            return f"hardly worth running: at best {self.best_multiplier:.2f} times as fast"
-        if self.depth and self.best > self.depth and now and self.best_multiplier >= TOO_DEEP * now:
+            return f"hardly worth running: at best {self.best_multiplier:.2f} times as fast{share}"
+        deeper = self.depth and self.best > self.depth and now and self.best_multiplier >= TOO_DEEP * now
+        if deeper and not self.seldom:
             return f"keep it, and try up to {self.best} speculative tokens (extrapolated)"
         return "keep it"
 
@@ -164,6 +204,7 @@ class Benefit:
             "best": self.best,
             "best_multiplier": self.best_multiplier,
             "multiplier": self.multiplier,
+            "multiplier_interval": None if self.interval is None else list(self.interval),
             "measured_multiplier": None if measured is None else measured.value,
             "measured_multiplier_interval": None if measured is None else measured.to_json(),
             "cost_ratio": self.cost.ratio,
@@ -174,36 +215,61 @@ class Benefit:
         }
 
 
-def benefit(record: Record, cost: Cost, measured_multiplier: Measured | None = None) -> Benefit | None:
-    """Benefit of a record's acceptance at a cost; None where its positions can neither be read nor fitted."""
-    known = position_rates(record)
+def benefit(
+    record: Record,
+    cost: Cost,
+    measured_multiplier: Measured | None = None,
+    rate: Rate | None = None,
+    lifetime: Record | None = None,
+) -> Benefit | None:
+    """Benefit of a record's acceptance at a cost; None where its positions can neither be read nor fitted.
+
+    What the record does not know is taken from the counters since start (`lifetime`). `rate` is the interval of the
+    acceptance that was judged.
+    """
+    source = record if position_rates(record) or lifetime is None else lifetime
+    known = position_rates(source)
     if not known:
         return None
-    rates = extrapolated(known, MAX_DEPTH)
-    multipliers = tuple(expected_tokens(rates, n) / (1 + cost.ratio * n) for n in range(1, MAX_DEPTH + 1))
-    coverage = None
-    if (
-        record.generated
-        and record.drafts
-        and record.leading is not None
-        and record.generated > record.leading
-    ):
-        # Every step adds one token of its own, so there were generated − accepted steps.
-        coverage = min(1.0, record.drafts / (record.generated - record.leading))
-    depth = record.num_speculative_tokens
-    return Benefit(rates, len(known), depth, cost, multipliers, coverage, measured_multiplier)
+    coverage = record.coverage if lifetime is None or record.coverage is not None else lifetime.coverage
+    share = 1.0 if coverage is None else coverage
+    depth = source.num_speculative_tokens
+    rates = extrapolated(known, max(MAX_DEPTH, min(depth or 0, 4 * MAX_DEPTH)))
+    gains = [share * (expected_tokens(rates, n) - 1) for n in range(1, len(rates) + 1)]
+    multipliers = tuple((1 + gain) / (1 + share * cost.ratio * n) for n, gain in enumerate(gains, 1))
+    interval = None
+    if depth and depth <= len(gains):
+        down, up = (
+            (rate.lo / rate.value, rate.hi / rate.value)
+            if rate is not None and rate.value > 0
+            else (1.0, 1.0)
+        )
+        cheap, dear = cost.bounds
+        interval = (
+            (1 + gains[depth - 1] * down) / (1 + share * dear * depth),
+            (1 + gains[depth - 1] * up) / (1 + share * cheap * depth),
+        )
+    return Benefit(rates, len(known), depth, cost, multipliers, coverage, measured_multiplier, interval)
 
 
 def position_rates(record: Record) -> tuple[float, ...]:
-    """Acceptance of each position: as counted, or the geometric decay with the same mean (empty if unknown)."""
+    """Acceptance of each position: as counted, or a geometric decay with the same mean (empty if unknown).
+
+    Where position 0 is known the decay starts there, else at 1.
+    """
     if record.per_position:
         return record.per_position
-    ratio, k = geometric_ratio(record), record.num_speculative_tokens
+    k, length = record.num_speculative_tokens, record.mean_acceptance_length
+    if record.first and k and length is not None and record.first[1]:
+        start = record.first[0] / record.first[1]
+        ratio = geometric_ratio((length - 1) / start, k, first=0) if start else None
+        return tuple(start * ratio**i for i in range(k)) if ratio is not None else ()
+    ratio = decay(record)
     return tuple(ratio**i for i in range(1, k + 1)) if ratio is not None and k else ()
 
 
 def expected_tokens(rates: Sequence[float], depth: int) -> float:
-    """E(N) = 1 + Σ p_i over the first N positions."""
+    """1 + Σ p_i over the first N positions: tokens of a step that drafts."""
     return 1 + sum(rates[:depth])
 
 
@@ -216,16 +282,18 @@ def extrapolated(rates: Sequence[float], depth: int) -> tuple[float, ...]:
     return tuple(known)
 
 
-def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured) -> Cost | None:
-    """Cost of a draft token from the net multiplier at the same load: multiplier = E / (1 + c · N).
+def measured_cost(
+    tokens_per_step: float, depth: int, multiplier: Measured, coverage: float = 1.0
+) -> Cost | None:
+    """Cost of a draft token from the net multiplier at the same load: multiplier = E / (1 + q · c · N).
 
-    None where the speeds contradict that (c would be negative).
+    `tokens_per_step` is E over all steps. None where the speeds contradict that (c would be negative).
     """
-    if multiplier.value <= 0 or depth < 1:
+    if multiplier.value <= 0 or depth < 1 or coverage <= 0:
         return None
 
     def at(value: float) -> float:
-        return (tokens_per_step / value - 1) / depth
+        return (tokens_per_step / value - 1) / (depth * coverage)
 
     if at(multiplier.value) < 0:
         return None
@@ -234,7 +302,6 @@ def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured) -> C
     return Cost(at(multiplier.value), "measured", max(0.0, at(multiplier.hi)), at(multiplier.lo))
 
 
-# -----------------------------------------------------------------------------
 # Against a baseline: is the difference a loader fault, or something that quantization can do?
 #
 # For speculative sampling the acceptance at a position is 1 − TV(p, q), with p the target's distribution and q the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,14 +12,21 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from assay.speculation.benefit import WORTH, Benefit, Comparison, Measured
-from assay.speculation.health import Assessment, HeadEvidence, HeadState, Health, head_evidence, zero_windows
+from assay.speculation.benefit import Benefit, Comparison, Measured
+from assay.speculation.health import (
+    BROKEN_RATE,
+    MIN_DRAFTS,
+    WORTH,
+    Assessment,
+    HeadEvidence,
+    HeadState,
+    Health,
+    head_evidence,
+    zero_windows,
+)
 from assay.speculation.read import Clue
 from assay.speculation.record import Evidence, Record
 from assay.verdict import Finding, Severity
-
-# -----------------------------------------------------------------------------
-# Likely causes of a bad head, in order, from what the engine said at start and what the checkpoint holds.
 
 VLLM = "https://github.com/vllm-project/vllm/"
 REFERENCES: Mapping[HeadState, tuple[str, ...]] = {
@@ -101,8 +109,6 @@ def quoted(clues: Sequence[Clue]) -> dict[str, str]:
     return {c.id: c.text for c in clues}
 
 
-# -----------------------------------------------------------------------------
-
 _TITLES = {
     HeadState.DEAD: ("head_dead", "no draft token is accepted: the head proposes nothing that fits"),
     HeadState.NOISE: ("head_noise", "draft tokens are accepted at chance level"),
@@ -114,7 +120,7 @@ PERFECT_DRAFTS = 50
 
 @dataclass(frozen=True)
 class Judged:
-    """All that the findings are made from."""
+    """All that the findings are made from: `unread` lines with their number, `asked` speculative tokens."""
 
     evidence: Evidence
     assessment: Assessment
@@ -122,6 +128,8 @@ class Judged:
     benefit: Benefit | None = None
     comparison: Comparison | None = None
     checkpoint: Sequence[Finding] = ()
+    unread: Sequence[tuple[str, int]] = ()
+    asked: int | None = None
 
     @property
     def record(self) -> Record:
@@ -144,8 +152,8 @@ class Judged:
 def findings(judged: Judged) -> list[Finding]:
     """All findings, the gravest first."""
     found = [
-        *_state(judged), *_hidden(judged), *_depth(judged), *_suspicious(judged), *_against_baseline(judged),
-        *judged.checkpoint,
+        *_state(judged), *_unread(judged), *_hidden(judged), *_depth(judged), *_mismatch(judged), *_suspicious(judged),
+        *_against_baseline(judged), *judged.checkpoint,
     ]  # fmt: skip
     order = list(Severity)
     return sorted(found, key=lambda f: order.index(f.severity))
@@ -153,8 +161,8 @@ def findings(judged: Judged) -> list[Finding]:
 
 def _state(judged: Judged) -> Iterator[Finding]:
     a = judged.assessment
-    if a.health is Health.OFF:
-        yield _off(judged)
+    if a.health is Health.OFF or (a.health is Health.INSUFFICIENT and judged.record.engine is None):
+        yield _nothing(judged)
     elif a.health is Health.INSUFFICIENT:
         partial = judged.record.partial
         yield Finding(
@@ -169,10 +177,53 @@ def _state(judged: Judged) -> Iterator[Finding]:
                 else "let the server answer more requests, then look again",
             ),
         )
-    elif a.health.bad and not a.all_or_nothing:
+    elif a.seldom or (a.judged and judged.benefit is not None and judged.benefit.seldom):
+        yield _seldom(judged)
+    if a.health.bad and not a.seldom and not a.all_or_nothing:
         own = judge_head(judged)
         if own is not None:
             yield own
+
+
+def _seldom(judged: Judged) -> Finding:
+    """A drafter that drafts at few of the steps."""
+    a, record = judged.assessment, judged.evidence.steps
+    bad = a.health is Health.DEGRADED and a.seldom
+    share = f"{'about ' if record.steps_estimated else ''}{100 * (record.coverage or 0):.3g} %"
+    return Finding(
+        "speculation.low_coverage",
+        Severity.ERROR if bad else Severity.WARNING,
+        f"{share} of the steps drafted, which makes {record.overall or 1:.2f} tokens a step over all of them",
+        detail=a.reason if bad else "",
+        evidence={**_figures(a), "coverage": record.coverage, "overall_tokens_per_step": record.overall},
+        causes=(
+            "n-grams or suffixes find nothing to propose where the text does not repeat itself",
+            "drafting is switched off for part of the steps (batch size, context, grammar)",
+        ),
+        remedies=("measure what it is worth: assay spec URL --baseline URL_WITHOUT_SPECULATION",),
+    )
+
+
+def _unread(judged: Judged) -> Iterator[Finding]:
+    """Lines that name drafting and that no parser reads."""
+    if not judged.unread:
+        return
+    total = sum(n for _, n in judged.unread)
+    yield Finding(
+        "speculation.unrecognised",
+        Severity.WARNING if judged.assessment.health is Health.UNKNOWN else Severity.INFO,
+        f"{total:,} line{'s' * (total > 1)} about drafting in a form that assay does not read",
+        detail=f"the first: {judged.unread[0][0]}",
+        evidence={
+            "lines": total,
+            "forms": len(judged.unread),
+            "first": [line for line, _ in judged.unread[:5]],
+        },
+        remedies=(
+            "give the server's /metrics page or a response with its statistics",
+            "report the line, or read it with a parser of your own (entry point assay.parsers)",
+        ),
+    )
 
 
 def judge_head(judged: Judged) -> Finding | None:
@@ -215,28 +266,36 @@ def _only_late(a: Assessment) -> bool:
     return a.collapse is not None and a.collapse.before.lo >= 0.5
 
 
-def _off(judged: Judged) -> Finding:
+def _nothing(judged: Judged) -> Finding:
+    """Nothing was drafted, or nothing tells whether anything was."""
     clues = {c.id for c in judged.clues}
-    if judged.evidence.record.engine is not None and judged.record.counts:
+    off = judged.assessment.health is Health.OFF
+    if judged.record.engine is not None:
         title, remedy = (
-            "speculation is on, but nothing was drafted yet",
+            "nothing was drafted: speculation is off, or never came to a draft",
             "send some requests, then look again; if text is generated and drafts stay 0, drafting never happens",
         )
-    elif "speculation_off" in clues:
+    elif off and "speculation_off" in clues:
         title, remedy = "speculation is off in the engine's configuration", "start it with speculation"
-    elif "speculation_on" in clues:
+    elif off:
+        title, remedy = (
+            "speculation is off: requests were answered, and nothing counts drafts",
+            "start it with speculation",
+        )
+    elif "speculation_on" in clues or "depth" in clues:
         title, remedy = (
             "speculation is configured, but no line counts any drafts",
             "check that statistics are logged (vLLM: no --disable-log-stats), and that requests were answered",
         )
     else:
         title, remedy = (
-            "nothing in the source counts drafts: speculation is off, or its lines are elsewhere",
+            "nothing in the source counts drafts, nor says that speculation is off",
             "give the log of the server process, or its /metrics page",
         )
     return Finding(
-        "speculation.off", Severity.WARNING, title, evidence=quoted(judged.clues), remedies=(remedy,)
-    )
+        "speculation.off" if off else "speculation.no_evidence", Severity.WARNING, title,
+        evidence=quoted(judged.clues), remedies=(remedy,),
+    )  # fmt: skip
 
 
 def _hidden(judged: Judged) -> Iterator[Finding]:
@@ -302,26 +361,47 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
         )
 
 
+def dead_positions(a: Assessment) -> list[int]:
+    """Deep positions that are certain to accept next to nothing, while position 0 is not."""
+    if len(a.positions) < 2 or a.positions[0].hi < 2 * BROKEN_RATE:
+        return []
+    return [
+        i
+        for i, r in enumerate(a.positions)
+        if i and r.n >= MIN_DRAFTS and r.hi < 2 * BROKEN_RATE and r.value < BROKEN_RATE
+    ]
+
+
 def _depth(judged: Judged) -> Iterator[Finding]:
     b, a = judged.benefit, judged.assessment
-    if a.health is Health.HEALTHY and b is not None and b.too_deep:
+    dead = dead_positions(a)
+    deep = b is not None and b.too_deep and a.health is Health.HEALTHY and not a.seldom
+    if (deep or dead) and a.health is not Health.BROKEN and b is not None and b.depth:
+        best = min(b.best, dead[0]) if dead else b.best
+        gain = f"{best} give {b.multipliers[best - 1]:.2f} times the speed, {b.depth} give {b.multiplier or 0:.2f}, over all steps"
         note = (
-            ""
-            if b.cost.source != "assumed"
-            else f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
+            f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
+            if b.cost.source == "assumed"
+            else ""
+        )
+        where = (
+            f"positions {dead[0]} to {dead[-1]}" if len(dead) > 1 else f"position {dead[0]}" if dead else ""
         )
         yield Finding(
             "speculation.k_too_deep",
             Severity.WARNING,
-            f"{b.depth} speculative tokens are too many: the tail costs more than it earns",
-            detail=f"{b.best} give {b.best_multiplier:.2f} times the speed, {b.depth} give {b.multiplier:.2f}{note}",
+            f"{b.depth} speculative tokens are too many: the tail costs more than it earns"
+            if deep
+            else f"{where} of {b.depth} accept next to nothing",
+            detail=gain + note,
             evidence={
                 "per_position": list(b.rates[: b.measured_depth]),
-                "best": b.best,
+                "dead_positions": dead,
+                "best": best,
                 "cost_ratio": b.cost.ratio,
             },
             causes=("one head is run several times, or the draft loses the text after a few tokens",),
-            remedies=(f"set the number of speculative tokens to {b.best}",),
+            remedies=(f"set the number of speculative tokens to {best}",),
             references=(f"{VLLM}issues/47602",),
         )
     measured = None if b is None else b.measured_multiplier
@@ -340,6 +420,40 @@ def _depth(judged: Judged) -> Iterator[Finding]:
             },
             remedies=("disable speculation, or lower the number of speculative tokens",),
         )
+
+
+def _mismatch(judged: Judged) -> Iterator[Finding]:
+    """The number of draft positions in the source against what the command says, and what the user gives."""
+    record = judged.record
+    printed = len(record.per_position or ())
+    seen = printed or record.num_speculative_tokens or 0
+    reached = max((record.mean_acceptance_length or 1) - 1, 0)  # no step accepts more than was drafted
+    depths = sorted({w.num_speculative_tokens for w in judged.evidence.windows if w.num_speculative_tokens})
+    stated = {int(n) for c in judged.clues if c.id == "depth" for n in c.text.split(", ")}
+    wrong = []
+    for name, wanted in (
+        ("the start-up lines say", stated),
+        ("you said", {judged.asked} if judged.asked else set()),
+    ):
+        deepest = max(wanted, default=0)
+        if wanted and ((printed and printed not in wanted) or seen > deepest or reached > deepest + 0.01):
+            wrong.append(f"{name} {', '.join(map(str, sorted(wanted)))}")
+    if wrong:
+        title = f"the source shows {max(seen, math.ceil(reached - 0.01))} speculative tokens a draft, and {' and '.join(wrong)}"
+    elif printed and len(depths) > 1:
+        title = f"windows of {', '.join(map(str, depths))} draft positions in one source: two runs, or a depth that changed"
+    else:
+        return
+    yield Finding(
+        "speculation.k_mismatch",
+        Severity.WARNING,
+        title,
+        evidence={"seen": seen, "start_up": sorted(stated), "given": judged.asked, "depths": depths},
+        causes=(
+            "the source is of another run, or the engine changed the number (a head runs a whole number of times)",
+        ),
+        remedies=("hold the command that runs against the one that you meant, and give the log of one run",),
+    )
 
 
 def _suspicious(judged: Judged) -> Iterator[Finding]:
@@ -384,10 +498,6 @@ def _against_baseline(judged: Judged) -> Iterator[Finding]:
         causes=(c.reading,),
         references=("https://arxiv.org/abs/2211.17192",),
     )
-
-
-# -----------------------------------------------------------------------------
-# What the checkpoint says about the head, by way of the checkpoint area (`assay verify`).
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from assay.speculation.record import Evidence, Observation, Record
 from assay.stats.intervals import wilson
-
-# -----------------------------------------------------------------------------
-# Intervals of acceptance rates: Wilson, widened where windows disagree, and differences of two of them.
 
 MIN_CLUSTERS = 5
 """Fewer windows than this say too little about how much they differ."""
@@ -70,9 +67,6 @@ def difference(a: Rate, b: Rate) -> Rate:
     hi = gap + math.hypot(a.hi - a.value, b.value - b.lo)
     return Rate(gap, lo, hi, min(a.n, b.n))
 
-
-# -----------------------------------------------------------------------------
-# What the order of the windows shows: a collapse within the run, windows of exact zeros, impossible extremes.
 
 MIN_DRAFTS = 50
 """Trials that a part of a run needs before it is compared with another part."""
@@ -212,14 +206,16 @@ def _dispersion(*parts: Sequence[tuple[int, int]]) -> float:
     return max(1.0, chi2 / freedom) if freedom >= 3 else 1.0
 
 
-# -----------------------------------------------------------------------------
-
 BROKEN_RATE, BROKEN_UPPER = 0.05, 0.10
 DEGRADED_UPPER = 0.50
 MIN_TOKENS_PER_STEP = 1.6
 BROKEN_TOKENS_PER_STEP = 1.05
 MIN_DRAFT_TOKENS = 20
 """Fewer draft tokens than this are not judged at all."""
+SELDOM = 0.8
+"""A drafter that drafts at a smaller share of the steps (n-grams, suffixes) is judged by what all steps gain."""
+WORTH = 1.2
+"""Net multiplier above which speculation is worth running."""
 
 
 class Health(StrEnum):
@@ -230,6 +226,8 @@ class Health(StrEnum):
     BROKEN = "broken"
     OFF = "off"
     INSUFFICIENT = "insufficient"
+    UNKNOWN = "unknown"
+    """Lines name drafting, and no parser reads them."""
 
     @property
     def bad(self) -> bool:
@@ -252,11 +250,13 @@ class Assessment:
     per_engine: dict[str, Assessment] = field(default_factory=dict)
     collapse: Collapse | None = None
     all_or_nothing: bool = False
+    seldom: bool = False
+    """Whether few steps drafted, so that all steps were judged."""
 
     @property
     def judged(self) -> bool:
         """Whether there was enough to judge."""
-        return self.health not in (Health.OFF, Health.INSUFFICIENT)
+        return self.health in (Health.HEALTHY, Health.DEGRADED, Health.BROKEN)
 
     @property
     def dead_engines(self) -> list[str]:
@@ -278,7 +278,7 @@ class Assessment:
 
 def assess(evidence: Evidence) -> Assessment:
     """Judge a source: its totals first, then what totals hide (a dead engine, a collapse, impossible extremes)."""
-    whole = judge(evidence.record, evidence.windows)
+    whole = judge(evidence.record, evidence.windows, evidence.lifetime)
     engines = {
         name: judge(record, [w for w in evidence.windows if (w.replica or "other") == name])
         for name, record in evidence.per_engine.items()
@@ -295,14 +295,16 @@ def assess(evidence: Evidence) -> Assessment:
         late = judge_rate(collapse.after)
         if late.bad:
             health, reason = Health.DEGRADED, f"acceptance fell to {collapse.after.percent()} within the run"
-    return Assessment(
-        health, reason, whole.basis, whole.rate, whole.tokens_per_step, whole.positions, whole.pooled,
-        whole.design_effect, engines, collapse, extremes,
-    )  # fmt: skip
+    return replace(
+        whole, health=health, reason=reason, per_engine=engines, collapse=collapse, all_or_nothing=extremes
+    )
 
 
-def judge(record: Record, windows: Sequence[Observation] = ()) -> Assessment:
-    """Judge one record. `windows` are its clusters; they widen the intervals where they disagree."""
+def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record | None = None) -> Assessment:
+    """Judge one record. `windows` are its clusters; they widen the intervals where they disagree.
+
+    Position 0 is taken from the counters since start (`lifetime`) where the record itself does not know it.
+    """
     if record.nothing_drafted:
         return Assessment(Health.OFF, "nothing was drafted", "nothing")
     if not record.counts:
@@ -313,8 +315,7 @@ def judge(record: Record, windows: Sequence[Observation] = ()) -> Assessment:
     pooled = None
     if record.drafted and record.leading is not None:
         pooled = proportion(min(max(record.leading, 0), record.drafted), record.drafted, effect)
-    first = positions[0] if positions else pooled if record.num_speculative_tokens == 1 else None
-    basis = "position 0" if first else "everything drafted"
+    first, basis = _position_0(record, positions, pooled, lifetime, effect)
     length = record.tokens_per_step
     if record.impossible:
         health, reason = (
@@ -325,13 +326,102 @@ def judge(record: Record, windows: Sequence[Observation] = ()) -> Assessment:
         health, reason = Health.INSUFFICIENT, f"only {pooled.n} tokens were drafted"
     elif first is not None:
         health, reason = _by_first_position(first, length)
+        if health is Health.DEGRADED and _at_chance(record, first, pooled):
+            health = Health.BROKEN
     elif pooled is not None:
         health, reason = _by_everything(record, pooled, length)
     elif length is not None and not record.partial and (record.drafts or 0) >= MIN_DRAFT_TOKENS:
         return _judge_values(record)
     else:
         health, reason, basis = Health.INSUFFICIENT, "the source does not hold what a rate needs", "nothing"
-    return Assessment(health, reason, basis, first or pooled, length, positions, pooled, effect)
+    found = Assessment(health, reason, basis, first or pooled, length, positions, pooled, effect)
+    counted = lifetime if lifetime is not None and record.coverage is None else record
+    return found if counted.steps_estimated or basis == "nothing" else by_all_steps(counted, found)
+
+
+def with_words(found: Assessment, record: Record, clues: Collection[str], unread: int) -> Assessment:
+    """`found` with what the source says in words: `off` needs evidence, and n-grams are judged over all steps.
+
+    `clues` are the ids of start-up messages, `unread` the number of lines that name drafting and are not read.
+    """
+    if found.health is not Health.OFF:
+        return by_all_steps(record, found) if "sparse_method" in clues else found
+    if unread:
+        form = "line names" if unread == 1 else "lines name"
+        return replace(
+            found, health=Health.UNKNOWN, reason=f"{unread:,} {form} drafting in a form that is not read"
+        )
+    if record.engine is not None:
+        return found  # counters that stand at nothing
+    asked = "speculation_on" in clues or "depth" in clues
+    if "speculation_off" in clues:
+        return replace(found, reason="speculation is off in the engine's configuration")
+    if not asked and "no_counters" in clues:
+        return replace(found, reason="the metrics page has no draft counters")
+    if not asked and "replies" in clues:
+        return replace(found, reason="requests were answered, and no line counts drafts")
+    reason = (
+        "speculation is configured, but nothing counts drafts"
+        if asked
+        else "nothing in the source counts drafts"
+    )
+    return replace(found, health=Health.INSUFFICIENT, reason=reason)
+
+
+def _position_0(
+    record: Record, positions: Sequence[Rate], pooled: Rate | None, lifetime: Record | None, effect: float
+) -> tuple[Rate | None, str]:
+    """The interval of position 0 and its name; without one, everything drafted is judged."""
+    if positions:
+        return positions[0], "position 0"
+    if record.num_speculative_tokens == 1 and pooled is not None:
+        return pooled, "position 0"
+    if record.first:
+        return proportion(*record.first, effect), "position 0"
+    dead = pooled is not None and judge_rate(pooled) is Health.BROKEN
+    if lifetime is not None and lifetime.first and lifetime.first[1] >= MIN_DRAFT_TOKENS and not dead:
+        return proportion(*lifetime.first), "position 0, since start"
+    return None, "everything drafted"
+
+
+def by_all_steps(record: Record, found: Assessment) -> Assessment:
+    """Judge a drafter that drafts now and then by what it gains over all steps; any other keeps its health.
+
+    Its draft tokens cost nothing but their verification; what it gains is 1 + accepted / steps. The interval holds the
+    rate's and that of the number of drafts, which come in bursts (Poisson).
+    """
+    if (
+        found.health is Health.BROKEN
+        or record.coverage is None
+        or record.coverage >= SELDOM
+        or record.impossible
+    ):
+        return found
+    if record.overall is None or not record.drafts:
+        return found
+    gain = record.overall - 1
+    rate = found.pooled or found.rate
+    down = up = 0.0
+    if rate is not None and rate.value > 0:
+        down, up = 1 - rate.lo / rate.value, rate.hi / rate.value - 1
+    spread = 1.96 / math.sqrt(record.drafts)
+    lo, hi = (1 + gain * max(0.0, 1 - math.hypot(down, spread)), 1 + gain * (1 + math.hypot(up, spread)))
+    reason = f"{100 * record.coverage:.3g} % of the steps drafted: {record.overall:.2f} tokens a step overall [{lo:.2f}, {hi:.2f}]"
+    enough = (record.drafted or record.drafts) >= MIN_DRAFT_TOKENS
+    if enough and hi < WORTH:
+        health = Health.DEGRADED
+    elif enough and lo >= WORTH:
+        health = Health.HEALTHY
+    else:
+        health = Health.INSUFFICIENT
+    return replace(found, health=health, reason=reason, basis="all steps", seldom=True)
+
+
+def _at_chance(record: Record, first: Rate, pooled: Rate | None) -> bool:
+    """Whether the head hits now and then and never goes on: nearly nothing of what it drafts is accepted."""
+    if first.hi >= BROKEN_UPPER or pooled is None or judge_rate(pooled) is not Health.BROKEN:
+        return False
+    return head_evidence(record).state is HeadState.NOISE
 
 
 def judge_rate(rate: Rate) -> Health:
@@ -426,9 +516,6 @@ def _clusters(windows: Sequence[Observation], by_position: bool) -> list[tuple[i
     return clusters
 
 
-# -----------------------------------------------------------------------------
-# What the counts say about *how* a head fails: nothing accepted, chance hits, or two models that disagree.
-
 DEAD_DRAFTS = 100
 """Drafts without one accepted token that make a dead head more likely than a bad one."""
 _CHANCE = 0.05
@@ -490,29 +577,36 @@ def head_evidence(record: Record) -> HeadEvidence:
     if len(record.positions) > 1 and record.positions[0][0]:
         hits = record.positions[0][0]
         continued = proportion(min(record.positions[1][0], hits), hits)
-    ratio = geometric_ratio(record)
+    ratio = decay(record)
     state = HeadState.UNCLEAR
     goes_on = continued is not None and continued.lo > _SIGNAL
-    if goes_on or (first.value >= _CHANCE and first.lo > _CHANCE / 2):
+    stops = continued is not None and continued.hi < _SIGNAL and first.hi < 2 * _SIGNAL
+    if not stops and (goes_on or (first.value >= _CHANCE and first.lo > _CHANCE / 2)):
         state = HeadState.DIVERGED
     elif continued is not None and continued.hi < 0.5:
         state = HeadState.NOISE
     return HeadEvidence(state, drafts, first=first, continued=continued, geometric=ratio)
 
 
-def geometric_ratio(record: Record) -> float | None:
-    """a in p_i ≈ a^(i+1), from the mean of accepted tokens: the root of Σ a^i = accepted per draft, i = 1 … k."""
+def decay(record: Record) -> float | None:
+    """a in p_i ≈ a^(i+1): the geometric decay with the record's mean of accepted tokens a draft."""
     positions = record.positions
     if positions and all(n for _, n in positions):
-        mean, k = sum(a / n for a, n in positions), len(positions)
-    elif record.tokens_per_step is not None and record.num_speculative_tokens:
-        mean, k = record.tokens_per_step - 1, record.num_speculative_tokens
-    else:
-        return None
-    if not 0 < mean < k:
-        return None if mean <= 0 else 1.0
+        return geometric_ratio(sum(a / n for a, n in positions), len(positions))
+    if record.tokens_per_step is not None and record.num_speculative_tokens:
+        return geometric_ratio(record.tokens_per_step - 1, record.num_speculative_tokens)
+    return None
+
+
+def geometric_ratio(mean: float, k: int, first: int = 1) -> float | None:
+    """The root a of Σ a^i = mean over k powers from `first` on; 1 where the mean is larger than any, None where it is 0."""
+    powers = range(first, first + k)
+    if mean <= 0 or (first == 0 and mean < 1):
+        return None if mean <= 0 else 0.0
+    if mean >= k:
+        return 1.0
     low, high = 0.0, 1.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if sum(middle**i for i in range(1, k + 1)) < mean else (low, middle)
+        low, high = (middle, high) if sum(middle**i for i in powers) < mean else (low, middle)
     return low

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from assay.options import Options, option
@@ -21,7 +21,7 @@ from assay.speculation.benefit import (
     quotient,
 )
 from assay.speculation.findings import HeadFile, Judged, examine_head, findings, quoted
-from assay.speculation.health import Assessment, Health, assess, head_evidence
+from assay.speculation.health import Assessment, Health, assess, head_evidence, with_words
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence
 from assay.verdict import Finding, Report, Verdict
@@ -32,6 +32,7 @@ _VERDICTS = {
     Health.BROKEN: Verdict.FAIL,
     Health.OFF: Verdict.INCONCLUSIVE,
     Health.INSUFFICIENT: Verdict.INCONCLUSIVE,
+    Health.UNKNOWN: Verdict.INCONCLUSIVE,
 }
 
 
@@ -53,6 +54,9 @@ class SpecOptions(Options):
     seconds: float | None = option(None, "Stop following after this many seconds.", flag="for")
     model: str | None = option(
         None, "The checkpoint: its head is examined as `assay verify` does.", metavar="CHECKPOINT"
+    )
+    num_speculative_tokens: int | None = option(
+        None, "Number of speculative tokens that was asked for; the source is held against it.", lo=1, hi=1000
     )
     cost_ratio: float | None = option(
         None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
@@ -98,16 +102,16 @@ def judge_run(
     run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None
 ) -> Report:
     """The report of a run that was read, against a baseline where there is one."""
-    assessment = assess(run.evidence)
-    clues = run.reading.clues
+    clues, unread = run.reading.clues, run.reading.unread
+    lines = sum(n for _, n in unread.values())
+    assessment = with_words(assess(run.evidence), run.evidence.record, {c.id for c in clues}, lines)
     head_file = examine_head(options.model, clues) if options.model else None
     if head_file and not assessment.health.bad:
         head_file = head_file.softened()
-    worth = _benefit(run, base, options)
-    comparison = _compare(run, assessment, base)
     judged = Judged(
-        run.evidence, assessment, clues, worth, comparison, head_file.findings if head_file else ()
-    )
+        run.evidence, assessment, clues, _benefit(run, assessment, base, options), _compare(run, assessment, base),
+        head_file.findings if head_file else (), list(unread.values()), options.num_speculative_tokens,
+    )  # fmt: skip
     found = [*findings(judged), *run.extra]
     verdict = _VERDICTS[assessment.health]
     if run.results.get("live", {}).get("counters_reset"):
@@ -123,18 +127,24 @@ def judge_run(
     )
 
 
-def _benefit(run: Examined, base: Examined | None, options: SpecOptions) -> Benefit | None:
-    record = run.evidence.record
-    depth, length = record.num_speculative_tokens, record.tokens_per_step
+def _benefit(
+    run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions
+) -> Benefit | None:
+    record, lifetime = run.evidence.record, run.evidence.lifetime
+    depth, length = record.num_speculative_tokens, record.overall or record.tokens_per_step
     multiplier = None
     cost = Cost(ASSUMED_COST, "assumed")
     if base is not None and base.evidence.record.nothing_drafted and run.speed and base.speed:
         multiplier = quotient(run.speed, base.speed)
         if depth and length:
-            cost = measured_cost(length, depth, multiplier) or cost
+            found = measured_cost(length, depth, multiplier, record.coverage or 1.0)
+            if found is None and record.steps_estimated:  # the speeds contradict the estimate
+                record = replace(record, steps=None)
+                found = measured_cost(record.tokens_per_step or length, depth, multiplier)
+            cost = found or cost
     if options.cost_ratio is not None:
         cost = Cost(options.cost_ratio, "given")
-    return benefit(record, cost, multiplier)
+    return benefit(record, cost, multiplier, assessment.pooled or assessment.rate, lifetime)
 
 
 def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Comparison | None:
@@ -162,6 +172,7 @@ def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
         "benefit": None if judged.benefit is None else judged.benefit.to_json(),
         "baseline": None if judged.comparison is None else judged.comparison.to_json(),
         "start_up": quoted(judged.clues),
+        "unrecognised": [{"line": line, "count": n} for line, n in judged.unread[:20]],
         "collapse": a.collapse,
     }
     if a.health.bad:

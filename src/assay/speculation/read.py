@@ -1,28 +1,21 @@
-"""What one source says: its kind is recognised, every parser reads it, nothing is judged yet."""
+"""What one source says: its kind is recognised, the parsers read it, nothing is judged yet."""
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import re
-import sys
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from assay.errors import AssayError
 from assay.speculation import scan
 from assay.speculation.parsers import new_parsers
-from assay.speculation.parsers.base import Line, Parser
+from assay.speculation.parsers.base import Line, Parser, Sample, count
 from assay.speculation.record import Observation
 from assay.speculation.sources import Source
-
-# -----------------------------------------------------------------------------
-# What an engine said at start about its draft head: the evidence that counts alone cannot give.
 
 _HEAD_NAMES = r"(?:mtp|nextn|eagle|draft|medusa|eh_proj|enorm|hnorm|shared_head|pre_fc_norm|fc\.)"
 
@@ -34,14 +27,6 @@ class Clue:
     id: str
     text: str
     count: int = 1
-
-
-@dataclass(frozen=True)
-class Found:
-    """Clues of one source, and the speeds that its lines print."""
-
-    clues: list[Clue]
-    speeds: list[float]
 
 
 # id: what to look for in a line. The first group, where there is one, is what is quoted, else the line.
@@ -65,35 +50,62 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
         r"(?:draft|target).*vocab.*(?:not compatible|incompatible|mismatch|must match)", re.I
     ),
     "speculation_on": re.compile(
-        r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|creating MTP draft context)"
+        r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|creating MTP draft context"
+        r"|adding speculative implementation '[\w-]+')"
+    ),
+    "sparse_method": re.compile(
+        r"(?:speculative_(?:config|algorithm)|method)\W.{0,80}?\b((?:n-?gram|suffix|prompt_lookup|lookup)\w*)|(?:implementation|statistics) '?(ngram[\w-]*)",
+        re.I,
     ),
     "speculation_off": re.compile(r"(speculative_config=None|speculative_algorithm=None)"),
+    "depth": re.compile(
+        r"(?:num_speculative_tokens|num_spec_tokens|speculative_num_steps|--(?:spec-)?draft(?:-n)?-max|--spec-draft-n-max"
+        r"|--num[-_]speculative[-_]tokens)['\"]?[=: ]\s*(\d{1,4})\b"
+    ),
     "quantization": re.compile(r"\b(quantization='?(?!None)[\w-]+)'?[,)\s]"),
     "kv_cache_dtype": re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]"),
+    "replies": re.compile(
+        r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt )\beval time\s*=.*"
+        r"|Decode batch.*gen throughput.*)"
+    ),
 }
 _SPEED = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (\d+) reqs")
 _NEEDLES = (
     "version", "llm engine (", "build: ", "params_dict", "not initialized", "attempted to load weight", "weights missing",
-    "weight missing", "same mtp layer", "overriding draft", "vocab", "speculative_", "quantization=", "kv_cache_dtype=",
-    "mtp draft context",
+    "weight missing", "same mtp layer", "overriding draft", "vocab", "speculative", "num_spec", "quantization=",
+    "kv_cache_dtype=", "mtp draft context", "draft-max", "draft-n-max",
 )  # fmt: skip
 _LONGEST = 8192
 """Characters of a line that are looked at; configurations are printed on lines of a few thousand."""
 
 
-def read(text: str) -> Found:
-    """Clues in the start of a log. Speeds are those of intervals in which requests ran."""
+def start_up(text: str) -> tuple[list[Clue], list[float]]:
+    """Clues in the start of a log, and the speeds of intervals in which requests ran."""
     first: dict[str, str] = {}
-    counts: Counter[str] = Counter()
+    seen: Counter[str] = Counter()
     for line in _candidates(text):
         for name, pattern in _PATTERNS.items():
             match = pattern.search(line)
             if match:
-                counts[name] += 1
-                quote = match[1] if pattern.groups else line
-                first.setdefault(name, " ".join(quote.split())[:300])
-    speeds = [float(speed) for speed, running in _SPEED.findall(text) if float(speed) > 0 and int(running)]
-    return Found([Clue(name, quote, counts[name]) for name, quote in first.items()], speeds)
+                seen[name] += 1
+                quote = " ".join((match[match.lastindex or 0] if pattern.groups else line).split())[:300]
+                if name == "depth" and quote not in first.get(name, quote).split(", "):
+                    quote = f"{first.pop(name)}, {quote}"  # two runs, or two roles
+                first.setdefault(name, quote)
+    replies = _PATTERNS["replies"].search(text)
+    if replies:
+        first.setdefault("replies", " ".join(replies[1].split())[:300])
+    speeds = [
+        float(speed) for speed, running in _SPEED.findall(text) if _positive(speed) and int(running[:9])
+    ]
+    return [Clue(name, quote, max(1, seen[name])) for name, quote in first.items()], speeds
+
+
+def _positive(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1e9
+    except ValueError:
+        return False
 
 
 def _candidates(text: str) -> list[str]:
@@ -112,132 +124,40 @@ def _candidates(text: str) -> list[str]:
     return [text[start : min(end, start + _LONGEST)] for start, end in sorted(spans)]
 
 
-# -----------------------------------------------------------------------------
-# A large log is searched by two processes, each reading its own part of the file.
-
-LARGE = 128 << 20
-"""Smaller files are read before a second process would have begun."""
-_SHARE = 0.3
-"""Part of the file that this process searches; it also parses the lines of both."""
-_PLACE = 1 << 20
-_QUIET = scan.LINES_BEFORE + scan.LINES_AFTER + 1
-_HELD = 8 << 20
-"""Bytes of lines that the second process holds back, so that it need not wait for this one."""
-_HIT = re.compile(rb"ccep|#acc")
+_NAMES_DRAFTING = re.compile(
+    r"draft|specul|spec[_ -]?dec|\bspec[ _-]|mtp|eagle|medusa|dflash|nextn|n-?gram|lookahead", re.I
+)
+_COUNTS = re.compile(
+    r"acc(?:ept\w*)?\b[^.;]{0,40}?(?:\d+\s*/\s*\d+|\d[\d.]*\s*%|[=:]\s*\d)"
+    r"|(?:\d+\s*(?:/|of)\s*\d+|\d[\d.]*\s*%)[^.;]{0,30}\baccept",
+    re.I,
+)
+_SETTING = re.compile(r"\w*(?:threshold|sampler|alpha|method)\w*['\"]?\s*[=:]\s*\S+", re.I)
 
 
-def interesting_lines(source: Source) -> Iterator[bytes]:
-    """What `scanner.interesting_lines` finds in `source`, whichever way is faster."""
-    fd = source.plain_file()
-    cut = _quiet_place(fd) if fd is not None and _can_share() else None
-    if fd is None or cut is None:
-        yield from scan.interesting_lines(source)
-        return
-    with _second_process(source.name, fd, cut) as rest:
-        yield from scan.interesting_lines(_Part(fd, 0, cut))
-        yield from rest
-    source.size = os.fstat(fd).st_size
+def looks_like_drafting(text: str) -> bool:
+    """Whether a line names drafting and says how much was accepted."""
+    text = _SETTING.sub("", text[:_LONGEST])
+    return _NAMES_DRAFTING.search(text) is not None and _COUNTS.search(text) is not None
 
-
-class _Part:
-    """The bytes of a file from `start` to `stop` (to its end if None), by an offset of its own."""
-
-    def __init__(self, fd: int, start: int, stop: int | None = None) -> None:
-        self._fd, self._at, self._stop = fd, start, stop
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        """Fill the start of `buffer`."""
-        size = len(buffer) if self._stop is None else min(len(buffer), self._stop - self._at)
-        got = os.preadv(self._fd, [buffer[:size]], self._at)
-        self._at += got
-        return got
-
-
-def _can_share() -> bool:
-    return sys.platform == "linux" and len(os.sched_getaffinity(0)) > 1 and threading.active_count() == 1
-
-
-def _quiet_place(fd: int) -> int | None:
-    """Offset of a line without any hit so near that its lines would be needed across the cut; None if there is none."""
-    size = os.fstat(fd).st_size
-    if size < LARGE:
-        return None
-    start = int(_SHARE * size)
-    text = os.pread(fd, _PLACE, start)
-    hits = [m.start() for m in _HIT.finditer(text)]
-    for before, after in pairwise([0, *hits, len(text)]):
-        ends = [m.end() for m in re.finditer(rb"\n", text[before:after])]
-        if len(ends) > 2 * _QUIET:
-            return start + before + ends[_QUIET]
-    return None
-
-
-@contextmanager
-def _second_process(name: str, fd: int, start: int) -> Iterator[Iterator[bytes]]:
-    """A process that searches the file from `start`; yields the lines that it finds."""
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        _child(fd, start, write_end)
-    os.close(write_end)
-    status: int | None = None
-
-    def lines() -> Iterator[bytes]:
-        nonlocal status
-        for row in found:
-            yield row.rstrip(b"\n")
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if status:
-            raise AssayError(
-                f"{name} could not be read to its end",
-                finding_id="speculation.source_unreadable",
-                remedy="run it again; if that does not help, copy the file",
-            )
-
-    with os.fdopen(read_end, "rb") as found:
-        try:
-            yield lines()
-        finally:
-            if status is None:  # left early: the closed pipe ends the other process
-                found.close()
-                os.waitpid(pid, 0)
-
-
-def _child(fd: int, start: int, out: int) -> None:
-    """Search and write the lines to `out`. Never returns."""
-    code = 1
-    try:
-        held = bytearray()
-        with os.fdopen(out, "wb", buffering=0) as pipe:
-            for row in scan.interesting_lines(_Part(fd, start)):
-                held += row + b"\n"
-                if len(held) > _HELD:
-                    _write(pipe.fileno(), held)
-                    held.clear()
-            _write(pipe.fileno(), held)
-        code = 0
-    finally:
-        os._exit(code)
-
-
-def _write(fd: int, data: bytearray) -> None:
-    done = 0
-    while done < len(data):
-        done += os.write(fd, data[done : done + (1 << 16)])
-
-
-# -----------------------------------------------------------------------------
 
 MAX_DOCUMENT = 256 << 20
 """Largest JSON document or metrics page that is read whole, in bytes."""
 _DEPTH = 12
-_MESSAGE = frozenset({"message", "msg", "log", "line", "event", "body", "MESSAGE", "textPayload", "_raw"})
+_MESSAGE = frozenset(
+    {"message", "msg", "log", "line", "event", "body", "MESSAGE", "textPayload", "_raw", "stringValue"}
+)
 """Keys under which structured logs hold the line itself. The text of a response is under none of them."""
+_JOURNAL_BYTES = re.compile(r'"MESSAGE"\s*:\s*\[\s*\d')
+_KNOWN_PAGE = re.compile(r"^(?:vllm|sglang|llamacpp|trtllm)[:_]\w", re.M)
 
 
 @dataclass
 class Reading:
-    """Observations and clues of one or several sources of the same run, in order."""
+    """Observations and clues of one or several sources of the same run, in order.
+
+    `unread` holds the lines that name drafting and that no parser reads, each shape once, and how often it came.
+    """
 
     parsers: Sequence[Parser] = field(default_factory=new_parsers)
     observations: list[Observation] = field(default_factory=list)
@@ -246,94 +166,145 @@ class Reading:
     size: int = 0
     speeds: list[float] = field(default_factory=list)
     """Generation throughput that lines without speculation print, tokens per second."""
+    unread: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def add(self, source: Source) -> None:
         """Read one more source to its end."""
-        head = source.head
-        text = head.decode("utf-8", "replace")
-        if source.complete and scan.looks_like_metrics(text):
+        text = source.head.decode("utf-8", "replace")
+        if scan.looks_like_metrics(text if source.complete else text[:65536]):
             self.kinds.append("metrics")
-            self.metrics(text)
+            self.metrics(text if source.complete else _whole(source).decode("utf-8", "replace"))
         elif (value := _document(source, text)) is not None:
             self.kinds.append("json")
             self.document(value)
-            found = read(text)  # structured logs hold start-up messages too
-            self.clues += found.clues
-            self.speeds += found.speeds
-        elif scan.looks_like_metrics(text[:65536]):
-            self.kinds.append("metrics")
-            self.metrics(_whole(source).decode("utf-8", "replace"))
+            self._start_up(text)  # structured logs hold start-up messages too
         else:
             self.kinds.append("log")
-            found = read(text)
-            self.clues += found.clues
-            self.speeds += found.speeds
-            for raw in interesting_lines(source):
-                self.line(raw)
+            self._start_up(text)
+            self._log(source, text)
         self.size += source.size
 
     def line(self, raw: bytes) -> list[Observation]:
         """Read one log line; returns what is new."""
-        line = scan.clean(raw)
-        value = scan.embedded_json(line.text)
-        new = list(self._objects(value)) if value is not None else list(self._parsed(line))
+        new: list[Observation] = []
+        for text in scan.records(raw.decode("utf-8", "replace")):
+            line = scan.clean(text.encode("utf-8", "replace"))
+            value = scan.embedded_json(line.text)
+            new += self._objects(value) if value is not None else self._parsed(line)
         self.observations += new
         return new
 
     def document(self, value: Any) -> None:
         """Read a parsed JSON document, whatever it is wrapped in."""
+        samples = scan.json_samples(value)
+        if samples:
+            self._pages(samples)
         self.observations += self._objects(value)
 
     def metrics(self, text: str) -> None:
-        """Read a Prometheus page."""
-        for page in scan.pages(scan.parse_samples(text)):
-            for parser in self.parsers:
-                self.observations += parser.samples(page)
+        """Read a Prometheus page. A page of a known engine without draft counters shows that it does not speculate."""
+        before = len(self.observations)
+        self._pages(scan.parse_samples(text))
+        known = _KNOWN_PAGE.search(text)
+        if len(self.observations) == before and known and "spec" not in text and "draft" not in text:
+            self.clues.append(Clue("no_counters", f"the page of {known[0][:-2]} has no draft counters"))
 
     def settled(self) -> list[Observation]:
         """All observations, after each parser has had its say on the whole."""
-        result: list[Observation] = []
-        for engine in dict.fromkeys(o.engine for o in self.observations):
-            own: Sequence[Observation] = [o for o in self.observations if o.engine == engine]
-            for parser in self.parsers:
-                if parser.engine == engine:
-                    own = parser.settle(own)
-            result += own
+        result = self.observations
+        for parser in self.parsers:
+            engines = {parser.engine, *parser.also}
+            own = [o for o in result if o.engine in engines]
+            settled = parser.settle(own)
+            if settled is not own:
+                result = [*(o for o in result if o.engine not in engines), *settled]
         return result
 
-    def _parsed(self, line: Line) -> Iterator[Observation]:
-        text = line.text
+    def _start_up(self, text: str) -> None:
+        clues, speeds = start_up(text)
+        self.clues += clues
+        self.speeds += speeds
+
+    def _log(self, source: Source, text: str) -> None:
+        """The lines of a log; of a short one also as they were before a terminal broke them, if that says more."""
+        before = len(self.observations)
+        rows: Iterable[bytes]
+        rows = _lines(source) if _JOURNAL_BYTES.search(text[:65536]) else scan.interesting_lines(source)
+        for raw in rows:
+            self.line(raw)
+        if source.complete:
+            self._unwrap(text, before)
         for parser in self.parsers:
-            for marker in parser.own:
-                if marker in text:
-                    yield from parser.line(line)
-                    return
+            self.observations += parser.silent(text)
+
+    def _unwrap(self, text: str, before: int) -> None:
+        own = self.settled()
+        best = _known(own)
+        if own and all(o.drafts is not None for o in own):
+            return
+        for joined in scan.unwrapped(text):
+            other = Reading()
+            for raw in scan.interesting_lines(io.BytesIO(joined.encode("utf-8", "replace"))):
+                other.line(raw)
+            if _known(other.settled()) > best:
+                best = _known(other.settled())
+                self.observations[before:] = other.observations
+                self.unread = other.unread
+
+    def _pages(self, samples: list[Sample]) -> None:
+        for page in scan.pages(samples):
+            before = len(self.observations)
+            for parser in self.parsers:
+                self.observations += parser.samples(page)
+            if len(self.observations) == before:
+                for sample in page:
+                    if _NAMES_DRAFTING.search(sample.name) and "accept" in sample.name.lower():
+                        self._unrecognised(f"{sample.name} {sample.value:g}", sample.name)
+
+    def _parsed(self, line: Line) -> list[Observation]:
+        """What the first parser that reads this line finds in it."""
+        low = line.text.lower()
         for parser in self.parsers:
-            if any(marker in text for marker in parser.markers):
-                yield from parser.line(line)
+            if parser.wants(low):
+                found = parser.line(line)
+                if found is not None:
+                    return list(found)
+        if "acc" in low and looks_like_drafting(line.text):
+            self._unrecognised(line.text, re.sub(r"\d+", "0", line.text[:200]))
+        return []
+
+    def _unrecognised(self, text: str, shape: str) -> None:
+        quote, number = self.unread.get(shape, (" ".join(text.split())[:300], 0))
+        if number or len(self.unread) < 1000:
+            self.unread[shape] = (quote, number + 1)
 
     def _objects(self, value: Any, depth: int = 0) -> list[Observation]:
         """Observations of all JSON objects in `value`. The usage object repeats what a richer one says."""
         found: list[Observation] = []
         if depth > _DEPTH:
             return found
+        children: Sequence[Any] = ()
+        messages: list[str] = []
         if isinstance(value, Mapping):
             found += self._object(value)
-            children: Sequence[Any] = list(value.values())
-            messages = [text for key, text in value.items() if key in _MESSAGE and isinstance(text, str)]
-        else:
-            children = value if isinstance(value, list) else []
+            children = list(value.values())
+            messages = [
+                t for key, item in value.items() if key in _MESSAGE and (t := _message(item)) is not None
+            ]
+        elif isinstance(value, list):
+            children = value
             # A log store exports [time, line].
-            messages = (
-                children[1:] if len(children) == 2 and all(isinstance(c, str) for c in children) else []
-            )
+            if len(value) == 2 and all(isinstance(c, str) for c in value):
+                messages = value[1:]
         for text in messages:
-            found += self._parsed(scan.clean(text.encode("utf-8", "replace")))
+            for row in text.splitlines():
+                for record in scan.records(row):
+                    found += self._parsed(scan.clean(record.encode("utf-8", "replace")))
         for child in children:
             if isinstance(child, Mapping | list):
                 found += self._objects(child, depth + 1)
         rich = [o for o in found if o.definition != "openai_usage"]
-        return rich or found
+        return _with_usage(value, rich) or found
 
     def _object(self, value: Mapping[str, Any]) -> list[Observation]:
         """What the first parser that knows this object reads in it."""
@@ -341,7 +312,52 @@ class Reading:
             found = list(parser.document(value))
             if found:
                 return found
+        for key, item in value.items():
+            if (
+                isinstance(item, int | float)
+                and not isinstance(item, bool)
+                and looks_like_drafting(f"{key}: {item}")
+            ):
+                self._unrecognised(f"{key}: {item}", key)
         return []
+
+
+def _with_usage(value: Any, rich: list[Observation]) -> list[Observation]:
+    """`rich` with the generated tokens that the response's usage object counts, where they are one reply's."""
+    usage = value.get("usage") if isinstance(value, Mapping) else None
+    generated = count(usage.get("completion_tokens")) if isinstance(usage, Mapping) else None
+    if generated is None or len(rich) != 1 or rich[0].generated is not None:
+        return rich
+    return [replace(rich[0], generated=generated)]
+
+
+def _message(item: Any) -> str | None:
+    """A log line in a structured one; journald writes it as bytes where it holds colours."""
+    if isinstance(item, str):
+        return item
+    if isinstance(item, list) and item and all(isinstance(b, int) and 0 <= b < 256 for b in item):
+        return bytes(item).decode("utf-8", "replace")
+    return None
+
+
+def _known(observations: Sequence[Observation]) -> int:
+    """How many figures observations hold, those that counts and positions give in the first place."""
+    return sum(
+        o.has_counts + (o.drafts is not None) + 2 * bool(o.accepted_per_position) for o in observations
+    )
+
+
+def _lines(source: Source) -> Iterator[bytes]:
+    """Every line of a source; one longer than a document may be is cut."""
+    rest = b""
+    while part := source.read(1 << 20):
+        *whole, rest = (rest + part).split(b"\n")
+        yield from whole
+        if len(rest) > MAX_DOCUMENT:
+            yield rest
+            rest = b""
+    if rest:
+        yield rest
 
 
 def _document(source: Source, text: str) -> Any:
@@ -350,27 +366,33 @@ def _document(source: Source, text: str) -> Any:
     if not start.startswith(("{", "[")) or start.startswith('{"log":'):
         return None
     first_line = start.splitlines()[0]
-    if not source.complete and _is_json(first_line):
+    if not source.complete and _json_row(first_line) is not None:
         return None  # a large log of JSON lines
     if start.startswith("[") and not _opens_json_array(start):
         return None  # a log whose lines start with a bracket
     body = start if source.complete else _whole(source).decode("utf-8", "replace").lstrip("\ufeff \t\r\n")
     try:
         return json.loads(body)
+    except RecursionError:
+        raise _broken(source, "it is nested too deeply") from None
     except ValueError as error:
         rows = [row for row in body.splitlines() if row.strip()]
-        values = [v for row in rows if (v := _json_or_none(row)) is not None]
+        values = [v for row in rows if (v := _json_row(row)) is not None]
         # Server-sent events have lines without JSON; a log that begins with JSON has lines of every kind.
         others = sum(not row.startswith(("data:", "event:", "id:", ":")) for row in rows) - len(values)
         if values:
             return values if others <= 0 else None
         if start.startswith("{") and not start.startswith(('{"', "{\n", "{\r", "{ ", "{}")):
             return None
-        raise AssayError(
-            f"{source.name}: the JSON ends early or is broken: {error}",
-            finding_id="speculation.source_truncated",
-            remedy="save the response again, whole",
-        ) from error
+        raise _broken(source, f"the JSON ends early or is broken: {error}") from error
+
+
+def _broken(source: Source, why: str) -> AssayError:
+    return AssayError(
+        f"{source.name}: {why}",
+        finding_id="speculation.source_truncated",
+        remedy="save the response again, whole",
+    )
 
 
 def _whole(source: Source) -> bytes:
@@ -386,18 +408,10 @@ def _whole(source: Source) -> bytes:
     return bytes(data)
 
 
-def _is_json(text: str) -> bool:
-    return _json_or_none(text) is not None
-
-
-def _json_or_none(text: str) -> Any:
+def _json_row(text: str) -> Any:
+    """The JSON value on a line, a server-sent event's `data:` included."""
     stripped = text.strip().removeprefix("data:").strip()
-    if not stripped.startswith(("{", "[")):
-        return None
-    try:
-        return json.loads(stripped)
-    except ValueError:
-        return None
+    return scan.parsed_json(stripped) if stripped.startswith(("{", "[")) else None
 
 
 def _opens_json_array(text: str) -> bool:

@@ -38,10 +38,11 @@ DEFINITIONS: Mapping[str, str] = {
     "vllm_counters": "vLLM counters since start; length = 1 + accepted / drafts",
     "vllm_request": "vLLM counts of one request; histogram[i] = steps that accepted i drafts",
     "vllm_summary": "vLLM benchmark summary of one run",
-    "quoted_rates": "printed rates without counts; an efficiency above 1 is read as the net multiplier",
+    "sglang_summary": "SGLang benchmark summary of one run",
     "sglang_accept_len": "SGLang: accept len = tokens per verify step, bonus token included",
     "sglang_gauges": "SGLang gauges: the last interval only",
     "sglang_request": "SGLang counts of one request",
+    "sglang_average": "SGLang average length since start, printed without a weight",
     "llamacpp_request": "llama.cpp counts of one request (the denominator is the number of drafted tokens)",
     "llamacpp_total": "llama.cpp statistics of one drafting method since start",
     "llamacpp_counters": "llama.cpp counters since start",
@@ -52,6 +53,8 @@ DEFINITIONS: Mapping[str, str] = {
     "mlx_request": "mlx-vlm counts of one request; a round is one verify step",
     "mlc_counts": "MLC: accept_count[i] / draft_count[i]; entry 0 is the slot that is always accepted",
     "guard_request": "engine that stops drafting by itself: drafts, accepted and drafted of one request",
+    "fastdeploy_request": "FastDeploy counts of one request; its accepted tokens include bonus tokens, which are left out",
+    "named": "figures read by their names: draft tokens accepted of drafted, steps, tokens a step",
     "openai_usage": "OpenAI usage: accepted and rejected prediction tokens of one request",
 }
 
@@ -63,9 +66,11 @@ class Observation:
     `replica` names the engine of several, `stream` the counter inside it. `accepted_per_position[i]` counts the
     steps whose draft position i was accepted, out of `drafts_per_position[i]` (out of `drafts` where None).
     `rates_per_position`, `acceptance_rate` and `mean_acceptance_length` are as printed;
-    `reported_rate` keeps a printed rate whose meaning turned out to be another. `emitted` counts all tokens
-    of the steps, bonus tokens included; `generated` counts the tokens of the whole reply, whose steps need not all
-    have drafted. `implied_depth` is the number of speculative tokens that other figures imply. `weight` is the share of a printed value in an average, None where that is not known.
+    `reported_rate` keeps a printed rate whose meaning turned out to be another. `emitted` counts all tokens of the steps
+    that drafted, bonus tokens included; `generated` the tokens of the whole reply and `steps` its decode steps, which
+    need not all have drafted. `accepted_first` counts the drafts of which at least the first token was accepted.
+    `implied_depth` is the number of speculative tokens that other figures imply. `weight` is the share of a printed
+    value in an average, None where that is not known.
     """
 
     engine: str
@@ -85,6 +90,8 @@ class Observation:
     num_speculative_tokens: int | None = None
     emitted: int | None = None
     generated: int | None = None
+    steps: int | None = None
+    accepted_first: int | None = None
     implied_depth: int | None = None
     multiplier: float | None = None
     weight: float | None = 1.0
@@ -128,7 +135,8 @@ class Record:
 
     `positions[i]` is (accepted, drafts) of draft position i. `tokens_per_step` is the mean acceptance length, or
     what can be derived in its place (from the generated tokens of the replies). `leading_accepted` are the drafts
-    that entered the text where that differs from `accepted` (vLLM V0). `windows` counts observations with drafts.
+    that entered the text where that differs from `accepted` (vLLM V0). `first` is position 0 where only that is known.
+    `steps` are all decode steps, also those without a draft (estimated from the throughput that a log prints). `windows` counts observations with drafts.
     """
 
     engine: str | None = None
@@ -142,6 +150,9 @@ class Record:
     windows: int = 0
     counts: bool = False
     positions: tuple[tuple[int, int], ...] | None = None
+    first: tuple[int, int] | None = None
+    steps: int | None = None
+    steps_estimated: bool = False
     tokens_per_step: float | None = None
     leading_accepted: int | None = None
     emitted: int | None = None
@@ -172,6 +183,18 @@ class Record:
         )
 
     @property
+    def coverage(self) -> float | None:
+        """Share of all decode steps that drafted at all; None where it is not known."""
+        return min(1.0, self.drafts / self.steps) if self.drafts and self.steps else None
+
+    @property
+    def overall(self) -> float | None:
+        """Tokens per decode step, steps without a draft included; None where they are not counted."""
+        if self.leading is None or not self.steps:
+            return None
+        return (max(self.steps, self.drafts or 0) + self.leading) / max(self.steps, self.drafts or 0)
+
+    @property
     def leading(self) -> int | None:
         """Accepted drafts that entered the text."""
         return self.accepted if self.leading_accepted is None else self.leading_accepted
@@ -190,6 +213,9 @@ class Record:
             "windows": self.windows,
             "counts": self.counts,
             "tokens_per_step": self.tokens_per_step,
+            "coverage": self.coverage,
+            "coverage_estimated": self.coverage is not None and self.steps_estimated,
+            "overall_tokens_per_step": self.overall,
             "emitted": self.emitted,
             "reported_accept_rate": self.reported_accept_rate,
             "reported_multiplier": self.multiplier,
@@ -208,17 +234,27 @@ class Record:
 # From observations to one record: sums of counts, never means or last values of printed percentages.
 
 # Where one source holds several kinds, the finest one that counts speaks; the others would count twice.
-_PRECEDENCE = ((Kind.WINDOW, Kind.REQUEST), (Kind.TOTAL,), (Kind.SUMMARY,), (Kind.VALUE,))
-_COUNTERS = ("drafted", "accepted", "drafts", "emitted", "generated")
+_PRECEDENCE = ((Kind.WINDOW, Kind.REQUEST), (Kind.TOTAL,), (Kind.SUMMARY,))
+_COUNTERS = ("drafted", "accepted", "drafts", "emitted", "generated", "steps", "accepted_first")
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The record of a whole source, of each engine in it, and the windows in the order in which they came."""
+    """The record of a whole source, of each engine in it, and the windows in the order in which they came.
+
+    `lifetime` is what counters since start say beside the requests or windows that the record adds up.
+    """
 
     record: Record
     per_engine: Mapping[str, Record] = field(default_factory=dict)
     windows: Sequence[Observation] = ()
+    lifetime: Record | None = None
+
+    @property
+    def steps(self) -> Record:
+        """The record that knows how many of the decode steps drafted, where one does."""
+        known = self.lifetime is not None and self.record.coverage is None
+        return self.lifetime if known and self.lifetime is not None else self.record
 
 
 def combine(observations: Sequence[Observation]) -> Evidence:
@@ -240,19 +276,22 @@ def combine(observations: Sequence[Observation]) -> Evidence:
         others = ", ".join(sorted(e for e in by_engine if e != main))
         per_engine |= {e: summarise(choose(o)) for e, o in by_engine.items() if e != main}
         record = replace(record, notes=(*record.notes, f"lines of other engines are judged apart: {others}"))
-    return Evidence(record, per_engine, [o for o in chosen if not o.empty])
+    totals = [o for o in own if o.kind is Kind.TOTAL and o.has_counts]
+    lifetime = (
+        summarise(differences(totals)) if totals and chosen and chosen[0].kind is not Kind.TOTAL else None
+    )
+    return Evidence(record, per_engine, [o for o in chosen if not o.empty], lifetime)
 
 
 def choose(observations: Sequence[Observation]) -> list[Observation]:
-    """The observations of the finest kind that counts, totals turned into differences."""
+    """The observations of the finest kind that counts, totals turned into differences; else the printed values."""
     for kinds in _PRECEDENCE:
         found = [o for o in observations if o.kind in kinds]
-        if not found or (Kind.VALUE not in kinds and not any(o.has_counts for o in found)):
-            continue
-        if kinds == (Kind.SUMMARY,):
-            return list({(o.replica, o.stream): o for o in found}.values())
-        return differences(found) if kinds == (Kind.TOTAL,) else found
-    return []
+        if any(o.has_counts for o in found):
+            if kinds == (Kind.SUMMARY,):
+                return [o for o in found if o.has_counts]
+            return differences(found) if kinds == (Kind.TOTAL,) else found
+    return [o for o in observations if o.kind is Kind.VALUE] or [o for o in observations if not o.has_counts]
 
 
 def differences(totals: Iterable[Observation]) -> list[Observation]:
@@ -292,7 +331,6 @@ def summarise(observations: Sequence[Observation]) -> Record:
     """One record of observations that may be added up. Unknown stays None: nothing is guessed."""
     used = [o for o in observations if not o.empty]
     counted = any(o.has_counts for o in observations)
-    first = observations[0] if observations else None
     positions = _positions(used)
     drafted, accepted = _sum(observations, "drafted"), _sum(observations, "accepted")
     drafts, emitted = _sum(observations, "drafts"), _sum(observations, "emitted")
@@ -306,8 +344,13 @@ def summarise(observations: Sequence[Observation]) -> Record:
     if not counted and rate is None:
         rate = _weighted(used, "acceptance_rate")
     leading = emitted - drafts if emitted is not None and drafts else None
+    generated, steps = _sum(observations, "generated"), _sum(observations, "steps")
+    kept = accepted if leading is None else leading
+    if steps is None and generated is not None and kept is not None and generated > kept:
+        steps = generated - kept  # every step adds one token of its own
+    first = _sum(used, "accepted_first")
     return Record(
-        engine=first.engine if first else None,
+        engine=observations[0].engine if observations else None,
         drafted=drafted,
         accepted=accepted,
         drafts=drafts,
@@ -320,10 +363,13 @@ def summarise(observations: Sequence[Observation]) -> Record:
         windows=len(used),
         counts=counted,
         positions=positions,
+        first=positions[0] if positions else (first, drafts) if first is not None and drafts else None,
+        steps=steps,
+        steps_estimated=any(o.definition == "vllm_v1_window" for o in used),
         tokens_per_step=mean if mean is not None else _derived_length(used, positions, accepted, drafted),
         leading_accepted=leading,
         emitted=emitted,
-        generated=_sum(used, "generated"),
+        generated=generated,
         multiplier=_weighted(used, "multiplier"),
         reported_accept_rate=_weighted(used, "reported_rate"),
         generation_throughput=_throughput(used),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from assay.speculation.benefit import WORTH, Benefit
+from assay.speculation.benefit import Benefit
 from assay.speculation.findings import Judged
-from assay.speculation.health import Rate, proportion
-from assay.speculation.record import Observation
+from assay.speculation.health import WORTH, Rate, proportion
+from assay.speculation.record import Observation, Record
 from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
 
 PROSE = Band("usual for prose", 0.4, 0.7)
@@ -29,9 +29,7 @@ def headline(judged: Judged) -> list[Metric]:
             Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval")
         )
     if record.tokens_per_step is not None:
-        metrics.append(
-            Metric("tokens per step", f"{record.tokens_per_step:.2f}", note="bonus token included")
-        )
+        metrics.append(_tokens_per_step(record, judged.evidence.steps))
     if b is not None and a.judged:
         metrics += _multiplier(b)
     if judged.advice:
@@ -53,16 +51,23 @@ def blocks(judged: Judged) -> list[Block]:
     return [b for b in found if b is not None]
 
 
+def _tokens_per_step(record: Record, steps: Record) -> Metric:
+    """Over all steps, where the source counts those without a draft too: that is what is paid for."""
+    length, share = steps.tokens_per_step or record.tokens_per_step or 1.0, steps.coverage
+    if share is None or share > 0.98 or steps.overall is None:
+        return Metric("tokens per step", f"{record.tokens_per_step or 1.0:.2f}", note="bonus token included")
+    note = f"over all steps; {length:.2f} at the {100 * share:.3g} % that drafted"
+    return Metric("tokens per step", f"{steps.overall:.2f}", note=note)
+
+
 def _multiplier(b: Benefit) -> list[Metric]:
     if b.measured_multiplier is not None:
         return [Metric("net multiplier", str(b.measured_multiplier), note="measured against the baseline")]
     if b.multiplier is None:
         return []
-    return [
-        Metric(
-            "net multiplier", f"{b.multiplier:.2f}", note=f"predicted, {b.cost.source} draft cost {b.cost}"
-        )
-    ]  # fmt: skip
+    span = "" if b.interval is None else f" [{b.interval[0]:.2f}, {b.interval[1]:.2f}]"
+    note = f"predicted over all steps, {b.cost.source} draft cost {b.cost}"
+    return [Metric("net multiplier", f"{b.multiplier:.2f}{span}", note=note)]
 
 
 def _positions(judged: Judged) -> Table | None:

@@ -1,23 +1,25 @@
-"""Find the few lines that matter in a log of any size, at the speed of reading it.
+"""From bytes to lines: find the few that matter in a log of any size at the speed of reading it, and free them of what
+terminals, containers and supervisors put around them. Metrics pages are taken apart here too.
 
-Every line that counts drafts, of every engine, contains `accep` or `#acc`. Both hold the letters `cc`, a rare pair
-that numpy finds at memory speed. The lines around such a line are kept too, since engines put the engine's number
-or the speed on a line of their own.
+What matters is what the parsers look for. Nearly all their needles hold `accep`, or `acc` before something that is no
+letter; the pair `cc` is rare, and numpy finds it at memory speed. Needles without it are searched for one by one. The
+lines around a hit are kept too, since engines put the engine's number or the speed on a line of their own.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
 
-from assay.speculation.parsers.base import Line, Sample
-
-Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
-Text = np.ndarray[tuple[int], np.dtype[np.uint8]]
+from assay.speculation.parsers import PARSERS
+from assay.speculation.parsers.base import Line, Parser, Sample
 
 BLOCK = 1 << 19
 """Bytes read at a time."""
@@ -29,6 +31,7 @@ LINES_BEFORE = 4
 LINES_AFTER = 1
 _FEW = 16
 """Pairs in a chunk that are looked at one by one; more are weighed together."""
+_SEED = re.compile(rb"[aA]cc(?:ep|[^A-Za-z])")
 
 
 class ByteReader(Protocol):
@@ -39,12 +42,43 @@ class ByteReader(Protocol):
         ...
 
 
-def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARGIN) -> Iterator[bytes]:
+@dataclass(frozen=True)
+class Wanted:
+    """What the parsers look for, in lower case: in a line that may count drafts, in one beside it, and without a seed."""
+
+    counts: tuple[bytes, ...]
+    speaks: tuple[bytes, ...]
+    others: tuple[bytes, ...]
+
+    @classmethod
+    def of(cls, parsers: Sequence[type[Parser] | Parser]) -> Wanted:
+        """Made from the parsers' own `needles`, `company` and `near`."""
+        counts = {word.encode() for p in parsers for word in p.company or p.needles}
+        near = {word.encode() for p in parsers for word in p.near}
+        needles = {needle.encode() for p in parsers for needle in p.needles}
+        others = {needle for needle in needles if not _SEED.search(needle + b"\n")}
+        return cls(_shortest(counts | others), _shortest(counts | near | needles), tuple(others))
+
+
+def _shortest(words: set[bytes]) -> tuple[bytes, ...]:
+    """Words that hold no other of them: where one of these is missing, so are all."""
+    return tuple(sorted(w for w in words if not any(o in w for o in words - {w})))
+
+
+@cache
+def _wanted() -> Wanted:
+    return Wanted.of(PARSERS)
+
+
+def interesting_lines(
+    reader: ByteReader, block: int = BLOCK, margin: int = MARGIN, wanted: Wanted | None = None
+) -> Iterator[bytes]:
     """Lines that may count drafts, and the neighbours that matter, in order and each once; without line ends."""
+    wanted = wanted or _wanted()
     # One buffer for the whole source: fresh pages would cost more than the search.
     buffer = bytearray(block + 2 * margin)
     view = memoryview(buffer)
-    search = _Search(buffer)
+    search = _Search(buffer, wanted.others)
     filled = 0
     searched = 0  # hits before this offset are done
     sent = 0  # lines before this offset are sent
@@ -58,13 +92,11 @@ def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARG
             if hit >= max(sent, passed):
                 line = buffer.rfind(b"\n", sent, hit) + 1 or sent
                 end = _line_end(buffer, hit, filled)
-                if not _counts(buffer[line:end]):
+                if not _holds(buffer[line:end], wanted.counts):
                     passed = end
                     continue
                 first, sent = _zone(buffer, line, end, sent, filled)
-                if first < line and _speaks(buffer[first:line]):
-                    yield from (row for row in bytes(view[first:line]).splitlines() if _speaks(row))
-                yield from (row for row in bytes(view[line:sent]).splitlines() if _speaks(row))
+                yield from (row for row in bytes(view[first:sent]).splitlines() if _holds(row, wanted.speaks))
         if not fresh:
             return
         cut = max(0, limit - margin)
@@ -74,20 +106,17 @@ def interesting_lines(reader: ByteReader, block: int = BLOCK, margin: int = MARG
 
 
 class _Search:
-    """Finds the `cc` of 'accep', 'Accep' and '#acc' in a buffer."""
+    """Finds seeds and other needles in a buffer."""
 
-    def __init__(self, buffer: bytearray) -> None:
-        import numpy as np
-
+    def __init__(self, buffer: bytearray, others: Sequence[bytes]) -> None:
         self._buffer = buffer
-        self._text: Text = np.frombuffer(buffer, dtype=np.uint8)
+        self._others = others
+        self._text = np.frombuffer(buffer, dtype=np.uint8)
         self._found = bytearray(CHUNK + 1)  # bytes for `find`, which is memchr, and a mask for numpy
-        self._mask: Mask = np.frombuffer(self._found, dtype=np.bool_)
+        self._mask = np.frombuffer(self._found, dtype=np.bool_)
 
     def hits(self, start: int, stop: int, filled: int) -> Iterator[int]:
-        """Their offsets in [start, stop); the text ends at `filled`."""
-        import numpy as np
-
+        """Their offsets in [start, stop), in order; the text ends at `filled`."""
         found = self._found
         for low in range(start, stop, CHUNK):
             high = min(low + CHUNK, stop)
@@ -95,57 +124,40 @@ class _Search:
             pair = np.equal(self._text[low : low + size], ord("c"), out=self._mask[:size])
             pair[:-1] &= pair[1:]
             end = min(high - low, size - 1)
+            own: list[int] = []
             at = -1
             for _ in range(_FEW):
                 at = found.find(1, at + 1, end)
                 if at < 0:
                     break
-                if self._fits(low + at):
-                    yield low + at
+                if low + at and _SEED.match(self._buffer, low + at - 1, filled):
+                    own.append(low + at)
             else:
-                yield from self._fitting(np.flatnonzero(pair[at + 1 : end]) + (low + at + 1), filled)
+                own += self._fitting(np.flatnonzero(pair[at + 1 : end]) + (low + at + 1), filled)
+            yield from sorted(own + self._listed(low, high, filled)) if self._others else own
 
-    def _fits(self, at: int) -> bool:
-        return self._buffer.startswith(b"ep", at + 2) or self._buffer.startswith(b"#a", max(0, at - 2))
+    def _listed(self, low: int, high: int, filled: int) -> list[int]:
+        """Offsets of the needles without a seed; they are written in lower case by those who print them."""
+        at = []
+        for needle in self._others:
+            place = self._buffer.find(needle, low, min(high + len(needle) - 1, filled))
+            while place >= 0:
+                at.append(place)
+                place = self._buffer.find(needle, place + 1, min(high + len(needle) - 1, filled))
+        return at
 
     def _fitting(self, pairs: np.ndarray[tuple[int], np.dtype[np.intp]], filled: int) -> list[int]:
-        """The same for many offsets at once ('success' on every line of a log must not make it slow)."""
+        """The seeds among many pairs at once ('success' on every line of a log must not make it slow)."""
         text = self._text
-        third, fourth = (text[(pairs + i).clip(max=filled - 1)] for i in (2, 3))
-        before, first = (text[(pairs - i).clip(min=0)] for i in (2, 1))
+        before, third, fourth = (text[(pairs + i).clip(0, filled - 1)] for i in (-1, 2, 3))
+        letter = ((third | 32) >= ord("a")) & ((third | 32) <= ord("z"))
         word = (third == ord("e")) & (fourth == ord("p"))
-        return list(map(int, pairs[word | ((before == ord("#")) & (first == ord("a")))]))
+        return list(map(int, pairs[((before | 32) == ord("a")) & (word | ~letter)]))
 
 
-def _speaks(text: bytes | bytearray) -> bool:
-    """Whether a hit, or text near one, says anything."""
+def _holds(text: bytes | bytearray, words: Sequence[bytes]) -> bool:
     low = text.lower()
-    return (
-        b"ccep" in low
-        or b"draft" in low
-        or b"throughput:" in low
-        or b"#acc" in low
-        or b"eval time" in low
-        or b"n_predict" in low
-        or b"position " in low
-    )
-
-
-def _counts(text: bytearray) -> bool:
-    """Whether a line with a hit may count drafts ('accepted connection' and 'Accept: */*' do not)."""
-    low = text.lower()
-    return (
-        b"acceptance" in low
-        or b"spec" in low
-        or b"draft" in low
-        or b"token" in low
-        or b"accept len" in low
-        or b"accept rate" in low
-        or b"accepted len" in low
-        or b"_accept" in low
-        or b"accept_" in low
-        or b"#acc" in low
-    )
+    return any(word in low for word in words)
 
 
 def _zone(buffer: bytearray, line: int, end: int, sent: int, filled: int) -> tuple[int, int]:
@@ -168,12 +180,10 @@ def _line_end(buffer: bytearray, offset: int, filled: int) -> int:
     return buffer.find(b"\n", offset, filled) + 1 or filled
 
 
-# -----------------------------------------------------------------------------
-# One log line, freed of what terminals, containers and supervisors put around it.
-
 _ANSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 _PROCESS = re.compile(r"\(([A-Za-z]\w*?)(?:_(DP\d+))?(?:_TP\d+)? pid=(\d+)\)")
 _COMPOSE = re.compile(r"^([\w.-]+)\s*\|\s")
+_PORT = re.compile(r"(?:^|\| )\[(\d{3,5})\] (?=\s|\d+\.\d\d\.|slot|srv|draft|prompt|statistics|eval|total)")
 _TIME = re.compile(
     r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:\.\d+)?)|\b(?:INFO|WARNING|ERROR|DEBUG) (\d\d-\d\d \d\d:\d\d:\d\d)|\b(\d{1,2}\.\d\d\.\d{3}\.\d{3}) [A-Z] "
 )
@@ -192,25 +202,76 @@ def clean(raw: bytes) -> Line:
     usual = _USUAL.match(text)
     if usual and "\x1b" not in text:
         return Line(text, f"/{usual[1]}:{usual[2]}" if usual[1] else "", None, usual[3])
-    container = ""
     if text.startswith('{"log":'):
-        text, container = _docker_json(text)
+        text = _docker_json(text)
     if "\x1b" in text:
         text = _ANSI.sub("", text)
-    text = text.rstrip("\r\n")
+    text = text.replace("\0", "").rstrip("\r\n")
     start = text[:_PREFIX]
-    if "|" in start and (compose := _COMPOSE.match(start)):
-        container = compose[1]
+    compose = _COMPOSE.match(start) if "|" in start else None
+    container = compose[1] if compose else ""
     processes = _PROCESS.findall(start) if "pid=" in start else []
     replica = next((dp for _, dp, _ in reversed(processes) if dp), None)
-    process = "/".join([container, *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1])])
+    port = _PORT.search(start) if "[" in start else None
     time = _TIME.search(start)
     return Line(
         text=text,
-        process=process,
+        process="/".join(
+            [
+                container,
+                *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1]),
+                *([port[1]] if port else []),
+            ]
+        ),
         replica=f"{container}/{replica}" if container and replica else replica or container or None,
         time=next((t for t in time.groups() if t), None) if time else None,
+        port=port[1] if port else None,
     )
+
+
+_HEADS = (
+    "SpecDecoding metrics:",
+    "Speculative metrics:",
+    "Decode batch",
+    "draft acceptance",
+    "DFlash Stats:",
+)
+_BETWEEN = re.compile(
+    r"\r|['\"], ['\"]|(?=\((?:APIServer|EngineCore)\w* pid=\d+\) )|(?=\b(?:INFO|WARNING) \d\d-\d\d )"
+)
+
+
+def records(text: str) -> list[str]:
+    """The log lines in a line: one as a rule, several where a log was escaped, or its lines were printed as a list."""
+    head = next((head for head in _HEADS if text.count(head) > 1), None)
+    if head is None:
+        return [text]
+    if "\\n" in text:
+        return re.split(r"(?:\\r)?\\n", text)
+    cuts = [0]
+    heads = [m.start() for m in re.finditer(re.escape(head), text)]
+    for before, after in pairwise(heads):
+        between = list(_BETWEEN.finditer(text, before, after))
+        cut = next((m.end() for m in between if m[0]), None)
+        cuts.append(cut or (between[0].start() if between else after))
+    pieces = [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+    return [re.sub(r"['\"](?:, ['\"]|\])?\s*$", "", piece) for piece in pieces]
+
+
+def unwrapped(text: str) -> list[str]:
+    """`text` with lines joined that a terminal may have broken: at its width, or between words. Empty if it shows neither."""
+    rows = text.splitlines()
+    width = max(map(len, rows), default=0)
+    full = sum(len(row) == width for row in rows)
+    joined = []
+    if 40 <= width <= 400 and full >= 1 and len(rows) > 1:
+        joined.append("".join(row if len(row) == width else row + "\n" for row in rows))
+    if 40 <= width <= 400 and len(rows) > 1:
+        starts = re.compile(
+            r"\s*(?:\(\w+ pid=|INFO|WARNING|ERROR|\[?\d{4}-\d\d|\d+\.\d\d\.\d{3}|[\w.-]+\s+\||slot |$)"
+        )
+        joined.append("".join(("\n" if starts.match(row) else " ") + row.strip() for row in rows))
+    return joined
 
 
 def embedded_json(text: str) -> Any:
@@ -221,25 +282,24 @@ def embedded_json(text: str) -> Any:
     # Anything else cannot carry counts; parsing every brace in a log would be slow.
     if not stripped.startswith("{") or "accept" not in stripped.lower() or not stripped.endswith("}"):
         return None
+    return parsed_json(stripped)
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The JSON value that `text` is; None for anything else, nonsense of any depth or length included."""
     try:
-        return json.loads(stripped)
-    except ValueError:
+        return json.loads(text)
+    except (ValueError, RecursionError):
         return None
 
 
-def _docker_json(text: str) -> tuple[str, str]:
-    """The message and the container of a line of Docker's json-file driver."""
-    try:
-        entry = json.loads(text)
-    except ValueError:
-        return text, ""
-    if not isinstance(entry, dict) or not isinstance(entry.get("log"), str):
-        return text, ""
-    return entry["log"].rstrip("\n"), ""
+def _docker_json(text: str) -> str:
+    """The message in a line of Docker's json-file driver."""
+    entry = parsed_json(text)
+    return (
+        entry["log"].rstrip("\n") if isinstance(entry, dict) and isinstance(entry.get("log"), str) else text
+    )
 
-
-# -----------------------------------------------------------------------------
-# Prometheus text pages, and the tables that people paste from a Prometheus UI.
 
 _SAMPLE = re.compile(
     r"^\s*([a-zA-Z_:][\w:]*)\s*(?:\{(.*?)\})?\s*\|?\s*([-+]?(?:\d[\d_.]*(?:e[-+]?\d+)?|inf|nan))(?:\s+-?\d+)?\s*\|?\s*$",
@@ -278,5 +338,64 @@ def parse_samples(text: str) -> list[Sample]:
         if match is None or line.startswith("#") or match[1].endswith("_created"):
             continue
         labels = {name: value.replace(r"\"", '"') for name, value in _LABEL.findall(match[2] or "")}
-        samples.append(Sample(match[1], labels, float(match[3].replace("_", ""))))
+        try:
+            samples.append(Sample(match[1], labels, float(match[3].replace("_", ""))))
+        except ValueError:  # 1.2.3
+            continue
     return samples
+
+
+def json_samples(value: Any) -> list[Sample]:
+    """Samples in JSON: the answer of a Prometheus query, or OTLP's `resourceMetrics`."""
+    found: list[Sample] = []
+    if not isinstance(value, dict):
+        return found
+    data = value.get("data")
+    for row in (
+        data.get("result", ()) if isinstance(data, dict) and isinstance(data.get("result"), list) else ()
+    ):
+        labels = row.get("metric") if isinstance(row, dict) else None
+        if not isinstance(labels, dict) or not isinstance(labels.get("__name__"), str):
+            continue
+        own = {str(k): str(v) for k, v in labels.items() if k != "__name__"}
+        points = row["values"] if isinstance(row.get("values"), list) else [row.get("value")]
+        found += [
+            s
+            for p in points
+            if isinstance(p, list) and len(p) == 2 and (s := _sample(labels["__name__"], own, p[1]))
+        ]
+    for metric in _otlp(value.get("resourceMetrics")):
+        for form in ("sum", "gauge"):
+            points = metric[form].get("dataPoints", ()) if isinstance(metric.get(form), dict) else ()
+            for point in points if isinstance(points, list) else ():
+                if isinstance(point, dict):
+                    labels = _attributes(point.get("attributes"))
+                    sample = _sample(str(metric["name"]), labels, point.get("asInt", point.get("asDouble")))
+                    found += [sample] if sample else []
+    return found
+
+
+def _sample(name: str, labels: dict[str, str], value: Any) -> Sample | None:
+    try:
+        return Sample(name, labels, float(value))
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _otlp(value: Any) -> Iterator[dict[str, Any]]:
+    """All metrics in `resourceMetrics`, whatever the scopes around them."""
+    for child in value if isinstance(value, list) else ():
+        if isinstance(child, dict):
+            if isinstance(child.get("name"), str):
+                yield child
+            else:
+                yield from _otlp(child.get("scopeMetrics") or child.get("metrics"))
+
+
+def _attributes(value: Any) -> dict[str, str]:
+    """OTLP attributes `[{"key": …, "value": {"stringValue": …}}]` as labels."""
+    own = {}
+    for pair in value if isinstance(value, list) else ():
+        if isinstance(pair, dict) and isinstance(pair.get("value"), dict):
+            own[str(pair.get("key"))] = "".join(str(v) for v in pair["value"].values())
+    return own

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bz2
 import codecs
+import gzip
 import lzma
 import re
 import sys
@@ -16,6 +18,8 @@ from assay.errors import AssayError
 
 HEAD = 4 << 20
 """Bytes kept from the start of a source; start-up messages are looked for in them."""
+MOST_NULLS = 4 << 30
+"""NULs at the start that are passed over."""
 _MAGIC: tuple[tuple[bytes, str], ...] = ((b"\x1f\x8b", "gzip"), (b"BZh", "bz2"), (b"\xfd7zXZ\x00", "xz"))
 _UNREADABLE = ((b"\x28\xb5\x2f\xfd", "zstd"), (b"PK\x03\x04", "zip"), (b"\x04\x22\x4d\x18", "lz4"))
 _HOST_PORT = re.compile(r"^[\w.-]+:\d{2,5}(?:/|$)")
@@ -42,13 +46,20 @@ class Source:
         self.size = 0
         self._stream = stream
         parts: list[bytes] = []
-        held = 0
+        held = nulls = 0
         while held < HEAD and (part := self._pull(HEAD - held)):
-            parts.append(part)
-            held += len(part)
+            if not parts:  # logrotate's copytruncate leaves NULs where the copied part was
+                nulls += len(part) - len(part := part.lstrip(b"\0"))
+                if nulls > MOST_NULLS:
+                    break
+            if part:
+                parts.append(part)
+                held += len(part)
         self.head = b"".join(parts)
         self.complete = held < HEAD
         self._offset = 0
+        if nulls and not self.head.strip():
+            raise _binary(name)
         _refuse_unreadable(name, self.head)
 
     def read(self, size: int, /) -> bytes:
@@ -71,10 +82,6 @@ class Source:
             size = self._stream.readinto(buffer) or 0
         self.size += size
         return size
-
-    def plain_file(self) -> int | None:
-        """The descriptor of the file if its bytes are the text itself; None for anything else."""
-        return self._stream.plain_file() if isinstance(self._stream, _Recoded) else None
 
     def _pull(self, size: int) -> bytes:
         with self._named():
@@ -123,7 +130,7 @@ def open_source(name: str) -> Source:
             finding_id="speculation.source_binary",
             remedy=f"decompress it first, or pipe it: {foreign} -dc FILE | assay spec -",
         )
-    return Source(shown, _Recoded(_decompressed(stream, kind), plain=kind is None and name != "-"))
+    return Source(shown, _Recoded(_decompressed(stream, kind)))
 
 
 def in_time_order(names: Sequence[str]) -> list[str]:
@@ -139,25 +146,21 @@ def in_time_order(names: Sequence[str]) -> list[str]:
 
 
 def _decompressed(stream: Any, kind: str | None) -> Any:
-    if kind == "gzip":
-        import gzip
-
-        return gzip.GzipFile(fileobj=stream)
-    if kind == "bz2":
-        import bz2
-
-        return bz2.BZ2File(stream)
-    if kind == "xz":
-        return lzma.LZMAFile(stream)
+    match kind:
+        case "gzip":
+            return gzip.GzipFile(fileobj=stream)
+        case "bz2":
+            return bz2.BZ2File(stream)
+        case "xz":
+            return lzma.LZMAFile(stream)
     return stream
 
 
 class _Recoded:
     """A stream of UTF-8, whether the file is UTF-8 or UTF-16 (as PowerShell writes)."""
 
-    def __init__(self, stream: Any, plain: bool = False) -> None:
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._plain = plain
         self._decoder: codecs.IncrementalDecoder | None = None
         self._begun = False
 
@@ -183,10 +186,6 @@ class _Recoded:
         buffer[: len(part)] = part
         return len(part)
 
-    def plain_file(self) -> int | None:
-        """See `Source.plain_file`."""
-        return self._stream.fileno() if self._plain and self._begun and self._decoder is None else None
-
 
 def _utf16(start: bytes) -> str | None:
     """The UTF-16 flavour that `start` is written in; None for anything else."""
@@ -195,11 +194,9 @@ def _utf16(start: bytes) -> str | None:
     if start.startswith(codecs.BOM_UTF16_BE):
         return "utf-16-be"
     half = len(start) // 2
-    if half >= 8 and start.count(0) > 0.8 * half:
-        if start[1::2].count(0) > 0.8 * half:
-            return "utf-16-le"
-        if start[0::2].count(0) > 0.8 * half:
-            return "utf-16-be"
+    even, odd = start[0::2].count(0), start[1::2].count(0)
+    if half >= 8 and max(even, odd) > 0.8 * half > 4 * min(even, odd):
+        return "utf-16-le" if odd > even else "utf-16-be"
     return None
 
 
@@ -210,16 +207,20 @@ def _refuse_unreadable(name: str, head: bytes) -> None:
             finding_id="speculation.source_empty",
             remedy="check that the server writes its log there",
         )
-    sample = head[:65536]
+    sample = re.sub(rb"\0{16,}", b"", head[:65536])
     control = sum(sample.count(bytes([c])) for c in range(32) if c not in (9, 10, 12, 13, 27, 8))
     # U+FFFD counts what a wrong encoding leaves behind; a multi-byte character cut by the slice is at most one.
     broken = sample.decode("utf-8", "replace").count("\ufffd")
     if control > 0.02 * len(sample) or broken > 0.1 * len(sample) + 1:
-        raise AssayError(
-            f"{name} is binary, not a log, metrics page or JSON response",
-            finding_id="speculation.source_binary",
-            remedy="give the server's text log, its /metrics page or a JSON response",
-        )
+        raise _binary(name)
+
+
+def _binary(name: str) -> AssayError:
+    return AssayError(
+        f"{name} is binary, not a log, metrics page or JSON response",
+        finding_id="speculation.source_binary",
+        remedy="give the server's text log, its /metrics page or a JSON response",
+    )
 
 
 def _truncated(name: str, why: str) -> AssayError:

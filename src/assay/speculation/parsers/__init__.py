@@ -1,32 +1,27 @@
-"""One parser a file. A new engine is a new file and one line here."""
+"""One engine a file, and one for figures that say themselves what they count. A new engine is a new file and a line here."""
 
 from __future__ import annotations
 
 from assay.speculation.parsers.base import Parser
 from assay.speculation.parsers.llama_cpp import LlamaCppParser
-from assay.speculation.parsers.others import (
-    GuardParser,
-    MlcParser,
-    MlxVlmParser,
-    OpenAIUsageParser,
-    QuotedRatesParser,
-)
+from assay.speculation.parsers.named import NamedParser, SummaryParser
+from assay.speculation.parsers.others import FastDeployParser, GuardParser, MlcParser, OpenAIUsageParser
 from assay.speculation.parsers.sglang import SglangParser
 from assay.speculation.parsers.tensorrt_llm import TensorRTParser
-from assay.speculation.parsers.vllm import VllmSummaryParser, VllmV0Parser, VllmV1Parser
+from assay.speculation.parsers.vllm import VllmV0Parser, VllmV1Parser
 
-# The order settles which parser owns a JSON object that several could read.
+# The first parser that reads a line or a JSON object owns it.
 PARSERS: tuple[type[Parser], ...] = (
     VllmV1Parser,
     VllmV0Parser,
-    VllmSummaryParser,
-    QuotedRatesParser,
     SglangParser,
-    MlxVlmParser,
     LlamaCppParser,
     TensorRTParser,
     MlcParser,
+    FastDeployParser,
     GuardParser,
+    SummaryParser,
+    NamedParser,
     OpenAIUsageParser,
 )
 

@@ -1,4 +1,4 @@
-"""SGLang: decode-batch lines, gauges, per-request `meta_info`.
+"""SGLang: decode-batch lines, gauges, `meta_info` in responses and Finish lines, the average of `/get_server_info`.
 
 Lines print the accept length over the last interval, and up to about January 2026 an accept rate that meant
 length / draft tokens (0.25 with nothing accepted); later it means accepted / proposed drafts. The length is trusted.
@@ -24,6 +24,8 @@ _SPEED = re.compile(r"gen throughput \(token/s\):\s*([\d.]+)")
 _RANK = re.compile(r"\bDP(\d+)\b")
 _STEPS = re.compile(r"speculative_num_steps=(\d+)")
 _INTERVAL = re.compile(r"decode_log_interval=(\d+)")
+_META = re.compile(r"['\"]?\b((?:avg_)?spec_\w+|completion_tokens)['\"]?\s*[:=]\s*(\d+(?:\.\d+)?)")
+_META_LIST = re.compile(r"['\"]?\b(spec_\w+histogram)['\"]?\s*[:=]\s*\[([\d,\s]+)\]")
 
 DEFAULT_STEPS = 3
 """Draft steps that SGLang chooses for MTP heads unless told otherwise."""
@@ -35,34 +37,37 @@ class SglangParser(Parser):
     """Printed values; counts only where they are certain (nothing accepted at all)."""
 
     engine = "sglang"
-    markers = ("accept len", "speculative_num_steps=")
+    needles = ("accept len", "accept rate", "spec_accept", "spec_verify_ct", "speculative_num_steps=")
 
     def __init__(self) -> None:
         self._steps: int | None = None
         self._interval = DEFAULT_INTERVAL
 
-    def line(self, line: Line) -> Iterable[Observation]:
-        """A decode batch; or the server arguments, which fix the depth."""
+    def line(self, line: Line) -> Iterable[Observation] | None:
+        """A decode batch, a finished request, or the server arguments, which fix the depth."""
         text = line.text
         if "speculative_num_steps=" in text:
             steps, interval = _STEPS.search(text), _INTERVAL.search(text)
-            self._steps = int(steps[1]) if steps else None
-            self._interval = int(interval[1]) if interval else DEFAULT_INTERVAL
+            self._steps = (count(steps[1]) if steps else None) or None
+            self._interval = (count(interval[1]) if interval else None) or DEFAULT_INTERVAL
             return ()
         length = _LENGTH.search(text)
         if not length or not _BATCH.search(text):
-            return ()
+            # `Finish: … out={'meta_info': {'spec_verify_ct': 12, …}}` is Python's form of the object in a response.
+            values: dict[str, Any] = dict(_META.findall(text))
+            values |= {key: value.split(",") for key, value in _META_LIST.findall(text)}
+            return list(self.document(values)) or None if values else None
         value = number(length[1])
         rate, running, tokens = _RATE.search(text), _RUNNING.search(text), _TOKENS.search(text)
         speed, rank = _SPEED.search(text), _RANK.search(text)
-        requests = int(running[1]) if running else 1
+        requests = (count(running[1]) if running else None) or 1
         return (
             Observation(
                 engine=self.engine, kind=Kind.VALUE, definition="sglang_accept_len",
                 replica=f"DP{rank[1]}" if rank else line.replica, mean_acceptance_length=value or None,
-                acceptance_rate=number(rate[1]) if rate else None, weight=float(max(requests, 1)), running=requests,
-                context_tokens=int(tokens[1]) if tokens else None, time=line.time,
-                generation_throughput=float(speed[1]) if speed else None,
+                acceptance_rate=number(rate[1]) if rate else None, weight=float(requests), running=requests,
+                context_tokens=count(tokens[1]) if tokens else None, time=line.time,
+                generation_throughput=number(speed[1]) if speed else None,
                 # A length under 1 cannot come from a decode step: the counter has not moved yet.
                 idle=value is None or value < 1,
             ),
@@ -93,7 +98,13 @@ class SglangParser(Parser):
             )  # fmt: skip
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
-        """A `meta_info` object."""
+        """A `meta_info` object, or an internal state with the average since start."""
+        average = number(value.get("avg_spec_accept_length"))
+        if average is not None:
+            yield Observation(
+                engine=self.engine, kind=Kind.VALUE, definition="sglang_average", mean_acceptance_length=average or None,
+                idle=average < 1,
+            )  # fmt: skip
         drafts = count(value.get("spec_verify_ct"))
         if drafts is None:
             return
@@ -116,7 +127,11 @@ class SglangParser(Parser):
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Decide what the printed rate means, and turn a run in which nothing was accepted into counts."""
-        values = [o for o in observations if o.kind is Kind.VALUE and not o.idle]
+        values = [
+            o
+            for o in observations
+            if o.kind is Kind.VALUE and not o.idle and o.definition != "sglang_average"
+        ]
         if not values:
             return observations
         depth = self._steps or _known_depth(values)
@@ -124,7 +139,7 @@ class SglangParser(Parser):
         dead = self._nothing_accepted(values, depth)
         settled = []
         for o in observations:
-            if o.kind is not Kind.VALUE or o.idle:
+            if o.kind is not Kind.VALUE or o.idle or o.definition == "sglang_average":
                 settled.append(o)
             elif dead is not None:
                 drafts = self._interval * (o.running or 1)

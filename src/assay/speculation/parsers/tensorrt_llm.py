@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
+from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, number, positions_from
 from assay.speculation.record import Kind, Observation
 
 _AVERAGE = re.compile(r"(?:average|avg|mean) accept(?:ance|ed) length[:=]?\s*([\d.]+)(?:\s*/\s*(\d+))?", re.I)
@@ -21,18 +21,19 @@ class TensorRTParser(Parser):
     """One JSON object an iteration: every request with draft tokens is one draft."""
 
     engine = "tensorrt-llm"
-    markers = (" / ",)
+    needles = ("acceptance length", "accepted length")
+    company = (" / ",)
 
-    def line(self, line: Line) -> Iterable[Observation]:
+    def line(self, line: Line) -> Iterable[Observation] | None:
         """A printed average."""
         match = _AVERAGE.search(line.text)
         # vLLM's offline example prints "Mean acceptance length:" too, without the draft length.
         if not match or match[2] is None:
-            return ()
+            return None
         return (
             Observation(
                 engine=self.engine, kind=Kind.VALUE, definition="trtllm_average", weight=None, time=line.time,
-                mean_acceptance_length=number(match[1]), num_speculative_tokens=int(match[2]),
+                mean_acceptance_length=number(match[1]), num_speculative_tokens=count(match[2]),
             ),
         )  # fmt: skip
 
@@ -79,10 +80,7 @@ def _request(value: Mapping[str, Any]) -> Iterable[Observation]:
         return
     drafts, depth = count(value.get("num_spec_steps")), count(value.get("num_spec_tokens"))
     steps = counts(value.get("acceptance_histogram"))
-    per_position = None
-    if steps and drafts == sum(steps):
-        per_position = from_histogram(steps)[2]
-        per_position += (0,) * ((depth or 0) - len(per_position))
+    per_position = positions_from(steps, depth) if steps and drafts == sum(steps) else None
     yield Observation(
         engine=TensorRTParser.engine, kind=Kind.REQUEST, definition="trtllm_request", drafted=drafted,
         accepted=accepted, drafts=drafts, accepted_per_position=per_position, num_speculative_tokens=depth,

@@ -1,14 +1,26 @@
-"""vLLM V1: the `SpecDecoding metrics` line in all its wordings since 0.8, `/metrics`, per-request statistics."""
+"""vLLM V1: the `SpecDecoding metrics` line in all its wordings since 0.8, `/metrics`, per-request statistics; and V0.
+
+V0 printed one line of counts since start, and counts a draft token as accepted also when an earlier one of the same draft
+was rejected. What entered the text is `emitted − drafts`, one bonus token a step.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
+from assay.speculation.parsers.base import (
+    MOST_POSITIONS,
+    Line,
+    Parser,
+    Sample,
+    count,
+    counts,
+    number,
+    positions_from,
+)
 from assay.speculation.record import Kind, Observation, exact_counts, infer_drafts, position_counts
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
@@ -19,10 +31,12 @@ _ENGINE = re.compile(
 
 # The wording since 0.9, read in one go; every other one is taken apart field by field.
 _USUAL = re.compile(
-    r" Mean acceptance length: ([\d.]+), (?:Current speculative depth: \d+, )?Accepted throughput: [\d.]+ tokens/s, "
-    r"Drafted throughput: [\d.]+ tokens/s, Accepted: (\d+) tokens, Drafted: (\d+) tokens, Per-position acceptance "
+    r" Mean acceptance length: ([\d.]+), (?:Current speculative depth: \d+, )?Accepted throughput: ([\d.]+) tokens/s, "
+    r"Drafted throughput: ([\d.]+) tokens/s, Accepted: (\d+) tokens, Drafted: (\d+) tokens, Per-position acceptance "
     r"rate: (\d\.\d+(?:, \d\.\d+)*), Avg Draft acceptance rate: [\d.]+%$"
 )
+USUAL_INTERVAL = 10.0
+"""Seconds between two log lines; with a longer one too few tokens are taken for generated, and all steps for drafting."""
 _PREFIX = re.compile(
     r"^vllm[:_]spec_decode_num_(drafts|draft_tokens|accepted_tokens|accepted_tokens_per_pos)(?:_total)?$"
 )
@@ -32,30 +46,37 @@ class VllmV1Parser(Parser):
     """Lines are windows. The engine's number stands on the line before, so it is remembered for each process."""
 
     engine = "vllm"
-    markers = ("metrics:", "throughput:")
-    own = ("SpecDecoding metrics:",)
+    needles = ("accept",)
+    company = ("specdecoding metrics:", "speculative metrics:", "drafted:")
+    near = ("avg generation throughput",)
 
     def __init__(self) -> None:
-        self._engine_line: dict[str, tuple[str | None, float, int]] = {}
+        self._engine_line: dict[str, tuple[str | None, float | None, int]] = {}
+        self._spoken: list[tuple[str | None, int]] = []  # engine and generated tokens of each window
+        self._interval = USUAL_INTERVAL
 
-    def line(self, line: Line) -> Iterable[Observation]:
+    def line(self, line: Line) -> Iterable[Observation] | None:
         """A window; or the line before it, which names the engine."""
         text = line.text
         head = next((h for h in _HEADS if h in text), None)
+        if head is None and "Drafted:" in text and "Accepted:" in text:
+            head = text[: text.find("Mean acceptance length")] if "Mean acceptance length" in text else ""
         if head is not None:
-            body = text.partition(head)[2]
+            body = text[len(head) :] if text.startswith(head) else text.partition(head)[2]
             usual = _USUAL.match(body)
             if usual:
-                rates = tuple(map(float, usual[4].split(", ")))
-                return (self._window(float(usual[1]), int(usual[2]), int(usual[3]), rates, line),)
-            return () if "efficiency" in body or "emitted" in body else self._other(_fields(body), line)
-        engine = _ENGINE.search(text) if "Avg generation throughput" in text else None
-        if engine:
-            self._engine_line[line.process] = (
-                None if engine[1] is None else str(int(engine[1])),
-                float(engine[2]),
-                int(engine[3]),
+                accepted, drafted = int(usual[4]), int(usual[5])
+                rates = tuple(map(float, usual[6].split(", ")))
+                seconds = _seconds((accepted, usual[2]), (drafted, usual[3]))
+                return (self._window(float(usual[1]), accepted, drafted, rates, line, seconds),)
+            return (
+                None if "efficiency" in body or "emitted" in body else list(self._other(_fields(body), line))
             )
+        engine = _ENGINE.search(text) if "Avg generation throughput" in text else None
+        if engine is None:
+            return None
+        number_of_engine = None if engine[1] is None else str(int(engine[1]))
+        self._engine_line[line.process] = (number_of_engine, number(engine[2]), int(engine[3]))
         return ()
 
     def _other(self, fields: Mapping[str, Sequence[str]], line: Line) -> Iterator[Observation]:
@@ -75,8 +96,9 @@ class VllmV1Parser(Parser):
             )  # fmt: skip
 
     def _window(
-        self, mean: float | None, accepted: int, drafted: int, rates: tuple[float, ...] | None, line: Line
-    ) -> Observation:
+        self, mean: float | None, accepted: int, drafted: int, rates: tuple[float, ...] | None, line: Line,
+        seconds: float | None = None,
+    ) -> Observation:  # fmt: skip
         drafts = None
         per_position = None
         exact = exact_counts(drafted, accepted, mean, rates) if drafted and mean and rates else None
@@ -87,14 +109,41 @@ class VllmV1Parser(Parser):
         elif mean is not None or rates:
             drafts = infer_drafts(drafted, accepted, len(rates) if rates else None, mean, rates)
             per_position = position_counts(drafts, rates, accepted) if drafts and rates else None
-        number_of_engine, throughput, running = self._engine_line.get(line.process, (None, None, None))
+        engine, throughput, running = self._engine_line.get(line.process, (None, None, None))
+        generated = None
+        if throughput is not None and seconds is not None:
+            # The engine's line counts all tokens, those of steps without a draft too; it serves one window.
+            generated = max(round(throughput * seconds), accepted)
+            self._interval = seconds
+            self._spoken.append((engine, generated))
+            self._engine_line[line.process] = (engine, None, running or 0)
         return Observation.of(
             engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window",
-            replica=line.replica if line.replica is not None else number_of_engine,
+            replica=line.replica if line.replica is not None else engine,
             drafted=drafted, accepted=accepted, drafts=drafts, accepted_per_position=per_position,
             num_speculative_tokens=len(rates) if rates else None, time=line.time,
-            generation_throughput=throughput, running=running,
+            generation_throughput=throughput, running=running, generated=generated,
         )  # fmt: skip
+
+    def silent(self, head: str) -> Iterator[Observation]:
+        """Tokens of the intervals in which requests ran and nothing was drafted: no window is printed for them."""
+        windows = sum(head.count(h) for h in _HEADS)
+        if not self._spoken or not windows:
+            return
+        spoken: dict[str | None, list[int]] = defaultdict(lambda: [0, 0])  # in the head, and in the whole log
+        for i, (engine, tokens) in enumerate(self._spoken):
+            spoken[engine][0] += tokens if i < windows else 0
+            spoken[engine][1] += tokens
+        generated: dict[str | None, float] = defaultdict(float)
+        for match in _ENGINE.finditer(head):
+            generated[None if match[1] is None else str(int(match[1]))] += number(match[2]) or 0.0
+        for engine, (in_head, whole) in spoken.items():
+            silent = generated[engine] * self._interval - in_head
+            if in_head and silent > 0.05 * in_head:
+                yield Observation(
+                    engine=self.engine, kind=Kind.WINDOW, definition="vllm_v1_window", replica=engine, drafted=0, accepted=0,
+                    drafts=0, generated=round(silent * whole / in_head),
+                )  # fmt: skip
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """One total for each engine on the page."""
@@ -114,7 +163,7 @@ class VllmV1Parser(Parser):
             own = by_engine[replica]
             if match[1] == "accepted_tokens_per_pos":
                 position = count(sample.labels.get("position"))
-                if position is not None:
+                if position is not None and position < MOST_POSITIONS:
                     own["positions"][position] = own["positions"].get(position, 0.0) + sample.value
             else:
                 own[match[1]] = own.get(match[1], 0.0) + sample.value
@@ -140,25 +189,21 @@ class VllmV1Parser(Parser):
         """The statistics that `--per-request-spec-decode-metrics` adds to a response."""
         if "num_spec_steps" not in value or "num_draft_tokens" not in value:
             return
-        histogram = value.get("acceptance_histogram")
-        if isinstance(histogram, Mapping):  # sparse form {"0": 39, "3": 3}
-            keys = {count(k): count(v) for k, v in histogram.items()}
-            histogram = [
-                keys.get(i) or 0 for i in range(max((k for k in keys if k is not None), default=0) + 1)
-            ]
-        steps = counts(histogram)
-        k = count(value.get("num_spec_tokens"))
-        per_position = None
-        if steps:
-            per_position = from_histogram(steps)[2]
-            if k is not None and len(per_position) < k:
-                per_position += (0,) * (k - len(per_position))
+        steps, k = counts(value.get("acceptance_histogram")), count(value.get("num_spec_tokens"))
         yield Observation(
             engine=self.engine, kind=Kind.REQUEST, definition="vllm_request",
             drafted=count(value.get("num_draft_tokens")), accepted=count(value.get("num_accepted_draft_tokens")),
-            drafts=count(value.get("num_spec_steps")), accepted_per_position=per_position,
+            drafts=count(value.get("num_spec_steps")), accepted_per_position=positions_from(steps, k),
             num_speculative_tokens=k,
         )  # fmt: skip
+
+
+def _seconds(*pairs: tuple[int, str]) -> float | None:
+    """The interval of a window: tokens over tokens per second, from the pair that is rounded least."""
+    tokens, pace = max(pairs, key=lambda pair: number(pair[1]) or 0.0)
+    speed = number(pace)
+    # After idle intervals, for which no window is printed, the pace is taken over all of them.
+    return min(tokens / speed, USUAL_INTERVAL) if speed and tokens else None
 
 
 def _telling_labels(samples: Sequence[Sample]) -> list[str]:
@@ -205,12 +250,6 @@ def _fraction(fields: Mapping[str, Sequence[str]]) -> float | None:
     return None
 
 
-# -----------------------------------------------------------------------------
-# vLLM V0: one line of counts since start, and the old metrics names.
-#
-# V0 counts a draft token as accepted also when an earlier one of the same draft was rejected. What entered the text is
-# `emitted − drafts`, one bonus token a step.
-
 _HEAD = re.compile(r"Speculative metrics:(.*)", re.I)
 _FIELDS = {
     "rate": re.compile(r"Draft acceptance rate:\s*(nan|[\d.]+)", re.I),
@@ -231,13 +270,14 @@ class VllmV0Parser(Parser):
     """Lines are totals since start."""
 
     engine = "vllm"
-    markers = ("Speculative metrics:",)
+    needles = ("accept",)
+    company = ("speculative metrics:",)
 
-    def line(self, line: Line) -> Iterable[Observation]:
+    def line(self, line: Line) -> Iterable[Observation] | None:
         """A total since start."""
         head = _HEAD.search(line.text)
         if not head or not ("efficiency" in head[1] or "emitted" in head[1]):
-            return ()
+            return None
         found = {name: match[1] for name, regex in _FIELDS.items() if (match := regex.search(head[1]))}
         drafted, k = count(found.get("drafted")), count(found.get("k"))
         if drafted is None:
@@ -297,84 +337,3 @@ def _depth(drafted: int, emitted: int | None, efficiency: float | None) -> int |
         return None
     k = 1 / (ratio - 1)
     return round(k) if round(k) >= 1 and abs(k - round(k)) < 0.15 else None
-
-
-# -----------------------------------------------------------------------------
-# vLLM summaries of a finished run: `vllm bench serve` and the offline example.
-
-_SUMMARY_FIELDS: tuple[tuple[str, re.Pattern[str]], ...] = (
-    ("rate", re.compile(r"^\s*Acceptance rate \(%\):\s*([\d.]+)")),
-    ("length", re.compile(r"^\s*(?:Mean acceptance length|Acceptance length):\s*([\d.]+)\s*$")),
-    ("drafts", re.compile(r"^\s*(?:Drafts|Number of draft proposals|num_drafts):\s*([\d,]+)\s*$")),
-    (
-        "drafted",
-        re.compile(r"^\s*(?:Draft tokens|Number of draft tokens generated|num_draft_tokens):\s*([\d,]+)\s*$"),
-    ),
-    (
-        "accepted",
-        re.compile(r"^\s*(?:Accepted tokens|Number of accepted tokens|num_accepted_tokens):\s*([\d,]+)\s*$"),
-    ),
-)
-_POSITION = re.compile(
-    r"^\s*(?:Position (\d+):\s*([\d.]+)|Acceptance (?:rate )?at token (\d+):\s*([\d.]+))\s*$", re.I
-)
-
-
-@dataclass
-class _Block:
-    """The figures of one summary as they come in."""
-
-    fields: dict[str, str] = field(default_factory=dict)
-    positions: dict[int, float] = field(default_factory=dict)
-
-
-class VllmSummaryParser(Parser):
-    """A summary spans lines, so a total is sent after each; the last one is the whole."""
-
-    engine = "vllm"
-    markers = ("cceptance", "raft", "Accepted tokens", "accepted tokens", "Position ")
-
-    def __init__(self) -> None:
-        self._block = _Block()
-        self._blocks = 0
-
-    def line(self, line: Line) -> Iterable[Observation]:
-        """The summary as far as it has come."""
-        if "metrics:" in line.text:
-            return ()
-        position = _POSITION.match(line.text)
-        if position:
-            percent = position[1] is not None
-            index = int(position[1] if percent else position[3])
-            rate = number(position[2] if percent else position[4])
-            if rate is not None:
-                self._block.positions[index] = rate / 100 if percent else rate
-            return self._observe()
-        for name, regex in _SUMMARY_FIELDS:
-            match = regex.match(line.text)
-            if match:
-                if name in self._block.fields:
-                    # The same figure again: the summary of another run.
-                    self._block = _Block()
-                    self._blocks += 1
-                self._block.fields[name] = match[1]
-                return self._observe()
-        return ()
-
-    def _observe(self) -> Iterable[Observation]:
-        block = self._block
-        drafts, drafted = count(block.fields.get("drafts")), count(block.fields.get("drafted"))
-        accepted = count(block.fields.get("accepted"))
-        if drafts is None or drafted is None or accepted is None:
-            return ()
-        rates = tuple(block.positions[i] for i in range(len(block.positions)) if i in block.positions)
-        k = drafted // drafts if drafts and drafted % drafts == 0 else None
-        return (
-            Observation(
-                engine=self.engine, kind=Kind.SUMMARY, definition="vllm_summary", stream=f"run {self._blocks}",
-                drafted=drafted, accepted=accepted, drafts=drafts, num_speculative_tokens=k,
-                accepted_per_position=position_counts(drafts, rates, accepted, complete=len(rates) == k)
-                if rates and drafts
-                else None,
-            ),
-        )  # fmt: skip
