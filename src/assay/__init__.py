@@ -1,3 +1,126 @@
-"""assay: prove that a fast LLM is still the same model."""
+"""assay: prove that a fast LLM is still the same model.
 
-__version__ = "0.2.0"
+Each verb of the command line is a function here, with the same options by the same names. Each returns a `Report`:
+a subject that fails is a report whose verdict is `fail`. Where nothing could be examined (an unreachable server, a
+missing file) AssayError is raised, and UsageError, which is one, for an option that makes no sense. Nothing is imported
+before a function is called, torch only where a model runs in this process.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    from assay.coherence.grading import Grade, StreamingGrader
+    from assay.environment import VERSION as __version__
+    from assay.errors import AssayError, UsageError
+    from assay.progress import Progress
+    from assay.verdict import Finding, Report, Severity, Verdict
+
+__all__ = [
+    "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
+    "check", "compare", "grade", "reference", "spec", "verify",
+]  # fmt: skip
+
+_HOMES = {
+    "AssayError": "assay.errors:AssayError",
+    "Finding": "assay.verdict:Finding",
+    "Grade": "assay.coherence.grading:Grade",
+    "Report": "assay.verdict:Report",
+    "Severity": "assay.verdict:Severity",
+    "StreamingGrader": "assay.coherence.grading:StreamingGrader",
+    "UsageError": "assay.errors:UsageError",
+    "Verdict": "assay.verdict:Verdict",
+    "__version__": "assay.environment:VERSION",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, attribute = _HOMES[name].partition(":")
+    return getattr(import_module(module), attribute)
+
+
+def check(url: str, *, progress: Progress | None = None, **options: Any) -> Report:
+    """Probe the OpenAI-compatible server at `url`: is its text sane, and how fast is it? Options: `assay check --help`.
+
+    `progress(what, steps)` opens a piece of work and gives a function to call after each step, here as everywhere.
+    """
+    from assay.coherence.check import CheckOptions, run_check
+    from assay.environment import recorded
+    from assay.progress import NO_PROGRESS
+
+    return recorded(run_check(url, CheckOptions.of(options), progress or NO_PROGRESS))
+
+
+@overload
+def grade(output: str | None, **options: Any) -> Grade: ...
+@overload
+def grade(output: Path, *more: Path) -> Report: ...
+def grade(output: str | Path | None, *more: Path, **options: Any) -> Grade | Report:
+    """Label a finished text, or files of them.
+
+    A text gives a `Grade` with `.label`, `.kind` and `.onset_char`; its options are `reasoning`, `tool_calls` and
+    `finish_reason`, as the server sent them. One or more `Path` give a `Report`.
+    """
+    if isinstance(output, Path):
+        from assay.coherence.grade_files import grade_files
+        from assay.environment import recorded
+
+        return recorded(grade_files([str(path) for path in (output, *more)]))
+    from assay.coherence.grading import grade as grade_text
+
+    return grade_text(output, **options)
+
+
+def verify(checkpoint: str | Path, **options: Any) -> Report:
+    """Verify a checkpoint: a folder, a file, or `hub:ORG/NAME`. Options: `assay verify --help`."""
+    from assay.checkpoint import report
+    from assay.checkpoint import verify as verification
+    from assay.checkpoint.files import VerifyOptions
+    from assay.environment import recorded
+
+    return recorded(report.build(verification.verify(str(checkpoint), VerifyOptions.of(options))))
+
+
+def spec(*sources: str | Path, **options: Any) -> Report:
+    """Judge speculative decoding by what an engine leaves: logs, metrics, responses, a URL. Options: `assay spec --help`."""
+    from assay.environment import recorded
+    from assay.speculation.judge import SpecOptions
+    from assay.speculation.spec import examine
+
+    return recorded(examine([str(source) for source in sources], SpecOptions.of(options)))
+
+
+def compare(
+    reference: str | Path, *candidates: str | Path, progress: Progress | None = None, **options: Any
+) -> Report:
+    """Score candidates and a reference on the same tokens. Engines are written as on the command line; options: `assay compare --help`."""
+    from assay.environment import recorded
+    from assay.fidelity.compare import run_compare
+    from assay.fidelity.plan import plan_from
+    from assay.progress import NO_PROGRESS
+
+    engines = {"reference": str(reference), "candidates": [str(candidate) for candidate in candidates]}
+    return recorded(run_compare(plan_from(engines, options, where="compare"), progress or NO_PROGRESS))
+
+
+def reference(
+    engine: str | Path, *, out: str | Path, progress: Progress | None = None, **options: Any
+) -> Report:
+    """Score an engine once and store what `run:OUT` needs to stand for it. Options: `assay reference --help`."""
+    from assay.environment import recorded
+    from assay.fidelity.plan import ReferenceOptions
+    from assay.fidelity.reference import keep_reference
+    from assay.progress import NO_PROGRESS
+
+    asked = ReferenceOptions.of({"engine": engine, "out": out, **options})
+    return recorded(
+        keep_reference(
+            asked.plan, asked.out, dtype=asked.dtype, form=asked.format, progress=progress or NO_PROGRESS
+        )
+    )

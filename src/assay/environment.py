@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from assay import __version__
+from assay.plugins import active
+from assay.verdict import Report, jsonable
+
+VERSION = "0.2.0"
 
 # The packages whose version can change a number in a report.
 _PACKAGES = (
@@ -25,11 +29,12 @@ def describe() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     used = {} if torch is None else {"threads": torch.get_num_threads(), "gpu": _gpu(torch)}
     return {
-        "assay": __version__,
+        "assay": VERSION,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_model(),
         "cpu_count": os.cpu_count(),
+        "plugins": jsonable(active()),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         **used,
     }
@@ -37,6 +42,11 @@ def describe() -> dict[str, Any]:
 
 def _gpu(torch: Any) -> str | None:
     return str(torch.cuda.get_device_name()) if torch.cuda.is_initialized() else None
+
+
+def recorded(report: Report) -> Report:
+    """`report` with the environment it was made in, unless the verb filled it."""
+    return report if report.environment else replace(report, environment=describe())
 
 
 def _version(package: str) -> str | None:

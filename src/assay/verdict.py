@@ -14,6 +14,8 @@ from enum import StrEnum
 from pathlib import PurePath
 from typing import Any, Literal
 
+from assay.plugins import get
+
 SCHEMA = "assay/1"
 
 AREAS = frozenset({"coherence", "throughput", "server", "checkpoint", "speculation", "fidelity", "kv", "gap"})
@@ -201,6 +203,10 @@ class Report:
     def exit_code(self) -> int:
         """Exit code of the process that prints this report."""
         return EXIT_INTERRUPTED if self.interrupted else self.verdict.exit_code
+
+    def to_html(self) -> str:
+        """The report as a self-contained page."""
+        return str(get("assay.reports", "html")(self))
 
     def to_json(self) -> dict[str, Any]:
         """The one JSON object that `--json` prints (schema `assay/1`)."""

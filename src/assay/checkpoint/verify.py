@@ -20,7 +20,7 @@ from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
 from assay.checkpoint.open import open_checkpoint
 from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
 from assay.checkpoint.quantization.schemes import parse
-from assay.checkpoint.rules import RULES
+from assay.checkpoint.rules import all_rules
 from assay.checkpoint.rules.gguf import check_gguf, examine_gguf
 from assay.checkpoint.safetensors import Tensor
 from assay.checkpoint.serve_args import ServeArgs
@@ -180,7 +180,7 @@ def examine_tensors(outcome: Outcome) -> None:
     if checkpoint.kind in {"gguf", "safetensors"} or "config.json" not in checkpoint.files:
         return
     outcome.add(check_index(checkpoint))
-    for rule in RULES:
+    for rule in all_rules():
         outcome.add(rule(checkpoint))
     outcome.declared = parse(checkpoint)
     outcome.cache = kv_cache(checkpoint, outcome.declared)

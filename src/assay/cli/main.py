@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from assay.cli import demo, kv, verbs
-from assay.cli.verb import TYPER, Group, Output, Verb, group, group_of, run, usage_report
+from assay.cli.verb import STDOUT, TYPER, Group, Output, Verb, group, group_of, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, Verdict
 
 # Newer releases of typer carry their own copy of click; the base class of their errors is reached through typer.
@@ -53,9 +53,9 @@ def build() -> Any:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from assay import __version__
+        from assay.environment import VERSION
 
-        print(f"assay {__version__}")
+        print(f"assay {VERSION}")
         raise typer.Exit
 
 
@@ -93,9 +93,14 @@ def _open_missing_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
+# Verbs whose own arguments may be JSON files: there only `--json=FILE` names one to write.
+READ_JSON = ("grade", "spec", "rerun")
+
+
 def invoke(arguments: list[str]) -> int:
     """Run one command line and return its exit code. A wrong one is a report too, so `--json` stays JSON."""
     command = build()
+    arguments = _json_in_one_word(arguments)
     try:
         result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
     except typer.Abort:
@@ -105,8 +110,26 @@ def invoke(arguments: list[str]) -> int:
             print(_message(error))
             return Verdict.ERROR.exit_code
         report = usage_report(_verb_of(arguments), _message(error))
-        return run(report.command, Output(json="--json" in arguments), lambda: report)
+        json = next((a.partition("=")[2] for a in arguments if a.startswith("--json=")), None)
+        return run(report.command, Output(json=json), lambda: report)
     return result if isinstance(result, int) else 0
+
+
+def _json_in_one_word(arguments: list[str]) -> list[str]:
+    """`--json` with the file to write after it, where the next word is one, else with `-` for standard output."""
+    found: list[str] = []
+    words = iter(range(len(arguments)))
+    for i in words:
+        word, after = arguments[i], arguments[i + 1 : i + 2]
+        if word == "--":
+            return found + arguments[i:]
+        if word == "--json":
+            names_file = bool(after) and after[0].endswith(".json") and arguments[0] not in READ_JSON
+            word = f"--json={after[0] if names_file else STDOUT}"
+            if names_file:
+                next(words)
+        found.append(word)
+    return found
 
 
 def _verb_of(arguments: list[str]) -> str:

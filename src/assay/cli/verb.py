@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json as json_module
+import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +23,7 @@ import typer.core
 
 from assay.errors import AssayError, UsageError
 from assay.options import Declared, Options, declared_options, option
+from assay.plugins import Plugin, culprit, get, names
 from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
@@ -38,6 +39,8 @@ def area_of(verb: str) -> str:
 
 
 PANEL = "Output"
+STDOUT = "-"
+"""The value of `--json` without a file."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,22 @@ class Output(Options):
     verbose: bool = option(
         False, "Show every table, text, cause and piece of evidence.", panel=PANEL, short="-v"
     )
-    json: bool = option(False, "Print one JSON object (schema assay/1).", panel=PANEL)
+    json: str | None = option(
+        None,
+        "Print one JSON object (schema assay/1) instead; with FILE, write it there beside what is printed.",
+        metavar="[FILE]",
+        panel=PANEL,
+    )
     html: Path | None = option(None, "Write a self-contained page.", panel=PANEL)
     junit: Path | None = option(None, "Write JUnit XML for CI.", panel=PANEL)
     markdown: Path | None = option(None, "Write Markdown.", panel=PANEL)
     prometheus: Path | None = option(None, "Write a Prometheus text file.", panel=PANEL)
+    report: tuple[str, ...] = option(
+        (),
+        "Write the report in a format by name, such as one of a plug-in.",
+        metavar="NAME=FILE",
+        panel=PANEL,
+    )
     debug: bool = option(False, "Show the traceback of a bug in assay.", panel=PANEL)
 
 
@@ -235,32 +249,24 @@ def group(name: str, help: str, verbs: Mapping[str, Verb]) -> Group:
 
 def run(name: str, output: Output, body: Callable[[], Report]) -> int:
     """Run a verb, write its report everywhere it should go, and return the exit code."""
-    with _stdout_kept_clean(output.json) as stdout:
+    with _stdout_kept_clean(output.json == STDOUT) as stdout:
+        files: list[tuple[str, Path]] = []
         try:
-            for option in ("html", "junit", "markdown", "prometheus"):
-                if (path := getattr(output, option)) is not None:
-                    check_writable(option, path)
-        except UsageError as error:
-            report = with_usage_of(name, error_report(name, error))
-            write(with_environment(report), Output(json=output.json), stdout)
-            return error.verdict.exit_code
-        try:
+            files = files_of(output)
             report = body()
         except AssayError as error:
             report = error_report(name, error)
         except KeyboardInterrupt:
             report = interrupted_report(name)
         except Exception as error:
-            if output.debug:
-                traceback.print_exc()
-            print(
-                f"assay: bug: {type(error).__name__}: {_one_line(error)} (run again with --debug and report it)",
-                file=sys.stderr,
-            )
-            return EXIT_BUG
-        report = with_environment(with_usage_of(name, report))
+            if not (plugin := culprit(error.__traceback__)):
+                return _bug(error, output.debug)
+            report = error_report(name, _failed(plugin, error, area_of(name)))
+        from assay.environment import recorded
+
+        report = recorded(with_usage_of(name, report))
         try:
-            write(report, output, stdout)
+            write(report, output, files, stdout)
         except BrokenPipeError:
             # The reader went away (`assay … | head`). Nobody is left to tell.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -268,7 +274,49 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
             where = f": {error.filename}" if error.filename else ""
             print(f"assay: cannot write the report: {error.strerror}{where}", file=sys.stderr)
             return Verdict.ERROR.exit_code
+        except Exception as error:
+            if not (plugin := culprit(error.__traceback__)):
+                return _bug(error, output.debug)
+            print(f"assay: {_failed(plugin, error, area_of(name)).message}", file=sys.stderr)
+            return Verdict.ERROR.exit_code
         return report.exit_code
+
+
+def _bug(error: Exception, debug: bool) -> int:
+    if debug:
+        traceback.print_exception(error)
+    said = f"{type(error).__name__}: {_one_line(error)}"
+    print(f"assay: bug: {said} (run again with --debug and report it)", file=sys.stderr)
+    return EXIT_BUG
+
+
+def _failed(plugin: Plugin, error: Exception, area: str) -> AssayError:
+    """The error for a plug-in that raised what only a bug raises."""
+    return AssayError(
+        f"the plug-in {plugin.name!r} ({plugin.group}) of {plugin.package} {plugin.version} failed: "
+        f"{type(error).__name__}: {_one_line(error)}",
+        finding_id=f"{area}.plugin",
+        remedy="tell its authors, or uninstall it",
+    )
+
+
+def files_of(output: Output) -> list[tuple[str, Path]]:
+    """Formats and files that were asked for; UsageError where one cannot be written: not at the end of a long run."""
+    files = [(n, path) for n in ("html", "junit", "markdown", "prometheus") if (path := getattr(output, n))]
+    if output.json not in (None, STDOUT):
+        files.append(("json", Path(output.json)))
+    for text in output.report:
+        name, _, file = text.partition("=")
+        known = names("assay.reports")
+        if not file or name not in known or get("assay.reports", name) is None:
+            raise UsageError(
+                f"--report {text!r} names no format and file",
+                remedy=f"NAME=FILE with one of {', '.join(known)}",
+            )
+        files.append((name, Path(file)))
+    for name, path in files:
+        check_writable(name, path)
+    return files
 
 
 def check_writable(option: str, path: Path) -> None:
@@ -279,32 +327,22 @@ def check_writable(option: str, path: Path) -> None:
         raise UsageError(f"--{option} {path}: its folder does not exist", remedy="make it first")
 
 
-def write(report: Report, output: Output, stdout: TextIO) -> None:
+def write(report: Report, output: Output, files: Sequence[tuple[str, Path]], stdout: TextIO) -> None:
     """Write `report` to `stdout` (JSON or for people) and to the files that were asked for."""
-    if output.html is not None:
-        from assay.report import html
-
-        output.html.write_text(html.render(report), encoding="utf-8")
-    if output.junit is not None:
-        from assay.report import junit
-
-        output.junit.write_text(junit.render(report), encoding="utf-8")
-    if output.markdown is not None:
-        from assay.report import markdown
-
-        output.markdown.write_text(markdown.render(report), encoding="utf-8")
-    if output.prometheus is not None:
-        from assay.report import prometheus
-
-        output.prometheus.write_text(prometheus.render(report), encoding="utf-8")
-    if output.json:
-        json_module.dump(report.to_json(), stdout, ensure_ascii=False, indent=2, allow_nan=False)
-        stdout.write("\n")
+    for name, path in files:
+        render = _json_text if name == "json" else get("assay.reports", name)
+        path.write_text(render(report), encoding="utf-8")
+    if output.json == STDOUT:
+        stdout.write(_json_text(report))
     else:
         from assay.report import console
 
         console.print_report(report, file=stdout, verbose=output.verbose)
     stdout.flush()
+
+
+def _json_text(report: Report) -> str:
+    return json.dumps(report.to_json(), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
 
 
 def error_report(name: str, error: AssayError) -> Report:
@@ -342,23 +380,14 @@ def interrupted_report(name: str) -> Report:
     return Report(command=name, verdict=Verdict.INCONCLUSIVE, findings=(finding,), interrupted=True)
 
 
-def with_environment(report: Report) -> Report:
-    """`report` with the environment it was made in, unless the verb filled it."""
-    if report.environment:
-        return report
-    from assay.environment import describe
-
-    return replace(report, environment=describe())
-
-
 def _one_line(message: object) -> str:
     return " ".join(str(message).split())
 
 
 @contextlib.contextmanager
-def _stdout_kept_clean(json: bool) -> Iterator[TextIO]:
+def _stdout_kept_clean(wanted: bool) -> Iterator[TextIO]:
     """Yield the real stdout. With `--json` all else that would be printed there, even by a child, goes to stderr."""
-    if not json:
+    if not wanted:
         yield sys.stdout
         return
     try:

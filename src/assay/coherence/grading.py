@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
-from assay.coherence.detectors import DETECTORS
+from assay.coherence.detectors import all_detectors
 from assay.coherence.text import Detection, Ending, TextView, ending_of
 
 MAX_CHARS = 2_000_000
@@ -97,7 +97,7 @@ def grade(
 
 def first_fault(view: TextView) -> Detection | None:
     """The first fault that any detector finds; of several that begin together the former detector's."""
-    found = [d for detect in DETECTORS if (d := detect(view))]
+    found = [d for detect in all_detectors() if (d := detect(view))]
     if not found:
         return None
     earliest = min(d.onset for d in found)

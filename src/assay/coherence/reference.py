@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from assay import __version__
 from assay.coherence.measure import Measurement, Plan
 from assay.coherence.record import CheckRecord, Reference
 from assay.coherence.report import record_json
-from assay.engines.base import Engine
+from assay.engines.base import Engine, full_spec
+from assay.environment import VERSION
 from assay.errors import AssayError, UsageError
 from assay.progress import Progress
 from assay.runs import cache_dir, write_atomically
@@ -79,6 +79,7 @@ def reference_folder(spec: str) -> Path:
 
     Costs nothing, so it can be asked before a server is measured for minutes.
     """
+    spec = full_spec(spec)
     if not spec.startswith("hf:"):
         raise UsageError(
             f"--reference-engine {spec!r} is not an engine that can be a reference here",
@@ -128,5 +129,5 @@ def _key(folder: Path, spec: str, plan: Plan, max_model_len: int | None) -> str:
             remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
         ) from error
     decides = replace(plan, only=(), parallel=1).facts()
-    parts = [__version__, spec.partition("?")[2], files, decides, sorted(plan.only), max_model_len]
+    parts = [VERSION, spec.partition("?")[2], files, decides, sorted(plan.only), max_model_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

@@ -8,6 +8,7 @@ no engine falls back silently to something weaker.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -360,6 +361,14 @@ def _plain(value: Any) -> Any:
 
 Options = tuple[tuple[str, str], ...]
 """Names and values, in the order in which they were written."""
+
+
+def full_spec(spec: str) -> str:
+    """An engine as it is written in full: a folder or name alone is a model of transformers, `hf:MODEL`."""
+    return spec if _KIND.match(spec) or not spec else f"hf:{spec}"
+
+
+_KIND = re.compile(r"[A-Za-z][\w+.-]*:")
 
 
 def require_local(spec: str, path: str, *, finding_id: str = "fidelity.engine_load") -> None:

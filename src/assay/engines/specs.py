@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any, cast
 
 from assay.engines.base import require_local
 from assay.engines.hf.spec import require_packages
@@ -10,6 +11,7 @@ from assay.engines.scoring import ScoringEngine, ScoringPath
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.server.scoring import TopkScorer
 from assay.errors import AssayError, UsageError
+from assay.plugins import get, names
 
 # prefix: `module:class` with a `load(spec)`.
 SCORERS = {
@@ -25,6 +27,12 @@ _SPECS = {
     "vllm:": "assay.engines.vllm.start:parse_spec",
     "gguf:": "assay.engines.gguf:parse_spec",
 }
+
+
+def added_engine(spec: str) -> Any:
+    """The engine of another package that a spec `NAME:…` names, None where there is none."""
+    name, colon, _ = spec.partition(":")
+    return get("assay.engines", name) if colon and f"{name}:" not in SCORERS else None
 
 
 def check_spec(spec: str, path: ScoringPath | None = None) -> None:
@@ -50,7 +58,7 @@ def check_spec(spec: str, path: ScoringPath | None = None) -> None:
             remedy="name it first: assay compare run:DIR CANDIDATE…",
             finding_id="fidelity.usage",
         )
-    if not is_server(spec):
+    if not is_server(spec) and added_engine(spec) is None:
         raise _unknown(spec)
 
 
@@ -63,6 +71,8 @@ def open_scorer(spec: str) -> ScoringEngine:
             module, _, name = target.partition(":")
             engine: ScoringEngine = getattr(import_module(module), name).load(spec)
             return engine
+    if added := added_engine(spec):
+        return cast("ScoringEngine", added.load(spec))
     if is_server(spec):
         raise AssayError(
             f"{without_credentials(spec)} gives log-probabilities of a few ids, from which no distribution can be rebuilt",
@@ -75,7 +85,9 @@ def open_scorer(spec: str) -> ScoringEngine:
 def _unknown(spec: str) -> UsageError:
     return UsageError(
         f"{spec!r} names no engine that scores whole distributions",
-        remedy="write hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR; a candidate may be http://…",
+        remedy="write "
+        + ", ".join(("hf:MODEL", "vllm:MODEL", "gguf:FILE", *(f"{n}:…" for n in names("assay.engines"))))
+        + " or run:DIR; a candidate may be http://…",
         finding_id="fidelity.usage",
     )
 

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from assay.engines.base import full_spec
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
@@ -278,6 +279,8 @@ class Plan(Passages, MarginOptions):
     keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "reference", full_spec(self.reference))
+        object.__setattr__(self, "candidates", tuple(map(full_spec, self.candidates)))
         super().__post_init__()
         if not self.candidates:
             raise _usage("a comparison needs at least one candidate", "name one after the reference")

@@ -311,6 +311,8 @@ def first_screen(report: Report, console: Console) -> list[RenderableType]:
     while len(shown) > 1 and _height([p for part in shown for p in part], console) + least > free:
         shown.pop()
     bottom = [part for parts in shown for part in parts]
+    if len(findings) == 1 and not (report.blocks or report.summary):
+        bottom = bottom[2:]  # the banner has said it
     middle: list[RenderableType] = []
     free -= _height(bottom, console)
     if tables:

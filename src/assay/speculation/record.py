@@ -222,7 +222,7 @@ class Record:
             "generation_throughput": self.generation_throughput,
             "partial": self.partial,
             "estimated": self.estimated,
-            "definitions": {name: DEFINITIONS[name] for name in self.definitions},
+            "definitions": {name: DEFINITIONS.get(name, name) for name in self.definitions},
             "notes": list(self.notes),
         }
         if self.per_implementation:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from assay.speculation.parsers import PARSERS
+from assay.speculation.parsers import all_parsers
 from assay.speculation.parsers.base import Line, Parser, Sample
 
 BLOCK = 1 << 19
@@ -67,7 +67,7 @@ def _shortest(words: set[bytes]) -> tuple[bytes, ...]:
 
 @cache
 def _wanted() -> Wanted:
-    return Wanted.of(PARSERS)
+    return Wanted.of(all_parsers())
 
 
 def interesting_lines(

@@ -1,4 +1,4 @@
-"""Rules on a checkpoint's small files. A new rule is one function here in a file of its own, and one line in RULES."""
+"""Rules on a checkpoint's small files: functions, each with a line in RULES or an entry point of another package."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from assay.checkpoint.rules.config import check_config, check_generation, check_rope
 from assay.checkpoint.rules.tokenizer import check_chat_template, check_end_of_text, check_tokenizer
 from assay.checkpoint.subject import Checkpoint
+from assay.plugins import load
 from assay.verdict import Finding
 
 Rule = Callable[[Checkpoint], Iterator[Finding]]
@@ -20,4 +21,10 @@ RULES: tuple[Rule, ...] = (
     check_chat_template,
 )
 
-__all__ = ["RULES", "Rule"]
+
+def all_rules() -> tuple[Rule, ...]:
+    """Those of assay, then those of other packages."""
+    return (*RULES, *load("assay.rules").values())
+
+
+__all__ = ["RULES", "Rule", "all_rules"]

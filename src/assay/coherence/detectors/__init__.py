@@ -1,14 +1,16 @@
-"""The detectors, one idea a file. A new one is a file with `detect(view) -> Detection | None` and a line here."""
+"""The detectors, one idea a file: `detect(view) -> Detection | None`, and a line here or an entry point."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from assay.coherence.detectors import floods, loops, tails, tokens, words
 from assay.coherence.detectors import floods as poor_tail
 from assay.coherence.detectors import loops as near_loops
 from assay.coherence.salad import detector
 from assay.coherence.text import Detection, Detector
+from assay.plugins import load
 
 DETECTORS: Sequence[Detector] = (
     tokens.detect_special_tokens,
@@ -28,4 +30,11 @@ DETECTORS: Sequence[Detector] = (
 )
 """In order of precedence: of two detections with one onset the former names the kind."""
 
-__all__ = ["DETECTORS", "Detection", "Detector"]
+
+@cache
+def all_detectors() -> Sequence[Detector]:
+    """Those of assay, then those of other packages."""
+    return (*DETECTORS, *load("assay.detectors").values())
+
+
+__all__ = ["DETECTORS", "Detection", "Detector", "all_detectors"]

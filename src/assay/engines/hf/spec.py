@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 from dataclasses import dataclass, fields
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -13,6 +12,7 @@ from typing import Any, get_type_hints
 from assay.engines.base import read_options
 from assay.engines.scoring import ScoringPath, TokenizerFacts, vocabulary_sha256
 from assay.errors import AssayError, UsageError
+from assay.plugins import get, names
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 """Accepted values of `dtype`; `auto` is the type in which the checkpoint is stored."""
@@ -170,12 +170,8 @@ def require_packages(what: str) -> None:
 
 # Weights changed after loading: what a quantisation would make of them, as `?weights=NAME(option=value)`.
 
-# name: `module:function(model, **options) -> int`, which changes the linear layers of a loaded model in place and
-# returns the bytes that all its parameters would take as stored.
-TRANSFORMS = {
-    "polar": "assay.lab.quant.weights:polar_quantise",
-    "int": "assay.lab.quant.weights:quantise_model",
-}
+# The group `assay.weights` holds functions `(model, **options) -> int` that change the linear layers of a loaded model in
+# place and return the bytes that all its parameters would take as stored.
 
 
 def weight_bytes(model: Any) -> int:
@@ -189,9 +185,8 @@ def transform_weights(model: Any, spec: str) -> int:
     Returns the bytes that the weights would take as stored.
     """
     name, options = parse_transform(spec)
-    module, _, function = TRANSFORMS[name].partition(":")
     try:
-        return int(getattr(import_module(module), function)(model, **options))
+        return int(get("assay.weights", name)(model, **options))
     except TypeError as error:  # an option of the wrong kind
         raise UsageError(
             f"weights={spec}: {error}",
@@ -203,9 +198,9 @@ def transform_weights(model: Any, spec: str) -> int:
 def parse_transform(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options of a transformation; UsageError for a name or an option that there is not."""
     name, options = _read(spec)
-    module, _, function = TRANSFORMS[name].partition(":")
-    known = list(inspect.signature(getattr(import_module(module), function)).parameters.values())[1:]
-    hints = get_type_hints(getattr(import_module(module), function))
+    function = get("assay.weights", name)
+    known = list(inspect.signature(function).parameters.values())[1:]
+    hints = get_type_hints(function)
     odd = next((o for o, value in options.items() if o in hints and type(value) is not hints[o]), None)
     if odd:
         raise UsageError(
@@ -238,10 +233,10 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
             remedy="write weights=polar(bits=4)",
             finding_id="fidelity.usage",
         )
-    if call.func.id not in TRANSFORMS:
+    if get("assay.weights", call.func.id) is None:
         raise UsageError(
             f"weights={spec!r}: unknown transformation {call.func.id!r}",
-            remedy=f"one of {', '.join(TRANSFORMS)}",
+            remedy=f"one of {', '.join(names('assay.weights'))}",
             finding_id="fidelity.usage",
         )
     try:

@@ -18,7 +18,6 @@ from urllib.parse import urljoin
 
 import httpx
 
-from assay import __version__
 from assay.engines.server.endpoint import Endpoint, origin, without_credentials
 from assay.engines.server.errors import (
     RETRIED,
@@ -34,6 +33,7 @@ from assay.engines.server.errors import (
     looks_like_html,
     retry_after,
 )
+from assay.environment import VERSION
 
 _ENCODINGS = frozenset({"", "identity", "gzip", "x-gzip", "deflate"})
 """What an answer may be packed in although no packing was asked for. Each piece of the network (64 KiB) unpacks to a bounded
@@ -127,7 +127,7 @@ class Transport:
         self._origin = origin(endpoint.api)
         self._secrets = tuple(s for s in (key, (endpoint.credentials or ("", ""))[1]) if s)
         headers = {
-            "User-Agent": f"assay/{__version__}",
+            "User-Agent": f"assay/{VERSION}",
             "Accept-Encoding": "identity",
         }
         if key:

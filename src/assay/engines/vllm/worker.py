@@ -22,7 +22,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-import assay
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -437,7 +436,7 @@ def _start(python: Path, folder: Path, log: Path) -> subprocess.Popen[str]:
     """Start the worker. Its path holds assay alone: the packages beside it are of another environment."""
     alone = folder / "path"
     alone.mkdir()
-    (alone / "assay").symlink_to(Path(assay.__file__).parent, target_is_directory=True)
+    (alone / "assay").symlink_to(Path(__file__).parents[2], target_is_directory=True)
     environment = {
         **os.environ,
         "PYTHONPATH": str(alone),

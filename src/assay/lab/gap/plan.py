@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from urllib.parse import parse_qsl, urlencode
 
+from assay.engines.base import full_spec
 from assay.engines.scoring import HookSpec, ScoreJob
 from assay.engines.specs import check_spec
 from assay.errors import AssayError, UsageError
@@ -187,12 +188,6 @@ def engine_name(spec: str) -> EngineName:
     return EngineName(kind, model, tuple(parse_qsl(query, keep_blank_values=True)))
 
 
-def full_spec(spec: str) -> str:
-    """The spec with its kind in front: a folder alone is a model of transformers."""
-    kind = engine_name(spec).kind
-    return spec if spec.startswith(f"{kind}:") else f"{kind}:{spec}"
-
-
 @dataclass(frozen=True)
 class Step:
     """One change, and the engine it leads to. `name` is a part of the bucket `engine`."""
@@ -243,6 +238,7 @@ class GapPlan(GapOptions):
     def __post_init__(self) -> None:
         for side in ("reference", "candidate"):
             object.__setattr__(self, side, full_spec(getattr(self, side)))
+            engine_name(getattr(self, side))
         super().__post_init__()
         parse_spec(self.codec)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from assay.engines.base import full_spec
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, Window, WindowRows
 from assay.engines.server.endpoint import without_credentials
@@ -178,7 +179,7 @@ def engine_spec(model: str) -> str:
             remedy="write hf:MODEL, the folder of a checkpoint, or vllm:MODEL",
             finding_id="kv.usage",
         )
-    return model if model.startswith(("hf:", "vllm:")) else f"hf:{model}"
+    return full_spec(model)
 
 
 @contextmanager

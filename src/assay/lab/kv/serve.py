@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import assay
 from assay.engines.vllm.hooks import HOOK, REPORT
 from assay.engines.vllm.scorer import find_python
-from assay.environment import describe
+from assay.environment import VERSION, describe
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.codec import Samples, Site
@@ -242,14 +241,14 @@ def plugin_folder() -> Path:
     """A folder in the cache that holds assay alone, with the metadata by which vLLM finds its plug-in."""
     folder = cache_dir("vllm-plugin")
     link = folder / "assay"
-    package = Path(assay.__file__).parent
+    package = Path(__file__).parents[2]
     if link.is_symlink() and link.resolve() != package.resolve():
         link.unlink()
     if not link.is_symlink():
         link.symlink_to(package, target_is_directory=True)
-    metadata = folder / f"assay-{assay.__version__}.dist-info"
+    metadata = folder / f"assay-{VERSION}.dist-info"
     metadata.mkdir(exist_ok=True)
-    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: assay\nVersion: {assay.__version__}\n")
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: assay\nVersion: {VERSION}\n")
     (metadata / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nassay = assay.engines.vllm.hooks:register\n"
     )

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from assay.errors import UsageError
 from assay.lab.kv.codec import Codec, Placement, Samples, Site, Tables, Wrapper
 from assay.lab.kv.stream_coder import FittedCodec
+from assay.plugins import load, names
 from assay.verdict import Report, Table, Verdict
 
 # -----------------------------------------------------------------------------
@@ -60,6 +61,8 @@ def did_you_mean(word: str, known: list[str]) -> str:
 
 
 def _load(name: str, known: dict[str, str], kind: str) -> type:
+    if name not in known and kind == "codec" and (added := load("assay.codecs").get(name)):
+        return cast("type", added)
     if name not in known:
         other = {"codec": WRAPPERS, "wrapper": CODECS}[kind]
         if name in other and kind == "wrapper":
@@ -67,7 +70,7 @@ def _load(name: str, known: dict[str, str], kind: str) -> type:
         elif name in other:
             remedy = f"put a codec after it: {name}+hadamard(bits=4)"
         else:
-            remedy = did_you_mean(name, list(known))
+            remedy = did_you_mean(name, [*known, *(names("assay.codecs") if kind == "codec" else ())])
         raise UsageError(f"unknown {kind} {name!r} in a SPEC", remedy=remedy, finding_id="kv.spec")
     module, _, attribute = known[name].partition(":")
     found: type = getattr(import_module(f"assay.lab.kv.codecs.{module}"), attribute)
@@ -306,7 +309,7 @@ def _error(message: str, remedy: str) -> UsageError:
 
 def run_list() -> Report:
     """Everything that a SPEC can be made of."""
-    codecs = [_entry(codec_type(name)) for name in CODECS]
+    codecs = [_entry(codec_type(name)) for name in (*CODECS, *load("assay.codecs"))]
     wrappers = [_entry(wrapper_type(name)) for name in WRAPPERS]
     return Report(
         command="kv list",

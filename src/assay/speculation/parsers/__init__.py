@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from assay.plugins import load
 from assay.speculation.parsers.base import Parser
 from assay.speculation.parsers.llama_cpp import LlamaCppParser
 from assay.speculation.parsers.named import NamedParser, SummaryParser
@@ -26,6 +27,11 @@ PARSERS: tuple[type[Parser], ...] = (
 )
 
 
+def all_parsers() -> tuple[type[Parser], ...]:
+    """Those of other packages, which read less than the ones for named figures, then those of assay."""
+    return (*load("assay.parsers").values(), *PARSERS)
+
+
 def new_parsers() -> tuple[Parser, ...]:
     """Fresh parsers for one source; some remember what earlier lines said."""
-    return tuple(parser() for parser in PARSERS)
+    return tuple(parser() for parser in all_parsers())

@@ -1,0 +1,197 @@
+"""The functions of `import assay`: the snippets of docs/api.md run, types hold in a user's file, nothing heavy is imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from check_servers import Sane, serving
+
+import assay
+from stub_server import StubServer
+
+ROOT = Path(__file__).parents[2]
+SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
+FUNCTIONS = ("check", "grade", "verify", "spec", "compare", "reference")
+LOG = (
+    "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40, Accepted throughput: "
+    "70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700 tokens, Drafted: 1000 tokens, Per-position "
+    "acceptance rate: 0.900, 0.500, Avg Draft acceptance rate: 70.0%\n"
+)
+
+
+def needs_engine(snippet: str) -> bool:
+    return any(f"assay.{name}(" in snippet for name in ("compare", "reference"))
+
+
+def run(snippet: str, names: dict[str, Any] | None = None) -> dict[str, Any]:
+    namespace = names or {}
+    exec(compile(snippet, "docs/api.md", "exec"), namespace)
+    return namespace
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "vllm.log").write_text(LOG * 20)
+    (tmp_path / "wiki.txt").write_text(
+        "All work and no play makes this text as long as eight windows need. " * 60
+    )
+    return tmp_path
+
+
+def test_every_function_is_shown_in_at_most_eight_lines() -> None:
+    text = "\n".join(SNIPPETS)
+    assert [name for name in FUNCTIONS if f"assay.{name}(" not in text] == []
+    assert max(len(snippet.splitlines()) for snippet in SNIPPETS) <= 8
+
+
+@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not needs_engine(s)])
+def test_the_snippets_run(snippet: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(Sane()) as stub:
+        run(snippet.replace("http://localhost:8000", stub.url))
+    if comment := re.search(r"print\(.*\)  # (.*)", snippet):
+        assert comment[1] in capsys.readouterr().out
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if needs_engine(s)])
+def test_the_snippets_with_an_engine_run(snippet: str, here: Path, smollm2: Path) -> None:
+    (here / "model" / "config.json").unlink()
+    (here / "model").rmdir()
+    (here / "model").symlink_to(smollm2)
+    found = run(snippet)
+    assert found["report"].verdict in assay.Verdict
+    assert found["report"].results["grade"] in ("ACCEPT", "INCONCLUSIVE", "MARGINAL", "REJECT")
+
+
+def test_files_are_graded_where_a_path_is_given(here: Path) -> None:
+    (here / "a.txt").write_text("the " * 200)
+    report = assay.grade(here / "a.txt", here / "wiki.txt")
+    assert isinstance(report, assay.Report)
+    assert report.verdict is assay.Verdict.FAIL
+    assert [f["path"] for f in report.results["files"]] == [str(here / "a.txt"), str(here / "wiki.txt")]
+    assert report.environment["assay"] == assay.__version__
+    assert assay.grade("a.txt").label == "ok"  # a text that happens to be a file's name
+    assert assay.grade("", reasoning="I think so.", finish_reason="length").label == "truncated_reasoning"
+
+
+def test_a_subject_that_fails_is_a_report_and_one_that_cannot_be_examined_an_error(here: Path) -> None:
+    (here / "model" / "config.json").write_text("{")
+    report = assay.verify(here / "model")
+    assert report.verdict is assay.Verdict.FAIL
+    assert report.to_html().startswith("<!DOCTYPE html>")
+    assert report.to_json()["command"] == "verify"
+    with pytest.raises(assay.AssayError) as error:
+        assay.check("http://127.0.0.1:9")
+    assert error.value.finding_id == "server.unreachable"
+    assert assay.grade(here / "nowhere.txt").findings[0].id == "coherence.unreadable"
+    with pytest.raises(assay.AssayError):
+        assay.compare("hf:./nowhere", "hf:./nowhere?dtype=float32")
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: assay.check("u", sample=1), "check: unknown option 'sample', the nearest is 'samples'"),
+        (lambda: assay.check("u", samples=0), "samples must be at least 1"),
+        (lambda: assay.check("u", probe="stroy"), "unknown probe 'stroy'"),
+        (lambda: assay.verify("u", hash="some"), "unknown hash 'some'"),
+        (lambda: assay.verify("u", engine_version="tgi==1"), "tgi==1"),
+        (lambda: assay.spec("u", cost=1), "spec: unknown option 'cost', the nearest is 'cost_ratio'"),
+        (lambda: assay.compare("hf:a"), "names no candidate"),
+        (
+            lambda: assay.compare("hf:a", "hf:b", window=3),
+            "unknown option 'window', the nearest is 'windows'",
+        ),
+        (lambda: assay.compare("hf:a", "hf:b", margin_ppl="much"), "much"),
+        (lambda: assay.reference("hf:a", out="x", format="zip"), "unknown format 'zip'"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_runs(call: Any, said: str) -> None:
+    with pytest.raises(assay.UsageError, match=re.escape(said)):
+        call()
+
+
+def test_progress_is_told(here: Path) -> None:
+    from contextlib import contextmanager
+
+    told: list[str] = []
+
+    @contextmanager
+    def progress(what: str, steps: int) -> Any:
+        told.append(what)
+        yield lambda: None
+
+    with StubServer() as stub:
+        assay.check(stub.url, samples=1, probe="france", no_throughput=True, progress=progress)
+    assert told
+
+
+USER = """
+from pathlib import Path
+import assay
+
+report: assay.Report = assay.check("http://localhost:8000", samples=1)
+grade: assay.Grade = assay.grade("text", finish_reason="stop")
+graded: assay.Report = assay.grade(Path("a.txt"))
+reports: list[assay.Report] = [
+    assay.verify("model"), assay.spec("a.log", "b.log"), assay.compare("hf:a", "hf:b", windows=8),
+    assay.reference("hf:a", out="stored"),
+]
+titles: list[str] = [finding.title for finding in report.findings if finding.severity is assay.Severity.ERROR]
+verdict: assay.Verdict = report.verdict
+page: str = report.to_html()
+grader = assay.StreamingGrader()
+onset: int | None = grade.onset_char
+version: str = assay.__version__
+try:
+    assay.check("u")
+except (assay.UsageError, assay.AssayError) as error:
+    print(error.message, error.remedy)
+"""
+
+
+def test_mypy_is_content_with_a_users_file(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    file = tmp_path / "user.py"
+    file.write_text(USER)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--cache-dir",
+            str(tmp_path / "cache"),
+            "--config-file=",
+            str(file),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "MYPYPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_no_module_hides_a_function() -> None:
+    package = ROOT / "src" / "assay"
+    assert [n for n in FUNCTIONS if (package / n).exists() or (package / f"{n}.py").exists()] == []
+    assert set(assay.__all__) <= set(dir(assay)) | set(assay._HOMES)
+    with pytest.raises(AttributeError, match="no attribute 'chek'"):
+        assay.chek  # noqa: B018
+
+
+def test_import_is_quick_and_imports_nothing_heavy() -> None:
+    program = "import assay, sys; print([m for m in ('numpy', 'torch', 'httpx', 'typer', 'rich') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
