@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import random
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -267,3 +268,111 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path) -> None:
     alias = tmp_path / "again"
     alias.symlink_to(log)
     assert read_files([str(log), str(alias), str(log)]).observations == read_files([str(log)]).observations
+
+
+WINDOWS = [lines.vllm_v1([65, 40], 100), lines.vllm_v1([60, 30], 100), lines.vllm_v1([70, 35], 100)]
+ALL = (300, 300)  # accepted, drafts
+
+
+def counted(path: Path, data: bytes) -> tuple[int | None, int | None]:
+    record = record_of(write(path, data))
+    return record.accepted, record.drafts
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        repr(WINDOWS),
+        "\\n".join(WINDOWS).replace("\n", "\\n"),
+        r"\n".join(WINDOWS),
+        "\r".join(WINDOWS),
+        " ".join(WINDOWS),
+        json.dumps({"message": "\n".join(WINDOWS)}),
+        json.dumps({"message": r"\n".join(WINDOWS)}),
+    ],
+    ids=["list", "escaped", "raw", "cr", "blank", "json", "json_escaped"],
+)
+def test_several_records_in_one_line(tmp_path: Path, text: str) -> None:
+    assert counted(tmp_path / "log", text.encode()) == ALL
+
+
+@pytest.mark.parametrize("width", [60, 80, 132, 200])
+def test_lines_that_a_terminal_broke(tmp_path: Path, width: int) -> None:
+    rows = [row[i : i + width] for row in WINDOWS for i in range(0, len(row), width)]
+    assert counted(tmp_path / "log", "\n".join(rows).encode()) == ALL
+
+
+def test_lines_that_were_broken_between_words(tmp_path: Path) -> None:
+    text = "\n".join("\n    ".join(textwrap.wrap(row, 90, break_long_words=False)) for row in WINDOWS)
+    assert counted(tmp_path / "log", text.encode()) == ALL
+
+
+def test_whole_lines_of_one_width_are_not_joined(tmp_path: Path) -> None:
+    text = "=" * 50 + "\n" + "".join(f"{k:<40}{v:<10}\n" for k, v in
+            (("Drafts:", 400), ("Draft tokens:", 1200), ("Accepted tokens:", 660))) + "=" * 50  # fmt: skip
+    assert counted(tmp_path / "log", text.encode()) == (660, 400)
+
+
+@pytest.mark.parametrize("nulls", [1, 5000, 70_000, 5_000_000])
+def test_nulls_that_copytruncate_leaves(tmp_path: Path, nulls: int) -> None:
+    text = "\n".join(WINDOWS).encode()
+    assert counted(tmp_path / "head", b"\0" * nulls + text) == ALL
+    first, _, rest = text.partition(b"\n")
+    assert counted(tmp_path / "middle", first + b"\n" + b"\0" * nulls + rest) == ALL
+
+
+@pytest.mark.parametrize("big", [False, True])
+def test_journal_messages_that_are_bytes(tmp_path: Path, big: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        json.dumps({"__CURSOR": "s", "MESSAGE": list(f"\x1b[36m{row}\x1b[0m".encode())}) for row in WINDOWS
+    ]
+    if big:
+        monkeypatch.setattr("assay.speculation.sources.HEAD", 4096)
+    assert counted(tmp_path / "log", "\n".join(rows).encode()) == ALL
+
+
+def test_otlp_logs_and_metrics(tmp_path: Path) -> None:
+    log_rows = [{"body": {"stringValue": row}} for row in WINDOWS]
+    logs = {"resourceLogs": [{"scopeLogs": [{"logRecords": log_rows}]}]}
+    assert counted(tmp_path / "logs.json", json.dumps(logs).encode()) == ALL
+    metrics = [
+        {"name": f"vllm:spec_decode_num_{name}", "sum": {"dataPoints": [
+            {"asInt": str(value), "attributes": [{"key": "engine", "value": {"stringValue": "0"}}]}]}}
+        for name, value in (("drafts", 300), ("draft_tokens", 600), ("accepted_tokens", 300))
+    ]  # fmt: skip
+    page = {"resourceMetrics": [{"scopeMetrics": [{"metrics": metrics}]}]}
+    assert counted(tmp_path / "metrics.json", json.dumps(page).encode()) == ALL
+
+
+def test_an_answer_of_prometheus(tmp_path: Path) -> None:
+    result = [
+        {
+            "metric": {"__name__": f"vllm:spec_decode_num_{name}_total", "engine": "0"},
+            "values": [[1, "1"], [2, str(value)]],
+        }
+        for name, value in (("drafts", 300), ("draft_tokens", 600), ("accepted_tokens", 300))
+    ]
+    answer = {"status": "success", "data": {"resultType": "matrix", "result": result}}
+    assert counted(tmp_path / "query.json", json.dumps(answer).encode()) == ALL
+
+
+def test_children_of_a_router_are_engines(tmp_path: Path) -> None:
+    rows = []
+    for port, accepted in (("5101", 70), ("5102", 0), ("5101", 90)):
+        rows.append(
+            f"[{port}] 1.02.003.004 I slot print_timing: id  0 | task 1 |        eval time =   900.0 ms /   100 tokens (    9.0 ms per token,   111.1 tokens per second)"
+        )
+        rows.append(
+            lines.llama_request(
+                accepted, 120, "new", f"[{port}] 1.02.003.005 I slot print_timing: id  0 | task 1 | "
+            )
+        )
+        rows.append(lines.llama_statistics("draft-mtp", 60, 120, accepted, f"[{port}] 1.02.003.006 I "))
+    report = examine([write(tmp_path / "log", "\n".join(rows).encode())])
+    assert {k: v["health"] for k, v in report.results["per_engine"].items()} == {
+        "5101": "healthy",
+        "5102": "broken",
+    }
+    assert [f.id for f in report.findings if f.severity == "error"] == ["speculation.engine_dead"]
+    one = examine([write(tmp_path / "one", "\n".join(r for r in rows if "5102" not in r).encode())])
+    assert one.results["per_engine"] == {} and one.results["health"] == "healthy"

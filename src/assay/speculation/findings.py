@@ -426,7 +426,8 @@ def _mismatch(judged: Judged) -> Iterator[Finding]:
     """The number of draft positions in the source against what the command says, and what the user gives."""
     record = judged.record
     printed = len(record.per_position or ())
-    seen = printed or record.num_speculative_tokens or 0
+    drafted = math.ceil(record.drafted / record.drafts) if record.drafted and record.drafts else 0
+    seen = printed or max(record.num_speculative_tokens or 0, drafted)
     reached = max((record.mean_acceptance_length or 1) - 1, 0)  # no step accepts more than was drafted
     depths = sorted({w.num_speculative_tokens for w in judged.evidence.windows if w.num_speculative_tokens})
     stated = {int(n) for c in judged.clues if c.id == "depth" for n in c.text.split(", ")}

@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from assay.errors import AssayError
 from assay.speculation import scan
 from assay.speculation.parsers import new_parsers
 from assay.speculation.parsers.base import Line, Parser, Sample, count
+from assay.speculation.parsers.named import NAMES_DRAFTING, named_object
 from assay.speculation.record import Observation
 from assay.speculation.sources import Source
 
@@ -143,6 +144,8 @@ def looks_like_drafting(text: str) -> bool:
 
 MAX_DOCUMENT = 256 << 20
 """Largest JSON document or metrics page that is read whole, in bytes."""
+SHORT = 1 << 20
+"""Characters up to which a log is tried with its lines joined, as if a terminal had broken them."""
 _DEPTH = 12
 _MESSAGE = frozenset(
     {"message", "msg", "log", "line", "event", "body", "MESSAGE", "textPayload", "_raw", "stringValue"}
@@ -228,20 +231,19 @@ class Reading:
     def _log(self, source: Source, text: str) -> None:
         """The lines of a log; of a short one also as they were before a terminal broke them, if that says more."""
         before = len(self.observations)
-        rows: Iterable[bytes]
-        rows = _lines(source) if _JOURNAL_BYTES.search(text[:65536]) else scan.interesting_lines(source)
-        for raw in rows:
-            self.line(raw)
-        if source.complete:
+        if _JOURNAL_BYTES.search(text[:65536]):
+            for raw in _lines(source):
+                self.observations += self._objects(scan.parsed_json(raw))
+        else:
+            for raw in scan.interesting_lines(source):
+                self.line(raw)
+        if len(text) < SHORT:
             self._unwrap(text, before)
         for parser in self.parsers:
             self.observations += parser.silent(text)
 
     def _unwrap(self, text: str, before: int) -> None:
-        own = self.settled()
-        best = _known(own)
-        if own and all(o.drafts is not None for o in own):
-            return
+        best = _known(self.settled())
         for joined in scan.unwrapped(text):
             other = Reading()
             for raw in scan.interesting_lines(io.BytesIO(joined.encode("utf-8", "replace"))):
@@ -278,21 +280,21 @@ class Reading:
         if number or len(self.unread) < 1000:
             self.unread[shape] = (quote, number + 1)
 
-    def _objects(self, value: Any, depth: int = 0) -> list[Observation]:
+    def _objects(self, value: Any, depth: int = 0, key: str = "") -> list[Observation]:
         """Observations of all JSON objects in `value`. The usage object repeats what a richer one says."""
         found: list[Observation] = []
         if depth > _DEPTH:
             return found
-        children: Sequence[Any] = ()
+        children: Sequence[tuple[Any, Any]] = ()
         messages: list[str] = []
         if isinstance(value, Mapping):
-            found += self._object(value)
-            children = list(value.values())
+            found += self._object(value, key)
+            children = list(value.items())
             messages = [
                 t for key, item in value.items() if key in _MESSAGE and (t := _message(item)) is not None
             ]
         elif isinstance(value, list):
-            children = value
+            children = [(key, child) for child in value]
             # A log store exports [time, line].
             if len(value) == 2 and all(isinstance(c, str) for c in value):
                 messages = value[1:]
@@ -300,18 +302,21 @@ class Reading:
             for row in text.splitlines():
                 for record in scan.records(row):
                     found += self._parsed(scan.clean(record.encode("utf-8", "replace")))
-        for child in children:
+        for name, child in children:
             if isinstance(child, Mapping | list):
-                found += self._objects(child, depth + 1)
+                found += self._objects(child, depth + 1, str(name))
         rich = [o for o in found if o.definition != "openai_usage"]
         return _with_usage(value, rich) or found
 
-    def _object(self, value: Mapping[str, Any]) -> list[Observation]:
-        """What the first parser that knows this object reads in it."""
+    def _object(self, value: Mapping[str, Any], key: str) -> list[Observation]:
+        """What the first parser that knows this object reads in it; a key that names drafting tells what it is about."""
         for parser in self.parsers:
             found = list(parser.document(value))
             if found:
                 return found
+        named = named_object(value) if NAMES_DRAFTING.search(key) else None
+        if named is not None:
+            return [named]
         for key, item in value.items():
             if (
                 isinstance(item, int | float)
@@ -341,9 +346,9 @@ def _message(item: Any) -> str | None:
 
 
 def _known(observations: Sequence[Observation]) -> int:
-    """How many figures observations hold, those that counts and positions give in the first place."""
+    """How many figures observations hold."""
     return sum(
-        o.has_counts + (o.drafts is not None) + 2 * bool(o.accepted_per_position) for o in observations
+        o.has_counts + (o.drafts is not None) + len(o.accepted_per_position or ()) for o in observations
     )
 
 

@@ -346,56 +346,45 @@ def parse_samples(text: str) -> list[Sample]:
 
 
 def json_samples(value: Any) -> list[Sample]:
-    """Samples in JSON: the answer of a Prometheus query, or OTLP's `resourceMetrics`."""
-    found: list[Sample] = []
-    if not isinstance(value, dict):
-        return found
-    data = value.get("data")
-    for row in (
-        data.get("result", ()) if isinstance(data, dict) and isinstance(data.get("result"), list) else ()
-    ):
-        labels = row.get("metric") if isinstance(row, dict) else None
-        if not isinstance(labels, dict) or not isinstance(labels.get("__name__"), str):
-            continue
-        own = {str(k): str(v) for k, v in labels.items() if k != "__name__"}
-        points = row["values"] if isinstance(row.get("values"), list) else [row.get("value")]
-        found += [
-            s
-            for p in points
-            if isinstance(p, list) and len(p) == 2 and (s := _sample(labels["__name__"], own, p[1]))
-        ]
-    for metric in _otlp(value.get("resourceMetrics")):
-        for form in ("sum", "gauge"):
-            points = metric[form].get("dataPoints", ()) if isinstance(metric.get(form), dict) else ()
-            for point in points if isinstance(points, list) else ():
-                if isinstance(point, dict):
-                    labels = _attributes(point.get("attributes"))
-                    sample = _sample(str(metric["name"]), labels, point.get("asInt", point.get("asDouble")))
-                    found += [sample] if sample else []
-    return found
+    """Samples in JSON, in time order: the answer of a Prometheus query, or OTLP's `resourceMetrics`."""
+    found: list[tuple[float, Sample]] = []
+    data = value.get("data") if isinstance(value, dict) else None
+    for row in _dicts(data.get("result") if isinstance(data, dict) else None):
+        labels = row.get("metric")
+        if isinstance(labels, dict) and isinstance(labels.get("__name__"), str):
+            own = {str(k): str(v) for k, v in labels.items() if k != "__name__"}
+            points = row["values"] if isinstance(row.get("values"), list) else [row.get("value")]
+            for point in points:
+                if isinstance(point, list) and len(point) == 2:
+                    found += _timed(labels["__name__"], own, *point)
+    for metric in _otlp(value.get("resourceMetrics")) if isinstance(value, dict) else ():
+        for form in _dicts([metric.get("sum"), metric.get("gauge")]):
+            for point in _dicts(form.get("dataPoints")):
+                own = {
+                    str(a.get("key")): "".join(map(str, a["value"].values()))
+                    for a in _dicts(point.get("attributes"))
+                    if isinstance(a.get("value"), dict)
+                }
+                number = point.get("asInt", point.get("asDouble"))
+                found += _timed(metric["name"], own, point.get("timeUnixNano", 0), number)
+    return [sample for _, sample in sorted(found, key=lambda pair: pair[0])]
 
 
-def _sample(name: str, labels: dict[str, str], value: Any) -> Sample | None:
+def _timed(name: str, labels: dict[str, str], time: Any, value: Any) -> list[tuple[float, Sample]]:
     try:
-        return Sample(name, labels, float(value))
+        return [(float(time), Sample(name, labels, float(value)))]
     except (TypeError, ValueError, OverflowError):
-        return None
+        return []
+
+
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [child for child in value if isinstance(child, dict)] if isinstance(value, list) else []
 
 
 def _otlp(value: Any) -> Iterator[dict[str, Any]]:
     """All metrics in `resourceMetrics`, whatever the scopes around them."""
-    for child in value if isinstance(value, list) else ():
-        if isinstance(child, dict):
-            if isinstance(child.get("name"), str):
-                yield child
-            else:
-                yield from _otlp(child.get("scopeMetrics") or child.get("metrics"))
-
-
-def _attributes(value: Any) -> dict[str, str]:
-    """OTLP attributes `[{"key": …, "value": {"stringValue": …}}]` as labels."""
-    own = {}
-    for pair in value if isinstance(value, list) else ():
-        if isinstance(pair, dict) and isinstance(pair.get("value"), dict):
-            own[str(pair.get("key"))] = "".join(str(v) for v in pair["value"].values())
-    return own
+    for child in _dicts(value):
+        if isinstance(child.get("name"), str):
+            yield child
+        else:
+            yield from _otlp(child.get("scopeMetrics") or child.get("metrics"))

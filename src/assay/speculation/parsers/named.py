@@ -20,7 +20,7 @@ DRAFTING = (
     "tokens_per_", "rounds=", "cycles=",
 )  # fmt: skip
 """Words that name drafting in a log line."""
-_NAMES_DRAFTING = re.compile(r"draft|specul|spec_|mtp|eagle|medusa|dflash|nextn|ngram|lookahead|propos", re.I)
+NAMES_DRAFTING = re.compile(r"draft|specul|spec_|mtp|eagle|medusa|dflash|nextn|ngram|lookahead|propos", re.I)
 
 # Words that may stand before or after the one that matters: `total_draft_tokens_count`, `spec_num_correct_drafts`.
 _BEFORE = (
@@ -242,16 +242,9 @@ class NamedParser(Parser):
         return None if found is None else (found,)
 
     def document(self, value: Mapping[str, Any]) -> Iterable[Observation]:
-        """The counts in an object whose keys name drafting, or in one that stands under such a key."""
-        if any(_NAMES_DRAFTING.search(k) for k in value):
-            own = _object(value)
-            if own is not None:
-                yield own
-        for key, child in value.items():
-            if isinstance(child, Mapping) and _NAMES_DRAFTING.search(key):
-                own = None if any(_NAMES_DRAFTING.search(k) for k in child) else _object(child)
-                if own is not None:
-                    yield own
+        """The counts in an object whose keys name drafting."""
+        own = named_object(value) if any(NAMES_DRAFTING.search(k) for k in value) else None
+        return () if own is None else (own,)
 
     def samples(self, samples: Sequence[Sample]) -> Iterable[Observation]:
         """Totals since start: one for each set of labels."""
@@ -259,7 +252,7 @@ class NamedParser(Parser):
         at: dict[tuple[str, ...], dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         for sample in samples:
             name = sample.name.lower()
-            if not _NAMES_DRAFTING.search(name) or _OTHERS.match(name) or name.endswith(("_bucket", "_sum")):
+            if not NAMES_DRAFTING.search(name) or _OTHERS.match(name) or name.endswith(("_bucket", "_sum")):
                 continue
             group = tuple(
                 v for k, v in sorted(sample.labels.items()) if k not in ("depth", "position", "pos", "k")
@@ -298,7 +291,8 @@ class NamedParser(Parser):
 _OTHERS = re.compile(r"(?:vllm|sglang|trtllm)[:_]|llamacpp[:_]spec_decode_num_")
 
 
-def _object(value: Mapping[str, Any]) -> Observation | None:
+def named_object(value: Mapping[str, Any]) -> Observation | None:
+    """The counts in an object that is known to be about drafting."""
     found = Figures()
     for key, item in value.items():
         if isinstance(item, int | float) and not isinstance(item, bool):
