@@ -79,16 +79,7 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         """The finding as the JSON object of schema `assay/1`."""
-        return {
-            "id": self.id,
-            "severity": self.severity.value,
-            "title": jsonable(self.title),
-            "detail": jsonable(self.detail),
-            "evidence": jsonable(self.evidence),
-            "causes": jsonable(self.causes),
-            "remedies": jsonable(self.remedies),
-            "references": jsonable(self.references),
-        }
+        return fields_json(self)
 
 
 @dataclass(frozen=True)
@@ -180,7 +171,8 @@ Block = Table | Chart | Quote
 class Report:
     """What a verb returns.
 
-    `results` is the machine-readable answer, `headline` the few figures a person reads first, `blocks` the rest.
+    `results` is the machine-readable answer in plain JSON types, made from whatever typed objects it is given; `headline`
+    has the few figures a person reads first, `blocks` the rest.
     """
 
     command: str
@@ -196,6 +188,7 @@ class Report:
     """One sentence under the verdict. Left empty, the writers take the gravest finding's title."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "results", jsonable(self.results))
         if self.verdict is Verdict.FAIL and not any(f.severity is Severity.ERROR for f in self.findings):
             raise ValueError("the verdict `fail` needs at least one finding of severity `error`")
 
@@ -216,14 +209,23 @@ class Report:
             "verdict": self.verdict.value,
             "exit_code": self.exit_code,
             "subject": jsonable(self.subject),
-            "findings": [f.to_json() for f in self.findings],
-            "results": jsonable(self.results),
+            "findings": jsonable(self.findings),
+            "results": self.results,
             "environment": jsonable(self.environment),
         }
 
 
+def fields_json(value: Any) -> dict[str, Any]:
+    """The fields of a dataclass as a JSON object."""
+    return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+
+
 def jsonable(value: Any) -> Any:
-    """`value` as plain JSON types: non-finite numbers become null, dataclasses objects, paths and enums strings."""
+    """`value` as plain JSON types, the one way from typed results to JSON.
+
+    Non-finite numbers become null, paths and enums strings, mappings and dataclasses objects; a class that is written
+    in another form than by its fields says so in a method `to_json`.
+    """
     if value is None or (isinstance(value, bool | int) and not isinstance(value, StrEnum)):
         return value
     if isinstance(value, StrEnum):
@@ -236,7 +238,8 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, PurePath):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {f.name: jsonable(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        own = getattr(value, "to_json", None)
+        return fields_json(value) if own is None else jsonable(own())
     if isinstance(value, Mapping):
         return {jsonable(str(k)): jsonable(v) for k, v in value.items()}
     if isinstance(value, Iterable):

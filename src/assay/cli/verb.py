@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,6 +118,7 @@ TYPER: Mapping[str, Any] = {
     "rich_markup_mode": None,
     "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
 }
+_BRACES = re.compile(r"\{(.*?)\}(?:\.\.\.)?")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _METAVARS: Mapping[Any, str] = {
     int: "N", float: "NUMBER", str: "TEXT", Path: "FILE", "fraction": "PERCENT", "numbers": "NUMBERS", "sizes": "NUMBERS",
@@ -176,9 +178,10 @@ def _option(declared: Declared) -> inspect.Parameter:
 def _with_bounds(declared: Declared) -> str:
     """The help text, and the default and the bounds that a reader may want to know."""
     default, lo, hi = declared.shown_default, declared.lo, declared.hi
-    notes = [] if default in (None, "") or isinstance(default, bool) else [f"default: {default}"]
+    shown = f"{default:g}" if isinstance(default, float) else default
+    notes = [] if shown in (None, "") or isinstance(default, bool) else [f"default: {shown}"]
     if lo is not None and hi is not None and hi < 1e9:
-        notes.append(f"{lo:g} to {hi:,}")
+        notes.append(f"{lo:g} to {hi:,.15g}")
     elif lo is not None and lo > 1:
         notes.append(f"at least {lo:g}")
     return f"{declared.help} [{'; '.join(notes)}]" if notes else declared.help
@@ -190,7 +193,11 @@ def _is_given(context: typer.Context, name: str) -> bool:
 
 
 class _Command(typer.core.TyperCommand):
-    """A command whose help shows its options in their panels."""
+    """A command whose help shows its options in their panels, and arguments without their Python types."""
+
+    def collect_usage_pieces(self, context: Any) -> list[str]:
+        """Arguments as they are written: `URL`, not `{URL}`."""
+        return [_BRACES.sub(r"\1", piece) for piece in super().collect_usage_pieces(context)]
 
     def format_options(self, context: Any, formatter: Any) -> None:
         """Write the arguments, and the options of each panel; output and help come last."""
@@ -199,6 +206,8 @@ class _Command(typer.core.TyperCommand):
             if record := parameter.get_help_record(context):
                 kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
                 panel = getattr(parameter, "rich_help_panel", None) or kind
+                if kind == "Arguments":
+                    record = (record[0].partition(" <")[0], record[1])
                 panels.setdefault(PANEL if "--help" in parameter.opts else panel, []).append(record)
         for panel, records in panels.items():
             if records:

@@ -264,7 +264,7 @@ class MarginOptions(Options):
 
 
 @dataclass(frozen=True)
-class Plan(Passages, MarginOptions):
+class Plan(MarginOptions, Passages):
     """A comparison of candidates with a reference."""
 
     VERB = "compare"

@@ -34,10 +34,6 @@ class Measured:
     lo: float | None = None
     hi: float | None = None
 
-    def to_json(self) -> dict[str, float | None]:
-        """The figure as a JSON object."""
-        return {"value": self.value, "lo": self.lo, "hi": self.hi}
-
     def __str__(self) -> str:
         return f"{self.value:.2f}" + ("" if self.lo is None else f" [{self.lo:.2f}, {self.hi:.2f}]")
 
@@ -198,7 +194,7 @@ class Benefit:
         measured = self.measured_multiplier
         return {
             "tokens_per_step": [expected_tokens(self.rates, n) for n in range(1, len(self.rates) + 1)],
-            "multipliers": list(self.multipliers),
+            "multipliers": self.multipliers,
             "num_speculative_tokens": self.depth,
             "measured_depth": self.measured_depth,
             "best": self.best,
@@ -206,7 +202,7 @@ class Benefit:
             "multiplier": self.multiplier,
             "multiplier_interval": None if self.interval is None else list(self.interval),
             "measured_multiplier": None if measured is None else measured.value,
-            "measured_multiplier_interval": None if measured is None else measured.to_json(),
+            "measured_multiplier_interval": measured,
             "cost_ratio": self.cost.ratio,
             "cost_interval": None if self.cost.lo is None else [self.cost.lo, self.cost.hi],
             "cost_source": self.cost.source,
@@ -339,12 +335,12 @@ class Comparison:
     def to_json(self) -> dict[str, Any]:
         """The object `results.baseline`."""
         return {
-            "health": self.baseline.value,
-            "position_0_difference": None if self.position0 is None else self.position0.to_json(),
-            "acceptance_difference": None if self.acceptance is None else self.acceptance.to_json(),
-            "per_position_difference": [d.to_json() for d in self.per_position],
-            "tokens_per_step": None if self.tokens_per_step is None else list(self.tokens_per_step),
-            "generation_throughput": None if self.speeds is None else list(self.speeds),
+            "health": self.baseline,
+            "position_0_difference": self.position0,
+            "acceptance_difference": self.acceptance,
+            "per_position_difference": self.per_position,
+            "tokens_per_step": self.tokens_per_step,
+            "generation_throughput": self.speeds,
             "reading": self.reading,
         }
 

@@ -256,7 +256,7 @@ def _figures(a: Assessment) -> dict[str, object]:
     """The figures that a finding quotes; `results.evidence` holds all of them."""
     return {
         "basis": a.basis,
-        "rate": None if a.rate is None else a.rate.to_json(),
+        "rate": a.rate,
         "tokens_per_step": a.tokens_per_step,
     }
 
@@ -331,8 +331,8 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             f"acceptance fell from {c.before.percent()} to {c.after.percent()} at window {c.at + 1} of {c.windows}",
             detail="every window after it is exactly zero: a switch, not a drift" if c.zero else "",
             evidence={
-                "window": c.at + 1, "time": c.time, "engine": c.replica, "before": c.before.to_json(),
-                "after": c.after.to_json(),
+                "window": c.at + 1, "time": c.time, "engine": c.replica, "before": c.before,
+                "after": c.after,
             },
             causes=(
                 "a sequence grew past the draft's own context limit (drafts become dummies for the whole batch)",
@@ -480,7 +480,7 @@ def _suspicious(judged: Judged) -> Iterator[Finding]:
             Severity.INFO,
             f"windows differ more than chance allows: design effect {a.design_effect:.1f}",
             detail="intervals are widened accordingly; acceptance depends on what is asked",
-            evidence={"design_effect": a.design_effect, "windows": record.windows, "rate": rate.to_json()},
+            evidence={"design_effect": a.design_effect, "windows": record.windows, "rate": rate},
         )
     for note in record.notes:
         yield Finding("speculation.note", Severity.INFO, note)
@@ -495,7 +495,7 @@ def _against_baseline(judged: Judged) -> Iterator[Finding]:
         Severity.WARNING,
         f"acceptance is {-100 * c.fall.value:.1f} points below the baseline "
         f"[{-100 * c.fall.hi:.1f}, {-100 * c.fall.lo:.1f}]",
-        evidence={"difference": c.fall.to_json(), "baseline_health": c.baseline.value},
+        evidence={"difference": c.fall, "baseline_health": c.baseline.value},
         causes=(c.reading,),
         references=("https://arxiv.org/abs/2211.17192",),
     )

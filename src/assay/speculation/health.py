@@ -29,10 +29,6 @@ class Rate:
     hi: float
     n: int = 0
 
-    def to_json(self) -> dict[str, float]:
-        """The interval as a JSON object."""
-        return {"value": self.value, "lo": self.lo, "hi": self.hi, "n": self.n}
-
     def percent(self) -> str:
         """The interval as text, in per cent."""
         return f"{100 * self.value:.1f} % [{100 * self.lo:.1f}, {100 * self.hi:.1f}]"
@@ -268,9 +264,9 @@ class Assessment:
         return {
             "basis": self.basis,
             "reason": self.reason,
-            "rate": None if self.rate is None else self.rate.to_json(),
-            "acceptance": None if self.pooled is None else self.pooled.to_json(),
-            "per_position": [p.to_json() for p in self.positions],
+            "rate": self.rate,
+            "acceptance": self.pooled,
+            "per_position": self.positions,
             "tokens_per_step": self.tokens_per_step,
             "design_effect": self.design_effect,
         }
@@ -554,8 +550,8 @@ class HeadEvidence:
             "head_state": self.state.value,
             "drafts": self.drafts,
             "acceptance_upper_bound": self.upper,
-            "position_0": None if self.first is None else self.first.to_json(),
-            "position_1_given_0": None if self.continued is None else self.continued.to_json(),
+            "position_0": self.first,
+            "position_1_given_0": self.continued,
             "geometric_ratio": self.geometric,
         }
 

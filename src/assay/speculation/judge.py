@@ -158,8 +158,8 @@ def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
     a, record = judged.assessment, judged.record
     results: dict[str, Any] = {
         "health": a.health.value,
-        "record": record.to_json(),
-        "evidence": a.to_json(),
+        "record": record,
+        "evidence": a,
         "per_engine": {
             name: {
                 "health": own.health.value,
@@ -169,14 +169,14 @@ def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
             for name, own in a.per_engine.items()
         },
         "advice": judged.advice,
-        "benefit": None if judged.benefit is None else judged.benefit.to_json(),
-        "baseline": None if judged.comparison is None else judged.comparison.to_json(),
+        "benefit": judged.benefit,
+        "baseline": judged.comparison,
         "start_up": quoted(judged.clues),
         "unrecognised": [{"line": line, "count": n} for line, n in judged.unread[:20]],
         "collapse": a.collapse,
     }
     if a.health.bad:
-        results["head"] = head_evidence(record).to_json()
+        results["head"] = head_evidence(record)
     if head_file is not None:
         results["mtp_status"] = head_file.status
     return results

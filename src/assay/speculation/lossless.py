@@ -71,10 +71,6 @@ class Parting:
     gap: float | None = None
     real: bool = False
 
-    def to_json(self) -> dict[str, Any]:
-        """The parting as a JSON object."""
-        return {"at": self.at, "on": self.on, "off": self.off, "gap": self.gap, "real": self.real}
-
 
 def part(on: Tokens, off: Tokens, noise: float) -> Parting:
     """Where `on` leaves `off`. A parting is real if the gap exceeds what the noise can bridge."""
@@ -247,7 +243,7 @@ class Lossless:
             "noise": self.noise,
             "sampled_p_value": self.p_value,
             "samples": self.samples,
-            "partings": [p.to_json() for p in self.partings],
+            "partings": self.partings,
         }
 
 

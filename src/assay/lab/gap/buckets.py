@@ -210,7 +210,7 @@ class Bucket:
             "kl": {**kl.to_json(), "share": self.share_kl, "p_holm": self.p_kl},
             "separated_from_zero": self.separated,
             "note": self.note,
-            "parts": [p.to_json() for p in self.parts],
+            "parts": self.parts,
         }
 
     @property

@@ -99,9 +99,9 @@ class Floors:
     def to_json(self) -> dict[str, Any]:
         """As `results.floors`."""
         return {
-            "reference": self.reference.to_json(),
-            "candidate": self.candidate.to_json(),
-            "rounding_bf16": self.rounding.to_json() if self.rounding else None,
+            "reference": self.reference,
+            "candidate": self.candidate,
+            "rounding_bf16": self.rounding,
         }
 
 
@@ -169,8 +169,8 @@ class Outcome:
             "windows": d.windows,
             "tokens": d.tokens,
             "total": {**d.total.to_json(), "dppl_pct": dppl(d.total.dnll)},
-            "total_by_path": d.by_path.to_json(),
-            "buckets": [b.to_json() for b in d.buckets],
+            "total_by_path": d.by_path,
+            "buckets": d.buckets,
             "closure": {
                 **d.closure.to_json(),
                 "closed": self.closed_kl.ok and self.closed_nll.ok,
@@ -178,30 +178,27 @@ class Outcome:
                 "bound": {"dnll": self.closed_nll.bound, "kl": self.closed_kl.bound},
             },
             "causes": self.causes,
-            "codec_gap": self.codec_gap.to_json(),
-            "orders": {
-                order: {name: e.to_json() for name, e in effects.items()}
-                for order, effects in d.orders.items()
-            },
-            "floors": self.floors.to_json(),
-            "setup_differences": {k: list(v) for k, v in self.setup.items()},
+            "codec_gap": self.codec_gap,
+            "orders": d.orders,
+            "floors": self.floors,
+            "setup_differences": self.setup,
             "self_test": self.same,
-            "switches": list(self.switches),
+            "switches": self.switches,
             "bytes": self.bytes,
-            "residual": {"streams": [r.to_json() for r in self.residuals]},
+            "residual": {"streams": self.residuals},
             "noise": {
-                **{name: c.to_json() for name, c in self.noise.items()},
-                "ratio": list(self.noise_ratio),
-                "matched": dict(self.matched),
+                **self.noise,
+                "ratio": self.noise_ratio,
+                "matched": self.matched,
             },
-            "layers": {name: a.to_json() for name, a in self.layers.items()},
-            "harness": dict(self.harness),
-            "calibration": dict(self.calibration),
-            "recommendations": list(self.recommendations),
-            "phases": list(self.plan.phases),
-            "skipped": dict(self.skipped),
+            "layers": self.layers,
+            "harness": self.harness,
+            "calibration": self.calibration,
+            "recommendations": self.recommendations,
+            "phases": self.plan.phases,
+            "skipped": self.skipped,
             "text": {**self.text, "length": self.plan.length, "scored": "second-half"},
-            "engines": {name: dict(facts) for name, facts in self.engines.items()},
+            "engines": self.engines,
         }
 
 
