@@ -216,7 +216,7 @@ def test_scores_that_fail_after_the_server_could_score_leave_the_verdict_open(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def fails_on_long(e: Exchange) -> None:
-        long = e.body.get("prompt_logprobs") is not None and len(e.body["prompt"]) > 100
+        long = e.body.get("prompt_logprobs") is not None and len(str(e.body["prompt"])) > 100
         (status(500) if long else Sane(scores=True))(e)
 
     with serving(fails_on_long) as stub:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from check_servers import Sane, answering, check, ids, save, serving, words
 
-from assay.coherence import check as check_module
 from assay.coherence import reference as reference_module
 from assay.engines.hf import spec as packages
 from assay.errors import AssayError
@@ -147,7 +146,7 @@ def test_what_was_measured_stays_where_the_reference_cannot_be_run(
 
     (tmp_path / "config.json").touch()
     monkeypatch.setattr(packages, "find_spec", lambda name: object())
-    monkeypatch.setattr(check_module, "measure_reference", out_of_memory)
+    monkeypatch.setattr(reference_module.EngineReference, "_measurement", out_of_memory)
     with serving(Sane()) as stub:
         code, report = check(capsys, stub.url, "--samples", "3", "--reference-engine", f"hf:{tmp_path}")
     assert (code, report["verdict"], ids(report)) == (2, "error", {"fidelity.engine_load"})

@@ -73,7 +73,9 @@ def test_in_the_middle_of_the_timing() -> None:
         code, out, seconds = interrupted(stub, behaviour, signal.SIGINT)
     report = json.loads(out)
     assert (code, report["verdict"]) == (130, "inconclusive")
-    assert all(p["samples"] for p in report["results"]["probes"])
+    probes = {p["name"]: p for p in report["results"]["probes"]}
+    assert probes["burst"]["samples"] and probes["story"]["samples"]
+    assert probes["needle"]["reason"] == "the run was interrupted"
     assert report["results"]["throughput"]["samples"] == 0
     assert seconds < 5
 

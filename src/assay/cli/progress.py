@@ -180,7 +180,14 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
 
 @contextlib.contextmanager
 def show(what: str, steps: int) -> Iterator[Callable[[], None]]:
-    """The `assay.progress.Progress` of the command line: the function it yields counts one step."""
+    """The `assay.progress.Progress` of the command line: the function it yields counts one step.
+
+    Without steps `what` is a line to print.
+    """
+    if not steps:
+        say(what)
+        yield lambda: None
+        return
     with progress(steps, what) as shown:
         yield lambda: shown.advance(1)
 

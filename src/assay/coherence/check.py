@@ -1,22 +1,55 @@
-"""`assay check`: measure a running server, compare it with a reference where there is one, and judge."""
+"""`assay check`: measure a running server stage by stage, compare it with a reference where there is one, and judge.
+
+Stages come in the order of what decides most per second, and each is measured on both sides before it is judged. Once
+the verdict is certain nothing more is asked; where it is unclear after the whole plan, further texts are, until it is
+clear, the looks are used up, or the budget is spent.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.diagnosis import judge
-from assay.coherence.measure import Measurement, Plan
+from assay.coherence.diagnosis import Judgement, judge
+from assay.coherence.measure import Measurement
+from assay.coherence.plan import (
+    EVIDENCE_SECONDS,
+    LOOKS,
+    QUICK_SECONDS,
+    QUICK_SECONDS_SLOW,
+    SLOW,
+    Pace,
+    Plan,
+    Stage,
+    extension,
+    fit,
+    span,
+    stages_of,
+)
 from assay.coherence.record import CheckRecord, Reference
-from assay.coherence.reference import measure_reference, read_reference, reference_folder
+from assay.coherence.reference import (
+    EngineReference,
+    changed_settings,
+    read_reference,
+    reference_folder,
+    settings_of,
+)
 from assay.coherence.report import build_report
 from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
 from assay.options import option
 from assay.progress import NO_PROGRESS, Progress
-from assay.verdict import Report, Verdict, worst
+from assay.stats.equivalence import confidence_of_look
+from assay.verdict import Finding, Report, Verdict, worst
+
+EARLY = 0.9999
+"""Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
+DECIDED_BY_TEXTS = frozenset({"hard_texts", "degenerate_rate", "stutter"})
+"""Rules that further texts make clear."""
 
 
 @dataclass(frozen=True)
@@ -48,63 +81,224 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
     server ends the run, and the report holds what there is.
     """
     options = options or CheckOptions()
+    if options.quick:
+        options = replace(options, samples=1, repeats=min(3, options.repeats))
     # A reference that cannot be read should not cost the minutes of a run.
-    reference = read_reference(options.reference) if options.reference else None
-    if options.reference_engine:
-        reference_folder(options.reference_engine)
+    kept = read_reference(options.reference) if options.reference else None
+    folder = reference_folder(options.reference_engine) if options.reference_engine else None
     with ServerEngine.connect(
         url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
     ) as engine:
         subject = engine.describe()
-        measurement = Measurement(engine, options, engine.max_model_len, progress)
-        record, ended = _measure(engine, measurement)
-    interrupted = isinstance(ended, KeyboardInterrupt)
-    if options.reference_engine and not interrupted and record.samples:
-        try:
-            reference = measure_reference(options.reference_engine, options, record, subject, progress)
-        except KeyboardInterrupt as interrupt:
-            interrupted, ended = True, interrupt
-        except AssayError as error:  # what the server has shown stays
-            ended = error
-    return _report(subject, options, record, reference, ended, interrupted)
-
-
-def _measure(
-    engine: ServerEngine, measurement: Measurement
-) -> tuple[CheckRecord, AssayError | KeyboardInterrupt | None]:
-    """The record and, where the run ended early, what ended it."""
-    before = engine.corrupted_requests()
-    ended: AssayError | KeyboardInterrupt | None = None
-    try:
-        measurement.run()
-    except (AssayError, KeyboardInterrupt) as error:
-        if isinstance(error, AssayError) and not measurement.record().samples:
-            raise
-        ended = error
-    record = measurement.record()
-    after = engine.corrupted_requests() if ended is None else None
-    if before is not None and after is not None:
-        record = replace(record, counters={"corrupted_requests": after - before})
-    return record, ended
-
-
-def _report(
-    subject: Mapping[str, Any],
-    options: CheckOptions,
-    record: CheckRecord,
-    reference: Reference | None,
-    ended: AssayError | KeyboardInterrupt | None,
-    interrupted: bool,
-) -> Report:
-    judgement = judge(record, reference.record if reference else None)
-    report = build_report(subject, options, record, reference, judgement)
-    if isinstance(ended, AssayError):
-        report = replace(
-            report,
-            verdict=worst((report.verdict, ended.verdict)),
-            findings=(*report.findings, ended.to_finding()),
+        with suppress(AssayError):
+            cache = engine.metrics().labels("vllm:cache_config_info")
+            subject["server"] |= {name: cache[name] for name in _CACHE_FACTS if name in cache}
+        check = Check(
+            options, Measurement(engine, options, engine.max_model_len, progress), progress, kept=kept
         )
-    if interrupted and report.verdict is Verdict.PASS:
-        # Half a run cannot acquit.
-        report = replace(report, verdict=Verdict.INCONCLUSIVE)
-    return replace(report, interrupted=interrupted)
+        if folder and options.reference_engine:
+            check.engine = EngineReference(
+                options.reference_engine, folder, options, engine.max_model_len, progress
+            )
+        before = engine.corrupted_requests()
+        try:
+            check.run()
+        except (AssayError, KeyboardInterrupt) as error:
+            if isinstance(error, AssayError) and not check.record.samples:
+                raise
+            check.ended = error
+        finally:
+            if check.engine:
+                check.engine.close()
+        after = engine.corrupted_requests() if check.ended is None else None
+        if before is not None and after is not None:
+            check.server.record = replace(check.record, counters={"corrupted_requests": after - before})
+    return check.report(subject)
+
+
+_CACHE_FACTS = ("block_size", "enable_prefix_caching", "sliding_window")
+
+
+@dataclass
+class Check:
+    """One run: both sides, the time, and what was left out of the plan."""
+
+    options: CheckOptions
+    server: Measurement
+    progress: Progress = NO_PROGRESS
+    kept: Reference | None = None
+    engine: EngineReference | None = None
+    ended: AssayError | KeyboardInterrupt | None = None
+    """What ended the run early."""
+    look: int = 1
+    stopped: str = ""
+    """Why the run ended before its plan was done."""
+    left_out: list[tuple[Stage, str]] = field(default_factory=list)
+    """Stages that were not measured or only in part, and why."""
+    expected: dict[str, float] = field(default_factory=dict)
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.budget = None if self.options.budget is None else 60 * self.options.budget
+        self.pace = Pace(reference=1.0 if self.options.reference_engine else 0.0)
+
+    @property
+    def record(self) -> CheckRecord:
+        """What was measured of the server so far."""
+        return self.server.record
+
+    @property
+    def reference(self) -> CheckRecord | None:
+        """What is known of the reference, of the same texts as of the server."""
+        if self.engine is not None:
+            return self.engine.record
+        return self.kept.record.like(self.record) if self.kept else None
+
+    def judge(self, confidence: float) -> Judgement:
+        """The verdict on what was measured so far."""
+        return judge(self.record, self.reference, confidence)
+
+    def run(self) -> None:
+        """Measure the plan, and what its unclear rules ask for beyond it."""
+        rest = stages_of(self.options, self.server.probes, self.server.max_model_len)
+        while rest:
+            stage, *later = rest
+            chosen, dropped = fit(rest, self.pace, self._left(), self._has_kept)
+            rest = later
+            if stage in dropped:
+                self.left_out.append((stage, "the budget is spent"))
+                continue
+            self._measure(chosen[0])
+            if chosen[0] is not stage:
+                self.left_out.append((stage, "shortened to fit the budget"))
+            fatal = self.server.fatal
+            if fatal is not None and not self.record.samples and stage.kind == "texts":
+                raise fatal
+            if not self.options.all and rest and self.judge(EARLY).verdict is Verdict.FAIL:
+                self._show_evidence(rest)
+                return
+            if not self.expected and self.pace.write:
+                self._say_plan(rest)
+        if not self.options.only and self.options.suite == "text":
+            self._extend()
+
+    def _show_evidence(self, rest: list[Stage]) -> None:
+        """End the run with a certain verdict; texts of the probes that were not asked are added if they cost next to nothing."""
+        seconds = time.monotonic() - self.began
+        self.stopped = f"the verdict was certain after {span(seconds)}"
+        for stage in rest:
+            if seconds <= EVIDENCE_SECONDS and stage.name in ("short texts", "long texts"):
+                self._measure(stage)
+            else:
+                self.left_out.append((stage, self.stopped))
+
+    def _extend(self) -> None:
+        """Ask for further texts of both sides while the verdict is unclear by rules that they can decide."""
+        while self.look < LOOKS:
+            unclear = {
+                r.rule for r in self.judge(confidence_of_look(self.look)).rulings if r.state == "unclear"
+            }
+            if not unclear or not unclear <= DECIDED_BY_TEXTS:
+                return
+            stage = extension(self.options, self.server.probes, self.look + 1)
+            chosen, _ = fit([stage], self.pace, self._left(), self._has_kept)
+            if not stage.tasks or not chosen:
+                self.left_out.append((stage, "the budget is spent"))
+                return
+            self._measure(chosen[0])
+            self.look += 1
+
+    def _measure(self, stage: Stage) -> None:
+        """Measure a stage of the server, then of the reference."""
+        deadline = float("inf") if self.budget is None else self.began + self.budget
+        begun, written = time.monotonic(), _tokens(self.record)
+        self.server.run(stage, stage.name + self._eta(stage), deadline)
+        own = time.monotonic() - begun
+        if self.engine is not None:
+            try:
+                self.engine.run(stage, self.record, deadline)
+            except AssayError as error:  # what the server has shown stays, and the server can be asked on
+                self.ended, self.engine = error, None
+        both = time.monotonic() - begun
+        self.pace.learn(stage, own, both, _tokens(self.record) - written)
+        if self.options.quick and self.budget is None and self.pace.write:
+            self.budget = QUICK_SECONDS if self.pace.write >= SLOW else QUICK_SECONDS_SLOW
+
+    def _left(self) -> float:
+        return float("inf") if self.budget is None else self.began + self.budget - time.monotonic()
+
+    def _has_kept(self, stage: Stage) -> bool:
+        return self.engine is None or self.engine.has_kept(stage)
+
+    def _say_plan(self, rest: list[Stage]) -> None:
+        """Tell the expected time of each stage and in all."""
+        chosen, dropped = fit(rest, self.pace, self._left(), self._has_kept)
+        self.expected = {stage.name: self.pace.seconds(stage, self._has_kept) or 0.0 for stage in chosen}
+        told = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.expected.items())
+        total = sum(self.expected.values()) + time.monotonic() - self.began
+        without = f"; left out: {', '.join(stage.name for stage in dropped)}" if dropped else ""
+        with self.progress(f"expected: about {span(total)} in all ({told}){without}", 0):
+            pass
+
+    def _eta(self, stage: Stage) -> str:
+        """How long it will be until the end, as far as that is known."""
+        names = list(self.expected)
+        if stage.name not in names:
+            return ""
+        left = sum(list(self.expected.values())[names.index(stage.name) :])
+        return f" (about {span(min(left, self._left()))} left)"
+
+    def report(self, subject: Mapping[str, Any]) -> Report:
+        """The report of what there is."""
+        self._name_skipped()
+        confidence = confidence_of_look(self.look)
+        reference = None
+        if self.kept is not None:
+            reference = replace(self.kept, record=self.kept.record.like(self.record))
+        elif self.engine is not None and (self.engine.record.samples or self.engine.record.tools):
+            reference = Reference(self.engine.record, self.engine.origin)
+        judgement = self.judge(confidence)
+        changed: tuple[Finding, ...] = ()
+        if reference is not None and reference.settings:
+            changed = changed_settings(settings_of(subject, self.options.facts()), reference.settings)
+        times = self._times(confidence)
+        report = build_report(subject, self.options, self.record, reference, judgement, times, changed)
+        if isinstance(self.ended, AssayError):
+            verdict = worst((report.verdict, self.ended.verdict))
+            report = replace(report, verdict=verdict, findings=(*report.findings, self.ended.to_finding()))
+        interrupted = isinstance(self.ended, KeyboardInterrupt)
+        if interrupted and report.verdict is Verdict.PASS:
+            # Half a run cannot acquit.
+            report = replace(report, verdict=Verdict.INCONCLUSIVE, summary="what was measured holds so far")
+        return replace(report, interrupted=interrupted)
+
+    def _name_skipped(self) -> None:
+        """Probes that were never asked are skipped, with the reason."""
+        reason = self.stopped or ("the run was interrupted" if self.ended else "the budget was spent before")
+        self.server.record = replace(
+            self.record,
+            probes=tuple(
+                probe if probe.samples or probe.skipped or probe.failed else replace(probe, skipped=reason)
+                for probe in self.record.probes
+            ),
+        )
+
+    def _times(self, confidence: float) -> dict[str, Any]:
+        """What the run took, and what it left out."""
+        return {
+            "seconds": time.monotonic() - self.began,
+            "budget_s": self.budget,
+            "expected_s": self.expected,
+            "stages_s": self.pace.took,
+            "looks": self.look,
+            "confidence": confidence,
+            "stopped": self.stopped or None,
+            "left_out": [
+                {"stage": stage.name, "why": why, "unknown": stage.without} for stage, why in self.left_out
+            ],
+        }
+
+
+def _tokens(record: CheckRecord) -> int:
+    """Tokens that were written for the probes."""
+    return sum(s.completion_tokens or s.text_chars // 4 for s in record.samples)

@@ -1,22 +1,22 @@
-"""Run the conversations of probes on an engine: side by side on a server, in batches on an engine in this process."""
+"""A probe is a short conversation with the model, and checks of its answer; here is how many of them are run at once.
+
+A probe is a small frozen dataclass whose fields are its parameters. Its `talk` is a generator: it yields the next
+step of the conversation and receives the reply. So the same probe runs against a server, one thread a conversation,
+and against an engine in this process, many conversations in one batch.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from assay.coherence.record import AnswerCheck
 from assay.engines.base import Capability, Engine, Message, Reply, Request
 from assay.errors import AssayError
-
-# -----------------------------------------------------------------------------
-# What a probe is: a short conversation with the model, and checks of the answer.
-#
-# A probe is a small frozen dataclass whose fields are its parameters. Its `talk` is a generator: it yields the next
-# step of the conversation and receives the reply. So the same probe runs against a server, one thread a conversation,
-# and against an engine in this process, many conversations in one batch.
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,6 @@ def answer_text(reply: Reply) -> str:
     return reply.content if reply.content.strip() else reply.reasoning
 
 
-# -----------------------------------------------------------------------------
-
 # The sampling of the field's coherence tool, so that results compare.
 TEMPERATURE = 0.7
 TOP_P = 0.9
@@ -145,42 +143,62 @@ def run_tasks(
     *,
     parallel: int,
     on_done: Callable[[Outcome], None],
+    deadline: float = float("inf"),
 ) -> None:
     """Run every conversation and hand each outcome to `on_done` as it ends (always on the calling thread).
 
     An engine with `generate_batch` gets the open requests of all conversations as one batch, round after round;
-    any other gets `parallel` threads. A conversation that fails ends with its error; the others go on.
+    any other gets `parallel` threads. A conversation that fails ends with its error; the others go on. After
+    `deadline` (by `time.monotonic`) nothing more is begun, and what still runs is not waited for.
     """
-    outcomes = _batched(engine, tasks, context) if isinstance(engine, BatchEngine) else None
-    for outcome in outcomes if outcomes is not None else _threaded(engine, tasks, context, parallel):
+    if isinstance(engine, BatchEngine):
+        outcomes = _batched(engine, tasks, context, deadline)
+    else:
+        work = [partial(_converse, engine, task, context) for task in tasks]
+        outcomes = side_by_side(work, parallel, deadline)
+    for outcome in outcomes:
         on_done(outcome)
+
+
+Result = TypeVar("Result")
+
+
+def side_by_side(
+    work: Sequence[Callable[[], Result]], parallel: int, deadline: float = float("inf")
+) -> Iterator[Result]:
+    """Results of `work` as they come, from `parallel` threads; what is not there by `deadline` is given up.
+
+    An interrupt does not wait for answers that nobody will read.
+    """
+    pool = ThreadPoolExecutor(max_workers=max(1, parallel))
+    waiting: set[Future[Result]] = {pool.submit(call) for call in work}
+    try:
+        while waiting:
+            left = deadline - time.monotonic()
+            done, waiting = wait(waiting, max(0.0, left) if left < 1e9 else None, FIRST_COMPLETED)
+            if not done:
+                return
+            for future in done:
+                yield future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def generate_all(engine: Engine, requests: Sequence[Request], parallel: int) -> list[Reply]:
     """Answer independent requests, in order, the fastest way the engine has."""
     if isinstance(engine, BatchEngine):
         return engine.generate_batch(requests)
-    return side_by_side(engine.generate, requests, parallel)
+    return in_order(engine.generate, requests, parallel)
 
 
-def side_by_side(ask: Callable[[Request], Reply], requests: Sequence[Request], parallel: int) -> list[Reply]:
-    """The replies to all requests, in order, with `parallel` threads; an interrupt does not wait for them."""
-    pool = ThreadPoolExecutor(max_workers=max(1, parallel))
-    try:
-        return list(pool.map(ask, requests))
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+def in_order(ask: Callable[[Request], Reply], requests: Sequence[Request], parallel: int) -> list[Reply]:
+    """The replies to all requests, in their order, from `parallel` threads."""
+    replies = dict(side_by_side([partial(_numbered, ask, i, r) for i, r in enumerate(requests)], parallel))
+    return [replies[i] for i in range(len(requests))]
 
 
-def _threaded(engine: Engine, tasks: Sequence[Task], context: Context, parallel: int) -> Iterator[Outcome]:
-    pool = ThreadPoolExecutor(max_workers=max(1, parallel))
-    futures: list[Future[Outcome]] = [pool.submit(_converse, engine, task, context) for task in tasks]
-    try:
-        for future in as_completed(futures):
-            yield future.result()
-    finally:
-        # On an interrupt do not wait for answers that nobody will read.
-        pool.shutdown(wait=False, cancel_futures=True)
+def _numbered(ask: Callable[[Request], Reply], number: int, request: Request) -> tuple[int, Reply]:
+    return number, ask(request)
 
 
 def _converse(engine: Engine, task: Task, context: Context) -> Outcome:
@@ -199,12 +217,14 @@ def _converse(engine: Engine, task: Task, context: Context) -> Outcome:
     return outcome
 
 
-def _batched(engine: BatchEngine, tasks: Sequence[Task], context: Context) -> Iterator[Outcome]:
+def _batched(
+    engine: BatchEngine, tasks: Sequence[Task], context: Context, deadline: float
+) -> Iterator[Outcome]:
     open_talks: list[tuple[Outcome, Talk, Step]] = []
     for task in tasks:
         talk = task.probe.talk(context, task.variant)
         open_talks.append((Outcome(task), talk, next(talk)))
-    while open_talks:
+    while open_talks and time.monotonic() < deadline:
         requests = [to_request(step, out.task.sampling, context) for out, _, step in open_talks]
         still_open = []
         for (outcome, talk, step), reply in zip(open_talks, engine.generate_batch(requests), strict=True):

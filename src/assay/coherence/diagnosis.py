@@ -30,6 +30,7 @@ from assay.coherence.rules import (
     throughput,
     timed_too_bad,
     tool_form,
+    tools,
     truncated,
     unfinished,
 )
@@ -46,44 +47,46 @@ class Judgement:
     findings: tuple[Finding, ...] = field(default=())
 
 
-def judge(record: CheckRecord, reference: CheckRecord | None = None) -> Judgement:
-    """Judge `record`, against `reference` where there is one."""
+def judge(record: CheckRecord, reference: CheckRecord | None = None, confidence: float = 0.95) -> Judgement:
+    """Judge `record`, against `reference` where there is one, by intervals of this confidence."""
     rulings = [
         *prompts(record, reference),
-        *hard_texts(record, reference),
-        *degenerate_rate(record, reference),
-        *hidden_tokens(record, reference),
-        *bits(record, reference),
-        *depth(record, reference),
+        *hard_texts(record, reference, confidence),
+        *degenerate_rate(record, reference, confidence),
+        *hidden_tokens(record, reference, confidence),
+        *bits(record, reference, confidence),
+        *depth(record, reference, confidence),
         *counters(record),
-        *truncated(record, reference),
+        *truncated(record),
         *unfinished(record),
+        *same_answers(record, reference),
+        *tool_form(record, reference, confidence),
+        *tools(record, reference),
+        *answers(record, reference),
+        *throughput(record, reference, confidence),
     ]
-    rulings += same_answers(record, reference)
-    rulings += tool_form(record, reference)
-    rulings += answers(record, reference)
-    rulings += throughput(record, reference)
     states = {ruling.state for ruling in rulings}
     if "bad" in states:
         verdict = Verdict.FAIL
-    elif "unclear" in states or not record.samples:
+    elif "unclear" in states or not (record.samples or any(level.answers for level in record.tools)):
         verdict = Verdict.INCONCLUSIVE
     else:
         verdict = Verdict.PASS
     findings = tuple(finding for ruling in rulings for finding in ruling.findings)
     if verdict is Verdict.INCONCLUSIVE and not any(r.state == "unclear" and r.findings for r in rulings):
-        findings = (*findings, _too_little(rulings))
+        findings = (*findings, _too_little(record, rulings))
     valid = verdict is not Verdict.FAIL and bool(record.timed) and not timed_too_bad(record, reference)
     return Judgement(verdict, tuple(rulings), valid, findings)
 
 
-def _too_little(rulings: Sequence[Ruling]) -> Finding:
+def _too_little(record: CheckRecord, rulings: Sequence[Ruling]) -> Finding:
     """Why the verdict is open, where the rules that leave it open have nothing to report."""
     unclear = [ruling.says for ruling in rulings if ruling.state == "unclear"]
+    reason = "; ".join(unclear) or record.tools_skipped or "no text was graded"
     return Finding(
         id="coherence.unclear",
         severity=Severity.WARNING,
-        title=f"too little was measured for a verdict: {'; '.join(unclear) or 'no text was graded'}",
+        title=f"too little was measured for a verdict: {reason}",
         remedies=("run all probes, or more --samples",),
     )
 

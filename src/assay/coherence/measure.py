@@ -1,118 +1,45 @@
-"""Measure one engine: probes, fixed texts, speed. What is measured stays, even when the run is interrupted."""
+"""Measure one engine, stage by stage: graded texts, scores of fixed texts, speed, tool calls.
+
+What is measured stays, also when a stage is interrupted: a `Measurement` adds to its record answer by answer.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from importlib.resources import files
+from functools import cached_property, partial
 from statistics import median
+from typing import Any
 
 from assay.coherence.conversation import (
-    GREEDY,
     TEMPERATURE,
     TOP_P,
     Context,
     Outcome,
     Probe,
-    Sampling,
-    Task,
     answer_text,
     generate_all,
+    in_order,
     run_tasks,
-    side_by_side,
     user,
 )
 from assay.coherence.grading import Grade, grade
-from assay.coherence.needle import DEFAULT_LONGEST, filler
-from assay.coherence.probes import FIBONACCI, NAMES, extract_code, standard_probes
-from assay.coherence.record import HEAD_CHARS, CheckRecord, PassageScore, ProbeResult, Sample, TimedText
+from assay.coherence.needle import filler
+from assay.coherence.passages import passages, score_alone, score_in_context
+from assay.coherence.plan import FIRST, Plan, Stage
+from assay.coherence.probes import FIBONACCI, extract_code, standard_probes
+from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText
 from assay.coherence.sandbox import run_fibonacci
+from assay.coherence.tools import cases, run_level
 from assay.engines.base import Capability, Engine, Reply, Request
 from assay.engines.server.errors import RequestRefused
 from assay.engines.tool_calls import EXCERPT, call_remains, read_calls
 from assay.errors import AssayError
-from assay.options import Options, option
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Verdict
-
-# -----------------------------------------------------------------------------
-# Bits per byte of fixed texts: how well does the model predict plain text, near the start and deep in the context?
-#
-# A sane language model needs well under 2 bits for a byte of English; a broken one needs more, long before its text
-# looks wrong. Against a reference, which scores the same texts, much smaller differences show.
-
-LONGEST_CONTEXT = 4096
-"""Deepest position, in tokens, at which passages are scored."""
-
-_DEEP_PASSAGES = 4
-_MARGIN_TOKENS = 32
-
-
-@cache
-def passages() -> tuple[str, ...]:
-    """The fixed texts, shipped with assay."""
-    text = (files("assay.coherence") / "passages.txt").read_text(encoding="utf-8")
-    body = "\n".join(line for line in text.splitlines() if not line.startswith("# Fixed texts"))
-    return tuple(block.strip("\n") for block in body.split("\n----\n"))
-
-
-def score_passages(
-    engine: Engine, max_model_len: int | None, on_done: Callable[[], None] = lambda: None
-) -> Iterator[PassageScore]:
-    """Score every passage by itself, and a few of them again at half and at full depth of the context.
-
-    Depth needs the engine's own tokenizer; without it only the passages by themselves are scored.
-    """
-    texts = passages()
-    for index, text in enumerate(texts):
-        scores = engine.score(text)
-        yield PassageScore(f"p{index:02d}", 0, scores.nll, len(text.encode()))
-        on_done()
-    if Capability.TOKENIZE not in engine.capabilities:
-        return
-    counts = [len(engine.tokenize(text)) for text in texts]
-    usable = min(max_model_len or LONGEST_CONTEXT, LONGEST_CONTEXT) - _MARGIN_TOKENS
-    for share in (0.5, 1.0):
-        for target in range(_DEEP_PASSAGES):
-            context = _context(texts, counts, target, int(usable * share) - counts[target])
-            if context is None:
-                return
-            yield _score_last(engine, f"p{target:02d}", f"{context}\n\n", texts[target], counts[target])
-            on_done()
-
-
-def planned_scores(max_model_len: int | None) -> int:
-    """How many scores `score_passages` will yield at most, for a progress bar."""
-    return len(passages()) + 2 * _DEEP_PASSAGES
-
-
-def _context(texts: tuple[str, ...], counts: list[int], target: int, tokens: int) -> str | None:
-    """Other passages, over and over, up to `tokens` tokens; None where not even two of them fit."""
-    chosen: list[str] = []
-    total, index = 0, target
-    while True:
-        index = (index + 1) % len(texts)
-        if index == target:
-            continue
-        if total + counts[index] + 2 > tokens:
-            break
-        chosen.append(texts[index])
-        total += counts[index] + 2
-    return "\n\n".join(chosen) if len(chosen) >= 2 else None
-
-
-def _score_last(engine: Engine, name: str, context: str, text: str, tokens: int) -> PassageScore:
-    """Score `context + text` and keep the tokens of `text`, which are the last ones."""
-    logprobs = engine.score(context + text).token_logprobs
-    last = logprobs[-tokens:]
-    nats = -sum(value for value in last if value is not None)
-    return PassageScore(name, len(logprobs) - tokens, nats, len(text.encode()))
-
-
-# -----------------------------------------------------------------------------
-# From the replies of one conversation to one graded sample.
 
 # From the worst label to the best; the sample of a conversation of several replies is its worst reply.
 _WORST_FIRST = ("degenerate", "empty", "truncated_reasoning", "ok")
@@ -190,7 +117,6 @@ def received_chars(reply: Reply) -> int:
     return len(reply.content) + len(reply.reasoning) + calls
 
 
-# -----------------------------------------------------------------------------
 # How fast is the server, measured on text that is then graded?
 #
 # Decode speed of one stream is (n − tokens in the first chunk) / (t_last − t_first), with n from the server's usage:
@@ -233,7 +159,7 @@ def timed_requests(count: int, seed: int, chat: bool) -> list[Request]:
 
 def time_round(engine: Engine, requests: Sequence[Request], round_: int) -> list[TimedText]:
     """Stream all `requests` at once and grade what came; a reply whose tokens the server does not count is left out."""
-    replies = side_by_side(engine.stream, requests, len(requests))
+    replies = in_order(engine.stream, requests, len(requests))
     return [
         to_timed_text(reply, round_)
         for reply in replies
@@ -301,227 +227,169 @@ def aggregate_tokens_per_s(texts: Sequence[TimedText]) -> float | None:
     return median(speeds) if speeds else None
 
 
-# -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Plan(Options):
-    """What to measure. Two runs compare if their plans agree."""
-
-    VERB, AREA = "check", "server"
-
-    samples: int = option(3, "Sampled texts a probe, beside a greedy one.", lo=1, hi=1000)
-    seed: int = option(0, "First seed; recorded in the result.", lo=0, hi=2**62)
-    concurrency: int = option(1, "Streams whose speed is measured at once.", lo=1, hi=512)
-    parallel: int = option(8, "Probes that run at once.", lo=1, hi=512)
-    repeats: int = option(5, "Timed rounds after the warm-up.", lo=3, hi=1000)
-    only: tuple[str, ...] = option(
-        (), "Run this probe only; may be given again.", flag="probe", metavar="NAME", choices=NAMES
-    )
-    longest_needle: int = option(
-        DEFAULT_LONGEST,
-        "Longest context that is searched for a needle, in tokens.",
-        lo=256,
-        hi=10_000_000,
-    )
-    token_budget: float = option(
-        1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100
-    )
-    thinking: bool = option(True, "Ask the chat template not to reason.")
-    run_code: bool = option(False, "Run the code that the model wrote, in a sandboxed subprocess.")
-    throughput: bool = option(True, "Do not measure speed.")
-
-
 @dataclass
 class Measurement:
-    """The record under construction."""
+    """One side of a check, the server or the reference engine, and what has been measured of it so far."""
 
     engine: Engine
     plan: Plan
     max_model_len: int | None = None
     progress: Progress = NO_PROGRESS
-    _samples: dict[str, list[Sample]] = field(default_factory=dict)
-    _titles: dict[str, str] = field(default_factory=dict)
-    _skipped: dict[str, str] = field(default_factory=dict)
-    _failed: dict[str, str] = field(default_factory=dict)
-    _passages: list[PassageScore] = field(default_factory=list)
-    _passages_skipped: str | None = None
-    _passages_failed: str | None = None
-    _timed: list[TimedText] = field(default_factory=list)
-    _timed_skipped: str | None = None
-    _timed_failed: str | None = None
-    _errors: list[AssayError] = field(default_factory=list)
-    _prefill: float | None = None
+    record: CheckRecord = field(default_factory=CheckRecord)
+    fatal: AssayError | None = None
+    """The first error that says that nothing can be examined."""
 
-    @property
+    @cached_property
     def chat(self) -> bool:
         """Whether the engine applies a chat template; otherwise it continues plain prompts."""
         return Capability.CHAT in self.engine.capabilities
 
-    def run(self) -> None:
-        """Measure everything in the plan. Raises the error of the probes where none of them got an answer."""
-        self.run_passages()
-        self.run_probes()
-        fatal = next((error for error in self._errors if error.verdict is Verdict.ERROR), None)
-        if fatal is not None and not self._samples:
-            raise fatal
-        if self.plan.throughput:
-            self.run_throughput()
-
-    def record(self) -> CheckRecord:
-        """What has been measured so far."""
-        probes = [
-            ProbeResult(
-                name=name,
-                title=title,
-                samples=tuple(self._samples.get(name, ())),
-                skipped=None if self._samples.get(name) else self._skipped.get(name),
-                failed=self._failed.get(name),
-            )
-            for name, title in self._titles.items()
-        ]
-        return CheckRecord(
-            probes=tuple(probes),
-            passages=tuple(self._passages),
-            passages_skipped=self._passages_skipped,
-            passages_failed=self._passages_failed,
-            timed=tuple(self._timed),
-            timed_skipped=self._timed_skipped,
-            timed_failed=self._timed_failed,
-            concurrency=self.plan.concurrency,
-            prefill_tokens_per_s=self._prefill,
-        )
-
-    def run_probes(self) -> None:
-        """Run all probes side by side, then those that want the server for themselves."""
-        count = self._count_tokens if Capability.TOKENIZE in self.engine.capabilities else None
+    @cached_property
+    def probes(self) -> tuple[Probe, ...]:
+        """The probes of the plan that the engine can answer; the others are noted in the record as skipped."""
+        counts = Capability.TOKENIZE in self.engine.capabilities
         probes = standard_probes(
             max_model_len=self.max_model_len,
             longest_needle=self.plan.longest_needle,
             streams=max(8, self.plan.concurrency),
             seed=self.plan.seed,
-            count_tokens=count,
+            count_tokens=(lambda text: len(self.engine.tokenize(text))) if counts else None,
         )
-        tasks: list[Task] = []
-        for probe in probes:
-            if self.plan.only and probe.name not in self.plan.only:
-                continue
-            self._titles[probe.name] = probe.title
-            reason = self._skip_reason(probe)
-            if reason is None:
-                tasks += self._tasks(probe)
-            else:
-                self._skipped[probe.name] = reason
-        together = [task for task in tasks if task.probe.name != "burst"]
-        burst = [task for task in tasks if task.probe.name == "burst"]
+        wanted = [probe for probe in probes if not self.plan.only or probe.name in self.plan.only]
+        reasons = [self.skip_reason(probe) for probe in wanted]
+        self._add(
+            probes=tuple(
+                ProbeResult(probe.name, probe.title, skipped=reason)
+                for probe, reason in zip(wanted, reasons, strict=True)
+            )
+        )
+        return tuple(probe for probe, reason in zip(wanted, reasons, strict=True) if reason is None)
+
+    def run(
+        self, stage: Stage, what: str = "", deadline: float = float("inf"), *, untimed: bool = False
+    ) -> None:
+        """Measure one stage until `deadline`; raises only the errors after which asking on makes no sense.
+
+        `what` is its name for the progress. `untimed`: the texts of the speed stage are written and not timed.
+        """
+        steps = {"texts": self._texts, "scores": self._scores, "tools": self._tools, "speed": self._speed}
+        step = self._timed_texts if untimed and stage.kind == "speed" else steps[stage.kind]
+        step(stage, what or stage.name, deadline)
+
+    def _texts(self, stage: Stage, what: str, deadline: float) -> None:
+        """Run conversations; those of the first stage all at once, since they ask whether streams mix."""
         context = Context(
             chat=self.chat,
             max_model_len=self.max_model_len,
             token_budget=self.plan.token_budget,
             thinking=self.plan.thinking,
         )
-        with self.progress("probing", len(tasks)) as advance:
-            for batch, parallel in ((together, self.plan.parallel), (burst, len(burst))):
-                if batch:
+        parallel = len(stage.tasks) if stage.name == FIRST else self.plan.parallel
+        with self.progress(what, len(stage.tasks)) as advance:
 
-                    def done(outcome: Outcome) -> None:
-                        self._keep(outcome)
-                        advance()
-
-                    # Longest answers first, so that no thread is left with one at the end.
-                    run_tasks(self.engine, batch, context, parallel=parallel, on_done=done)
-        self._titles = {probe.name: probe.title for probe in probes if probe.name in self._titles}
-
-    def run_passages(self) -> None:
-        """Score the fixed texts, where the engine can score a prompt."""
-        reason = self.engine.capabilities.reason(Capability.SCORE)
-        if reason is not None:
-            self._passages_skipped = reason
-            return
-        with self.progress("scoring fixed texts", planned_scores(self.max_model_len)) as advance:
-            try:
-                for score in score_passages(self.engine, self.max_model_len):
-                    self._passages.append(score)
-                    advance()
-            except RequestRefused as error:
-                self._passages_skipped = error.message
-            except AssayError as error:
-                self._passages_failed = error.message
-
-    def run_throughput(self) -> None:
-        """Warm up once, then stream rounds of `concurrency` texts and grade what was timed."""
-        reason = self.engine.capabilities.reason(Capability.STREAM)
-        if Capability.STREAM in self.engine.capabilities.unfinished:
-            self._timed_failed = reason
-            return
-        if reason is not None:
-            self._timed_skipped = reason
-            return
-        plan = self.plan
-        requests = timed_requests((plan.repeats + 1) * plan.concurrency, plan.seed, self.chat)
-        with self.progress("timing", plan.repeats + 1) as advance:
-            try:
-                for round_ in range(plan.repeats + 1):
-                    batch = requests[round_ * plan.concurrency : (round_ + 1) * plan.concurrency]
-                    timed = time_round(self.engine, batch, round_)
-                    if round_ > 0:  # the first one warms up
-                        self._timed += timed
-                    advance()
-                self._prefill = prefill_speed(self.engine, self._long_prompts(), self.chat)
-            except RequestRefused as error:
-                self._timed_skipped = error.message
-            except AssayError as error:
-                self._timed_failed = error.message
-        if not self._timed and self._timed_skipped is None and self._timed_failed is None:
-            self._timed_skipped = "the server does not count the tokens of a stream"
-
-    def run_timed_texts(self) -> None:
-        """Write the texts that `run_throughput` times, without timing them: the reference for their grades."""
-        plan = self.plan
-        requests = timed_requests((plan.repeats + 1) * plan.concurrency, plan.seed, self.chat)[
-            plan.concurrency :
-        ]
-        with self.progress("writing timed texts", len(requests)) as advance:
-            for reply in generate_all(self.engine, requests, plan.parallel):
-                self._timed.append(to_timed_text(reply))
+            def done(outcome: Outcome) -> None:
+                self._keep(outcome)
                 advance()
 
-    def _long_prompts(self) -> list[str]:
-        tokens = min(1024, (self.max_model_len or 2048) // 2)
-        return [filler(f"{self.plan.seed}/prefill/{index}", tokens) for index in range(3)]
+            run_tasks(self.engine, stage.tasks, context, parallel=parallel, on_done=done, deadline=deadline)
 
-    def _tasks(self, probe: Probe) -> list[Task]:
-        if probe.variants:
-            return [Task(probe, variant, GREEDY) for variant in probe.variants]
-        sampled = [
-            Task(probe, "", Sampling(TEMPERATURE, TOP_P, seed=self.plan.seed + index))
-            for index in range(self.plan.samples)
-        ]
-        return [*sampled, Task(probe, "", GREEDY)]
+    def _scores(self, stage: Stage, what: str, deadline: float) -> None:
+        """Score the fixed texts, where the engine can score a prompt; in context, where it can count tokens too."""
+        able = self.engine.capabilities
+        if reason := able.reason(Capability.SCORE):
+            self._add(passages_skipped=reason)
+            return
+        if stage.context and (Capability.TOKENIZE not in able or self.record.passages_failed):
+            return
+        scores = score_in_context(self.engine, stage.context) if stage.context else score_alone(self.engine)
+        with (
+            self.progress(what, len(passages()) * (2 if stage.context else 1)) as advance,
+            self._noting("passages"),
+        ):
+            for score in scores:
+                self._add(passages=(score,))
+                advance()
+                if time.monotonic() > deadline:
+                    return
 
-    def _skip_reason(self, probe: Probe) -> str | None:
+    def _speed(self, stage: Stage, what: str, deadline: float) -> None:
+        """Warm up once, then stream rounds of `concurrency` texts and grade what was timed."""
+        able = self.engine.capabilities
+        if reason := able.reason(Capability.STREAM):
+            unfinished = Capability.STREAM in able.unfinished
+            self._add(**{"timed_failed" if unfinished else "timed_skipped": reason})
+            return
+        plan, rounds = self.plan, stage.repeats + 1
+        requests = timed_requests(rounds * plan.concurrency, plan.seed, self.chat)
+        with self.progress(what, rounds) as advance, self._noting("timed"):
+            for round_ in range(rounds):
+                batch = requests[round_ * plan.concurrency : (round_ + 1) * plan.concurrency]
+                timed = time_round(self.engine, batch, round_)
+                if round_ > 0:  # the first one warms up
+                    self._add(timed=tuple(timed))
+                advance()
+                if time.monotonic() > deadline:
+                    break
+            else:
+                tokens = min(1024, (self.max_model_len or 2048) // 2)
+                long = [filler(f"{plan.seed}/prefill/{index}", tokens) for index in range(3)]
+                self._add(prefill_tokens_per_s=prefill_speed(self.engine, long, self.chat))
+        if not self.record.timed and not (self.record.timed_skipped or self.record.timed_failed):
+            self._add(timed_skipped="the server does not count the tokens of a stream")
+
+    def _timed_texts(self, stage: Stage, what: str, deadline: float) -> None:
+        """Write the texts that `_speed` times: the reference for their grades."""
+        streams = self.plan.concurrency
+        requests = timed_requests((stage.repeats + 1) * streams, self.plan.seed, self.chat)[streams:]
+        with self.progress(what, len(requests)) as advance:
+            for reply in generate_all(self.engine, requests, self.plan.parallel):
+                self._add(timed=(to_timed_text(reply),))
+                advance()
+
+    def _tools(self, stage: Stage, what: str, deadline: float) -> None:
+        """Run the tools suite at one concurrency, where the engine takes tools."""
+        if reason := self.engine.capabilities.reason(Capability.TOOLS):
+            self._add(tools_skipped=reason)
+            return
+        with self.progress(what, len(cases())) as advance:
+            self._add(tools=(run_level(self.engine, stage.streams, advance, deadline),))
+
+    def skip_reason(self, probe: Probe) -> str | None:
+        """Why the engine cannot answer a probe; None where it can."""
         if not self.chat and Capability.CHAT in probe.needs:
             return self.engine.capabilities.reason(Capability.CHAT)
         reasons = (self.engine.capabilities.reason(capability) for capability in sorted(probe.needs))
         return next((reason for reason in reasons if reason is not None), None)
 
     def _keep(self, outcome: Outcome) -> None:
-        name = outcome.task.probe.name
-        if outcome.error is not None:
-            if outcome.error.verdict is Verdict.ERROR and outcome.error.finding_id in _ENDS_THE_RUN:
-                raise outcome.error
-            if isinstance(outcome.error, RequestRefused) and name not in self._samples:
-                # The server understood and will not do it: that is its answer, not a fault of the run.
-                self._skipped[name] = outcome.error.message
-            else:
-                self._failed[name] = outcome.error.message
-                self._errors.append(outcome.error)
-        if outcome.replies and outcome.error is None:
-            sample = to_sample(outcome, run_code=self.plan.run_code)
-            self._samples.setdefault(name, []).append(sample)
+        """Add the sample of a conversation, or what ended it."""
+        probe, error = outcome.task.probe, outcome.error
+        result = partial(ProbeResult, probe.name, probe.title)
+        if error is None:
+            self._add(probes=(result(samples=(to_sample(outcome, run_code=self.plan.run_code),)),))
+            return
+        if error.verdict is Verdict.ERROR and error.finding_id in _ENDS_THE_RUN:
+            raise error
+        known = self.record.probe(probe.name)
+        if isinstance(error, RequestRefused) and not (known and known.samples):
+            # The server understood and will not do it: that is its answer, not a fault of the run.
+            self._add(probes=(result(skipped=error.message),))
+            return
+        self._add(probes=(result(failed=error.message),))
+        if self.fatal is None and error.verdict is Verdict.ERROR:
+            self.fatal = error
 
-    def _count_tokens(self, text: str) -> int:
-        return len(self.engine.tokenize(text))
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Note in the record why a step was refused (`…_skipped`) or not finished (`…_failed`)."""
+        try:
+            yield
+        except AssayError as error:
+            how = "skipped" if isinstance(error, RequestRefused) else "failed"
+            self._add(**{f"{what}_{how}": error.message})
+
+    def _add(self, **fields: Any) -> None:
+        self.record = self.record.with_(CheckRecord(concurrency=self.plan.concurrency, **fields))
 
 
 # Errors after which asking on makes no sense.

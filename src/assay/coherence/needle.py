@@ -21,75 +21,26 @@ _MARGIN_TOKENS = 128
 _CHARS_PER_TOKEN = 4
 
 _PEOPLE = (
-    "Anna",
-    "Tomas",
-    "Ines",
-    "Marek",
-    "Lucia",
-    "Henrik",
-    "Olga",
-    "Samir",
-    "Greta",
-    "Paolo",
-    "Nadia",
-    "Viktor",
-)
+    "Anna", "Tomas", "Ines", "Marek", "Lucia", "Henrik", "Olga", "Samir", "Greta", "Paolo", "Nadia", "Viktor",
+)  # fmt: skip
 _PLACES = (
-    "library",
-    "harbour",
-    "bakery",
-    "town hall",
-    "museum",
-    "railway station",
-    "market",
-    "school",
-    "hospital",
-)
+    "library", "harbour", "bakery", "town hall", "museum", "railway station", "market", "school", "hospital",
+)  # fmt: skip
 _THINGS = (
-    "lamp",
-    "bicycle",
-    "window",
-    "ladder",
-    "notice board",
-    "water pipe",
-    "door",
-    "roof",
-    "clock",
-    "bench",
-)
+    "lamp", "bicycle", "window", "ladder", "notice board", "water pipe", "door", "roof", "clock", "bench",
+)  # fmt: skip
 _DEEDS = (
-    "repaired",
-    "painted",
-    "measured",
-    "cleaned",
-    "photographed",
-    "moved",
-    "replaced",
-    "inspected",
+    "repaired", "painted", "measured", "cleaned", "photographed", "moved", "replaced", "inspected",
     "described",
-)
+)  # fmt: skip
 _WHEN = (
-    "on Monday",
-    "before noon",
-    "last winter",
-    "after the rain",
-    "in the evening",
-    "at the end of May",
+    "on Monday", "before noon", "last winter", "after the rain", "in the evening", "at the end of May",
     "early",
-)
+)  # fmt: skip
 _CODES = (
-    "heron",
-    "walnut",
-    "copper",
-    "meadow",
-    "lantern",
-    "saffron",
-    "granite",
-    "willow",
-    "falcon",
-    "amber",
+    "heron", "walnut", "copper", "meadow", "lantern", "saffron", "granite", "willow", "falcon", "amber",
     "violin",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The probes of `assay check`: one small file each, listed here."""
+"""The probes of `assay check`: short facts, prose, code, structure, another language, a second turn, tools, a burst."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from assay.coherence.record import AnswerCheck
 from assay.engines.base import Capability, Message, Reply
 from assay.engines.tool_calls import read_calls
 
-# -----------------------------------------------------------------------------
 # Probes of one question and one answer: the three tiers of the field, a JSON list, another language.
 
 
@@ -96,37 +95,10 @@ def valid_json_list(reply: Reply) -> AnswerCheck:
     return AnswerCheck("valid_json_list", len(value) == 5, f"an array of {len(value)}, asked for 5")
 
 
-_SPANISH = frozenset(
-    [
-        "el",
-        "la",
-        "los",
-        "las",
-        "un",
-        "una",
-        "de",
-        "del",
-        "que",
-        "y",
-        "en",
-        "es",
-        "por",
-        "con",
-        "para",
-        "se",
-        "al",
-        "como",
-        "más",
-        "agua",
-        "río",
-        "mar",
-        "sol",
-        "nube",
-        "lluvia",
-        "vapor",
-        "tierra",
-    ]
-)
+_SPANISH = frozenset([
+    "el", "la", "los", "las", "un", "una", "de", "del", "que", "y", "en", "es", "por",
+    "con", "para", "se", "al", "como", "más", "agua", "río", "mar", "sol", "nube", "lluvia", "vapor", "tierra",
+])  # fmt: skip
 
 
 def answers_in_spanish(reply: Reply) -> AnswerCheck:
@@ -188,7 +160,6 @@ SPANISH = Question(
 )
 
 
-# -----------------------------------------------------------------------------
 # A second turn in the same conversation: faults of caches and templates often show only there.
 
 _FIRST = "My dog is called Bruno and he is afraid of thunder. Give me three short tips to calm him."
@@ -219,7 +190,6 @@ class SecondTurn:
         )
 
 
-# -----------------------------------------------------------------------------
 # A tool call and the answer after its result.
 
 _QUESTION = "What is the weather in Oslo right now? Use the tool."
@@ -299,7 +269,6 @@ def says_18_degrees(text: str) -> bool:
     return bool(_EIGHTEEN.search("".join(digits)))
 
 
-# -----------------------------------------------------------------------------
 # Many requests at the same moment: faults of batching show only there.
 
 # Short facts that a small model knows, one a stream, so that an answer to another stream's question is seen.
@@ -350,19 +319,9 @@ def _fact(variant: str) -> tuple[str, str, str]:
     return FACTS[int(variant) % len(FACTS)]
 
 
-# -----------------------------------------------------------------------------
-
 NAMES = (
-    "france",
-    "story",
-    "fibonacci",
-    "json_list",
-    "spanish",
-    "second_turn",
-    "tool_call",
-    "needle",
-    "burst",
-)
+    "france", "story", "fibonacci", "json_list", "spanish", "second_turn", "tool_call", "needle", "burst",
+)  # fmt: skip
 
 
 def standard_probes(

@@ -6,13 +6,11 @@ the reference of a later one (`--reference run.json`), and so that the verdict i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_type_hints
-
-# -----------------------------------------------------------------------------
-# Read a flat dataclass back from JSON, with its types checked, so that a damaged file is named and not believed.
 
 T = TypeVar("T")
 
@@ -20,7 +18,8 @@ T = TypeVar("T")
 def from_fields(cls: type[T], data: Mapping[str, Any], **given: Any) -> T:
     """A `cls` from the fields that `data` has; others of `data` are left out, and `given` is taken as it is.
 
-    Raises TypeError where a value is of another type than its field, or a field without a default is missing.
+    A damaged file is named and not believed: TypeError where a value is of another type than its field, or a field
+    without a default is missing.
     """
     accepted = _accepted(cls)
     values = {name: data[name] for name in accepted if name in data and name not in given}
@@ -40,8 +39,6 @@ def _accepted(cls: type[Any]) -> Mapping[str, tuple[type, ...]]:
             fields[name] = tuple(kinds | ({int} if float in kinds else set()))
     return fields
 
-
-# -----------------------------------------------------------------------------
 
 HEAD_CHARS = 200
 """Characters of each text that are shown and kept."""
@@ -117,6 +114,12 @@ class ProbeResult:
         """`run` or `skipped`."""
         return "skipped" if self.skipped is not None else "run"
 
+    def with_(self, more: ProbeResult) -> ProbeResult:
+        """This probe and what another stage measured of it; what was measured at all is not skipped."""
+        samples = self.samples + more.samples
+        skipped = None if samples else self.skipped or more.skipped
+        return replace(self, samples=samples, skipped=skipped, failed=self.failed or more.failed)
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProbeResult:
         """Read one probe of an earlier result."""
@@ -182,6 +185,41 @@ class TimedText:
 
 
 @dataclass(frozen=True)
+class ToolAnswer:
+    """What came of one case of the tools suite: a call, or a JSON object of a given schema."""
+
+    case: str
+    parsed: bool
+    """A call in `tool_calls` with arguments that are JSON, or a text that is one JSON object."""
+    schema_valid: bool
+    right: bool
+    form: str = ""
+    """That of `Sample.tool_form`."""
+    text_head: str = ""
+    """The beginning of an answer that was not right."""
+
+
+@dataclass(frozen=True)
+class ToolLevel:
+    """The tools suite at one concurrency; `failed` counts the requests that got no answer."""
+
+    concurrency: int
+    answers: tuple[ToolAnswer, ...] = ()
+    failed: int = 0
+    error: str = ""
+
+    def count(self, name: str) -> int:
+        """How many answers are `parsed`, `schema_valid` or `right`."""
+        return sum(bool(getattr(answer, name)) for answer in self.answers)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ToolLevel:
+        """Read one level of an earlier result."""
+        answers = tuple(from_fields(ToolAnswer, answer) for answer in data.get("answers", ()))
+        return from_fields(cls, data, answers=answers)
+
+
+@dataclass(frozen=True)
 class CheckRecord:
     """Everything one run of `assay check` measured."""
 
@@ -198,6 +236,8 @@ class CheckRecord:
     prefill_tokens_per_s: float | None = None
     counters: Mapping[str, float] = field(default_factory=dict)
     """Server-side counters of corruption (NaN in logits and the like) that moved during the run."""
+    tools: tuple[ToolLevel, ...] = ()
+    tools_skipped: str | None = None
 
     @property
     def samples(self) -> tuple[Sample, ...]:
@@ -229,12 +269,50 @@ class CheckRecord:
             concurrency=throughput.get("concurrency", 1),
             prefill_tokens_per_s=throughput.get("prefill_tokens_per_s"),
             counters=dict(results.get("counters") or {}),
+            tools=tuple(ToolLevel.from_json(level) for level in results.get("tools") or ()),
+            tools_skipped=results.get("tools_skipped"),
+        )
+
+    def like(self, other: CheckRecord) -> CheckRecord:
+        """This record with only the texts whose counterparts `other` has: the same probes, forms and numbers of each."""
+        probes = []
+        for probe in self.probes:
+            theirs = other.probe(probe.name)
+            room = Counter((s.variant, s.greedy) for s in theirs.samples) if theirs else Counter()
+            kept = []
+            for sample in probe.samples:
+                room[sample.variant, sample.greedy] -= 1
+                if room[sample.variant, sample.greedy] >= 0:
+                    kept.append(sample)
+            probes.append(replace(probe, samples=tuple(kept)))
+        return replace(self, probes=tuple(probes))
+
+    def with_(self, more: CheckRecord) -> CheckRecord:
+        """This record and what another stage measured."""
+        probes = {probe.name: probe for probe in self.probes}
+        for probe in more.probes:
+            known = probes.get(probe.name)
+            probes[probe.name] = known.with_(probe) if known else probe
+        return CheckRecord(
+            probes=tuple(probes.values()),
+            passages=self.passages + more.passages,
+            passages_skipped=self.passages_skipped or more.passages_skipped,
+            passages_failed=self.passages_failed or more.passages_failed,
+            timed=self.timed + more.timed,
+            timed_skipped=self.timed_skipped or more.timed_skipped,
+            timed_failed=self.timed_failed or more.timed_failed,
+            concurrency=more.concurrency,
+            prefill_tokens_per_s=more.prefill_tokens_per_s or self.prefill_tokens_per_s,
+            counters=self.counters or more.counters,
+            tools=tuple(sorted(self.tools + more.tools, key=lambda level: level.concurrency)),
+            tools_skipped=self.tools_skipped or more.tools_skipped,
         )
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A reference record and where it came from."""
+    """A reference record, where it came from, and the settings of the server it was measured on, if it was one."""
 
     record: CheckRecord
     origin: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)

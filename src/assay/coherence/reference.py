@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.measure import Measurement, Plan
+from assay.coherence.measure import Measurement
+from assay.coherence.plan import Plan, Stage
 from assay.coherence.record import CheckRecord, Reference
 from assay.coherence.report import record_json
-from assay.engines.base import Engine, full_spec
+from assay.engines.base import full_spec
 from assay.environment import VERSION
 from assay.errors import AssayError, UsageError
-from assay.progress import Progress
+from assay.progress import NO_PROGRESS, Progress
 from assay.runs import cache_dir, write_atomically
+from assay.verdict import Finding, Severity
 
 _REMEDY = "give the JSON of an earlier run of a healthy server: assay check URL --json > run.json"
 
@@ -38,40 +40,19 @@ def read_reference(path: Path) -> Reference:
         record = CheckRecord.from_json(document["results"])
     except (KeyError, TypeError, AttributeError) as error:
         raise _unusable(f"the reference {name} lacks what a check result holds: {error}") from error
-    if not record.samples:
+    if not record.samples and not record.tools:
         raise _unusable(f"the reference {name} holds no graded text")
     subject = document.get("subject") or {}
-    return Reference(
-        record, {"source": "run", "model": subject.get("model"), "verdict": document.get("verdict")}
-    )
+    plan = document["results"].get("plan") or {}
+    origin = {"source": "run", "model": subject.get("model"), "verdict": document.get("verdict")}
+    return Reference(record, origin, settings_of(subject, plan))
 
 
-def _unusable(message: str) -> AssayError:
-    return AssayError(message, finding_id="coherence.reference", remedy=_REMEDY)
+def _unusable(message: str, remedy: str = _REMEDY) -> AssayError:
+    return AssayError(message, finding_id="coherence.reference", remedy=remedy)
 
 
-def measure_reference(
-    spec: str, plan: Plan, record: CheckRecord, subject: Mapping[str, Any], progress: Progress
-) -> Reference:
-    """Run the engine `spec` (`hf:FOLDER`) on the prompts that made `record`.
-
-    Only the probes that the server ran are run. The result is cached by model, plan and version of assay, so a
-    second check against the same reference costs nothing.
-    """
-    folder = reference_folder(spec)
-    names = tuple(probe.name for probe in record.probes if probe.samples)
-    plan = replace(plan, only=names, throughput=False, run_code=False)
-    max_model_len = subject.get("max_model_len")
-    from assay.engines.hf.engine import HfEngine
-
-    stored = cache_dir("references") / f"{_key(folder, spec, plan, max_model_len)}.json"
-    origin = {"source": "engine", "engine": "hf", "model": folder.name, "cached": stored.exists()}
-    if stored.exists():
-        return Reference(CheckRecord.from_json(json.loads(stored.read_text(encoding="utf-8"))), origin)
-    with HfEngine.load(spec) as engine:
-        measured = _measure_engine(engine, plan, max_model_len, progress)
-    write_atomically(stored, json.dumps(record_json(measured)))
-    return Reference(measured, origin)
+_GIVE = "give the folder of a checkpoint: --reference-engine hf:PATH"
 
 
 def reference_folder(spec: str) -> Path:
@@ -90,44 +71,163 @@ def reference_folder(spec: str) -> Path:
 
     folder = Path(parse_spec(spec).model)
     if not folder.is_dir():
-        raise AssayError(
-            f"the reference model {folder.name} is not a folder that can be read",
-            finding_id="coherence.reference",
-            remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
-        )
+        raise _unusable(f"the reference model {folder.name} is not a folder that can be read", _GIVE)
     if not (folder / "config.json").is_file():
-        raise AssayError(
-            f"the reference model {folder.name} is no checkpoint: the folder holds no config.json",
-            finding_id="coherence.reference",
-            remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
+        raise _unusable(
+            f"the reference model {folder.name} is no checkpoint: the folder holds no config.json", _GIVE
         )
     require_packages(f"hf:{folder.name}")
     return folder
 
 
-def _measure_engine(engine: Engine, plan: Plan, max_model_len: int | None, progress: Progress) -> CheckRecord:
-    def named(what: str, steps: int) -> Any:
-        return progress(f"reference: {what}", steps)
+class EngineReference:
+    """A trusted model in this process, measured stage by stage after the server.
 
-    measurement = Measurement(engine, plan, max_model_len, named)
-    measurement.run_passages()
-    measurement.run_probes()
-    measurement.run_timed_texts()
-    return measurement.record()
+    What it gave for a stage is kept by model files, stage and version of assay, so that a second check against the
+    same reference costs nothing; the model is loaded when the first stage is not there.
+    """
 
+    def __init__(
+        self,
+        spec: str,
+        folder: Path,
+        plan: Plan,
+        max_model_len: int | None = None,
+        progress: Progress = NO_PROGRESS,
+    ) -> None:
+        self.record = CheckRecord()
+        self._spec, self._folder, self._max_model_len = full_spec(spec), folder, max_model_len
+        self._plan = replace(plan, run_code=False)
+        self._progress = progress
+        self._side: Measurement | None = None
+        self._loaded = False
 
-def _key(folder: Path, spec: str, plan: Plan, max_model_len: int | None) -> str:
-    """Digest of all that decides a reference: the files (name, size, time), the plan, the version of assay."""
-    try:
-        files = sorted(
-            (f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in folder.iterdir() if f.is_file()
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where its answers come from."""
+        return {"source": "engine", "engine": "hf", "model": self._folder.name, "cached": not self._loaded}
+
+    def has_kept(self, stage: Stage) -> bool:
+        """Whether its answers to a stage are there already."""
+        return self._place(stage).exists() or (stage.kind == "tools" and bool(self.record.tools))
+
+    def run(self, stage: Stage, server: CheckRecord, deadline: float = float("inf")) -> None:
+        """Answer a stage: the probes that the server answered in `server`, the tools suite once for all concurrencies."""
+        if stage.kind == "tools" and (self.record.tools or not server.tools):
+            return
+        answered = {probe.name for probe in server.probes if probe.samples}
+        stage = replace(stage, tasks=tuple(task for task in stage.tasks if task.probe.name in answered))
+        if (stage.kind == "texts" and not stage.tasks) or (stage.kind == "scores" and not server.passages):
+            return
+        place = self._place(stage)
+        if place.exists():
+            self.record = self.record.with_(CheckRecord.from_json(json.loads(place.read_text("utf-8"))))
+            return
+        side = self._measurement()
+        able = tuple(task for task in stage.tasks if side.skip_reason(task.probe) is None)
+        before = self.record
+        side.record = CheckRecord()
+        try:
+            side.run(replace(stage, tasks=able), f"reference: {stage.name}", deadline, untimed=True)
+        finally:
+            self.record = before.with_(side.record)
+        write_atomically(place, json.dumps(record_json(side.record)))
+
+    def close(self) -> None:
+        """Give back the memory of the model."""
+        if self._side is not None:
+            self._side.engine.close()
+
+    def _measurement(self) -> Measurement:
+        if self._side is None:
+            from assay.engines.hf.engine import HfEngine
+
+            with self._progress("reference: loading the model", 1) as advance:
+                engine = HfEngine.load(self._spec)
+                advance()
+            self._side = Measurement(engine, self._plan, self._max_model_len, self._progress)
+            self._loaded = True
+        return self._side
+
+    def _place(self, stage: Stage) -> Path:
+        """The file of a stage: named by all that decides it, the model's files (name, size, time) among them."""
+        try:
+            files = sorted(
+                (f.name, f.stat().st_size, f.stat().st_mtime_ns)
+                for f in self._folder.iterdir()
+                if f.is_file()
+            )
+        except OSError as error:
+            message = f"cannot read the reference model {self._folder.name}: {error.strerror}"
+            raise _unusable(message, _GIVE) from error
+        plan = self._plan
+        tasks = [(task.probe.name, task.variant, asdict(task.sampling)) for task in stage.tasks]
+        asked = (
+            stage.kind,
+            tasks,
+            stage.context,
+            stage.repeats,
+            plan.seed,
+            plan.concurrency,
+            plan.token_budget,
         )
-    except OSError as error:
-        raise AssayError(
-            f"cannot read the reference model {folder.name}: {error.strerror}",
-            finding_id="coherence.reference",
-            remedy="give the folder of a checkpoint: --reference-engine hf:PATH",
-        ) from error
-    decides = replace(plan, only=(), parallel=1).facts()
-    parts = [VERSION, spec.partition("?")[2], files, decides, sorted(plan.only), max_model_len]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        parts = [VERSION, self._spec.partition("?")[2], files, asked, plan.thinking, self._max_model_len]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        return cache_dir("references") / f"{digest}.json"
+
+
+# What a setting may do when it differs from the run that is the reference: severity, and the words of the finding.
+_SETTINGS: Mapping[str, tuple[Severity, str]] = {
+    "model": (Severity.WARNING, "another model, or another name for it: what is compared may not be the same weights"),
+    "server": (Severity.INFO, "another engine has other kernels: numbers differ in rounding, and speed in all"),
+    "version": (Severity.INFO, "kernels, defaults and parsers change between versions"),
+    "dtype": (Severity.WARNING, "weights in another number format change every output a little"),
+    "quantization": (Severity.WARNING, "weights with fewer bits lose accuracy, first in exact answers and rare words"),
+    "kv_cache_dtype": (
+        Severity.WARNING,
+        "a KV cache with fewer bits loses accuracy that prose hides: look at tool calls, doubled words and long contexts, "
+        "and measure it with `assay kv eval`",
+    ),
+    "max_model_len": (Severity.INFO, "other lengths of needles and depths are asked, and longer texts may be cut"),
+    "block_size": (Severity.INFO, "another layout of the KV cache takes other kernels"),
+    "enable_prefix_caching": (Severity.INFO, "later turns read what earlier requests left in the cache"),
+    "sliding_window": (Severity.WARNING, "tokens before the window are not seen"),
+    "sampling": (Severity.WARNING, "other sampling fields reach the model: texts are drawn from another distribution"),
+    "thinking": (Severity.WARNING, "the chat template asks for reasoning on one side only"),
+    "token_budget": (Severity.INFO, "answers are cut at other lengths"),
+}  # fmt: skip
+
+
+def settings_of(subject: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that may change its texts, as the server reports them and the plan asked for them."""
+    server = subject.get("server") or {}
+    root = subject.get("model_root") or subject.get("model")
+    sent = subject.get("sent") or {}
+    found = {
+        "model": str(root).rstrip("/").rpartition("/")[2] if root else None,
+        "server": server.get("kind"),
+        "max_model_len": subject.get("max_model_len"),
+        "sampling": {route: fields.get("neutral") for route, fields in sent.items()} or None,
+        **{name: server.get(name) for name in ("version", "dtype", "quantization", "kv_cache_dtype")},
+        **{name: server.get(name) for name in ("block_size", "enable_prefix_caching", "sliding_window")},
+        **{name: plan.get(name) for name in ("thinking", "token_budget")},
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def changed_settings(now: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """A finding for every setting that both runs report and that differs."""
+    return tuple(
+        Finding(
+            id="server.setting_changed",
+            severity=severity,
+            title=f"{name} is {_shown(now[name])} and was {_shown(before[name])} in the reference: {effect}",
+            evidence={"setting": name, "now": now[name], "reference": before[name]},
+        )
+        for name, (severity, effect) in _SETTINGS.items()
+        if name in now and name in before and now[name] != before[name]
+    )
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)

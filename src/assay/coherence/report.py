@@ -7,12 +7,31 @@ from statistics import fmean
 from typing import Any
 
 from assay.coherence.diagnosis import Judgement, Subject, diagnose, rollback_command
-from assay.coherence.measure import Plan, aggregate_tokens_per_s, summary
-from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample
+from assay.coherence.measure import aggregate_tokens_per_s, summary
+from assay.coherence.plan import Plan, span
+from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample, ToolLevel
+from assay.coherence.rules import Ruling, interval_json
+from assay.coherence.tools import paired
 from assay.stats.intervals import wilson
-from assay.verdict import Block, Chart, Metric, Point, Quote, Report, Series, Table, jsonable
+from assay.verdict import (
+    Block,
+    Chart,
+    Finding,
+    Metric,
+    Point,
+    Quote,
+    Report,
+    Series,
+    Severity,
+    Table,
+    Verdict,
+    jsonable,
+)
 
-_STATE_WORDS = {"good": "ok", "bad": "fail", "unclear": "unclear"}
+_STATE_WORDS = {"good": "ok", "bad": "fail", "unclear": "unclear", "not_examined": "not examined"}
+_STATE_ORDER = ("bad", "unclear", "good", "not_examined")
+_CELL = 62
+"""Characters of a cell on the first screen; the whole sentence stands with the details."""
 
 
 def build_report(
@@ -21,8 +40,13 @@ def build_report(
     record: CheckRecord,
     reference: Reference | None,
     judgement: Judgement,
+    times: Mapping[str, Any],
+    changed: Sequence[Finding] = (),
 ) -> Report:
-    """Put record, reference and judgement together into the report of `assay check`."""
+    """Put record, reference and judgement together into the report of `assay check`.
+
+    `times` says what the run took and left out; `changed` holds a finding for each setting that differs from the reference's.
+    """
     server = subject.get("server") or {}
     known = Subject(
         model=str(subject.get("model_root") or subject.get("model")),
@@ -30,14 +54,51 @@ def build_report(
         max_model_len=subject.get("max_model_len"),
         kind=server.get("kind"),
     )
+    results = results_json(record, plan, reference, judgement)
     return Report(
         command="check",
         verdict=judgement.verdict,
         subject=subject,
-        findings=diagnose(judgement, record, known),
-        results=results_json(record, plan, reference, judgement) | {"rollback": rollback_command(known)},
+        findings=(*diagnose(judgement, record, known), *changed, *_left_out(times)),
+        results=results | {"time": dict(times), "rollback": rollback_command(known)},
         headline=_headline(record, reference, judgement),
-        blocks=_blocks(record, reference, judgement),
+        blocks=_blocks(record, reference, judgement, times),
+        summary=_summary(record, reference, judgement),
+    )
+
+
+def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgement) -> str:
+    """The sentence of a pass: what holds, and what was not examined."""
+    if judgement.verdict is not Verdict.PASS:
+        return ""
+    suite = sum(len(level.answers) for level in record.tools)
+    what = (
+        f"{len(record.samples)} texts are sane" if record.samples else f"{suite} tool calls and objects hold"
+    )
+    against = ", as those of the reference" if reference else ""
+    names = ", ".join(_words(r.rule) for r in judgement.rulings if r.state == "not_examined")
+    return f"{what}{against}; not examined: {names}." if names else f"{what}{against}."
+
+
+def _words(rule: str) -> str:
+    return rule.replace("_", " ")
+
+
+def _left_out(times: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """What a budget left out, and what the verdict can therefore not say."""
+    left = [item for item in times["left_out"] if "budget" in item["why"]]
+    if not left:
+        return ()
+    unknown = "; ".join(dict.fromkeys(item["unknown"] for item in left))
+    return (
+        Finding(
+            id="coherence.left_out",
+            severity=Severity.INFO,
+            title=f"the budget of {span(times['budget_s'])} left out {', '.join(item['stage'] for item in left)}",
+            detail=f"The verdict does not say, or only coarsely: {unknown}.",
+            evidence={"stages": [item["stage"] for item in left]},
+            remedies=("give it more time: --budget MINUTES",),
+        ),
     )
 
 
@@ -53,6 +114,10 @@ def results_json(
     results["rules"] = [
         {"rule": ruling.rule, "state": ruling.state, "says": ruling.says} for ruling in judgement.rulings
     ]
+    theirs = reference.record.tools[0] if reference and reference.record.tools else None
+    for level, out in zip(record.tools, results["tools"], strict=True):
+        out["reference"] = theirs.count("right") if theirs else None
+        out["p_value"] = paired(level, theirs)[2] if theirs else None
     results["plan"] = plan.facts()
     results["sampling"] = {"temperature": 0.7, "top_p": 0.9, "penalties": "neutral", "greedy_samples": 1}
     if reference is not None:
@@ -80,13 +145,28 @@ def record_json(record: CheckRecord) -> dict[str, Any]:
         "probes": [_probe_json(probe) for probe in record.probes],
         "throughput": throughput,
         "bits_per_byte": {
-            "mean": fmean([p.bits_per_byte for p in record.passages]) if record.passages else None,
+            "mean": _mean_bits(record),
             "skipped": record.passages_skipped,
             "unfinished": record.passages_failed,
             "passages": [jsonable(p) | {"bits_per_byte": p.bits_per_byte} for p in record.passages],
         },
         "counters": dict(record.counters),
+        "tools": [_level_json(level) for level in record.tools],
+        "tools_skipped": record.tools_skipped,
     }
+
+
+def _mean_bits(record: CheckRecord) -> float | None:
+    """Bits per byte of the fixed texts, each by itself."""
+    values = [p.bits_per_byte for p in record.passages if not p.depth]
+    return fmean(values) if values else None
+
+
+def _level_json(level: ToolLevel) -> dict[str, Any]:
+    counts = {name: level.count(name) for name in ("parsed", "schema_valid", "right")}
+    rates = {f"{name}_rate": interval_json(wilson(k, len(level.answers))) for name, k in counts.items()}
+    asked = {"concurrency": level.concurrency, "asked": len(level.answers), **counts}
+    return asked | rates | {"failed": level.failed, "error": level.error, "answers": jsonable(level.answers)}
 
 
 def _probe_json(probe: ProbeResult) -> dict[str, Any]:
@@ -98,7 +178,7 @@ def _probe_json(probe: ProbeResult) -> dict[str, Any]:
     out["samples"] = jsonable(probe.samples)
     if probe.samples:
         rate = wilson(sum(s.degenerate for s in probe.samples), len(probe.samples))
-        out["degenerate_rate"] = {"value": rate.value, "lo": rate.lo, "hi": rate.hi}
+        out["degenerate_rate"] = interval_json(rate)
     return out
 
 
@@ -112,7 +192,7 @@ def _compact(record: CheckRecord) -> dict[str, Any]:
             }
             for probe in record.probes
         },
-        "bits_per_byte": fmean([p.bits_per_byte for p in record.passages]) if record.passages else None,
+        "bits_per_byte": _mean_bits(record),
         "timed_degenerate": sum(text.degenerate for text in record.timed),
         "timed": len(record.timed),
     }
@@ -157,35 +237,77 @@ def _headline(record: CheckRecord, reference: Reference | None, judgement: Judge
                 note="95 % interval",
             )
         )
-    if record.passages:
-        bits = fmean([p.bits_per_byte for p in record.passages])
-        theirs = reference.record.passages if reference else ()
-        against = f", reference {fmean([p.bits_per_byte for p in theirs]):.3f}" if theirs else ""
+    if (bits := _mean_bits(record)) is not None:
+        theirs = _mean_bits(reference.record) if reference else None
+        against = "" if theirs is None else f", reference {theirs:.3f}"
         metrics.append(Metric("plain English", f"{bits:.3f} bits per byte{against}"))
     return tuple(metrics)
 
 
-def _blocks(record: CheckRecord, reference: Reference | None, judgement: Judgement) -> tuple[Block, ...]:
-    blocks: list[Block] = [_probe_table(record, reference)]
+def _blocks(
+    record: CheckRecord, reference: Reference | None, judgement: Judgement, times: Mapping[str, Any]
+) -> tuple[Block, ...]:
+    """The table that decides first; all else is detail."""
+    rulings = sorted(judgement.rulings, key=lambda ruling: _STATE_ORDER.index(ruling.state))
+    columns = ("rule", "state", "measured")
+    blocks: list[Block] = [_tools_table(record, reference)] if record.tools else []
     blocks.append(
         Table(
-            "Rules",
-            ("rule", "state", "measured"),
-            [(ruling.rule, _STATE_WORDS[ruling.state], ruling.says) for ruling in judgement.rulings],
+            "What decides",
+            columns,
+            [_short_row(r) for r in rulings if r.rule != "answers" or r.state == "bad"],
         )
     )
+    full = [(_words(r.rule), _STATE_WORDS[r.state], r.says) for r in rulings]
+    blocks.append(Table("All rules", columns, full, detail=True))
+    if record.probes:
+        blocks.append(_probe_table(record, reference))
     if any(probe.samples for probe in record.probes):
         blocks.append(_rate_chart(record, reference))
     if record.timed:
         blocks.append(_speed_table(record, judgement.throughput_valid))
-    elif reason := record.timed_skipped or record.timed_failed:
-        blocks.append(Table("Speed", ("not measured",), [(reason,)]))
     if record.passages:
         blocks.append(_bits_chart(record, reference))
-    elif reason := record.passages_skipped or record.passages_failed:
-        blocks.append(Table("Fixed texts", ("not scored",), [(reason,)]))
+    blocks.append(_time_table(times))
     blocks += _quotes(record)
     return tuple(blocks)
+
+
+def _short_row(ruling: Ruling) -> tuple[str, str, str]:
+    says = ruling.says if len(ruling.says) <= _CELL else f"{ruling.says[: _CELL - 1]}…"
+    return _words(ruling.rule), _STATE_WORDS[ruling.state], says
+
+
+def _tools_table(record: CheckRecord, reference: Reference | None) -> Table:
+    theirs = reference.record.tools[0] if reference and reference.record.tools else None
+    rows = []
+    for level in record.tools:
+        n = len(level.answers)
+        rate = wilson(level.count("right"), n)
+        counts = (f"{level.count(name)}" for name in ("parsed", "schema_valid", "right"))
+        row = (str(level.concurrency), str(n), *counts, f"{rate.lo:.0%} to {rate.hi:.0%}")
+        pair = (f"{theirs.count('right')}", f"{paired(level, theirs)[2]:.3f}") if theirs else ("", "")
+        rows.append((*row, *pair))
+    return Table(
+        "Tool calls and JSON objects by requests at once",
+        ("at once", "asked", "parsed", "valid", "right", "95 % interval", "reference right", "p"),
+        rows,
+        numeric=frozenset(range(8)),
+        note="p: McNemar's exact test (mid-p) of right answers against the reference's" if theirs else "",
+    )
+
+
+def _time_table(times: Mapping[str, Any]) -> Table:
+    rows = [
+        (name, f"{seconds:.1f}", _seconds(times["expected_s"].get(name)))
+        for name, seconds in times["stages_s"].items()
+    ]
+    rows += [(item["stage"], "", f"left out: {item['why']}") for item in times["left_out"]]
+    return Table("Time", ("stage", "seconds", "expected"), rows, numeric=frozenset({1}), detail=True)
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"
 
 
 def _probe_table(record: CheckRecord, reference: Reference | None) -> Table:
@@ -223,7 +345,7 @@ def _probe_table(record: CheckRecord, reference: Reference | None) -> Table:
         columns.pop()
         rows = [row[:-1] for row in rows]
     return Table(
-        "Probes", columns, rows, numeric=frozenset({1, 2, 3, 4, 5, 6}),
+        "Probes", columns, rows, numeric=frozenset({1, 2, 3, 4, 5, 6}), detail=True,
         note="onset: median character at which degenerate texts went wrong; right: answer checks passed",
     )  # fmt: skip
 
@@ -269,7 +391,12 @@ def _speed_table(record: CheckRecord, valid: bool) -> Table:
     )
     title = "Speed" if valid else "Speed (invalid: the text that was timed, or the server, is not coherent)"
     return Table(
-        title, ("figure", "median", "min", "max", "unit"), rows, numeric=frozenset({1, 2, 3}), note=note
+        title,
+        ("figure", "median", "min", "max", "unit"),
+        rows,
+        numeric=frozenset({1, 2, 3}),
+        note=note,
+        detail=True,
     )
 
 
