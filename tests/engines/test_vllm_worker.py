@@ -1,8 +1,9 @@
-"""The worker and its other side without vLLM: what a line may ask for, and what a dead or missing worker becomes."""
+"""The worker and its other side without vLLM: what a call may ask for, and what a dead or missing worker becomes."""
 
 from __future__ import annotations
 
-import json
+import io
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,92 +14,100 @@ torch = pytest.importorskip("torch")
 
 from vllm_stand_in import VOCAB, Engine, install
 
-from assay.engines.scoring import (
-    Head,
-    HookSpec,
-    ScoreJob,
-    ScoringPath,
-    StateRows,
-    Window,
-)
-from assay.engines.vllm import worker as wire
+from assay.engines.scoring import Head, HookSpec, ScoreJob, ScoringPath, StateRows, Window
 from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.start import VllmSpec
-from assay.engines.vllm.worker import (
-    RemoteCore,
-    Session,
-    answer,
-)
-from assay.errors import AssayError
+from assay.engines.vllm.worker import RemoteCore, Session, send
+from assay.errors import AssayError, UsageError
 
 WINDOWS = [Window(3, tuple(range(12))), Window(8, tuple(range(12, 24)))]
 JOB = ScoreJob(ScoringPath.CHUNKED, scored_from=4, chunk=3, batch=2, hook=HookSpec("a.b:c", {"x": 1}))
 
 
-def test_jobs_windows_and_heads_survive_the_way(tmp_path: Path) -> None:
-    assert wire.job_from_json(json.loads(json.dumps(wire.job_to_json(JOB)))) == JOB
-    assert wire.windows_from_json(json.loads(json.dumps(wire.windows_to_json(WINDOWS)))) == WINDOWS
+def sent(value: Any) -> Any:
+    """What comes out of a pipe at the other end."""
+    pipe = io.BytesIO()
+    send(value, pipe)
+    pipe.seek(0)
+    return pickle.load(pipe)
+
+
+def test_jobs_windows_and_heads_survive_the_way() -> None:
+    assert sent((JOB, WINDOWS)) == (JOB, WINDOWS)
     head = Head(
         torch.randn(9, 4, dtype=torch.bfloat16), torch.randn(9, dtype=torch.bfloat16), softcap=3.0, scale=0.5
     )
-    rest = wire.save_head(tmp_path / "head", head)
-    read = wire.load_head(tmp_path / "head", json.loads(json.dumps(rest)))
-    states = torch.randn(5, 4, dtype=torch.bfloat16)
+    read, states = sent(head), torch.randn(5, 4, dtype=torch.bfloat16)
     assert torch.equal(read.logits(states), head.logits(states))
-    assert not (tmp_path / "head").exists()
 
 
-class Line:
-    """Asks a session line by line, as the other side does."""
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int64", "bool", "float8_e4m3fn"])
+def test_tensors_of_every_type_and_shape_survive_the_way(dtype: str, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 2, (*shape, 2)).to(getattr(torch, dtype))[..., 0]  # a view, not contiguous
+    found = sent({"a": [tensor]})["a"][0]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(found.float(), tensor.float())
+
+
+class There:
+    """A session as the other side sees it, through a pipe both ways."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
 
-    def __call__(self, call: str, **request: Any) -> Any:
-        return json.loads(json.dumps(answer(self.session, json.dumps({"call": call, **request}))))
+    def __call__(self, call: str, *arguments: Any) -> Any:
+        well, found = sent(self.session.answer(*sent((call, *arguments))))
+        if not well:
+            raise RemoteCore._error(_Quiet(), *found)
+        return found
+
+
+class _Quiet(RemoteCore):
+    def __init__(self) -> None:
+        self._log = Path("there is none")
 
 
 @pytest.fixture
-def line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Line:
+def remote(monkeypatch: pytest.MonkeyPatch) -> RemoteCore:
+    """The other side of a session with the stand-in engine."""
     install(monkeypatch)
     session = Session()
-    session._core, session._folder = VllmCore(VllmSpec("toy"), Engine()), tmp_path
-    return Line(session)
+    session.core = VllmCore(VllmSpec("toy"), Engine())
+    core = _Quiet()
+    core._heads = []
+    monkeypatch.setattr(core, "_call", There(session))
+    return core
 
 
-def test_a_session_scores_and_reduces_through_files(line: Line, tmp_path: Path) -> None:
-    job = ScoreJob(scored_from=4, batch=2)
-    assert line("begin", job=wire.job_to_json(job), length=12) == {"result": None}
-    names = line("score", windows=wire.windows_to_json(WINDOWS))["result"]
-    states = [wire.load_tensors(tmp_path / name)["states"] for name in names]
+def test_a_session_scores_and_reduces(remote: RemoteCore) -> None:
+    assert remote.begin(ScoreJob(scored_from=4, batch=2), 12) == 2
+    states = remote.score(WINDOWS)
     assert [s.shape for s in states] == [(8, 8)] * 2
-    found = line("head")["result"]
-    head = wire.load_head(tmp_path / found["file"], found["rest"], keep=True)
-    assert head.vocab_size == VOCAB
-    for i, values in enumerate(states):
-        wire.save_tensors(tmp_path / f"r{i}", {"states": values})
-    names = line(
-        "reduce",
-        windows=wire.windows_to_json(WINDOWS),
-        files=["r0", "r1"],
-        head=found["file"],
-        rest=found["rest"],
-        first=4,
-        target="assay.fidelity.metrics:batch_statistics",
-    )["result"]
-    for name in names:
-        assert float(wire.load_tensors(tmp_path / name)["kl"].abs().max()) < 1e-9
-    engagement = wire.engagement_from_json(line("end")["result"])
+    assert remote.head.vocab_size == VOCAB
+    references = [StateRows(w, 4, s, remote.head) for w, s in zip(WINDOWS, states, strict=True)]
+    for _ in range(2):  # the head goes there once
+        for found in remote.reduce(WINDOWS, references, "assay.fidelity.metrics:batch_statistics"):
+            assert float(found["kl"].abs().max()) < 1e-9
+    assert len(remote._heads) == 1
+    engagement = remote.end()
     assert (engagement.bytes_read, engagement.fires) == (0, None)
-    assert StateRows(WINDOWS[0], 4, states[0], head).logits(0, 1).shape == (1, VOCAB)
+    assert references[0].logits(0, 1).shape == (1, VOCAB)
 
 
-def test_no_error_escapes_a_session(line: Line) -> None:
-    assert "unknown call" in line("explode")["error"]["message"]
-    assert line("score", windows=wire.windows_to_json(WINDOWS))["error"]["kind"] == "bug"
-    error = line("begin", job=wire.job_to_json(ScoreJob()), length=10_000)["error"]
-    assert (error["kind"], error["finding_id"]) == ("UsageError", "fidelity.usage")
-    assert answer(Session(), "no json")["error"]["kind"] == "bug"
+def test_no_error_escapes_a_session(remote: RemoteCore) -> None:
+    with pytest.raises(AssayError, match="failed in its worker: AttributeError"):
+        remote._call("explode")
+    with pytest.raises(AssayError, match=r"failed in its worker: RuntimeError: score\(\) before begin"):
+        remote.score(WINDOWS)
+    with pytest.raises(UsageError, match="do not fit into max_model_len") as caught:
+        remote.begin(ScoreJob(), 10_000)
+    assert caught.value.finding_id == "fidelity.usage"
+
+
+def test_as_many_windows_run_together_as_there_is_room_for(remote: RemoteCore) -> None:
+    assert remote.begin(ScoreJob(batch=0), 12) == 64
+    assert remote.begin(ScoreJob(batch=0), 500) == 4096 // 512
 
 
 @pytest.mark.skipif("vllm" in sys.modules, reason="this Python has vLLM")

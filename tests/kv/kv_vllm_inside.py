@@ -15,12 +15,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
 from assay.engines.vllm.hooks import Rewrite
 from assay.engines.vllm.scorer import VllmScorer
-from assay.engines.vllm.worker import save_tensors
 from assay.fidelity.metrics import window_statistics
 from assay.lab.kv.accounting import measured_bytes, stream_facts
 from assay.lab.kv.codec import Samples, Site
@@ -144,7 +143,7 @@ def measure(checkpoint: str, out: Path, calibration: str) -> dict[str, Any]:
         list(engine.score_windows(windows[:2], ScoreJob(asked.path, asked.scored_from, batch=2, hook=hook)))
         found[f"cache {codec}"] = dict(Peek.found)
     captured, cache = capture_in_vllm(engine, windows, tokens=COUNT * 20, batch=COUNT)
-    save_tensors(out, captured)
+    save_file({name: t.contiguous() for name, t in captured.items()}, out)
     found["cache"] = cache
     engine.close()
     return found

@@ -16,7 +16,7 @@ from assay.plugins import get, names
 # prefix: `module:class` with a `load(spec)`.
 SCORERS = {
     "hf:": "assay.engines.hf.scorer:HfScorer",
-    "vllm:": "assay.engines.vllm:VllmScorer",
+    "vllm:": "assay.engines.vllm.scorer:VllmScorer",
     "gguf:": "assay.engines.gguf:GgufScorer",
 }
 

@@ -10,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from assay.engines.base import setup_facts
 from assay.engines.hf.spec import tokenizer_facts
+from assay.engines.machine import Batches, memory_error, out_of_memory
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -30,13 +34,6 @@ from assay.engines.vllm.hooks import WINDOW, KvHooks, Steps
 from assay.engines.vllm.start import VllmSpec, reason_of, start_llm
 from assay.engines.vllm.steps import Fed, RowLedger, WindowPlan, batch_size, cache_reads, plan_window
 from assay.errors import AssayError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-
-# -----------------------------------------------------------------------------
-# The output head of a model of vLLM, and the check that it gives the engine's own logits.
 
 _PLAIN = frozenset({"UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"})
 
@@ -64,8 +61,6 @@ def output_head(model: Any) -> Head:
 
 def check_head(model: Any, head: Head, states: torch.Tensor) -> None:
     """Compare the head with the engine's own logits on some states [n, d]; AssayError where they differ."""
-    import torch
-
     own = model.compute_logits(states).float()
     rebuilt = head.logits(states)
     finite = torch.isfinite(own)
@@ -90,9 +85,9 @@ def _no_head(model: Any, why: str) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
-
 _CHECKED_ROWS = 16
+_AT_ONCE = 64
+"""Windows that run together where nobody says how many: more make no GPU faster, and their states need room too."""
 
 
 class VllmCore:
@@ -106,6 +101,7 @@ class VllmCore:
         self._hooks: KvHooks | None = None
         self._head_checked = False
         self._bytes_read = 0.0
+        self._batches: Batches | None = None
         self.cache = self._call("assay_cache_facts")
         self._run = 0
 
@@ -129,7 +125,6 @@ class VllmCore:
 
     def facts(self) -> dict[str, Any]:
         """Versions, model, number formats and cache as the engine has them."""
-        import torch
         import vllm
 
         config = self._llm.llm_engine.vllm_config
@@ -153,8 +148,8 @@ class VllmCore:
             "setup": setup_facts(model.hf_text_config),
         }
 
-    def begin(self, job: ScoreJob, length: int) -> None:
-        """Get ready for windows of `length` tokens; puts the hook of the job in place."""
+    def begin(self, job: ScoreJob, length: int) -> int:
+        """Get ready for windows of `length` tokens, with the hook of the job in place; how many of them run together."""
         longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         if length > longest:
             raise self._too_little_room(length, longest)
@@ -169,6 +164,19 @@ class VllmCore:
                 eager=self.spec.enforce_eager,
                 steps=Steps(self._call("assay_runner"), prefix),
             )
+        return job.batch or max(1, min(_AT_ONCE, self._room(_AT_ONCE, plan_window(length, job), length)))
+
+    def _room(self, wanted: int, plan: WindowPlan, length: int) -> int:
+        """How many of `wanted` windows the engine has room for."""
+        return batch_size(
+            wanted,
+            plan,
+            length,
+            step_tokens=self.spec.batched_tokens,
+            sequences=self.spec.max_num_seqs,
+            cache_tokens=self.cache["cache_tokens"],
+            block=self.cache["block_size"],
+        )
 
     def end(self) -> Engagement:
         """Take the hook off; what took part since `begin`."""
@@ -180,7 +188,9 @@ class VllmCore:
 
     def engagement(self) -> Engagement:
         """Cache bytes that attention has read since `begin`, and what the hook counted."""
-        notes = {"kv_bytes_per_token": self.cache["bytes_per_token"]}
+        notes: dict[str, Any] = {"kv_bytes_per_token": self.cache["bytes_per_token"]}
+        if self._batches and self._batches.size < self._batches.asked:
+            notes["batch"] = self._batches.note()
         if self._hooks:
             counted = self._hooks.engagement()
             return Engagement(
@@ -197,32 +207,25 @@ class VllmCore:
             raise RuntimeError("score() before begin()")
         job, length = self._job, len(windows[0].tokens)
         plan = plan_window(length, job)
-        batch = batch_size(
-            len(windows),
-            plan,
-            length,
-            step_tokens=self.spec.batched_tokens,
-            sequences=self.spec.max_num_seqs,
-            cache_tokens=self.cache["cache_tokens"],
-            block=self.cache["block_size"],
-        )
+        batch = self._room(len(windows), plan, length)
         if not batch:
             raise self._too_long(plan, length)
-        states: list[torch.Tensor] = []
-        while len(states) < len(windows):
-            part = windows[len(states) : len(states) + batch]
+
+        def states_of(part: Sequence[Window]) -> list[torch.Tensor]:
             try:
-                states += self._score_batch(part, job, plan)
+                return self._score_batch(part, job, plan)
             except RuntimeError as error:
-                if not _out_of_memory(error) or len(part) == 1:
-                    raise _failed(error) from error
-                batch = max(1, len(part) // 2)
-        return states
+                if out_of_memory(error):
+                    raise
+                raise _failed(error) from error
+
+        def too_large(window: Window) -> AssayError:
+            return memory_error(f"a single window of {length:,} tokens", self.head.weight.device)
+
+        self._batches = self._batches.again(batch) if self._batches else Batches(batch)
+        return [states for _, states in self._batches.run(windows, states_of, too_large)]
 
     def _score_batch(self, windows: Sequence[Window], job: ScoreJob, plan: WindowPlan) -> list[torch.Tensor]:
-        import numpy as np
-        import torch
-
         self._run += 1
         keys = {self._run * 1_000_000 + i: np.asarray(w.tokens, np.int32) for i, w in enumerate(windows)}
         ledger = RowLedger(keys, job.scored_from - 1, plan.blocks)
@@ -284,8 +287,6 @@ class VllmCore:
 
     def _recover(self) -> None:
         """Drop what is left of a batch that failed half-way."""
-        import torch
-
         if self._hooks:
             self._hooks.discard()
         engine = self._llm.llm_engine
@@ -378,12 +379,6 @@ def _steps(output: Any) -> list[GreedyStep]:
         runner_up = max((key for key in values if key != token), key=lambda key: values[key])
         steps.append(GreedyStep(int(token), runner_up, values[token], values[runner_up]))
     return steps
-
-
-def _out_of_memory(error: RuntimeError) -> bool:
-    import torch
-
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _failed(error: BaseException) -> AssayError:

@@ -1,8 +1,9 @@
-"""Hooks on keys and values inside vLLM's attention: between projection and RoPE, or after RoPE.
+"""What assay puts into vLLM while it runs: a watch on the states of its steps, and hooks on keys and values in its attention.
 
-Works for models whose attention is written as Llama's: `rotary_emb(positions, q, k)`, then `attn(q, k, v)` (Llama,
-Qwen2, Qwen3 and what vLLM derives from them). What the hook returns is what attention uses and what goes into the
-KV cache, so later tokens read it.
+Hooks sit between projection and RoPE, or after RoPE, in models whose attention is written as Llama's: `rotary_emb(positions,
+q, k)`, then `attn(q, k, v)` (Llama, Qwen2, Qwen3 and what vLLM derives from them). What a hook returns is what attention uses
+and what goes into the KV cache, so later tokens read it. Nothing of vLLM is changed on disk; what is put around a method of
+the running model runner is taken off again.
 """
 
 from __future__ import annotations
@@ -13,56 +14,61 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from assay.engines.scoring import Engagement, HookSpec, load_hook
 from assay.engines.vllm.steps import Fed
 from assay.errors import AssayError, UsageError
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-
-
-# -----------------------------------------------------------------------------
-# What assay adds to vLLM's worker (`worker_extension_cls`): states of every step, the head, hooks on K and V.
-#
-# Nothing of vLLM is changed on disk; what is put around a method of the running model runner is taken off again.
-
 WINDOW = "assay_window"
 """Key of `SamplingParams.extra_args`: the window that a request scores."""
 
-OnStep = Callable[[list[Fed], "torch.Tensor"], None]
+OnStep = Callable[[list[Fed], torch.Tensor], None]
 """Called after each step with what every request of the batch was fed, in order, and the final states [tokens, d]."""
 
 
+def around_steps(runner: Any, step: Callable[[Callable[[], Any], Any], Any]) -> Callable[[], None]:
+    """Have `step(run, scheduler_output)` run every step of a model runner from now on; returns what undoes it."""
+    before, inner = runner.__dict__.get("execute_model"), runner.execute_model
+
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        return step(lambda: inner(scheduler_output, *args, **kwargs), scheduler_output)
+
+    runner.execute_model = execute_model
+
+    def undo() -> None:
+        runner.__dict__.pop("execute_model", None)
+        if before is not None:
+            runner.execute_model = before
+
+    return undo
+
+
 class ScoringExtension:
-    """Methods for `collective_rpc`. Names begin with `assay_`, as vLLM refuses a name that its worker has."""
+    """What vLLM's worker gets (`worker_extension_cls`): methods for `collective_rpc`. Names begin with `assay_`, as vLLM refuses a name that its worker has."""
 
     model_runner: Any
-    _before_watch: Any = None
+    _unwatch: Callable[[], None]
 
     def assay_watch(self, on_step: OnStep) -> None:
         """Hand the states of every step to `on_step`, until `assay_unwatch`."""
         runner = self.model_runner
-        self._before_watch = runner.__dict__.get("execute_model")
-        inner = runner.execute_model
 
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            output = inner(scheduler_output, *args, **kwargs)
-            state = runner.execute_model_state
-            if state is not None:
-                on_step(_fed(runner, scheduler_output), state.hidden_states)
+        def step(run: Callable[[], Any], scheduled: Any) -> Any:
+            output = run()
+            if runner.execute_model_state is not None:
+                on_step(_fed(runner, scheduled), runner.execute_model_state.hidden_states)
             return output
 
-        runner.execute_model = execute_model
+        self._unwatch = around_steps(runner, step)
 
     def assay_unwatch(self) -> None:
         """Take the watch off again; what was around the method before it stays."""
-        self.model_runner.__dict__.pop("execute_model", None)
-        if self._before_watch is not None:
-            self.model_runner.execute_model = self._before_watch
+        self._unwatch()
 
     def assay_reset(self) -> None:
         """Forget a step that failed between the model and the sampler."""
@@ -115,14 +121,6 @@ def _allocated(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-# -----------------------------------------------------------------------------
-# What a hook may know of the step that runs: whose rows are whose, and where earlier tokens lie in the paged cache.
-#
-# vLLM packs the requests of a step one after the other, in the order of its batch. K and V of a token lie in a slot: block
-# `table[request][position // size]`, place `position % size`. Slots are written through the attention backend's own
-# function, so that the layout and number format of the cache stay its business.
-
-
 @dataclass(frozen=True)
 class Request:
     """What one request has in a step: rows `offset` … of the packed tensors are its tokens `start` … `end` − 1.
@@ -155,7 +153,12 @@ class Rewrite:
 
 
 class Steps:
-    """Follows the steps of a model runner while they run. Between `watch` and `unwatch` it is around its forward."""
+    """Follows the steps of a model runner: whose rows are whose, and where earlier tokens lie in the paged cache.
+
+    vLLM packs the requests of a step one after the other, in the order of its batch. K and V of a token lie in a slot: block
+    `table[request][position // size]`, place `position % size`. Slots are written through the attention backend's own
+    function, so that the layout and number format of the cache stay its business.
+    """
 
     def __init__(self, runner: Any, prefix: int | None) -> None:
         """`prefix` is that of every request, None for each its prompt."""
@@ -172,29 +175,19 @@ class Steps:
 
     def watch(self, after: Callable[[], None] = lambda: None) -> Callable[[], None]:
         """Follow every step from now on; `after` is called when one is done. Returns what undoes it."""
-        runner = self._runner
-        before = runner.__dict__.get("execute_model")
-        inner = runner.execute_model
 
-        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        def step(run: Callable[[], Any], scheduler_output: Any) -> Any:
             self._scheduled, self._requests = scheduler_output.num_scheduled_tokens, None
             self._checked = False
             try:
-                output = inner(scheduler_output, *args, **kwargs)
+                output = run()
                 if self._scheduled:
                     after()
                 return output
             finally:
                 self._scheduled = self._requests = None
 
-        runner.execute_model = execute_model
-
-        def undo() -> None:
-            runner.__dict__.pop("execute_model", None)
-            if before is not None:
-                runner.execute_model = before
-
-        return undo
+        return around_steps(self._runner, step)
 
     @property
     def requests(self) -> tuple[Request, ...] | None:
@@ -222,8 +215,6 @@ class Steps:
 
     def check(self, positions: torch.Tensor) -> None:
         """Hold the positions [tokens] that the model was given against the requests, once a step."""
-        import numpy as np
-
         requests = self.requests
         if self._checked or requests is None:
             return
@@ -243,8 +234,6 @@ class Steps:
 
     def rewrite(self, attention: Any, changes: Sequence[Rewrite]) -> None:
         """Put K and V into the slots of earlier tokens of one layer's cache."""
-        import torch
-
         update = getattr(attention.impl, "do_kv_cache_update", None)
         if update is None:
             raise AssayError(
@@ -260,8 +249,6 @@ class Steps:
         update(attention, keys, values, cache[0] if isinstance(cache, list | tuple) else cache, slots)
 
     def _slots(self, layer_name: str, changes: Sequence[Rewrite]) -> NDArray[np.int64]:
-        import numpy as np
-
         groups = self._runner.kv_cache_config.kv_cache_groups
         number = next(i for i, group in enumerate(groups) if layer_name in group.layer_names)
         table = self._runner.input_batch.block_table[number]
@@ -276,8 +263,6 @@ class Steps:
             )
         return np.concatenate(found)
 
-
-# -----------------------------------------------------------------------------
 
 ARCHITECTURES = frozenset({"LlamaAttention", "Qwen2Attention", "Qwen3Attention"})
 """Names of the attention classes that have been read; a subclass of one counts by its own name or its parents'."""
@@ -321,8 +306,6 @@ class HookContext:
 
     def rewrite(self, layer: int, changes: Sequence[Rewrite], *, rotate: bool) -> None:
         """Replace K and V of earlier tokens in the cache of a layer; with `rotate` K is given before RoPE."""
-        import torch
-
         turned = list(changes)
         if rotate and changes:
             keys = torch.cat([change.k for change in changes])
@@ -505,7 +488,6 @@ def _refused(what: str, remedy: str) -> AssayError:
     return AssayError(what, finding_id="fidelity.hook_missing", remedy=remedy)
 
 
-# -----------------------------------------------------------------------------
 # Entry point `vllm.general_plugins`: puts a hook on keys and values into a vLLM that serves.
 #
 # vLLM calls `register` in each of its processes, sometimes more than once. Without the environment variable

@@ -1,4 +1,4 @@
-"""vLLM as a scoring engine."""
+"""vLLM as a scoring engine, wherever it runs: in this process, or in a worker with another Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
+
+import torch
 
 from assay.engines.scoring import (
     Engagement,
@@ -22,80 +24,19 @@ from assay.engines.scoring import (
     Window,
     check_windows,
 )
+from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.start import VllmSpec, parse_spec
+from assay.engines.vllm.worker import RemoteCore
 from assay.errors import AssayError
 from assay.runs import cache_dir
-
-if TYPE_CHECKING:
-    import torch
-
-    from assay.engines.scoring import Head
-
-
-# -----------------------------------------------------------------------------
-# Where vLLM runs: in this process, or in a worker with another Python.
 
 PYTHON = "ASSAY_VLLM_PYTHON"
 
 
-class Core(Protocol):
-    """An engine that scores, here or in a worker: see `assay.engines.vllm.core.VllmCore`."""
-
-    @property
-    def tokenizer(self) -> TokenizerFacts:
-        """The tokenizer's facts."""
-        ...
-
-    @property
-    def head(self) -> Head:
-        """The output head."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """What scores."""
-        ...
-
-    def begin(self, job: ScoreJob, length: int) -> None:
-        """Get ready for windows of `length` tokens."""
-        ...
-
-    def score(self, windows: Sequence[Window]) -> list[torch.Tensor]:
-        """Final states of each window."""
-        ...
-
-    def reduce(
-        self, windows: Sequence[Window], references: Sequence[StateRows], target: str
-    ) -> list[dict[str, torch.Tensor]]:
-        """Statistics of each window against reference states."""
-        ...
-
-    def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
-        """Greedy tokens after each prefix."""
-        ...
-
-    def engagement(self) -> Engagement:
-        """What took part since `begin`."""
-        ...
-
-    def end(self) -> Engagement:
-        """Take off what `begin` put in place; what took part."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
-
-
-def open_core(spec: VllmSpec) -> Core:
+def open_core(spec: VllmSpec) -> VllmCore | RemoteCore:
     """Start vLLM for `spec`; AssayError where there is none, or where it cannot load the model."""
     python = find_python(spec.python)
-    if python is None:
-        from assay.engines.vllm.core import VllmCore
-
-        return VllmCore.start(spec)
-    from assay.engines.vllm.worker import RemoteCore
-
-    return RemoteCore(spec, python)
+    return VllmCore.start(spec) if python is None else RemoteCore(spec, python)
 
 
 def find_python(named: str = "") -> Path | None:
@@ -131,13 +72,10 @@ def _checked(python: Path, source: str) -> Path:
     return python
 
 
-# -----------------------------------------------------------------------------
-
-
 class VllmScorer:
     """Scores windows with vLLM, whether it runs here or in a worker."""
 
-    def __init__(self, spec: VllmSpec, core: Core) -> None:
+    def __init__(self, spec: VllmSpec, core: VllmCore | RemoteCore) -> None:
         self.spec = spec
         self.core = core
         self._engagement = Engagement()
@@ -194,10 +132,10 @@ class VllmScorer:
 
     def _batches(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[Sequence[Window]]:
         """Batches of windows, with the job's hook in place; the engagement is booked as each is done."""
-        self.core.begin(job, check_windows(windows, job))
+        batch = self.core.begin(job, check_windows(windows, job))
         try:
-            for lo in range(0, len(windows), job.batch):
-                yield windows[lo : lo + job.batch]
+            for lo in range(0, len(windows), batch):
+                yield windows[lo : lo + batch]
                 self._engagement = self.core.engagement()
         except BaseException:
             with suppress(AssayError):  # what failed first is the reason

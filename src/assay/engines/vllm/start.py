@@ -13,7 +13,6 @@ from typing import Any
 from assay.engines.base import read_options
 from assay.errors import AssayError, UsageError
 
-# -----------------------------------------------------------------------------
 # How a model of vLLM is written: `vllm:MODEL?kv_cache_dtype=fp8&max_model_len=2048`.
 
 
@@ -151,7 +150,6 @@ def _usage(message: str, remedy: str) -> UsageError:
     return UsageError(message, remedy=remedy, finding_id="fidelity.usage")
 
 
-# -----------------------------------------------------------------------------
 # vLLM's TurboQuant caches on model runner V1, the one whose steps assay follows.
 #
 # vLLM 0.25's V1 asks a layer's backend for its cache as of type `auto` unless the layer's cache names a quantisation, which
@@ -209,8 +207,6 @@ def keep_boundary(kept: bool) -> None:
     get_boundary_skip_layers.assay_inner = inner  # type: ignore[attr-defined]
     Config.get_boundary_skip_layers = staticmethod(get_boundary_skip_layers)
 
-
-# -----------------------------------------------------------------------------
 
 # Read when vLLM is imported: one process, V1 runner, nothing sent home, stdout left to the caller.
 _SETTINGS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}

@@ -1,18 +1,22 @@
-"""Which tokens of a window each step feeds: what a scoring path means in the terms of a request to vLLM."""
+"""Which tokens of a window each step feeds, and which row of a step's states belongs to which of them.
+
+vLLM packs the requests of a step one after the other: request r of the batch has `count` rows, that of its tokens
+`start`, `start + 1`, … A window is scored only if every wanted row came exactly once, each step fed exactly the
+tokens that were planned, and the tokens fed were the window's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -73,14 +77,6 @@ def cache_reads(blocks: Sequence[tuple[int, int]]) -> int:
     return sum(lo for lo, _ in blocks)
 
 
-# -----------------------------------------------------------------------------
-# Which row of a step's states belongs to which window and position, with proof that each came once.
-#
-# vLLM packs the requests of a step one after the other: request r of the batch has `count` rows, that of its tokens
-# `start`, `start + 1`, … A window is scored only if every wanted row came exactly once, each step fed exactly the
-# tokens that were planned, and the tokens fed were the window's own.
-
-
 @dataclass(frozen=True)
 class Fed:
     """What one request had in one step: its window, the first position, the token ids that were fed."""
@@ -113,8 +109,6 @@ class RowLedger:
     _steps: dict[int, list[tuple[int, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        import numpy as np
-
         self._slots = {key: slot for slot, key in enumerate(self.windows)}
         self._seen = np.zeros((len(self.windows), self.rows), np.int32)
         self._steps = {key: [] for key in self.windows}
@@ -126,8 +120,6 @@ class RowLedger:
 
     def book(self, step: Sequence[Fed]) -> Moves:
         """Book one step, its requests in the order of the batch; AssayError for what was not asked for."""
-        import numpy as np
-
         source: list[NDArray[np.int64]] = []
         target: list[NDArray[np.int64]] = []
         offset = 0

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from safetensors.torch import load, save_file
+
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, Window
 from assay.engines.vllm.hooks import HookContext, Request, Rewrite
-from assay.engines.vllm.worker import load_tensors, save_tensors
 from assay.errors import AssayError
 from assay.lab.kv.accounting import NOTE, streams_note
 from assay.lab.kv.cache_hook import Mode, spread
@@ -312,7 +313,8 @@ class VllmCapture:
         """A batch went through; with the last one the file is written."""
         self._seen = len(self._sampler.positions)
         if self._seen == self._windows:
-            save_tensors(self._out, self._sampler.tensors(self._rotary, self._output))
+            tensors = self._sampler.tensors(self._rotary, self._output)
+            save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, self._out)
 
     def discard(self) -> None:
         """A batch failed half-way: what it left cannot be told from the rest."""
@@ -365,7 +367,7 @@ def capture_in_vllm(
         with progress("capturing keys, values and queries", len(windows)) as advance:
             for _ in engine.score_windows(windows, job):
                 advance()
-        return load_tensors(out), dict(engine.engagement().notes[NOTE]["cache"])
+        return load(out.read_bytes()), dict(engine.engagement().notes[NOTE]["cache"])
 
 
 def _rows(x: torch.Tensor, request: Request) -> torch.Tensor:
