@@ -144,7 +144,7 @@ def test_a_stream_that_only_stops_is_cut() -> None:
 def test_the_end_mark_without_a_finish_reason_is_an_end() -> None:
     assembler = StreamAssembler("stub", started=0.0)
     assembler.feed(*delta(1.0, content="x"))
-    assembler.done()
+    assembler.is_done = True
     assert assembler.reply(2.0).finish_reason is None
 
 

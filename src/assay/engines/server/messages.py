@@ -1,12 +1,13 @@
-"""A request as the JSON body that a server understands."""
+"""What goes to a server and comes back: a request as its JSON body, an answer, whole or streamed, as one `Reply`."""
 
 from __future__ import annotations
 
 import codecs
 import json
 import math
+import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -86,7 +87,7 @@ def body_of(request: Request, model: str, dialect: Dialect, *, stream: bool) -> 
         **dialect.neutral,
     }
     if request.messages is not None:
-        body["messages"] = messages_json(request.messages)
+        body["messages"] = [_message_json(message) for message in request.messages]
     else:
         body["prompt"] = request.prompt if isinstance(request.prompt, str) else list(request.prompt or ())
     if request.seed is not None and dialect.seed:
@@ -105,12 +106,8 @@ def body_of(request: Request, model: str, dialect: Dialect, *, stream: bool) -> 
     return body
 
 
-def messages_json(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages in the form of the OpenAI chat API."""
-    return [_message_json(message) for message in messages]
-
-
 def _message_json(message: Message) -> dict[str, Any]:
+    """A message in the form of the OpenAI chat API."""
     out: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         out["tool_calls"] = [
@@ -121,86 +118,50 @@ def _message_json(message: Message) -> dict[str, Any]:
             }
             for number, call in enumerate(message.tool_calls)
         ]
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        out["name"] = message.name
-    return out
-
-
-# -----------------------------------------------------------------------------
-# Server-sent events, parsed from bytes that may be cut anywhere (WHATWG HTML, section 9.2.6).
+    optional = {"tool_call_id": message.tool_call_id, "name": message.name}
+    return out | {name: value for name, value in optional.items() if value is not None}
 
 
 class SseParser:
-    """Turns pieces of a byte stream into the `data` of its events.
+    """Turns pieces of a byte stream into the `data` of its server-sent events (WHATWG HTML, section 9.2.6).
 
-    Lines end in LF, CRLF or CR; several `data:` lines of one event are joined by LF; comments and other fields are
-    skipped. The specification drops an event that the end of the stream cuts off; `close` returns it nevertheless,
-    since many servers leave out the last empty line.
+    The bytes may be cut anywhere. Lines end in LF, CRLF or CR; several `data:` lines of one event are joined by LF; comments
+    and other fields are skipped. The specification drops an event that the end of the stream cuts off; `close` returns it
+    nevertheless, since many servers leave out the last empty line.
     """
 
     def __init__(self) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("replace")
         self._text = ""
         self._data: list[str] = []
-        self._first = True
 
     def feed(self, piece: bytes) -> Iterator[str]:
         """The events that `piece` completes."""
-        self._text += self._decoder.decode(piece)
-        if self._first and self._text:
-            self._text = self._text.removeprefix("\ufeff")
-            self._first = False
-        yield from self._take_lines(final=False)
+        new = self._decoder.decode(piece)
+        whole = (
+            "\n" in new or "\r" in self._text[-1:] + new
+        )  # else a long line would be searched again with every piece
+        self._text += new
+        if whole:
+            # A CR at the very end may be half of a CRLF.
+            *lines, self._text = re.split(r"\r\n|\n|\r(?!\Z)", self._text)
+            yield from self._events(lines)
 
     def close(self) -> Iterator[str]:
         """The event, if any, that the end of the stream leaves open."""
-        self._text += self._decoder.decode(b"", final=True)
-        yield from self._take_lines(final=True)
-        yield from self._dispatch()
+        text, self._text = self._text + self._decoder.decode(b"", final=True), ""
+        yield from self._events([*re.split(r"\r\n|\n|\r", text), ""])
 
-    def _take_lines(self, final: bool) -> Iterator[str]:
-        text, start = self._text, 0
-        while True:
-            end, after = _line_end(text, start, final)
-            if end < 0:
-                break
-            yield from self._line(text[start:end])
-            start = after
-        self._text = text[start:]
-        if final and self._text:
-            rest, self._text = self._text, ""
-            yield from self._line(rest)
-
-    def _line(self, line: str) -> Iterator[str]:
-        if not line:
-            yield from self._dispatch()
-            return
-        name, _, value = line.partition(":")
-        if name == "data":
-            self._data.append(value.removeprefix(" "))
-
-    def _dispatch(self) -> Iterator[str]:
-        if self._data:
-            data, self._data = "\n".join(self._data), []
-            yield data
+    def _events(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name == "data":
+                self._data.append(value.removeprefix(" "))
+            elif not line and self._data:
+                data, self._data = "\n".join(self._data), []
+                yield data
 
 
-def _line_end(text: str, start: int, final: bool) -> tuple[int, int]:
-    """Where the line that begins at `start` ends, and where the next begins; (-1, start) if it is not complete.
-
-    A CR at the very end may be half of a CRLF, so it ends a line only when no more text can come.
-    """
-    lf, cr = text.find("\n", start), text.find("\r", start)
-    if cr >= 0 and (lf < 0 or cr < lf):
-        if cr + 1 < len(text):
-            return cr, cr + (2 if text[cr + 1] == "\n" else 1)
-        return (cr, cr + 1) if final else (-1, start)
-    return (lf, lf + 1) if lf >= 0 else (-1, start)
-
-
-# -----------------------------------------------------------------------------
 # Single values out of a server's JSON, whatever it put there.
 
 
@@ -273,8 +234,7 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
     return [n for n in map(as_number, values if isinstance(values, list) else []) if n is not None]
 
 
-# -----------------------------------------------------------------------------
-# Answers of both routes, whole or streamed, as one `Reply`.
+# Answers of both routes.
 
 
 def whole_reply(answer: Any, where: str) -> Reply:
@@ -287,19 +247,23 @@ def whole_reply(answer: Any, where: str) -> Reply:
     reasoning, reasoning_field = reasoning_of(message)
     usage = as_object(as_object(answer).get("usage"))
     calls = message.get("tool_calls")
-    stop = choice.get("stop_reason")
     return Reply(
         content=as_text(message.get("content")) if message else as_text(choice.get("text")),
         reasoning=reasoning,
         reasoning_field=reasoning_field,
         tool_calls=tuple(_call(as_object(c)) for c in calls) if isinstance(calls, list) else (),
         finish_reason=as_name(choice.get("finish_reason")),
-        stop_reason=stop if isinstance(stop, str | int) else None,
+        stop_reason=_stop_reason(choice),
         prompt_tokens=as_count(usage.get("prompt_tokens")),
         completion_tokens=as_count(usage.get("completion_tokens")),
         raw_usage=usage,
         token_logprobs=tuple(logprobs_of(choice)) or None,
     )
+
+
+def _stop_reason(choice: Mapping[str, Any]) -> str | int | None:
+    stop = choice.get("stop_reason")
+    return stop if isinstance(stop, str | int) else None
 
 
 def _call(call: Mapping[str, Any]) -> ToolCall:
@@ -311,13 +275,13 @@ def _call(call: Mapping[str, Any]) -> ToolCall:
     )
 
 
+@dataclass
 class _CallInProgress:
     """A tool call whose deltas still arrive."""
 
-    def __init__(self) -> None:
-        self.name = ""
-        self.arguments = ""
-        self.id: str | None = None
+    name: str = ""
+    arguments: str = ""
+    id: str | None = None
 
     def add(self, delta: Mapping[str, Any]) -> str:
         """Take one delta; returns the text that it added."""
@@ -332,6 +296,7 @@ class _CallInProgress:
         return added + arguments
 
 
+@dataclass
 class StreamAssembler:
     """Puts the chunks of one stream together and notes when its tokens arrived.
 
@@ -340,49 +305,40 @@ class StreamAssembler:
     running count the chunk with the finish reason is an arrival too, being the end-of-text token that usage counts.
     """
 
-    def __init__(self, where: str, started: float, on_text: OnText | None = None) -> None:
-        self._where = where
-        self._started = started
-        self._on_text = on_text
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._reasoning_field: str | None = None
-        self._calls: dict[int, _CallInProgress] = {}
-        self._logprobs: list[float] = []
-        self._usage: Mapping[str, Any] = {}
-        self._finish_reason: str | None = None
-        self._stop_reason: str | int | None = None
-        self._counted = 0
-        self._arrivals: list[float] = []
-        self._first_chunks = 0
-        self._first_counted = 0
-        self._first_text = ""
-        self.is_done = False
-        """Whether the server's end mark has come."""
-        self.chunks = 0
-        self.running_counts = False
-        """Whether the server counts tokens with every chunk."""
+    where: str
+    started: float
+    on_text: OnText | None = None
+    is_done: bool = False
+    """Whether the server's end mark has come."""
+    chunks: int = 0
+    running_counts: bool = False
+    """Whether the server counts tokens with every chunk."""
+    first_text: str = ""
+    """The text that had arrived with the first tokens."""
+    _content: list[str] = field(default_factory=list)
+    _reasoning: list[str] = field(default_factory=list)
+    _reasoning_field: str | None = None
+    _calls: dict[int, _CallInProgress] = field(default_factory=dict)
+    _logprobs: list[float] = field(default_factory=list)
+    _usage: Mapping[str, Any] = field(default_factory=dict)
+    _finish_reason: str | None = None
+    _stop_reason: str | int | None = None
+    _counted: int = 0
+    _arrivals: list[float] = field(default_factory=list)
+    _first_chunks: int = 0
+    _first_counted: int = 0
 
     @property
     def text(self) -> str:
         """All text so far, reasoning first."""
         return "".join(self._reasoning) + "".join(self._content)
 
-    @property
-    def first_text(self) -> str:
-        """The text that had arrived with the first tokens."""
-        return self._first_text
-
-    def done(self) -> None:
-        """The server said that the stream is complete."""
-        self.is_done = True
-
     def feed(self, chunk: Mapping[str, Any], at: float) -> None:
         """Take one chunk, which arrived at the monotonic time `at`."""
         if chunk.get("error") or chunk.get("object") == "error":
             said = one_line(error_message(chunk)) or "no message"
             raise StreamFailed(
-                f"{self._where} reported an error in its stream: {said}", partial_text=self.text
+                f"{self.where} reported an error in its stream: {said}", partial_text=self.text
             )
         self.chunks += 1
         usage = as_object(chunk.get("usage"))
@@ -397,8 +353,7 @@ class StreamAssembler:
         finish = as_name(choice.get("finish_reason"))
         if finish is not None:
             self._finish_reason = finish
-            stop = choice.get("stop_reason")
-            self._stop_reason = stop if isinstance(stop, str | int) else None
+            self._stop_reason = _stop_reason(choice)
         counted = as_count(usage.get("completion_tokens")) if usage else None
         if counted is not None and finish is None:
             self.running_counts = True
@@ -415,38 +370,36 @@ class StreamAssembler:
         if at == self._arrivals[0]:
             self._first_chunks += 1
             self._first_counted = self._counted
-            self._first_text += added
+            self.first_text += added
 
     def _texts(self, choice: Mapping[str, Any], delta: Mapping[str, Any]) -> str:
         """Collect the texts of a chunk, tell the listener, and return them joined."""
         content = as_text(delta.get("content")) if delta else as_text(choice.get("text"))
-        reasoning, field = reasoning_of(delta)
+        reasoning, name = reasoning_of(delta)
         called = ""
         deltas = delta.get("tool_calls")
         for position, item in enumerate(deltas if isinstance(deltas, list) else []):
             index = as_count(as_object(item).get("index"))
             key = position if index is None else index
             called += self._calls.setdefault(key, _CallInProgress()).add(as_object(item))
-        if reasoning:
-            self._reasoning.append(reasoning)
-            self._reasoning_field = field
-            self._tell("reasoning", reasoning)
-        if content:
-            self._content.append(content)
-            self._tell("content", content)
-        if called:
-            self._tell("tool_call", called)
+        self._content.append(content)
+        self._reasoning.append(reasoning)
+        self._reasoning_field = name or self._reasoning_field
+        pieces = (
+            TextPiece("reasoning", reasoning),
+            TextPiece("content", content),
+            TextPiece("tool_call", called),
+        )
+        for piece in pieces:
+            if piece.text and self.on_text is not None:
+                self.on_text(piece)
         return reasoning + content + called
-
-    def _tell(self, field: Literal["content", "reasoning", "tool_call"], text: str) -> None:
-        if self._on_text is not None:
-            self._on_text(TextPiece(field, text))
 
     def reply(self, finished: float) -> Reply:
         """The reply, once the stream has ended; raises if it ended before its time."""
         if not self.is_done and self._finish_reason is None:
             raise StreamCut(
-                f"{self._where} ended its stream without a finish reason after {self.chunks} chunks",
+                f"{self.where} ended its stream without a finish reason after {self.chunks} chunks",
                 evidence={"chunks": self.chunks, "characters": len(self.text)},
                 partial_text=self.text,
             )
@@ -471,7 +424,7 @@ class StreamAssembler:
             return None
         counted = self._first_counted > 0
         return Timing(
-            started=self._started,
+            started=self.started,
             first_token=self._arrivals[0],
             last_token=self._arrivals[-1],
             first_chunk_tokens=self._first_counted if counted else self._first_chunks,
@@ -480,9 +433,6 @@ class StreamAssembler:
             finished=finished,
         )
 
-
-# -----------------------------------------------------------------------------
-# One streamed answer, from the bytes to the `Reply`.
 
 _HEAD = 4096
 _END = "[DONE]"
@@ -520,7 +470,7 @@ def _take(data: str, at: float, assembler: StreamAssembler, where: str) -> None:
     if not text:
         return
     if text == _END:
-        assembler.done()
+        assembler.is_done = True
         return
     try:
         chunk = json.loads(text)
