@@ -24,10 +24,6 @@ if TYPE_CHECKING:
     from assay.engines.base import Engine
 
 
-# -----------------------------------------------------------------------------
-# What an engine may offer beside scoring: to go on from a prefix, greedily with the two likeliest tokens, or sampling.
-
-
 @dataclass(frozen=True)
 class GreedyStep:
     """One token of a greedy continuation: the likeliest, the next likeliest, and their log-probabilities in nats."""
@@ -71,10 +67,6 @@ def top_two(logits: torch.Tensor) -> list[GreedyStep]:
     return [GreedyStep(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
 
 
-# -----------------------------------------------------------------------------
-# Tensors between the main memory and an accelerator, with as little waiting as there can be.
-
-
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on `device`. A GPU fetches it from pinned memory when its turn comes, and nobody waits for it."""
     if device.type == "cuda" and tensor.device.type == "cpu":
@@ -105,9 +97,6 @@ def copied_together(
 
     parts = copy(torch.cat([tensor.reshape(-1) for tensor in tensors])).split([t.numel() for t in tensors])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-# -----------------------------------------------------------------------------
 
 
 class ScoringPath(StrEnum):
@@ -217,42 +206,6 @@ class Head:
         return self._elsewhere[str(device)]
 
 
-class WindowRows(Protocol):
-    """The distributions of one window: row i is that of token `first + i`, given all tokens before it."""
-
-    @property
-    def window(self) -> Window:
-        """The window that was scored."""
-        ...
-
-    @property
-    def first(self) -> int:
-        """Index of the first token that is scored."""
-        ...
-
-    @property
-    def vocab_size(self) -> int:
-        """Entries of a row."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where its logits come from."""
-        ...
-
-    def to(self, device: torch.device) -> WindowRows:
-        """The same rows on another device."""
-        ...
-
-    def logits(self, lo: int, hi: int) -> torch.Tensor:
-        """Float32 logits [hi − lo, V] of the rows lo … hi − 1."""
-        ...
-
-    def own_logits(self, lo: int, hi: int) -> torch.Tensor:
-        """The same in the type that they have where they come from: half as much to read where that is bfloat16."""
-        ...
-
-
 @dataclass(frozen=True)
 class StateRows:
     """Rows as final states [count, d] and the head that turns them into logits."""
@@ -318,6 +271,10 @@ class LogitRows:
     def own_logits(self, lo: int, hi: int) -> torch.Tensor:
         """Logits of the rows lo … hi − 1 as they are kept."""
         return self.values[lo:hi]
+
+
+WindowRows = StateRows | LogitRows
+"""The distributions of one window: row i is that of token `first + i`, given all tokens before it."""
 
 
 @dataclass(frozen=True)

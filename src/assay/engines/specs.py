@@ -9,7 +9,7 @@ from assay.engines.base import require_local
 from assay.engines.hf.spec import require_packages
 from assay.engines.scoring import ScoringEngine, ScoringPath
 from assay.engines.server.endpoint import without_credentials
-from assay.engines.server.scoring import TopkScorer
+from assay.engines.server.engine import ServerCandidate
 from assay.errors import AssayError, UsageError
 from assay.plugins import get, names
 
@@ -97,10 +97,6 @@ def is_server(spec: str) -> bool:
     return spec.startswith(("http://", "https://"))
 
 
-def open_candidate(spec: str) -> ScoringEngine | TopkScorer:
+def open_candidate(spec: str) -> ScoringEngine | ServerCandidate:
     """The engine that `spec` names: a server, or one that `open_scorer` opens."""
-    if not is_server(spec):
-        return open_scorer(spec)
-    from assay.engines.server.engine import ServerCandidate
-
-    return ServerCandidate.load(spec)
+    return ServerCandidate.load(spec) if is_server(spec) else open_scorer(spec)

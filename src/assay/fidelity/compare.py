@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from assay.engines.scoring import Engagement, ScoringPath
-from assay.engines.server.scoring import TopkScorer
+from assay.engines.server.engine import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
@@ -267,7 +267,7 @@ def _candidate(
     try:
         facts = engine.describe()
         kept = folder / f"candidate-{plan.candidates.index(spec):02d}"
-        if isinstance(engine, TopkScorer):
+        if isinstance(engine, ServerCandidate):
             proof = prove_tokenizer(engine, reference.probe_ids, reference.windows, label)
             facts["tokenizer"] = proof.to_json()
             # Another server may answer at the same address when an interrupted run goes on.
@@ -295,7 +295,7 @@ def _candidate(
         same = bool(reference.fingerprint) and fingerprint(spec) == reference.fingerprint
         took_part = engaged(
             seen,
-            Engagement() if isinstance(engine, TopkScorer) else engine.engagement(),
+            Engagement() if isinstance(engine, ServerCandidate) else engine.engagement(),
             path=ScoringPath(plan.path),
             hooked=False,
             same=same or cut,
@@ -335,7 +335,7 @@ def _texts(engine: Candidate, seen: Sequence[WindowObservation], cut: bool) -> D
     end; a worker has ended with the interrupt.
     """
     ids = [int(i) for i in np.unique(np.concatenate([w.tokens for w in seen]))]
-    if isinstance(engine, TopkScorer):
+    if isinstance(engine, ServerCandidate):
         return engine.decode if not cut and engine.read_texts(ids) else None
     try:
         engine.tokenizer.decode(ids[:1])

@@ -168,7 +168,7 @@ def store_states(
     with progress(f"scoring {label_of(plan.reference)}", len(windows)) as advance:
         # The first window is scored in any case: it tells the head and the type of the states.
         for rows in engine.score_windows(windows[:1], plan.job):
-            states, head = rows.states, rows.head  # type: ignore[attr-defined]
+            states, head = rows.states, rows.head  # type: ignore[union-attr]
             header = StoreHeader(
                 engine=engine.describe(),
                 tokenizer={
@@ -190,7 +190,7 @@ def store_states(
         for _ in range(len(windows) - len(todo)):
             advance()
         for rows in engine.score_windows(todo, plan.job) if todo else ():
-            writer.add(rows.window, rows.states)  # type: ignore[attr-defined]
+            writer.add(rows.window, rows.states)  # type: ignore[union-attr]
             advance()
     return writer.finish()
 

@@ -24,7 +24,7 @@ from assay.engines.scoring import (
     Window,
     WindowRows,
 )
-from assay.engines.server.scoring import TopkScorer
+from assay.engines.server.engine import ServerCandidate
 from assay.errors import AssayError
 from assay.fidelity.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics import RowStatistics, window_statistics
@@ -150,7 +150,7 @@ def _concatenated(group: Sequence[WindowObservation]) -> WindowObservation:
 # -----------------------------------------------------------------------------
 # From a reference's rows and a candidate to what is seen of every window, by the best way that the candidate offers.
 
-Candidate = ScoringEngine | TopkScorer
+Candidate = ScoringEngine | ServerCandidate
 _STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
 
@@ -171,7 +171,7 @@ def measure(
     A server is bounded by a few ids. An engine that reduces gets the reference's states, where it has states; from
     any other come the rows themselves.
     """
-    if isinstance(candidate, TopkScorer):
+    if isinstance(candidate, ServerCandidate):
         yield from _by_ids(rows, candidate, job)
         return
     first = next(rows, None)
@@ -191,7 +191,9 @@ def _by_reduction(
         yield observation(window, job.scored_from, RowStatistics(**values))
 
 
-def _by_ids(rows: Iterator[WindowRows], candidate: TopkScorer, job: ScoreJob) -> Iterator[WindowObservation]:
+def _by_ids(
+    rows: Iterator[WindowRows], candidate: ServerCandidate, job: ScoreJob
+) -> Iterator[WindowObservation]:
     """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once."""
     pool = ThreadPoolExecutor(job.batch)
     asked: deque[tuple[WindowRows, Future[TopkLogprobs]]] = deque()
@@ -271,7 +273,7 @@ def observe(
 
 def require(candidate: Candidate, job: ScoreJob, length: int) -> None:
     """AssayError where the candidate cannot score windows of `length` tokens as `job` asks."""
-    if isinstance(candidate, TopkScorer):
+    if isinstance(candidate, ServerCandidate):
         candidate.require(job, length)
     else:
         require_path(candidate, job)

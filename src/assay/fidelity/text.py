@@ -26,7 +26,7 @@ from urllib.parse import parse_qsl
 
 from assay.engines.base import Capability, Engine, Reply, Request
 from assay.engines.scoring import Sampler, ScoringEngine, Window
-from assay.engines.server.scoring import TopkScorer
+from assay.engines.server.engine import ServerCandidate
 from assay.errors import AssayError, UsageError
 from assay.fidelity.plan import Plan, label_of
 from assay.progress import Advance, Progress
@@ -346,7 +346,7 @@ def probe_ids(encode: Callable[[str], Sequence[int]]) -> list[int]:
 
 
 def prove_tokenizer(
-    server: TopkScorer, expected: Sequence[int] | None, windows: Sequence[Window], label: str
+    server: ServerCandidate, expected: Sequence[int] | None, windows: Sequence[Window], label: str
 ) -> Proof:
     """Show that the server cuts text as the reference does; AssayError where it does not, or cannot show it."""
     if not expected:

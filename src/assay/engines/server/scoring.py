@@ -13,12 +13,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 
 from assay.engines.base import Request, TokenScores
-from assay.engines.scoring import GreedyStep, ScoreJob, Window
+from assay.engines.scoring import GreedyStep
 from assay.engines.server.errors import BadScores, NotFound, NotJson, RequestRefused, Unauthorized
 from assay.engines.server.http import Transport
 from assay.engines.server.messages import as_count, as_number, as_object, as_text
@@ -420,46 +420,3 @@ def read_greedy(choice: Mapping[str, Any], count: int) -> list[GreedyStep]:
         runner_up = max((k for k in found if k != token), key=lambda k: found[k])
         steps.append(GreedyStep(token, runner_up, found[token], found[runner_up]))
     return steps
-
-
-@runtime_checkable
-class TopkScorer(Protocol):
-    """A candidate that gives log-probabilities of a few ids and no distributions: bounded, but not measured."""
-
-    @property
-    def ids(self) -> int:
-        """How many ids are scored at each position, that of the target token among them."""
-        ...
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Entries of its vocabulary, where it says so."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """What scored: kind, version, model; plain JSON types, no path."""
-        ...
-
-    def require(self, job: ScoreJob, length: int) -> None:
-        """AssayError with the reason where it cannot score windows of `length` tokens as `job` asks."""
-        ...
-
-    def score_topk(self, window: Window, topk: Sequence[Sequence[int]], first: int) -> TopkLogprobs:
-        """Log-probabilities at the tokens `first` … of a window, of the given ids or of its own likeliest."""
-        ...
-
-    def tokenize(self, text: str) -> Sequence[int]:
-        """Token ids of a text, without special tokens; AssayError where it cannot."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; empty where it cannot tell."""
-        ...
-
-    def read_texts(self, ids: Sequence[int]) -> bool:
-        """Get the texts of many single tokens at once, so that `decode` knows them; False where it cannot."""
-        ...
-
-    def close(self) -> None:
-        """Give back what is held."""
-        ...
