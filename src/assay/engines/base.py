@@ -297,7 +297,6 @@ def score_all(engine: Engine, sources: Sequence[str | tuple[int, ...]]) -> list[
     return list(many(sources)) if many else [engine.score(source) for source in sources]
 
 
-# -----------------------------------------------------------------------------
 # What of a model's configuration changes its numbers, as an engine has it after loading.
 #
 # Two engines that serve one checkpoint should agree on all of it; where they do not, they serve different models.
@@ -356,7 +355,6 @@ def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-# -----------------------------------------------------------------------------
 # How an engine is written on the command line: `PREFIX:WHAT?option=value&…`.
 
 Options = tuple[tuple[str, str], ...]

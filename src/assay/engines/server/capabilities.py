@@ -44,12 +44,26 @@ from assay.engines.server.messages import (
 from assay.engines.server.scoring import PromptRoute, by_echo, by_prompt_logprobs, by_sglang, score_prompts
 from assay.errors import AssayError
 
-# -----------------------------------------------------------------------------
-# Which optional fields a route of a server accepts, found by sending them.
-
 Result = TypeVar("Result")
+Tokenizer = Callable[[Transport, str, str], tuple[int, ...]]
 
 _BAD_FIELDS = frozenset({400, 422})
+_UNABLE = (RequestRefused, NotFound, NotJson, Failing, InvalidStream, TooLarge, Redirected, BadScores)
+"""Errors that mean this server does not do that; all others end the probing."""
+_DECLINES_TO_STREAM = (RequestRefused, NotFound, NotStreamed)
+"""Every OpenAI-compatible server should stream, so only a plain no means that it cannot: garbage is a fault."""
+
+_TEXT = "The capital of France is"
+_ASK = (Message("user", "Name the capital of France."),)
+_TOOL: Mapping[str, object] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+_HONOURS_IGNORE_EOS = frozenset({"vllm", "sglang", "llama.cpp"})
 
 
 def negotiate(send: Callable[[Dialect], Result], dialect: Dialect) -> tuple[Result, Dialect]:
@@ -83,12 +97,6 @@ def _one_by_one(send: Callable[[Dialect], Result], dialect: Dialect) -> tuple[Re
     return result, dialect.keeping(accepted)
 
 
-# -----------------------------------------------------------------------------
-# Text to token ids and back, in the two shapes that servers have for it.
-
-Tokenizer = Callable[[Transport, str, str], tuple[int, ...]]
-
-
 def by_prompt(transport: Transport, model: str, text: str) -> tuple[int, ...]:
     """vLLM and SGLang: the text as `prompt`."""
     return _tokens(transport, {"model": model, "prompt": text, "add_special_tokens": False})
@@ -114,26 +122,6 @@ def _tokens(transport: Transport, body: dict[str, object]) -> tuple[int, ...]:
     if None in ids:
         raise NotJson(f"{url} answered no list of token ids")
     return tuple(i for i in ids if i is not None)
-
-
-# -----------------------------------------------------------------------------
-
-_UNABLE = (RequestRefused, NotFound, NotJson, Failing, InvalidStream, TooLarge, Redirected, BadScores)
-"""Errors that mean this server does not do that; all others end the probing."""
-_DECLINES_TO_STREAM = (RequestRefused, NotFound, NotStreamed)
-"""Every OpenAI-compatible server should stream, so only a plain no means that it cannot: garbage is a fault."""
-
-_TEXT = "The capital of France is"
-_ASK = (Message("user", "Name the capital of France."),)
-_TOOL: Mapping[str, object] = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Current weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-    },
-}
-_HONOURS_IGNORE_EOS = frozenset({"vllm", "sglang", "llama.cpp"})
 
 
 @dataclass(frozen=True)

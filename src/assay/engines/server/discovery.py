@@ -1,4 +1,4 @@
-"""Which server answers: its kind and version, from the pages that each kind has."""
+"""Which server answers: its kind and version, the models that it lists, its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -100,10 +100,6 @@ _PAGES: Mapping[str, Callable[[Transport], Identity | None]] = {
 }
 
 
-# -----------------------------------------------------------------------------
-# The models that a server lists, and which of them is meant.
-
-
 @dataclass(frozen=True)
 class ModelCard:
     """One entry of `/v1/models`."""
@@ -176,10 +172,6 @@ def choose_model(
 def _listed(names: tuple[str, ...], limit: int = 8) -> str:
     shown = ", ".join(one_line(name, 80) for name in names[:limit])
     return shown + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-# -----------------------------------------------------------------------------
-# Prometheus metrics of a server, as plain samples with the names that the server gave them.
 
 
 @dataclass(frozen=True)

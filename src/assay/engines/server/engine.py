@@ -354,7 +354,6 @@ def read_key(name: str | None) -> str | None:
     return value
 
 
-# -----------------------------------------------------------------------------
 # A server as the candidate of a comparison: `http://host:8000?model=NAME&ids=20`.
 #
 # A server gives log-probabilities of a few ids at each position of a prompt, so a comparison with it bounds KL from

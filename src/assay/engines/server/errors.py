@@ -176,9 +176,6 @@ class StreamFailed(ServerInconclusive):
     default_remedy = "look into the server's log: it began to answer and then failed"
 
 
-# -----------------------------------------------------------------------------
-# HTTP status codes and connection failures, turned into assay's errors.
-
 RETRIED = frozenset({429, 500, 502, 503, 504})
 
 
@@ -258,9 +255,6 @@ def retry_after(value: str | None) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
 
-
-# -----------------------------------------------------------------------------
-# A short, safe line out of an answer that was not what it should be.
 
 _LIMIT = 160
 _TITLE = re.compile(r"<title[^>]*>(.*?)</title>", re.IGNORECASE | re.DOTALL)
