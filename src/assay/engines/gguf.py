@@ -1,9 +1,8 @@
-"""The library itself: import it, keep it quiet, load a file with it."""
+"""llama.cpp as a scoring engine, through llama-cpp-python: `gguf:FILE?kv=q8_0&threads=8`."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -13,7 +12,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from assay.engines.base import read_options
+from assay.engines.machine import Batches, choose_threads, memory_error
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -30,13 +33,7 @@ from assay.engines.scoring import (
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
-
-
-# -----------------------------------------------------------------------------
-# How a model of llama.cpp is written: `gguf:FILE?kv=q8_0&threads=8`.
 
 # Of ggml's types, those that a KV cache may have, and their numbers (ggml.h).
 CACHE_TYPES = {
@@ -54,11 +51,11 @@ class GgufSpec:
     v: str = "f16"
     """Type of the V cache."""
     threads: int = 0
-    """Threads; 0: as many as there are cores."""
+    """Threads; 0: as many as there are free cores."""
     ubatch: int = 512
     """Tokens that are computed at once."""
-    gpu_layers: int = 0
-    """Layers on the GPU; −1: all."""
+    gpu_layers: int = -1
+    """Layers on the GPU, where llama.cpp was built for one and finds it; −1: all."""
 
 
 def parse_spec(spec: str) -> GgufSpec:
@@ -81,7 +78,7 @@ def parse_spec(spec: str) -> GgufSpec:
         v=options.get("v", "f16"),
         threads=_number(spec, options, "threads", 0, 0),
         ubatch=_number(spec, options, "ubatch", 512, 1),
-        gpu_layers=_number(spec, options, "gpu_layers", 0, -1),
+        gpu_layers=_number(spec, options, "gpu_layers", -1, -1),
     )
 
 
@@ -98,8 +95,6 @@ def _number(spec: str, options: dict[str, str], name: str, default: int, least: 
 def _usage(message: str, remedy: str) -> UsageError:
     return UsageError(message, remedy=remedy, finding_id="fidelity.usage")
 
-
-# -----------------------------------------------------------------------------
 
 _last_errors: deque[str] = deque(maxlen=4)
 _ERROR_LEVEL = 4  # GGML_LOG_LEVEL_ERROR of ggml.h
@@ -134,13 +129,14 @@ def _log_callback(llama_cpp: Any) -> Any:
     return llama_cpp.llama_log_callback(keep)
 
 
-def load_model(spec: GgufSpec) -> Any:
+def load_model(spec: GgufSpec, *, vocabulary_only: bool = False) -> Any:
     """A handle of the model in `spec.model`; AssayError with llama.cpp's own reason where it cannot be loaded."""
     library = load_library()
     if not Path(spec.model).is_file():
         raise _cannot_load(spec, "there is no such file")
     parameters = library.llama_model_default_params()
     parameters.n_gpu_layers = spec.gpu_layers
+    parameters.vocab_only = vocabulary_only
     _last_errors.clear()
     model = library.llama_model_load_from_file(spec.model.encode(), parameters)
     if not model:
@@ -172,11 +168,12 @@ def _cannot_load(spec: GgufSpec, reason: str) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
-# One context of llama.cpp: tokens of several windows in, logits out, through the KV cache.
-
 _CELLS = 256
 """llama.cpp pads the cache of a sequence to a multiple of this."""
+
+
+class NoContext(AssayError):
+    """There is no memory for a context, or llama.cpp does not make one of its kind."""
 
 
 class Context:
@@ -194,14 +191,14 @@ class Context:
         parameters.n_ctx = sequences * -(-length // _CELLS) * _CELLS
         parameters.n_batch = sequences * block
         parameters.n_ubatch = min(spec.ubatch, parameters.n_batch)
-        parameters.n_threads = parameters.n_threads_batch = spec.threads or os.cpu_count() or 1
+        parameters.n_threads = parameters.n_threads_batch = spec.threads or choose_threads()
         parameters.type_k, parameters.type_v = CACHE_TYPES[spec.k], CACHE_TYPES[spec.v]
         self._context = library.llama_init_from_model(model, parameters)
         if not self._context:
-            raise AssayError(
+            raise NoContext(
                 f"llama.cpp cannot make a context for {sequences} windows of {length} tokens: {last_error()}",
                 finding_id="fidelity.engine_load",
-                remedy="use shorter windows or a smaller batch; a quantised V cache needs flash attention",
+                remedy="use shorter windows; a quantised V cache needs flash attention",
             )
         self._batch = library.llama_batch_init(sequences * block, 0, 1)
 
@@ -223,8 +220,6 @@ class Context:
 
         The array is llama.cpp's own and is overwritten by the next call.
         """
-        import numpy as np
-
         sequences, count = tokens.shape
         total = sequences * count
         batch = self._batch
@@ -255,38 +250,27 @@ class Context:
         return float(self._library.llama_state_seq_get_size(self._context, 0)) / tokens
 
 
-# -----------------------------------------------------------------------------
-# The tokenizer in a GGUF file, in the terms that other engines use, so that equal ones are seen to be equal.
-
-
 def tokenizer_facts(library: Any, model: Any) -> TokenizerFacts:
     """Facts of the vocabulary of `model`. `bos_id` is the start token, None where the model puts none before a text."""
     vocabulary = library.llama_model_get_vocab(model)
     count = int(library.llama_vocab_n_tokens(vocabulary))
-    adds_bos = bool(library.llama_vocab_get_add_bos(vocabulary))
-    return TokenizerFacts(
-        sha256=vocabulary_sha256(_pieces(library, vocabulary, count)),
-        vocab_size=count,
-        bos_id=int(library.llama_vocab_bos(vocabulary)) if adds_bos else None,
-        encode=lambda text: _encode(library, vocabulary, text),
-        decode=lambda ids: _decode(library, vocabulary, ids),
-    )
-
-
-def _pieces(library: Any, vocabulary: Any, count: int) -> dict[str, int]:
-    """Piece to id, spelled as transformers spells them.
-
-    Converters write the user's own tokens of SentencePiece vocabularies with spaces in place of ▁.
-    """
+    # Converters write the user's own tokens of SentencePiece vocabularies with spaces in place of transformers' ▁.
     sentencepiece = library.llama_vocab_type(vocabulary) == library.LLAMA_VOCAB_TYPE_SPM
     pieces = {}
     for token in range(count):
         piece = library.llama_vocab_get_text(vocabulary, token).decode("utf-8", "surrogateescape")
         pieces[piece.replace(" ", "▁") if sentencepiece else piece] = token
-    return pieces
+    adds_bos = bool(library.llama_vocab_get_add_bos(vocabulary))
+    return TokenizerFacts(
+        sha256=vocabulary_sha256(pieces),
+        vocab_size=count,
+        bos_id=int(library.llama_vocab_bos(vocabulary)) if adds_bos else None,
+        encode=lambda text: encode(library, vocabulary, text),
+        decode=lambda ids: _decode(library, vocabulary, ids),
+    )
 
 
-def _encode(library: Any, vocabulary: Any, text: str) -> list[int]:
+def encode(library: Any, vocabulary: Any, text: str) -> list[int]:
     """Ids of `text` without a start token; names of special tokens within it count as those tokens."""
     raw = text.encode("utf-8", "surrogatepass")
     size = len(raw) + 8
@@ -309,11 +293,10 @@ def _decode(library: Any, vocabulary: Any, ids: Sequence[int]) -> str:
         size = -count
 
 
-# -----------------------------------------------------------------------------
-# llama.cpp as a scoring engine.
-
 _LOGIT_BYTES = 1 << 30
 """Bound on the logits of one batch: windows × scored tokens × vocabulary × 4. One window may exceed it alone."""
+_AT_ONCE = 8
+"""Windows that run together where nobody says how many."""
 
 
 class GgufScorer:
@@ -324,6 +307,7 @@ class GgufScorer:
         self._library = library
         self._model = model
         self._engagement = Engagement()
+        self._batches: Batches | None = None
 
     @classmethod
     def load(cls, spec: str) -> GgufScorer:
@@ -367,30 +351,39 @@ class GgufScorer:
                 finding_id="fidelity.usage",
             )
         scored = length - job.scored_from
-        vocab_size = self.tokenizer.vocab_size
-        batch = max(1, min(job.batch, len(windows), _LOGIT_BYTES // (4 * scored * vocab_size)))
-        blocks = plan_blocks(length, job, max(1, self.spec.ubatch // batch))
+        most = max(1, _LOGIT_BYTES // (4 * scored * self.tokenizer.vocab_size))
+        batch = min(job.batch or _AT_ONCE, len(windows), most)
+        self._batches = batches = self._batches.again(batch) if self._batches else Batches(batch)
         self._engagement = Engagement()
         read = 0.0
-        with Context(
-            self._library,
-            self._model,
-            self.spec,
-            sequences=batch,
-            length=length,
-            block=max(hi - lo for lo, hi in blocks),
-        ) as context:
-            for done in range(0, len(windows), batch):
-                part = windows[done : done + batch]
+
+        def rows_of(part: Sequence[Window]) -> torch.Tensor:
+            nonlocal read
+            blocks = plan_blocks(length, job, max(1, self.spec.ubatch // len(part)))
+            widest = max(hi - lo for lo, hi in blocks)
+            try:
+                context = Context(
+                    self._library, self._model, self.spec, sequences=len(part), length=length, block=widest
+                )
+            except NoContext as error:
+                if len(part) == 1:
+                    raise
+                raise MemoryError from error
+            with context:
                 rows = _score(context, part, job, blocks)
                 read += len(part) * context.bytes_per_token(length - 1) * sum(hi for _, hi in blocks)
-                self._engagement = Engagement(bytes_read=int(read))
-                for window, values in zip(part, rows, strict=True):
-                    yield LogitRows(window, job.scored_from, values)
+            return rows
+
+        def too_large(window: Window) -> AssayError:
+            return memory_error(f"a single window of {length:,} tokens", "llama.cpp")
+
+        for window, values in batches.run(windows, rows_of, too_large):
+            notes = {"batch": batches.note()} if batches.halved else {}
+            self._engagement = Engagement(bytes_read=int(read), notes=notes)
+            yield LogitRows(window, job.scored_from, values)
 
     def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each of the equally long prefixes, all in one batch through the cache."""
-        import numpy as np
         import torch
 
         ids = np.array(prefixes, dtype=np.int32)
@@ -447,7 +440,6 @@ def _score(
     context: Context, windows: Sequence[Window], job: ScoreJob, blocks: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
     """Float32 logits [B, length − scored_from, V]."""
-    import numpy as np
     import torch
 
     ids = np.array([w.tokens for w in windows], dtype=np.int32)

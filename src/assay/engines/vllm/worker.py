@@ -288,4 +288,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Under its own name, which the other side can import: what is pickled says where it comes from.
+    from assay.engines.vllm import worker
+
+    worker.main()
