@@ -31,7 +31,7 @@ class Declared:
     hi: float | None = None
     choices: tuple[str, ...] = ()
     form: str = ""
-    """How one text holds the value: `fraction` (1%), `numbers` (0,2-3) or `sizes` (0.01,0.1)."""
+    """How one text holds the value: `fraction` (1%), `numbers` (0,2-3), `sizes` (0.01,0.1) or `auto` (a number, 0 written as auto)."""
     apart: bool = False
     """It changes how a run goes or what is printed, not what is measured: `Options.facts` leaves it out."""
     short: str = ""
@@ -254,9 +254,22 @@ def sizes(text: str) -> tuple[float, ...]:
         raise ValueError("no list of numbers, such as 0.003,0.01") from None
 
 
-_READ: Mapping[str, Callable[[str], Any]] = {"fraction": fraction, "numbers": numbers, "sizes": sizes}
+def automatic(text: str) -> int:
+    """`8` as a whole number, `auto` as 0."""
+    if text != "auto" and not _is_number(text):
+        raise ValueError("neither a whole number nor auto")
+    return 0 if text == "auto" else int(text)
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    "fraction": fraction,
+    "numbers": numbers,
+    "sizes": sizes,
+    "auto": automatic,
+}
 _WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "fraction": lambda value: f"{100 * value:g}%",
     "numbers": lambda value: ",".join(map(str, value)),
     "sizes": lambda value: ",".join(f"{v:g}" for v in value),
+    "auto": lambda value: str(value or "auto"),
 }

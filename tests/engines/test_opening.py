@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from assay.engines.base import with_options
 from assay.engines.scoring import ScoringPath
 from assay.engines.specs import check_spec
 from assay.errors import AssayError, UsageError
@@ -84,3 +85,18 @@ def test_what_may_be_right_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "http://localhost:8000",
     ):
         check_spec(spec)
+
+
+def test_a_device_and_threads_go_to_the_engines_that_take_them() -> None:
+    asked = {"device": "cuda:1", "threads": 3}
+    for spec, placed in {
+        "hf:m": "hf:m?device=cuda:1&threads=3",
+        "hf:m?dtype=float32&device=cpu": "hf:m?dtype=float32&device=cpu&threads=3",
+        "hf:m?threads=1": "hf:m?threads=1&device=cuda:1",
+        "gguf:f": "gguf:f?threads=3",
+        "vllm:m?dtype=auto": "vllm:m?dtype=auto",
+        "http://host:1?model=a": "http://host:1?model=a",
+        "run:dir": "run:dir",
+    }.items():
+        assert with_options(spec, **asked) == placed  # type: ignore[arg-type]
+        assert with_options(spec, device="auto", threads="auto") == spec

@@ -122,6 +122,7 @@ _BRACES = re.compile(r"\{(.*?)\}(?:\.\.\.)?")
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _METAVARS: Mapping[Any, str] = {
     int: "N", float: "NUMBER", str: "TEXT", Path: "FILE", "fraction": "PERCENT", "numbers": "NUMBERS", "sizes": "NUMBERS",
+    "auto": "N|auto",
 }  # fmt: skip
 
 

@@ -366,6 +366,19 @@ def full_spec(spec: str) -> str:
     return spec if _KIND.match(spec) or not spec else f"hf:{spec}"
 
 
+def with_options(spec: str, *, device: str, threads: int | str) -> str:
+    """`spec` with `?device=` and `&threads=` where its kind of engine has them and it does not say; `auto` adds nothing."""
+    head, _, given = spec.partition("?")
+    known = {"hf": ("device", "threads"), "gguf": ("threads",)}.get(head.partition(":")[0], ())
+    written = {option.partition("=")[0] for option in given.split("&")}
+    added = [
+        f"{name}={value}"
+        for name, value in (("device", device), ("threads", threads))
+        if name in known and name not in written and value != "auto"
+    ]
+    return f"{head}?{'&'.join(filter(None, [given, *added]))}" if added else spec
+
+
 _KIND = re.compile(r"[A-Za-z][\w+.-]*:")
 
 

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from assay.engines.base import full_spec
+from assay.engines.base import full_spec, with_options
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
@@ -224,7 +224,16 @@ class Passages(Options):
         "all", "All tokens but the first, or the second half of a window.", choices=PROTOCOLS
     )
     chunk: int = option(128, "Tokens of a block on the chunked path.", lo=1)
-    batch: int = option(4, "Windows that run together.", lo=1)
+    batch: int = option(
+        0,
+        "Windows that run together; auto: as many as memory holds and as make it faster.",
+        lo=0,
+        form="auto",
+    )
+    device: str = option("auto", "Device of hf: engines; auto: the GPU where there is one.")
+    threads: int = option(
+        0, "Threads of hf: and gguf: engines; auto: the cores that are free.", lo=0, form="auto"
+    )
     seed: int = option(0, "Seed of the bootstrap, of noise and of sampled text.", lo=0, hi=2**63 - 1)
     floors: bool = option(True, "Do not measure the floors.")
 
@@ -279,13 +288,17 @@ class Plan(MarginOptions, Passages):
     keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "reference", full_spec(self.reference))
-        object.__setattr__(self, "candidates", tuple(map(full_spec, self.candidates)))
+        object.__setattr__(self, "reference", self._placed(self.reference))
+        object.__setattr__(self, "candidates", tuple(map(self._placed, self.candidates)))
         super().__post_init__()
         if not self.candidates:
             raise _usage("a comparison needs at least one candidate", "name one after the reference")
         if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
             raise _usage(f"the candidate {printable(twice)} is given twice", "name every candidate once")
+
+    def _placed(self, spec: str) -> str:
+        """An engine written in full, with the device and the threads that the options name, unless it names its own."""
+        return with_options(full_spec(spec), device=self.device, threads=self.threads or "auto")
 
     @property
     def job(self) -> ScoreJob:

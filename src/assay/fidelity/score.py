@@ -194,8 +194,9 @@ def _by_reduction(
 def _by_ids(
     rows: Iterator[WindowRows], candidate: ServerCandidate, job: ScoreJob
 ) -> Iterator[WindowObservation]:
-    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once."""
-    pool = ThreadPoolExecutor(job.batch)
+    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once, or 8."""
+    at_once = job.batch or 8
+    pool = ThreadPoolExecutor(at_once)
     asked: deque[tuple[WindowRows, Future[TopkLogprobs]]] = deque()
 
     def oldest() -> WindowObservation:
@@ -206,7 +207,7 @@ def _by_ids(
         for row in rows:
             chosen = choose_ids(row, candidate.ids)
             asked.append((row, pool.submit(candidate.score_topk, row.window, chosen, row.first)))
-            if len(asked) > job.batch:
+            if len(asked) > at_once:
                 yield oldest()
         while asked:
             yield oldest()
