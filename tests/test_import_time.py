@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 from stub_server import StubServer
 
@@ -54,3 +55,19 @@ def test_a_whole_check_of_a_server_loads_no_engine() -> None:
 def test_grading_loads_no_engine_and_no_client() -> None:
     program = "from assay.coherence import grade\nassert grade('ha ' * 400).label == 'degenerate'"
     assert loaded_after(program, (*HEAVY, "httpx", "rich")) == []
+
+
+def test_what_needs_no_engine_runs_where_torch_is_forbidden(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("The capital of France is Paris.")
+    (tmp_path / "vllm.log").write_text("INFO nothing of drafts\n")
+    program = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'vllm'): sys.modules[name] = None\n"
+        "from assay.cli.main import invoke\n"
+        "codes = [invoke(a) for a in (['--help'], ['grade', 'text.txt'], ['spec', 'vllm.log'], ['verify', '.'])]\n"
+        "assert 70 not in codes, codes\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

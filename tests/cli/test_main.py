@@ -104,9 +104,10 @@ def test_json_into_a_file_leaves_the_console(text: Path, capsys: pytest.CaptureF
     assert invoke(["verify", ".", "--json", "out.json"]) == 2
     assert capsys.readouterr().out.startswith("ERROR  assay verify")
     assert json.loads((text / "out.json").read_text())["command"] == "verify"
-    assert invoke(["grade", "a.txt", "--json=graded.json"]) == 0
-    assert "PASS" in capsys.readouterr().out
-    assert json.loads((text / "graded.json").read_text())["verdict"] == "pass"
+    for arguments in (["--json=graded.json"], ["--json", "graded.json"], ["--json", "fresh.json"]):
+        assert invoke(["grade", "a.txt", *arguments]) == 0
+        assert "PASS" in capsys.readouterr().out
+        assert json.loads((text / arguments[-1].removeprefix("--json=")).read_text())["verdict"] == "pass"
     assert invoke(["verify", "--nonsense", "--json", "usage.json"]) == 2
     assert json.loads((text / "usage.json").read_text())["findings"][0]["id"] == "checkpoint.usage"
     assert invoke(["verify", ".", "--json", "no/folder/out.json"]) == 2
@@ -122,6 +123,7 @@ def test_json_alone_prints_it_wherever_it_stands(text: Path, capsys: pytest.Capt
     for arguments in (
         ["grade", "--json", "answer.json"],
         ["grade", "answer.json", "--json"],
+        ["grade", "a.txt", "--json", "answer.json"],
         ["--json", "x"],
     ):
         assert invoke(arguments) == (0 if "grade" in arguments else 2)

@@ -13,7 +13,7 @@ import typer
 
 from assay.cli import demo, kv, verbs
 from assay.cli.verb import STDOUT, TYPER, Group, Output, Verb, group, group_of, run, usage_report
-from assay.verdict import EXIT_INTERRUPTED, Verdict
+from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Verdict
 
 # Newer releases of typer carry their own copy of click; the base class of their errors is reached through typer.
 _ClickException: type[Exception] = next(
@@ -93,8 +93,8 @@ def _open_missing_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
-# Verbs whose own arguments may be JSON files: there only `--json=FILE` names one to write.
 READ_JSON = ("grade", "spec", "rerun")
+"""Verbs whose own arguments may be JSON files."""
 
 
 def invoke(arguments: list[str]) -> int:
@@ -124,12 +124,26 @@ def _json_in_one_word(arguments: list[str]) -> list[str]:
         if word == "--":
             return found + arguments[i:]
         if word == "--json":
-            names_file = bool(after) and after[0].endswith(".json") and arguments[0] not in READ_JSON
+            names_file = bool(after) and _is_written(after[0], arguments[:i])
             word = f"--json={after[0] if names_file else STDOUT}"
             if names_file:
                 next(words)
         found.append(word)
     return found
+
+
+def _is_written(word: str, before: list[str]) -> bool:
+    """Whether the word after `--json` is a file to write. A verb that reads JSON files needs something else to read, and
+    none of them is overwritten but the result of an earlier run."""
+    if not word.endswith(".json") or not before or before[0] not in READ_JSON:
+        return word.endswith(".json")
+    if not any(not other.startswith("-") for other in before[1:]):
+        return False
+    try:
+        with Path(word).open(encoding="utf-8", errors="replace") as file:
+            return f'"schema": "{SCHEMA}"' in file.read(40)
+    except OSError:
+        return True
 
 
 def _verb_of(arguments: list[str]) -> str:
