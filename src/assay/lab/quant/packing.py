@@ -44,18 +44,24 @@ def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
         return values.to(torch.uint8)
     if width == 16:
         return values.to(torch.int32).to(torch.int16).contiguous().view(torch.uint8)
-    mask = (1 << width) - 1
-    padded = torch.nn.functional.pad(values, (0, -count % 8))
-    size = packed_bytes(count, width)
-    if 8 % width == 0:  # whole values in every byte
-        each = 8 // width
-        grouped = (padded.to(torch.uint8) & mask).unflatten(-1, (-1, each))
-        result = grouped[..., 0]
-        for i in range(1, each):
-            result = result | (grouped[..., i] << (i * width))
-        return result[..., :size].contiguous()
-    grouped = (padded & mask).to(torch.int64).unflatten(-1, (-1, 8))
-    # Eight values fill `width` whole bytes: two 64-bit words at most.
+    if width > 8:
+        return _pack_wide(values, width)
+    padded = torch.nn.functional.pad(values.to(torch.uint8), (0, -count % 8)) & ((1 << width) - 1)
+    words = padded.contiguous().view(torch.int64)
+    for step, low in ((1, 0x00FF00FF00FF00FF), (2, 0x0000FFFF0000FFFF), (4, 0x00000000FFFFFFFF)):
+        lower = words & low
+        words = lower | ((words ^ lower) >> (step * (8 - width)))
+    packed = words[..., None].view(torch.uint8)[..., :width].flatten(-2)
+    return packed[..., : packed_bytes(count, width)].contiguous()
+
+
+def _pack_wide(values: torch.Tensor, width: int) -> torch.Tensor:
+    """9 to 15 bits: eight values fill `width` whole bytes, which two words of 64 bits hold."""
+    import torch
+
+    count = values.shape[-1]
+    padded = torch.nn.functional.pad(values, (0, -count % 8)) & ((1 << width) - 1)
+    grouped = padded.to(torch.int64).unflatten(-1, (-1, 8))
     low = torch.zeros_like(grouped[..., 0])
     high = torch.zeros_like(low)
     for i in range(8):
@@ -67,7 +73,7 @@ def _pack(values: torch.Tensor, width: int) -> torch.Tensor:
         else:
             high = high | (grouped[..., i] << (start - 64))
     words = torch.stack([low, high], dim=-1).contiguous().view(torch.uint8)
-    return words[..., :width].flatten(-2)[..., :size].contiguous()
+    return words[..., :width].flatten(-2)[..., : packed_bytes(count, width)].contiguous()
 
 
 def unpack(data: torch.Tensor, width: int, count: int, *, small: bool = False) -> torch.Tensor:
@@ -90,16 +96,29 @@ def unpack(data: torch.Tensor, width: int, count: int, *, small: bool = False) -
 
 
 def _unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
+    """uint8 up to 8 bits, else int32."""
     import torch
 
-    mask = (1 << width) - 1
-    if 8 % width == 0:
-        each = 8 // width
-        parts = [(data >> (i * width)) & mask for i in range(each)]
-        return torch.stack(parts, dim=-1).flatten(-2)[..., :count].to(torch.int32)
+    if width == 8:
+        return data[..., :count]
     padded = torch.nn.functional.pad(data, (0, -data.shape[-1] % width)).unflatten(-1, (-1, width))
-    grouped = torch.nn.functional.pad(padded, (0, 16 - width)).contiguous().view(torch.int64)
-    low, high = grouped[..., 0], grouped[..., 1]
+    if width > 8:
+        return _unpack_wide(padded, width)[..., :count].to(torch.int32)
+    words = torch.nn.functional.pad(padded, (0, 8 - width)).contiguous().view(torch.int64)[..., 0]
+    ones = (1 << width) - 1
+    fours, pairs = (1 << 4 * width) - 1, ((1 << 2 * width) - 1) * 0x0000000100000001
+    for step, low in ((4, fours), (2, pairs), (1, ones * 0x0001000100010001)):
+        lower = words & low
+        words = lower | ((words ^ lower) << (step * (8 - width)))
+    return words.view(torch.uint8)[..., :count]
+
+
+def _unpack_wide(groups: torch.Tensor, width: int) -> torch.Tensor:
+    """Groups of `width` bytes [..., n, width] → eight values of each, int64 [..., 8 n]."""
+    import torch
+
+    words = torch.nn.functional.pad(groups, (0, 16 - width)).contiguous().view(torch.int64)
+    low, high = words[..., 0], words[..., 1]
     parts = []
     for i in range(8):
         start = i * width
@@ -109,8 +128,8 @@ def _unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
             value = ((low >> start) & ((1 << (64 - start)) - 1)) | (high << (64 - start))
         else:
             value = low >> start
-        parts.append(value & mask)
-    return torch.stack(parts, dim=-1).flatten(-2)[..., :count].to(torch.int32)
+        parts.append(value & ((1 << width) - 1))
+    return torch.stack(parts, dim=-1).flatten(-2)
 
 
 def _is_for_loops(x: torch.Tensor, width: int) -> bool:

@@ -1,0 +1,537 @@
+"""Each hand-made twin of a torch routine, where it is used, beside plain torch and torch.compile.
+
+    python benchmarks/kernels.py [--rounds 9] [--out benchmarks/results/kernels_cpu.json]
+    python benchmarks/kernels.py --gpu [--out benchmarks/results/kernels_gpu.json]
+
+A twin stays where it is twice as fast in use as the best of the two. Uses on a CPU: coding and reading one stream of
+1,024 tokens shaped like SmolLM2's (3 heads of 64), the round trip of what a step of decoding codes (8 windows, one token
+each), a token of generation with the compressed cache, and and `assay kv eval` of SmolLM2-135M as a whole. Uses on a GPU: logits and statistics of scored tokens, the round trip of 32,768 tokens, and a forward pass of
+a model of that shape with the codec in it.
+
+Forms take turns, in reverse order every other round. On a CPU one thread is used and the processor's time counts, which
+other programs disturb less than the clock; on a GPU the clock counts, after the device is done. `first_s` is what the
+first call took: for torch.compile mostly the compiler. Values must be equal in every form, or the row says how far not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from assay.environment import describe
+from assay.lab.kv.cache_hook import CodecHook, Mode
+from assay.lab.kv.codec import Samples, cache_shape
+from assay.lab.kv.codecs import hadamard as hadamard_codec
+from assay.lab.kv.codecs import pca_entropy
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.hook_plan import _BENCHES
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_recipe, parse_spec
+from assay.lab.kv.stream import from_halves, to_halves
+from assay.lab.quant import packing, trellis
+from kv_codec_speed import SITE, values
+
+Form = Callable[[], AbstractContextManager[Any]]
+Use = Callable[[], Any]
+RESULTS = Path(__file__).parent / "results"
+AROUND = "prerope+sinks(n=4)+"
+
+
+# -----------------------------------------------------------------------------
+# Forms of the routines.
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Some attributes with other values."""
+    with ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def no_packing_loops() -> AbstractContextManager[None]:
+    return replaced((packing, "_FEW", 1 << 60))
+
+
+def no_hadamard_loops() -> AbstractContextManager[None]:
+    return replaced((hadamard_codec.HadamardCoder, "_loops", None))
+
+
+def plain_hadamard() -> AbstractContextManager[None]:
+    """Rotation and packing by torch."""
+    return replaced((packing, "_FEW", 1 << 60), (hadamard_codec.HadamardCoder, "_loops", None))
+
+
+_analysed = torch.compile(lambda coder, x: coder._analysed(x)[1:], dynamic=True)
+_decoded = torch.compile(
+    lambda coder, low, high, factor: coder._rotation.inverse(coder._shape(low, high)) * factor[..., None],
+    dynamic=True,
+)
+_packed = torch.compile(packing._pack, dynamic=True)
+_unpacked = torch.compile(packing._unpack, dynamic=True)
+
+
+def compiled_hadamard() -> AbstractContextManager[None]:
+    """Rotation and packing by torch.compile."""
+
+    def quantise(coder: Any, x: torch.Tensor, side: Any = None) -> Any:
+        low, high, factor = _analysed(coder, x.float())
+        return low, high, *to_halves(factor)
+
+    def dequantise(coder: Any, parts: Any, side: Any = None) -> torch.Tensor:
+        found: torch.Tensor = _decoded(coder, parts[0], parts[1], from_halves(parts[2], parts[3]))
+        return found
+
+    kind = hadamard_codec.HadamardCoder
+    return replaced(
+        (packing, "_FEW", 1 << 60),
+        (packing, "_pack", _packed),
+        (packing, "_unpack", _unpacked),
+        (kind, "quantise", quantise),
+        (kind, "dequantise", dequantise),
+    )
+
+
+def compiled_packing() -> AbstractContextManager[None]:
+    return replaced((packing, "_FEW", 1 << 60), (packing, "_pack", _packed), (packing, "_unpack", _unpacked))
+
+
+def plain_search() -> AbstractContextManager[None]:
+    return replaced((pca_entropy, "cheapest_path", trellis.by_torch))
+
+
+@torch.compile(dynamic=True)
+def _step(total: torch.Tensor, step: torch.Tensor, sources: torch.Tensor, choices: torch.Tensor) -> Any:
+    low, high = (total[:, sources[i]] + step[:, choices[i]] for i in (0, 1))
+    from_high = high < low
+    return from_high, torch.where(from_high, high, low)
+
+
+def compiled_search() -> AbstractContextManager[None]:
+    """A step of the search compiled: the whole of it, of 192 steps and more, compiles for minutes."""
+
+    def search(costs: torch.Tensor, code: trellis.Trellis) -> torch.Tensor:
+        rows, count = costs.shape[:2]
+        sources, choices = (torch.from_numpy(t).to(costs.device) for t in trellis._ways(code))
+        total = costs.new_full((rows, code.states), trellis._FAR)
+        total[:, 0] = 0
+        came = []
+        for step in costs.flatten(2).unbind(1):
+            from_high, total = _step(total, step, sources, choices)
+            came.append(from_high)
+        state = total.argmin(dim=1)
+        result = torch.empty(rows, count, dtype=torch.uint8, device=costs.device)
+        for j in range(count - 1, -1, -1):
+            way = came[j].gather(1, state[:, None])[:, 0].long()
+            result[:, j] = choices[way, state].to(torch.uint8)
+            state = sources[way, state]
+        return result
+
+    return replaced((pca_entropy, "cheapest_path", search))
+
+
+HADAMARD: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": plain_hadamard,
+    "torch.compile": compiled_hadamard,
+    "hadamard loops alone": no_packing_loops,
+    "packing loops alone": no_hadamard_loops,
+}
+PACKING: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": no_packing_loops,
+    "torch.compile": compiled_packing,
+}
+TRELLIS: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": plain_search,
+    "torch.compile": compiled_search,
+}
+
+
+# -----------------------------------------------------------------------------
+
+
+def measured(
+    forms: Mapping[str, Form], prepare: Callable[[], dict[str, Use]], rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each use: seconds of every form, and the twin's advantage over the best of torch and torch.compile."""
+    uses: dict[str, dict[str, Use]] = {}
+    first: dict[tuple[str, str], float] = {}
+    outcome: dict[tuple[str, str], Any] = {}
+    for name, form in forms.items():
+        with form():
+            uses[name] = prepare()
+            for use, call in uses[name].items():
+                began = time.perf_counter()
+                outcome[use, name] = call()
+                first[use, name] = time.perf_counter() - began
+    timed: dict[tuple[str, str], list[float]] = {key: [] for key in first}
+    for turn in range(rounds):
+        for name in sorted(forms, key=list(forms).index, reverse=turn % 2 == 1):
+            with forms[name]():
+                for use, call in uses[name].items():
+                    timed[use, name].append(seconds(call))
+    rows = []
+    for use in next(iter(uses.values())):
+        best = {name: min(timed[use, name]) for name in forms}
+        rivals = [best[name] for name in ("torch", "torch.compile") if name in best]
+        rows.append(
+            {
+                "use": use,
+                "seconds": best,
+                "median_s": {name: statistics.median(timed[use, name]) for name in forms},
+                "first_s": {name: first[use, name] for name in forms},
+                "advantage": min(rivals) / best["twin"],
+                "differs": {name: differs(outcome[use, "twin"], outcome[use, name]) for name in forms},
+            }
+        )
+        print(
+            use,
+            {k: f"{1e3 * v:.3g} ms" for k, v in best.items()},
+            f"{rows[-1]['advantage']:.2f}×",
+            flush=True,
+        )
+    return rows
+
+
+def seconds(call: Use) -> float:
+    """Of the processor, or of the clock where a GPU works."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+    began = time.process_time()
+    call()
+    return time.process_time() - began
+
+
+def differs(one: Any, other: Any) -> float:
+    """Share of bytes, or of values, that are not the same; 0 for what is no result."""
+    if isinstance(one, bytes):
+        return sum(a != b for a, b in zip(one, other, strict=False)) / max(1, len(one))
+    return float((one != other).float().mean()) if isinstance(one, torch.Tensor) else 0.0
+
+
+# -----------------------------------------------------------------------------
+# Uses on a CPU.
+
+
+def stream_uses(spec: str, tokens: int = 1024) -> Callable[[], dict[str, Use]]:
+    """Encoding, decoding and the round trip of one stream, and the round trip of a step of decoding."""
+    calibration, x = values(4096, 1).float(), values(tokens, 2)
+
+    def prepare() -> dict[str, Use]:
+        codec = parse_recipe(spec).fit(Samples(SITE, calibration))
+        stream = codec.encode(x)
+        return {
+            f"encode, {tokens} tokens": lambda: codec.encode(x),
+            f"decode, {tokens} tokens": lambda: codec.decode(stream),
+            f"encode and decode, {tokens} tokens": lambda: codec.decode(codec.encode(x)),
+            f"round trip, {tokens} tokens": lambda: codec.reconstruct(x),
+            "round trip, one token of 8 windows": lambda: codec.reconstruct(x[:, :8]),
+        }
+
+    return prepare
+
+
+def fit_use(spec: str) -> Callable[[], dict[str, Use]]:
+    calibration = values(4096, 1).float()
+    return lambda: {
+        "fit to 4,096 tokens": lambda: str(parse_recipe(spec).fit(Samples(SITE, calibration)).spec)
+    }
+
+
+def file_uses(spec: str, tokens: int = 1024) -> Callable[[], dict[str, Use]]:
+    """What `assay kv encode` and `assay kv decode` do once the program has started."""
+    from safetensors.torch import save_file
+
+    from assay.lab.kv.files import Place, run_decode, run_encode
+    from assay.runs import cache_dir
+
+    folder = cache_dir("kernels")
+    source, coded, back = (folder / f"x.{kind}" for kind in ("safetensors", "akvs", "kktv"))
+    save_file({"x": values(tokens, 2)}, source)
+    return lambda: {
+        f"kv encode, {tokens} tokens": lambda: run_encode(source, spec, coded, Place()).verdict,
+        f"kv decode, {tokens} tokens": lambda: run_decode(coded, back, Place()).verdict,
+    }
+
+
+def eval_uses(spec: str, skip: tuple[int, ...], calibration: Path | None) -> Callable[[], dict[str, Use]]:
+    """`assay kv eval` of SmolLM2, as a whole; with the reference and loading the model."""
+    import kv_texts
+    from assay.demo.models import build_smollm2
+    from assay.lab.kv.evaluate import EvalPlan, run_eval
+    from assay.runs import cache_dir
+
+    text = cache_dir("kernels") / "text.txt"
+    text.write_text(kv_texts.python_source()[:200_000], encoding="utf-8")
+
+    def run(mode: str) -> None:
+        _BENCHES.clear()  # coders of another form
+        plan = EvalPlan(
+            str(build_smollm2()),
+            spec,
+            mode=mode,
+            skip_layers=skip,
+            text=(str(text),),
+            windows=4,
+            length=256,
+            batch=4,
+            calibration=None if calibration is None else str(calibration),
+        )
+        run_eval(plan)
+
+    return lambda: {f"kv eval, {mode}": partial(run, mode) for mode in ("decode", "inforward")}
+
+
+def small_calibration() -> Path:
+    import kv_texts
+    from assay.demo.models import build_smollm2
+    from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+    from assay.runs import cache_dir, write_atomically
+
+    table = cache_dir("kernels") / "smollm2.safetensors"
+    if not table.exists():
+        text = table.with_suffix(".txt")
+        write_atomically(text, kv_texts.other_source()[:400_000])
+        run_calibrate(
+            CalibrationPlan(str(build_smollm2()), (str(text),), windows=4, length=256, tokens=1016), table
+        )
+    return table
+
+
+def generation_use(spec: str) -> Callable[[], dict[str, Use]]:
+    """A token of SmolLM2 with the compressed cache behind a prompt of 512 tokens."""
+    from transformers import AutoModelForCausalLM
+
+    from assay.demo.models import build_smollm2
+    from assay.lab.kv.resident import resident_cache
+
+    model = AutoModelForCausalLM.from_pretrained(build_smollm2(), dtype=torch.bfloat16).eval()
+    prompt = torch.randint(0, 40_000, (1, 512), generator=torch.Generator().manual_seed(0))
+
+    def prepare() -> dict[str, Use]:
+        held = resident_cache(model, spec, length=1024)
+        with torch.inference_mode():
+            model(input_ids=prompt, past_key_values=held)
+
+        def token() -> None:
+            with torch.inference_mode():
+                model(input_ids=prompt[:, :1], past_key_values=held)
+
+        return {"a token of generation with the compressed cache": token}
+
+    return prepare
+
+
+def on_cpu(rounds: int) -> list[dict[str, Any]]:
+    """All uses of the loops for a CPU."""
+    torch.set_num_threads(1)
+    searched, coded = "pca(bits=3, trellis=8)", f"{AROUND}hadamard(bits=4)"
+    few = tuple(range(2, 28))  # four of 30 layers are coded, as fitting all takes long
+    plans: list[tuple[str, str, Mapping[str, Form], Any, int]] = [
+        ("hadamard_loops and packing_loops", "hadamard(bits=4)", HADAMARD, stream_uses("hadamard(bits=4)"), 5 * rounds),
+        ("hadamard_loops and packing_loops", "hadamard(bits=3)", HADAMARD, stream_uses("hadamard(bits=3)"), 5 * rounds),
+        ("hadamard_loops and packing_loops", "hadamard(bits=4)", plain_and_twin(HADAMARD),
+         file_uses("hadamard(bits=4)"), 5 * rounds),
+        ("hadamard_loops and packing_loops", coded, plain_and_twin(HADAMARD), generation_use(coded), 3 * rounds),
+        ("hadamard_loops and packing_loops", coded, plain_and_twin(HADAMARD), eval_uses(coded, (), None), 3),
+        ("packing_loops", "int(residual=0)", PACKING, stream_uses("int(residual=0)"), 3 * rounds),
+        ("packing_loops", "pca(bits=4, coding=fixed)", PACKING, stream_uses("pca(bits=4, coding=fixed)"), 3 * rounds),
+        ("trellis_loops", searched, TRELLIS, stream_uses(searched), rounds),
+        ("trellis_loops", searched, plain_and_twin(TRELLIS), fit_use(searched), 3),
+        ("trellis_loops", f"prerope+{searched}, 4 of 30 layers", plain_and_twin(TRELLIS),
+         eval_uses(f"prerope+{searched}", few, small_calibration()), 2),
+    ]  # fmt: skip
+    return [
+        {"twin": twin, "codec": codec, **row}
+        for twin, codec, forms, prepare, turns in plans
+        for row in measured(forms, prepare, turns)
+    ]
+
+
+def plain_and_twin(forms: Mapping[str, Form]) -> dict[str, Form]:
+    return {name: forms[name] for name in ("twin", "torch")}
+
+
+# -----------------------------------------------------------------------------
+# Uses on a GPU.
+
+
+def on_gpu(rounds: int) -> list[dict[str, Any]]:
+    """All uses of the Triton kernels."""
+    searched = "pca(bits=3, trellis=8)"
+    rows = []
+    plans: list[tuple[str, str, Mapping[str, Form], Any]] = [
+        (
+            "statistics_kernel",
+            f"{rows_} rows of {vocab} logits in bf16",
+            STATISTICS,
+            statistics_use(rows_, vocab),
+        )
+        for rows_, vocab in ((4096, 49_152), (4096, 151_936))
+    ]
+    plans += [("trellis_kernel", searched, TRELLIS, gpu_round_trip(searched))]
+    if find_spec("assay.lab.quant.hadamard_kernel"):
+        plans += [
+            ("hadamard_kernel", "hadamard(bits=4)", ROTATION, gpu_round_trip("hadamard(bits=4)")),
+            ("hadamard_kernel", "hadamard(bits=4)", ROTATION, forward_use("hadamard(bits=4)")),
+        ]
+    for twin, what, forms, prepare in plans:
+        rows += [{"twin": twin, "codec": what, **row} for row in measured(forms, prepare, rounds)]
+    return rows
+
+
+def plain_rotation() -> AbstractContextManager[None]:
+    return replaced((hadamard_codec.HadamardCoder, "_has_kernel", False))
+
+
+def compiled_rotation() -> AbstractContextManager[None]:
+    stack = ExitStack()
+    stack.enter_context(plain_rotation())
+    stack.enter_context(compiled_hadamard())
+    return stack
+
+
+ROTATION: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": plain_rotation,
+    "torch.compile": compiled_rotation,
+}
+
+
+def plain_statistics() -> AbstractContextManager[None]:
+    from assay.fidelity import metrics_gpu
+
+    return replaced((metrics_gpu, "sums", lambda ref, cand, gold: metrics_gpu.row_sums(ref, cand, gold)[0]))
+
+
+def compiled_statistics() -> AbstractContextManager[None]:
+    from assay.fidelity import metrics_gpu
+
+    compiled = torch.compile(lambda ref, cand, gold: metrics_gpu.row_sums(ref, cand, gold)[0])
+    return replaced((metrics_gpu, "sums", compiled))
+
+
+STATISTICS: dict[str, Form] = {
+    "twin": nullcontext,
+    "torch": plain_statistics,
+    "torch.compile": compiled_statistics,
+}
+
+
+def statistics_use(rows: int, vocab: int) -> Callable[[], dict[str, Use]]:
+    """Logits of both sides by their heads, as a comparison makes them, and their statistics."""
+    from assay.fidelity.metrics import row_statistics
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    hidden, head = drawn(rows, 1024), drawn(1024, vocab) / 8
+    gold = torch.randint(0, vocab, (rows,), generator=generator, device="cuda")
+    near = hidden + drawn(rows, 1024) / 64
+
+    def use() -> torch.Tensor:
+        return row_statistics(hidden @ head, near @ head, gold).kl
+
+    return lambda: {"logits and statistics": use}
+
+
+def gpu_round_trip(spec: str, tokens: int = 32_768) -> Callable[[], dict[str, Use]]:
+    calibration = values(4096, 1).float()
+    x = values(tokens, 2).cuda()
+
+    def prepare() -> dict[str, Use]:
+        codec = parse_recipe(spec).fit(Samples(SITE, calibration))
+        return {
+            f"round trip, {tokens} tokens": lambda: codec.reconstruct(x),
+            "round trip, one token of 32 requests": lambda: codec.reconstruct(x[:, :32]),
+        }
+
+    return prepare
+
+
+def forward_use(spec: str) -> Callable[[], dict[str, Use]]:
+    """A prefill of 8 × 1,024 tokens of a model of SmolLM2's shape with the codec in its forward pass."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = LlamaConfig(
+        hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, vocab_size=49_152,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(shape).to(torch.bfloat16).eval()
+    ids = torch.randint(0, 49_152, (8, 1024), device="cuda")
+
+    def prepare() -> dict[str, Use]:
+        chosen = parse_spec(spec)
+        bench = Bench(cache_shape(model), Rotary(model, 1024))
+        coders = bench.fit_all(lambda _, stream: chosen.of(stream)).by_stream
+        hook = CodecHook(coders, Mode.INFORWARD, 1024, measure_windows=0)
+
+        def forward() -> torch.Tensor:
+            with torch.inference_mode(), hook.attach(model):
+                found: torch.Tensor = model(
+                    input_ids=ids, past_key_values=hook.new_cache(8, 0), logits_to_keep=1
+                ).logits
+                return found
+
+        def bare() -> torch.Tensor:
+            with torch.inference_mode():
+                found: torch.Tensor = model(input_ids=ids, logits_to_keep=1).logits
+                return found
+
+        return {"prefill of 8 × 1,024 tokens": forward, "the same without a codec": bare}
+
+    return prepare
+
+
+def commit() -> str:
+    """Of this source: forms that lost are gone from later ones."""
+    found = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return found.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = on_gpu(arguments.rounds) if arguments.gpu else on_cpu(arguments.rounds)
+    found = {
+        "commit": commit(),
+        "unit": "seconds of the clock" if arguments.gpu else "seconds of the processor, one thread",
+        "environment": describe() | ({"gpu": torch.cuda.get_device_name()} if arguments.gpu else {}),
+        "rows": rows,
+    }
+    out = arguments.out or RESULTS / f"kernels_{'gpu' if arguments.gpu else 'cpu'}.json"
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
