@@ -15,7 +15,7 @@ Ways over the same windows, in tokens scored a second:
 
 The ways take turns, each once a round and every other round in reverse, and shares are those of one round: a machine
 that becomes slower in the meantime moves both sides of a share. `processor_s` are the seconds of all threads of this
-process, which other programs disturb less than the clock. On a GPU `fused` says whether the kernel of `assay.fidelity.statistics_kernel` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
+process, which other programs disturb less than the clock. On a GPU `fused` says whether the kernel of `assay.fidelity.metrics_gpu` took the statistics; ASSAY_NO_TRITON=1 leaves it out.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import json
 import os
 import pydoc_data.topics
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,6 @@ from assay.engines.vllm.scorer import VllmScorer
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.metrics import batch_statistics, window_statistics
-from assay.fidelity.metrics_gpu import fused_statistics
 
 STATISTICS = "assay.fidelity.metrics:batch_statistics"
 
@@ -142,7 +142,8 @@ def measure(
     every = Way(lambda: generate(windows[:1], args.all_tokens, -1), args.all_tokens - 1)
     found |= in_turns({"all": every}, 1)
     found["statistics"]["enqueued_s"] = statistics.median(enqueued[1:])
-    found |= {"kl_self": max(kl()), "fused": fused_statistics()}
+    kernel = sys.modules.get("assay.fidelity.metrics_gpu")  # imported by the first logits on a GPU
+    found |= {"kl_self": max(kl()), "fused": kernel and kernel.fused_statistics()}
     speed = {name: found[name]["all"] for name in ("prefill", "states", "kl", "top20")}
     found["kl_share_of_prefill"] = share(speed["kl"], speed["prefill"])
     found["kl_share_of_prefill_by_processor"] = share(

@@ -1,10 +1,12 @@
-"""Where a result was measured: versions and machine, without host names or paths."""
+"""Where a result was measured: versions and machine, without host names or paths; which quick forms work there."""
 
 from __future__ import annotations
 
 import os
 import platform
 import sys
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -64,3 +66,14 @@ def _cpu_model() -> str | None:
             )
     except OSError:
         return platform.processor() or None
+
+
+def gives_the_same(what: str, compare: Callable[[], bool]) -> bool:
+    """Whether the compiled form `what` may be used: `compare` holds it against torch. A warning says why it may not."""
+    try:
+        same, why = compare(), "it gives other values than torch here"
+    except Exception as error:  # compilers fail in their own ways, and torch can do the same
+        same, why = False, f"{type(error).__name__}: {error}"[:300]
+    if not same:
+        warnings.warn(f"{what} is not used: {why}", RuntimeWarning, stacklevel=3)
+    return same

@@ -10,23 +10,19 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from assay.fidelity import metrics
-from assay.fidelity import metrics_gpu as fused
-from assay.fidelity.metrics import RowStatistics, row_statistics
-from assay.fidelity.row_sums import row_sums
-from assay.fidelity.statistics_kernel import fused_row_sums
+from assay.fidelity.metrics import RowStatistics, RowSums, _stacked_sums, row_statistics
+from assay.fidelity.metrics_gpu import alike, fused_row_sums
 
 INF, NAN = float("inf"), float("nan")
 
 
 def by_kernel(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> RowStatistics:
-    fused.sums = fused_row_sums
-    try:
-        return row_statistics(ref, cand, gold)
-    finally:
-        fused.sums = REAL
+    *sides, same_best = fused_row_sums(ref, cand, gold)
+    return metrics._statistics(RowSums(*sides, same_best > 0), None)
 
 
-REAL = fused.sums
+def same_by_both(*rows: torch.Tensor) -> bool:
+    return alike(fused_row_sums(*rows), _stacked_sums(*rows))
 
 
 def brute_force(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -95,14 +91,14 @@ found = check(ties, other, torch.arange(4))
 assert found.top1.tolist() == [True, True, False, True]
 grid = torch.randint(0, 3, (2, 6, 4500), generator=generator).bfloat16()
 check(*grid, torch.arange(6))
-assert fused.same_by_both(*grid, torch.arange(6))
+assert same_by_both(*grid, torch.arange(6))
 
 # Softcapped and huge logits; slices of wider rows, as where one side has padding.
 capped = torch.tanh(torch.randn(2, 3, 3000, generator=generator) * 10) * 30
 check(*capped, torch.arange(3))
 huge = torch.randn(2, 3, 3000, generator=generator) * 1e30
 found = by_kernel(*huge, torch.arange(3))
-assert found.nll_ref.isfinite().all() and fused.same_by_both(*huge, torch.arange(3))
+assert found.nll_ref.isfinite().all() and same_by_both(*huge, torch.arange(3))
 wide = torch.cat([capped[1], torch.full((3, 40), 50.0)], 1)[:, :3000]
 check(capped[0], wide, torch.arange(3))
 
@@ -118,9 +114,8 @@ for name in ("kl", "kl_rev", "nll_ref", "nll_cand", "conf"):
     )
 assert found.kl[0].isfinite() and found.kl[1] == INF and found.kl_rev[0] == INF and found.kl[2].isfinite()
 assert found.kl[3:].isnan().all() and not found.top1[3:].any()
-assert fused.same_by_both(ref, cand, torch.arange(6))
-assert not fused._alike(
-    fused_row_sums(ref, cand, torch.arange(6)), row_sums(ref.roll(1, 0), cand, torch.arange(6))[0]
+assert same_by_both(ref, cand, torch.arange(6))
+assert not alike(
+    fused_row_sums(ref, cand, torch.arange(6)), _stacked_sums(ref.roll(1, 0), cand, torch.arange(6))
 )
-assert metrics.fused.sums is REAL
 sys.stdout.write("equal\n")

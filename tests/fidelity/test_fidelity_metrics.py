@@ -18,10 +18,10 @@ from assay.engines.scoring import (
 from assay.fidelity import metrics
 from assay.fidelity.metrics import (
     batch_statistics,
+    first_max,
     row_statistics,
     window_statistics,
 )
-from assay.fidelity.row_sums import first_max
 
 
 def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:

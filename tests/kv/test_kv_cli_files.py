@@ -51,6 +51,13 @@ def test_there_and_back(kv: Any, rows: Path, tmp_path: Path) -> None:
     assert body["results"]["relative_squared_error"] == 0
 
 
+def test_an_empty_tensor_is_refused(kv: Any, tmp_path: Path) -> None:
+    write_kktv(tmp_path / "none.kktv", np.zeros((0, 64), np.float32))
+    code, body = kv("encode", tmp_path / "none.kktv", "--codec", "hadamard", "--out", tmp_path / "s")
+    assert code == 2 and "no values" in body["findings"][0]["title"]
+    assert not (tmp_path / "s").exists()
+
+
 def test_huge_values_are_coded_or_refused(kv: Any, tmp_path: Path) -> None:
     values = np.random.default_rng(1).standard_normal((40, 64)).astype(np.float32)
     values[7, 3] = 1e30

@@ -73,8 +73,10 @@ def test_round_trip(text: str) -> None:
         ("", "no codec", ""),
         ("hadamard(bits=0.5)", "1 to 10", ""),
         ("lattice(q=1000)", "1 to 110", ""),
-        ("pca(trellis=12)", "4, 8, 16, 32 states", "pca(trellis=8)"),
-        ("pca(trellis=8, coding=fixed)", "needs coding=range", ""),
+        ("pca(trellis=12)", "4, 8, 16, 32 states, not 12", "trellis=8"),
+        ("pca(trellis=8, coding=fixed)", "codes every number alone", "coding=range"),
+        ("pca(bits=2, step=0.1)", "step takes the place of bits", "leave out bits"),
+        ("pca(step=0.1, bits=3)", "step takes the place of bits", "leave out bits"),
     ],
 )
 def test_wrong_specs(text: str, message: str, remedy: str) -> None:
@@ -89,6 +91,12 @@ def test_every_name_loads_and_knows_itself() -> None:
         assert codec_type(name).name == name and codec_type(name).summary
     for name in WRAPPERS:
         assert wrapper_type(name).name == name and wrapper_type(name).summary
+
+
+def test_bits_beside_no_step() -> None:
+    assert parse_spec("pca(bits=2, step=0)") == parse_spec("pca(bits=2)")
+    stepped = parse_recipe("pca(step=0.1)").codec
+    assert with_parameters(stepped, {"step": 0.2}) == parse_recipe("pca(step=0.2)").codec
 
 
 def test_other_parameters_are_checked_too() -> None:

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from assay.lab.kv.codecs.kmeans import (
     _sketch,
+    eigh_batched,
     random_basis,
     random_basis_of_grams,
     ranks,
 )
-from assay.lab.kv.klt import eigh_batched
 
 
 @settings(max_examples=10, deadline=None)

@@ -32,13 +32,11 @@ from assay.lab.quant.hadamard import (
     wht,
     words_of_keys,
 )
-from assay.lab.quant.levels import empirical_levels, gaussian_error, gaussian_levels, mixed_widths
+from assay.lab.quant.levels import empirical_levels, gaussian_levels, mixed_widths
 from assay.lab.quant.packing import (
     pack,
-    pack_numpy,
     packed_bytes,
     unpack,
-    unpack_numpy,
 )
 from assay.lab.quant.weights import (
     polar_bytes,
@@ -110,6 +108,13 @@ def test_normal_values_are_normal() -> None:
     assert abs(float((x**4).mean()) - 3) < 0.15
 
 
+def error_of(levels: int) -> float:
+    """Mean squared error of the Gaussian quantiser: what its cells lose of N(0, 1), by integration."""
+    c = gaussian_levels(levels)
+    edges = np.concatenate([[-np.inf], (c[1:] + c[:-1]) / 2, [np.inf]])
+    return float(1.0 - (np.diff(norm.cdf(edges)) * c**2).sum())
+
+
 @pytest.mark.parametrize("levels", [2, 3, 4, 8, 16])
 def test_gaussian_levels_are_means_of_their_cells(levels: int) -> None:
     c = gaussian_levels(levels)
@@ -123,19 +128,19 @@ def test_gaussian_levels_are_means_of_their_cells(levels: int) -> None:
         quad(lambda t, level=level: (t - level) ** 2 * norm.pdf(t), max(a, -12), min(b, 12))[0]
         for level, (a, b) in zip(c, itertools.pairwise(edges), strict=True)
     )
-    assert abs(gaussian_error(levels) - error) < 1e-8
+    assert abs(error_of(levels) - error) < 1e-8
 
 
 def test_gaussian_levels_of_the_literature() -> None:
     # Max (1960), table I: N = 4 and N = 8.
     np.testing.assert_allclose(gaussian_levels(4)[2:], [0.4528, 1.510], atol=5e-4)
     np.testing.assert_allclose(gaussian_levels(8)[4:], [0.2451, 0.7560, 1.344, 2.152], atol=5e-4)
-    assert gaussian_error(4) == pytest.approx(0.1175, abs=5e-5)
+    assert error_of(4) == pytest.approx(0.1175, abs=5e-5)
 
 
 def test_many_levels_follow_the_high_rate_law() -> None:
     # Panter and Dite: error → (√3 π / 2) / N².
-    assert gaussian_error(1024) * 1024**2 == pytest.approx(math.sqrt(3) * math.pi / 2, rel=0.01)
+    assert error_of(1024) * 1024**2 == pytest.approx(math.sqrt(3) * math.pi / 2, rel=0.01)
     assert np.all(np.diff(gaussian_levels(1024)) > 0)
 
 
@@ -160,18 +165,38 @@ def test_fractional_bits() -> None:
         mixed_widths(0.5, 64)
 
 
-@given(width=st.integers(1, 16), values=st.lists(st.integers(0, 2**16 - 1), max_size=70))
-def test_packing_agrees_with_a_string_of_bits(width: int, values: list[int]) -> None:
-    values = [v % 2**width for v in values]
-    bits = "".join(format(v, f"0{width}b")[::-1] for v in values)
-    bits += "0" * (-len(bits) % 8)
-    expected = bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
-    tensor = torch.tensor(values, dtype=torch.int32)
-    assert pack(tensor, width).numpy().tobytes() == expected
-    assert pack_numpy(tensor.numpy(), width).tobytes() == expected
-    assert len(expected) == packed_bytes(len(values), width)
-    assert unpack(pack(tensor, width), width, len(values)).tolist() == values
-    assert unpack_numpy(pack_numpy(tensor.numpy(), width), width, len(values)).tolist() == values
+@given(
+    width=st.integers(1, 16),
+    rows=st.integers(1, 3),
+    count=st.integers(0, 70),
+    kind=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]),
+    seed=st.integers(0, 2**32),
+)
+def test_packing_agrees_with_a_string_of_bits(
+    width: int, rows: int, count: int, kind: torch.dtype, seed: int
+) -> None:
+    top = min(2**16, 2 ** (8 * kind.itemsize - kind.is_signed))
+    values = torch.randint(0, top, (rows, count), generator=torch.Generator().manual_seed(seed)).to(kind)
+    packed = pack(values, width)
+    kept = [[v % 2**width for v in row] for row in values.tolist()]  # higher bits are ignored
+    for row, data in zip(kept, packed, strict=True):
+        bits = "".join(format(v, f"0{width}b")[::-1] for v in row)
+        bits += "0" * (-len(bits) % 8)
+        assert data.numpy().tobytes() == bytes(int(bits[i : i + 8][::-1], 2) for i in range(0, len(bits), 8))
+    assert packed.shape == (rows, packed_bytes(count, width))
+    for fewer in (count, max(count - 3, 0)):
+        back = unpack(packed, width, fewer)
+        assert back.dtype == torch.int32 and back.tolist() == [row[:fewer] for row in kept]
+        small = unpack(packed, width, fewer, small=True)
+        assert small.dtype == (torch.uint8 if width <= 8 else torch.int16)
+        assert torch.equal(small, back.to(small.dtype))
+
+
+def test_columns_of_a_wider_tensor_are_packed_too() -> None:
+    values = torch.arange(60).reshape(3, 20)
+    for width in (3, 8, 11, 16):
+        part = values.T[4:].T
+        assert unpack(pack(part, width)[:, :], width, 16).tolist() == (part % 2**width).tolist()
 
 
 def test_packed_bytes_are_golden() -> None:
@@ -215,7 +240,7 @@ def test_the_nearest_point_is_the_nearest(lattice: str, q: int) -> None:
 def test_polar_weights_are_as_far_as_lloyd_max_says(bits: int) -> None:
     weight = torch.randn(64, 512, generator=torch.Generator().manual_seed(0))
     error = float((polar_round_trip(weight, bits) - weight).square().mean() / weight.square().mean())
-    assert error == pytest.approx(gaussian_error(2**bits), rel=0.1)
+    assert error == pytest.approx(error_of(2**bits), rel=0.1)
     assert polar_bytes(64, 512, bits) == 64 * (512 * bits // 8 + 2 * 4)
     with pytest.raises(UsageError):
         polar_round_trip(weight, 1)

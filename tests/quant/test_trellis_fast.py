@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.demo.servers import vllm_python
-from assay.lab.quant import compiled
 from assay.lab.quant import trellis as module
 from assay.lab.quant.trellis import (
     STATES,
@@ -69,7 +69,7 @@ def test_loops_are_used_for_float32_once_they_agree(monkeypatch: pytest.MonkeyPa
     pytest.importorskip("numba")
     calls: list[int] = []
     plain = module._in_loops
-    monkeypatch.setattr(compiled, "_SAME", {})
+    monkeypatch.setattr(module, "_SAME", {})
     monkeypatch.setattr(module, "_in_loops", lambda c, t: calls.append(len(c)) or plain(c, t))
     costs = torch.rand(3, 9, 2, 2)
     cheapest_path(costs, trellis(4))
@@ -81,28 +81,35 @@ def test_loops_are_used_for_float32_once_they_agree(monkeypatch: pytest.MonkeyPa
     def wrong(costs: torch.Tensor, code: object) -> torch.Tensor:
         return plain(costs.nan_to_num(), code)  # another way with what is no number
 
-    monkeypatch.setattr(compiled, "_SAME", {})
+    monkeypatch.setattr(module, "_SAME", {})
     monkeypatch.setattr(module, "_in_loops", wrong)
     with pytest.warns(RuntimeWarning, match="other values"):
         found = cheapest_path(costs, trellis(4))
     assert torch.equal(found, by_torch(costs, trellis(4)))
 
 
-def test_a_kernel_is_used_where_it_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("ASSAY_NO_TRITON", raising=False)
+def test_a_search_is_used_where_it_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAME", {})
-    monkeypatch.setattr(module, "_by_kernel", by_torch)
     costs = torch.rand(3, 9, 2, 2)
-    assert module._has_kernel(costs, trellis(8))
-    monkeypatch.setattr(module, "_by_kernel", lambda c, t: by_torch(c, t) ^ 1)
-    assert module._has_kernel(costs, trellis(8))  # asked once
+
+    def other(costs: torch.Tensor, code: module.Trellis) -> torch.Tensor:
+        return by_torch(costs, code) ^ 1
+
+    assert module._finds_the_same(by_torch, costs, trellis(8))
+    assert module._finds_the_same(other, costs, trellis(8))  # asked once
     with pytest.warns(RuntimeWarning, match="of 4 states is not used"):
-        assert not module._has_kernel(costs, trellis(4))
+        assert not module._finds_the_same(other, costs, trellis(4))
     with pytest.warns(RuntimeWarning, match="of 8 states is not used"):
-        assert not module._has_kernel(costs[:, 1:], trellis(8))  # other blocks, another kernel
-    monkeypatch.setattr(module, "_by_kernel", by_torch)
-    monkeypatch.setenv("ASSAY_NO_TRITON", "1")
-    assert not module._has_kernel(costs, trellis(32))
+        assert not module._finds_the_same(other, costs[:, 1:], trellis(8))  # other blocks, another kernel
+
+
+def test_without_numba_torch_searches_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAME", {})
+    monkeypatch.setitem(sys.modules, "assay.lab.quant.trellis_loops", None)
+    costs = torch.rand(3, 9, 2, 2)
+    with pytest.warns(RuntimeWarning, match="trellis_loops"):
+        found = cheapest_path(costs, trellis(4))
+    assert torch.equal(found, by_torch(costs, trellis(4)))
 
 
 @pytest.mark.engine

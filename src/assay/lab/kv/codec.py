@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Protocol, TypeAlias
+
+import numpy as np
+import torch
 
 from assay.errors import AssayError
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+from assay.lab.kv.stream import Field, join_fields, split_fields
 
 Parts: TypeAlias = "tuple[torch.Tensor, ...]"
 """Codes of a batch of blocks; the first dimension of each tensor counts blocks."""
@@ -75,8 +75,6 @@ class Samples:
 
     def need_metric(self, who: str) -> torch.Tensor:
         """The metric per head [heads, head_dim, head_dim], float64; AssayError where there is none."""
-        import torch
-
         if self.metric is None:
             raise _missing(who, self.site, "second moments of queries")
         if self.metric.ndim == 3:
@@ -97,8 +95,6 @@ class Samples:
 
     def joint_metric(self) -> torch.Tensor:
         """The metric over all heads [width, width], float64; the identity where none is known."""
-        import torch
-
         if self.metric is None:
             return torch.eye(self.site.width, dtype=torch.float64)
         metric = self.metric.double()
@@ -133,6 +129,8 @@ class Codec:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    instead: ClassVar[Mapping[str, str]] = {}
+    """Parameters, once they are set, in whose place another would say nothing."""
 
     def fit(self, samples: Samples) -> BlockCoder:
         """A coder for the site of `samples`; AssayError where it needs samples that are not there."""
@@ -198,13 +196,17 @@ class BlockCoder:
         """What blocks become, float32. A coder that has a faster way to the same values overrides it."""
         return self.dequantise(self.quantise(x, side), side)
 
+    def layout(self, tokens: int) -> list[Field]:
+        """The fields of a payload of so many tokens, one for each tensor of codes, where all are of fixed size."""
+        raise NotImplementedError
+
     def pack(self, parts: Parts) -> list[bytes]:
         """The bytes of each block."""
-        raise NotImplementedError
+        return join_fields(self.layout(0), parts)  # how many tokens there are, the codes themselves say
 
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
         """The codes in `payloads`, blocks of `tokens` tokens each; AssayError where a payload is damaged."""
-        raise NotImplementedError
+        return split_fields(self.layout(tokens), payloads)
 
     def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
         """The stages that blocks go through, the last of which is the whole round trip; none where it is one step."""
@@ -221,16 +223,6 @@ def need_table(tables: Mapping[str, Any], name: str, who: str, site: Site) -> An
     return tables[name]
 
 
-def damaged(why: str) -> AssayError:
-    """The error of a stream that cannot be what an encoder wrote."""
-    return AssayError(
-        f"the KV stream is damaged: {why}",
-        finding_id="kv.stream_damaged",
-        remedy="encode it again, or fetch the whole file again",
-    )
-
-
-# -----------------------------------------------------------------------------
 # What the harness needs of a codec that is fitted to one stream (K or V) of one layer.
 
 
@@ -289,7 +281,6 @@ class StreamCoder(Protocol):
         ...
 
 
-# -----------------------------------------------------------------------------
 # What goes around a codec: placements, which decide where and on which tokens it works, and wrappers of its values.
 
 
@@ -330,7 +321,6 @@ def inner_tables(tables: Tables) -> Tables:
     return {name.removeprefix("inner."): t for name, t in tables.items() if name.startswith("inner.")}
 
 
-# -----------------------------------------------------------------------------
 # What of a model's configuration decides the shape of its KV cache.
 
 

@@ -82,11 +82,15 @@ def run_encode(plan: EncodePlan) -> Report:
     source, out = plan.source, plan.out
     recipe = parse_recipe(plan.codec)
     x = read_tensor(source, plan.heads, plan.tensor)
+    if not x.numel():
+        raise _usage(
+            f"{source.name} holds no values: its shape is {list(x.shape)}", "encode a tensor with tokens"
+        )
     fitted = _fitted(str(recipe), plan, x.shape[0], x.shape[2])
     stream = fitted.encode(x)
     _write(out, stream)
     back = fitted.decode(stream)
-    power = float(x.double().square().mean()) if x.numel() else 0.0
+    power = float(x.double().square().mean())
     error = float((back.double() - x.double()).square().mean()) / power if power else 0.0
     exact = x.numel() * torch.bfloat16.itemsize
     results = {
@@ -96,7 +100,7 @@ def run_encode(plan: EncodePlan) -> Report:
             "stored": len(stream),
             "bf16": exact,
             "ratio": exact / len(stream),
-            "bits_per_value": 8 * len(stream) / x.numel() if x.numel() else None,
+            "bits_per_value": 8 * len(stream) / x.numel(),
             "tables": fitted.table_bytes,
         },
         "relative_squared_error": error,

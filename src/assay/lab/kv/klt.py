@@ -10,16 +10,13 @@ are found from the rounded S by least squares in the metric, so rounding costs n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from assay.lab.kv.codec import Tables, need_table
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-
-    from assay.lab.kv.codec import Samples, Site
+from assay.errors import UsageError
+from assay.lab.kv.codec import BlockCoder, Samples, Site, Stage, Tables, need_table
 
 
 @dataclass(frozen=True)
@@ -56,8 +53,6 @@ class Klt:
     @classmethod
     def of(cls, mean: torch.Tensor, rows: torch.Tensor, metric: torch.Tensor) -> Klt:
         """Round the rows of S [rank, width], float64, and find the analysis that suits what is left of them."""
-        import torch
-
         scale = (rows.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny).float()
         synthesis = (rows / scale.double()[:, None]).round().clamp(-127, 127).to(torch.int8)
         return cls(mean, synthesis, scale, analysis(synthesis.double() * scale.double()[:, None], metric))
@@ -111,8 +106,6 @@ class Spectrum:
 
 def spectrum(rows: torch.Tensor, metric: torch.Tensor, ridge: float = 1e-4) -> Spectrum:
     """From sampled rows [n, width] and a metric [width, width], all in float64 on the CPU."""
-    import torch
-
     mean = rows.mean(dim=0).float()
     eye = torch.eye(metric.shape[0], dtype=torch.float64)
     scale = float(metric.diagonal().mean())
@@ -127,17 +120,13 @@ def spectrum(rows: torch.Tensor, metric: torch.Tensor, ridge: float = 1e-4) -> S
 
 def analysis(rows: torch.Tensor, metric: torch.Tensor) -> torch.Tensor:
     """A = M Sᵀ (S M Sᵀ)⁻¹ of S = `rows`, float64: coefficients with the least error in the metric, float32."""
-    import torch
-
     right = metric @ rows.T
     lower = torch.linalg.cholesky(rows @ right)
     return torch.cholesky_solve(right.T, lower).T.contiguous().float()
 
 
-def predictor(rows: torch.Tensor, side: torch.Tensor, ridge: float = 1e-3) -> Predictor:
+def predictor_of(rows: torch.Tensor, side: torch.Tensor, ridge: float = 1e-3) -> Predictor:
     """Least squares of rows [n, width] on side rows [n, side width], with a ridge in proportion to each side channel."""
-    import torch
-
     near = side - side.mean(dim=0)
     gram = near.T @ near
     gram.diagonal().mul_(1 + ridge).clamp_min_(1e-12)
@@ -146,9 +135,8 @@ def predictor(rows: torch.Tensor, side: torch.Tensor, ridge: float = 1e-3) -> Pr
     return Predictor((solved / scale.double()).round().clamp(-127, 127).to(torch.int8), scale)
 
 
-def restore(site: Site, tables: Tables, who: str) -> Klt:
+def restored(site: Site, tables: Tables, who: str) -> Klt:
     """The transform from its tables."""
-    import torch
 
     def get(name: str) -> torch.Tensor:
         return torch.from_numpy(need_table(tables, name, who, site))
@@ -166,82 +154,84 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-# -----------------------------------------------------------------------------
-# Eigenvectors of many small symmetric matrices at once, by Jacobi rotations that are plain batched products.
-#
-# LAPACK's routines as torch calls them on a GPU go through a batch one matrix after the other once it is larger than 32;
-# thousands of blocks of a cache then take seconds. Here each round turns n / 2 disjoint pairs of coordinates of every
-# matrix (round-robin order, Brent and Luk, SIAM J. Sci. Stat. Comput. 6 (1985) 69), n − 1 rounds are a sweep over all
-# pairs, and after six to nine sweeps nothing is left beside the diagonal.
+class TransformCoder(BlockCoder):
+    """What the two codings of `pca` share: blocks of tokens through prediction and transform to coefficients
+    [blocks, tokens, rank], and back."""
 
-SWEEPS = 30
-"""More than is ever needed: convergence is quadratic."""
+    def __init__(self, site: Site, transform: Klt, predictor: Predictor | None, own: Tables) -> None:
+        super().__init__(site)
+        self.transform = transform
+        self._predictor = predictor
+        self._own = own
+        self._moved: dict[torch.device, tuple[Klt, Predictor | None]] = {}
 
+    @property
+    def rank(self) -> int:
+        """Coefficients that are coded."""
+        return self.transform.rank
 
-def eigh_batched(matrices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `torch.linalg.eigh` of symmetric [sets, n, n]: values [sets, n] rising, vectors in columns [sets, n, n].
+    @property
+    def tables(self) -> Tables:
+        """Those of transform and predictor, and of the coding under `inner.`."""
+        found = self.transform.tables()
+        if self._predictor is not None:
+            found["predictor"] = self._predictor.weight.numpy()
+            found["predictor_scale"] = self._predictor.scale.numpy()
+        found.update({f"inner.{name}": table for name, table in self._own.items()})
+        found["analysis"] = self.transform.analysis.numpy()
+        return found
 
-    Stops when the largest value beside the diagonal is below n rounding errors of the largest of the matrix.
-    """
-    import torch
+    @property
+    def table_bytes(self) -> int:
+        """The encoder's `analysis` follows from the rest and the metric; no decoder holds it."""
+        return super().table_bytes - int(self.tables["analysis"].nbytes)
 
-    sets, n, _ = matrices.shape
-    odd = n % 2
-    # A coordinate more, with nothing in it, makes the number of pairs whole.
-    a = torch.nn.functional.pad(matrices, (0, odd, 0, odd))
-    width = n + odd
-    half = width // 2
-    vectors = torch.eye(width, dtype=a.dtype, device=a.device).repeat(sets, 1, 1)
-    pair, stay, cross = (t.to(a.device) for t in _round(half))
-    stay, cross = stay.to(a.dtype), cross.to(a.dtype)
-    limit = width * torch.finfo(a.dtype).eps * a.abs().amax(dim=(1, 2))
-    for _ in range(SWEEPS):
-        if width < 2 or bool((_beside(a) <= limit).all()):
-            break
-        for _ in range(width - 1):
-            angle = _angles(a, half)[:, None, pair]
-            turn = angle.cos() * stay + angle.sin() * cross
-            a = turn.mT @ a @ turn
-            vectors = vectors @ turn
-    values, vectors = a.diagonal(dim1=1, dim2=2), vectors[:, :n]
-    if odd:
-        # The empty coordinate never mixes with others; it goes to the end, where it is cut off.
-        empty = vectors.abs().amax(dim=1) == 0
-        values = torch.where(empty, torch.inf, values)
-    values, rising = values.sort(dim=-1)
-    vectors = vectors.gather(2, rising[:, None].expand(-1, n, -1))
-    return values[:, :n], vectors[..., :n]
+    def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
+        """transform: what its rank leaves out; quantisation: the rest. All heads share the coefficients."""
+        c = self.coefficients(x, side)
+        rank = torch.full(x.shape[:2], float(self.rank), device=x.device)
+        apart = self.apart(c)[:, None].expand_as(rank)
+        values = c.flatten(1)[:, None].expand(-1, x.shape[1], -1)
+        whole = self.dequantise(self.quantise(x, side), side)
+        return [
+            Stage("transform", self.tokens_of(c, side), values, {"rank": rank}),
+            Stage("quantisation", whole, None, {"outliers": apart}),
+        ]
 
+    def apart(self, coefficients: torch.Tensor) -> torch.Tensor:
+        """Share of coefficients [blocks, tokens, rank] that are coded apart from the others, [blocks]."""
+        return coefficients.new_zeros(coefficients.shape[0])
 
-def _angles(a: torch.Tensor, half: int) -> torch.Tensor:
-    """The angles [sets, half], at most π / 4, that coordinates i and half + i are turned by to make a[i, half + i] 0."""
-    import torch
+    def coefficients(self, x: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
+        """[blocks, heads, tokens, head_dim] → [blocks, tokens, rank]."""
+        transform, predictor = self._at(x.device)
+        rows = rows_of(x.float())
+        if predictor is not None:
+            rows = rows - predictor(rows_of(self._need(side)))
+        return transform.forward(rows)
 
-    first, second = a.diagonal(dim1=1, dim2=2).split(half, dim=1)
-    between = a[:, :half, half:].diagonal(dim1=1, dim2=2)
-    # 0 / 0 is a pair with nothing between and nothing to choose; x / 0 is π / 4.
-    ratio = (2 * between / (second - first)).nan_to_num(0.0, torch.inf, -torch.inf)
-    return ratio.atan() / 2
+    def tokens_of(self, coefficients: torch.Tensor, side: torch.Tensor | None) -> torch.Tensor:
+        """The other way round."""
+        transform, predictor = self._at(coefficients.device)
+        rows = transform.inverse(coefficients)
+        if predictor is not None:
+            rows = rows + predictor(rows_of(self._need(side)).to(rows.device))
+        return rows.unflatten(-1, (self.site.heads, self.site.head_dim)).transpose(1, 2)
 
+    def _at(self, device: torch.device) -> tuple[Klt, Predictor | None]:
+        """Transform and predictor on a device, moved there once: every token that is decoded needs them."""
+        if device not in self._moved:
+            self._moved[device] = (
+                self.transform.to(device),
+                self._predictor.to(device) if self._predictor is not None else None,
+            )
+        return self._moved[device]
 
-def _round(half: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Which pair each coordinate of the next round comes from [n], and the matrices [n, n] that carry cosines and sines.
-
-    The rotation of coordinates i and half + i by θ has cos θ on the diagonal, sin θ at (i, half + i) and −sin θ at
-    (half + i, i). Its columns are put into the order of the next round: all but the first move on by one around the
-    table.
-    """
-    import torch
-
-    top, bottom = list(range(half)), list(range(half, 2 * half))
-    order = torch.tensor(top + bottom if half == 1 else [0, half, *top[1:-1], *bottom[1:], top[-1]])
-    eye = torch.eye(2 * half)
-    swapped = torch.cat([-eye[half:], eye[:half]]).T
-    return order % half, eye[:, order], swapped[:, order]
-
-
-def _beside(a: torch.Tensor) -> torch.Tensor:
-    """The largest value beside the diagonal of each matrix [sets]."""
-    import torch
-
-    return (a - torch.diag_embed(a.diagonal(dim1=1, dim2=2))).abs().amax(dim=(1, 2))
+    def _need(self, side: torch.Tensor | None) -> torch.Tensor:
+        if side is None:
+            raise UsageError(
+                "a codec that predicts needs what was decoded of the streams it predicts from (side)",
+                remedy="use pca with predict=none where only one stream is at hand",
+                finding_id="kv.side",
+            )
+        return side

@@ -19,7 +19,6 @@ from assay.lab.kv.stream_coder import FittedCodec
 from assay.plugins import load, names
 from assay.verdict import Report, Table, Verdict
 
-# -----------------------------------------------------------------------------
 # Codecs and wrappers by the name they have in a SPEC; each is imported when it is first asked for.
 
 CODECS = {
@@ -76,8 +75,6 @@ def _load(name: str, known: dict[str, str], kind: str) -> type:
     found: type = getattr(import_module(f"assay.lab.kv.codecs.{module}"), attribute)
     return found
 
-
-# -----------------------------------------------------------------------------
 
 _TERM = re.compile(r"\s*([A-Za-z_][\w-]*)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _EXAMPLE = "write it like sinks(n=4)+hadamard(bits=4), or k:SPEC;v:SPEC"
@@ -278,6 +275,9 @@ def _build(kind: type[Any], parameters: Mapping[str, Any]) -> Any:
             remedy = did_you_mean(key, known) if known else f"{kind.name} has no parameters"
             raise _error(f"{kind.name} has no parameter {key!r}", remedy)
         values[key] = _value(kind, key, value, hints[key]) if isinstance(value, str) else value
+    for one, other in getattr(kind, "instead", {}).items():
+        if values.get(one) and isinstance(parameters.get(other), str):
+            raise _error(f"{kind.name}: {one} takes the place of {other}", f"leave out {other}, or {one}")
     return kind(**values)
 
 
@@ -303,7 +303,6 @@ def _error(message: str, remedy: str) -> UsageError:
     return UsageError(f"SPEC: {message}", remedy=remedy, finding_id="kv.spec")
 
 
-# -----------------------------------------------------------------------------
 # `assay kv list`: the codecs, the wrappers, their parameters.
 
 

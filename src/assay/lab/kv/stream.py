@@ -14,14 +14,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import prod
 from zlib import crc32
 
-from assay.errors import AssayError
-from assay.lab.kv.codec import damaged
+import torch
 
-if TYPE_CHECKING:
-    import torch
+from assay.errors import AssayError
+from assay.lab.quant.packing import pack, packed_bytes, unpack
+
+
+def damaged(why: str) -> AssayError:
+    """The error of a stream that cannot be what an encoder wrote."""
+    return AssayError(
+        f"the KV stream is damaged: {why}",
+        finding_id="kv.stream_damaged",
+        remedy="encode it again, or fetch the whole file again",
+    )
+
 
 MAGIC = b"AKVS"
 VERSION = 1
@@ -68,11 +77,8 @@ def to_bytes(stream: Stream) -> bytes:
     return b"".join([front, struct.pack("<I", crc32(front)), *(b.payload for b in stream.blocks)])
 
 
-def from_bytes(data: bytes, lo: int = 0, hi: int | None = None) -> Stream:
-    """A stream from its bytes; AssayError where it is cut, altered, or no such stream.
-
-    With `lo` and `hi`, payloads of blocks without a token in lo … hi − 1 are neither checked nor kept (they are empty).
-    """
+def from_bytes(data: bytes) -> Stream:
+    """A stream from its bytes; AssayError where it is cut, altered, or no such stream."""
     if len(data) < _HEAD.size or data[:4] != MAGIC:
         if data[: len(MAGIC)] == MAGIC:
             raise damaged(f"it ends after {len(data)} bytes, inside its header")
@@ -92,55 +98,94 @@ def from_bytes(data: bytes, lo: int = 0, hi: int | None = None) -> Stream:
         raise damaged(f"it ends after {len(data)} bytes, inside its index")
     if struct.unpack_from("<I", data, end)[0] != crc32(data[:end]):
         raise damaged("the checksum of its header does not match")
-    blocks, offset, token = [], end + 4, 0
+    blocks, offset = [], end + 4
     for number, (marked, size, crc) in enumerate(_ENTRY.iter_unpack(data[index_at:end])):
-        tokens = marked & ~_EXACT
-        wanted = hi is None or (token < hi and token + tokens > lo)
-        payload = data[offset : offset + size] if wanted else b""
-        if wanted and len(payload) != size:
+        payload = data[offset : offset + size]
+        if len(payload) != size:
             raise damaged(f"it ends after {len(data)} bytes, inside block {number} of {count}")
-        if wanted and crc32(payload) != crc:
+        if crc32(payload) != crc:
             raise damaged(f"the checksum of block {number} does not match")
-        blocks.append(Block(tokens, bool(marked & _EXACT), payload))
-        offset, token = offset + size, token + tokens
+        blocks.append(Block(marked & ~_EXACT, bool(marked & _EXACT), payload))
+        offset += size
     if offset != len(data):
         raise damaged(f"it has {len(data)} bytes and its index says {offset}")
     return Stream(data[_HEAD.size : index_at].decode(), heads, head_dim, tables, tuple(blocks))
 
 
-# -----------------------------------------------------------------------------
 # Payloads of fixed layout: fields of bytes that follow one another, the same for every block of a batch.
 
 _TOP = 15
 """Halves are scaled below 2^15, which leaves room for rounding under the largest half, 65,504."""
 
 
-def join_fields(fields: Sequence[torch.Tensor]) -> list[bytes]:
-    """Fields [blocks, ...] of any types as the bytes of each block."""
-    import torch
+@dataclass(frozen=True)
+class Field:
+    """One tensor of codes in the payload of a block: its shape, and its type or the bits of an integer.
 
-    rows = [as_bytes(field) for field in fields]
+    Integers of more than 16 bits are packed in planes of 16 bits and a rest, lowest first.
+    """
+
+    shape: tuple[int, ...]
+    kind: torch.dtype | int
+
+    @property
+    def size(self) -> int:
+        """Bytes in a payload."""
+        count = prod(self.shape)
+        if isinstance(self.kind, torch.dtype):
+            return count * int(self.kind.itemsize)
+        return sum(packed_bytes(count, width) for width in _planes(self.kind))
+
+    def pack(self, codes: torch.Tensor) -> torch.Tensor:
+        """[blocks, *shape] → uint8 [blocks, size]."""
+        flat = codes.reshape(codes.shape[0], -1)
+        if isinstance(self.kind, torch.dtype):
+            return flat.contiguous().view(torch.uint8)
+        if self.kind <= 16:
+            return pack(flat, self.kind)
+        planes = [pack((flat >> (16 * i)) & 0xFFFF, width) for i, width in enumerate(_planes(self.kind))]
+        return torch.cat(planes, dim=1)
+
+    def unpack(self, raw: torch.Tensor) -> torch.Tensor:
+        """The other way round; integers are uint8 up to 8 bits, int32 up to 16 and else int64."""
+        shape = (raw.shape[0], *self.shape)
+        if isinstance(self.kind, torch.dtype):
+            # Its bytes need not stand at whole addresses.
+            return raw.clone(memory_format=torch.contiguous_format).reshape(-1).view(self.kind).reshape(shape)
+        count, widths = prod(self.shape), _planes(self.kind)
+        planes = raw.split([packed_bytes(count, width) for width in widths], dim=1)
+        codes = [unpack(plane, width, count) for plane, width in zip(planes, widths, strict=True)]
+        if len(codes) > 1:
+            codes[0] = torch.stack([code.long() << (16 * i) for i, code in enumerate(codes)]).sum(dim=0)
+        return codes[0].reshape(shape)
+
+
+def _planes(bits: int) -> list[int]:
+    return [16] * (bits // 16) + [bits % 16] * (bits % 16 > 0)
+
+
+EXPONENT = Field((), torch.int8)
+"""What `to_halves` takes out of a block."""
+
+
+def join_fields(fields: Sequence[Field], parts: Sequence[torch.Tensor]) -> list[bytes]:
+    """Codes [blocks, ...] of fields as the bytes of each block."""
+    rows = [field.pack(part) for field, part in zip(fields, parts, strict=True)]
     whole = torch.cat(rows, dim=1).cpu().contiguous().numpy()
     return [row.tobytes() for row in whole]
 
 
-def split_fields(payloads: Sequence[bytes], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The fields [blocks, size] of uint8; AssayError where a payload has another length."""
-    import torch
-
+def split_fields(fields: Sequence[Field], payloads: Sequence[bytes]) -> tuple[torch.Tensor, ...]:
+    """The codes of fields; AssayError where a payload has another length."""
+    sizes = [field.size for field in fields]
     total = sum(sizes)
     for payload in payloads:
         if len(payload) != total:
             raise damaged(f"a block has {len(payload)} bytes instead of {total}")
-    raw = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8) if total else torch.empty(0)
-    return list(raw.to(torch.uint8).reshape(len(payloads), total).split(list(sizes), dim=1))
-
-
-def as_bytes(field: torch.Tensor) -> torch.Tensor:
-    """[blocks, ...] → uint8 [blocks, bytes], little-endian."""
-    import torch
-
-    return field.reshape(field.shape[0], -1).contiguous().view(torch.uint8)
+    joined = bytearray(b"".join(payloads))
+    raw = torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+    columns = raw.reshape(len(payloads), total).split(sizes, dim=1)
+    return tuple(field.unpack(column) for field, column in zip(fields, columns, strict=True))
 
 
 def to_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,8 +193,6 @@ def to_halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The exponent is 0 unless a value of the block is too large for fp16, so that ordinary blocks do not depend on it.
     """
-    import torch
-
     top = x.reshape(x.shape[0], -1).abs().amax(dim=1) if x.numel() else x.new_zeros(x.shape[0])
     exponent = torch.frexp(top)[1].sub(_TOP).clamp_min(0).to(torch.int8)
     return _scaled(x, -exponent.int()).half(), exponent
@@ -161,52 +204,30 @@ def from_halves(half: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    import torch
-
     return torch.ldexp(x.float(), exponent.reshape(-1, *[1] * (x.ndim - 1)))
 
 
-def typed(field: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-    """A field of `split_fields` as values of another type, flat: its bytes need not stand at whole addresses."""
-    import torch
-
-    return field.clone(memory_format=torch.contiguous_format).reshape(-1).view(kind)
-
-
-# -----------------------------------------------------------------------------
 # Tokens kept as they are: the bytes of a tensor in the narrowest type that holds it without loss.
 
-_NAMES = ("bfloat16", "float16", "float32")
+_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def exact_to_bytes(x: torch.Tensor) -> bytes:
     """One byte for the type, then the values of `x`, little-endian."""
-    import torch
-
     kind = x.dtype
     if kind not in (torch.bfloat16, torch.float16):
-        kind = next(t for t in _types() if t == torch.float32 or torch.equal(x.to(t).float(), x.float()))
+        kind = next(t for t in _TYPES if t == torch.float32 or torch.equal(x.to(t).float(), x.float()))
     raw = x.detach().to("cpu", kind).contiguous().reshape(-1).view(torch.uint8)
-    return bytes([_types().index(kind)]) + bytes(raw.numpy().tobytes())
+    return bytes([_TYPES.index(kind)]) + bytes(raw.numpy().tobytes())
 
 
 def exact_from_bytes(data: bytes, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor of `shape`, float32; AssayError where the bytes do not fit."""
-    import torch
-
-    if not data or data[0] >= len(_NAMES):
+    if not data or data[0] >= len(_TYPES):
         raise damaged("a block of exact tokens has no known type")
-    raw = torch.frombuffer(bytearray(data[1:]), dtype=torch.uint8) if len(data) > 1 else torch.empty(0)
-    kind = _types()[data[0]]
-    count = 1
-    for size in shape:
-        count *= size
-    if raw.numel() != count * kind.itemsize:
-        raise damaged(f"a block of exact tokens has {raw.numel()} bytes for {count} values")
-    return raw.to(torch.uint8).view(kind).float().reshape(shape)
-
-
-def _types() -> tuple[torch.dtype, ...]:
-    import torch
-
-    return tuple(getattr(torch, name) for name in _NAMES)
+    kind, count = _TYPES[data[0]], prod(shape)
+    if len(data) - 1 != count * kind.itemsize:
+        raise damaged(f"a block of exact tokens has {len(data) - 1} bytes for {count} values")
+    if not count:
+        return torch.zeros(shape)
+    return torch.frombuffer(bytearray(data[1:]), dtype=kind).float().reshape(shape)

@@ -1,18 +1,16 @@
-"""A codec at work on one stream of one layer: whole sequences, appended tokens, random access."""
+"""A codec at work on one stream of one layer: whole sequences and appended tokens."""
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import isfinite
-from typing import TYPE_CHECKING
 from zlib import crc32
+
+import torch
 
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.codec import BlockCoder, Site, Tables
 from assay.lab.kv.stream import Block, Stream, exact_from_bytes, exact_to_bytes, from_bytes, to_bytes
-
-if TYPE_CHECKING:
-    import torch
-
 
 _LARGEST = 1e37
 """Beyond it, float32 may not hold what comes back."""
@@ -78,24 +76,18 @@ class FittedCodec:
         self, stream: bytes, *, side: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """All tokens of a stream, float32 unless `dtype` says otherwise; AssayError where it is damaged."""
-        return self._read(from_bytes(stream), 0, None, side, dtype)
-
-    def decode_range(
-        self,
-        stream: bytes,
-        lo: int,
-        hi: int,
-        *,
-        side: torch.Tensor | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
-        """Tokens lo … hi − 1; only the blocks that hold them are read. `side` is of the whole sequence."""
-        if not 0 <= lo <= hi:
-            raise UsageError(f"tokens {lo} to {hi} are no range", finding_id="kv.range")
-        parts = from_bytes(stream, lo, hi)
-        if hi > parts.tokens:
-            raise UsageError(f"token {hi} was asked of a stream of {parts.tokens}", finding_id="kv.range")
-        return self._read(parts, lo, hi, side, dtype)
+        parts = from_bytes(stream)
+        self._check_own(parts)
+        site, device = self.site, None if side is None else side.device
+        found, token = [torch.zeros(site.heads, 0, site.head_dim, device=device)], 0
+        # Blocks of one length that follow one another are decoded in one go.
+        for (exact, tokens), run in groupby(parts.blocks, lambda block: (block.exact, block.tokens)):
+            payloads = [block.payload for block in run]
+            end = token + tokens * len(payloads)
+            near = None if side is None else side[:, token:end]
+            found.append(self._decoded(payloads, tokens, exact, near).to(device))
+            token = end
+        return torch.cat(found, dim=1).to(dtype or torch.float32)
 
     def open(self, stream: bytes | None = None) -> StreamWriter:
         """A writer for tokens that come later, at the end of `stream` where one is given."""
@@ -107,8 +99,6 @@ class FittedCodec:
 
     def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
         """What coded tokens become, exact ends aside: decode(encode(x)) without the bytes, float32."""
-        import torch
-
         heads, tokens, width = x.shape
         size = self.coder.granularity
         whole = tokens - tokens % size
@@ -122,52 +112,14 @@ class FittedCodec:
             parts.append(_joined(self.coder.reconstruct(blocks, near)))
         return torch.cat(parts, dim=1) if parts else x.float().reshape(heads, 0, width)
 
-    def _read(
-        self, parts: Stream, lo: int, hi: int | None, side: torch.Tensor | None, dtype: torch.dtype | None
+    def _decoded(
+        self, payloads: list[bytes], tokens: int, exact: bool, side: torch.Tensor | None
     ) -> torch.Tensor:
-        import torch
-
-        self._check_own(parts)
-        site = self.site
-        device = side.device if side is not None else None
-        found: list[torch.Tensor] = []
-        token, number, first = 0, 0, None
-        while number < len(parts.blocks):
-            block = parts.blocks[number]
-            wanted = hi is None or (token < hi and token + block.tokens > lo)
-            run = 1
-            if wanted and not block.exact:
-                # Equal blocks that follow one another are decoded in one go.
-                while number + run < len(parts.blocks) and self._alike(parts.blocks[number + run], block):
-                    run += 1
-                if hi is not None:
-                    run = min(run, -(-(hi - token) // max(block.tokens, 1)))
-            if wanted:
-                first = token if first is None else first
-                group = parts.blocks[number : number + run]
-                near = None if side is None else side[:, token : token + run * block.tokens]
-                found.append(self._decode_group(group, near))
-            token += run * block.tokens
-            number += run
-        empty = torch.zeros(site.heads, 0, site.head_dim, device=device)
-        found = [t.to(device) for t in found] or [empty]
-        whole = found[0] if len(found) == 1 else torch.cat(found, dim=1)
-        if hi is not None:
-            start = first or 0
-            whole = whole[:, lo - start : hi - start]
-        return whole if dtype is None else whole.to(dtype)
-
-    def _alike(self, block: Block, like: Block) -> bool:
-        return not block.exact and block.tokens == like.tokens and bool(block.payload)
-
-    def _decode_group(self, group: tuple[Block, ...], side: torch.Tensor | None) -> torch.Tensor:
-        site = self.site
-        tokens = group[0].tokens
-        if group[0].exact:
-            return exact_from_bytes(group[0].payload, (site.heads, tokens, site.head_dim))
-        codes = self.coder.unpack([block.payload for block in group], tokens)
+        if exact:
+            shape = (self.site.heads, tokens, self.site.head_dim)
+            return torch.cat([exact_from_bytes(payload, shape) for payload in payloads], dim=1)
         near = None if side is None else _blocks(side, tokens)
-        return _joined(self.coder.dequantise(codes, near))
+        return _joined(self.coder.dequantise(self.coder.unpack(payloads, tokens), near))
 
     def _check_own(self, parts: Stream) -> None:
         site = self.site
@@ -204,8 +156,6 @@ class StreamWriter:
 
     def append(self, x: torch.Tensor, side: torch.Tensor | None = None) -> None:
         """Add tokens [heads, tokens, head_dim]."""
-        import torch
-
         fitted = self._fitted
         self._check(x, side)
         first = max(0, min(fitted.exact_first - self._seen, x.shape[1]))
@@ -264,8 +214,6 @@ class StreamWriter:
         self._blocks.append(Block(x.shape[1], True, exact_to_bytes(x)))
 
     def _check(self, x: torch.Tensor, side: torch.Tensor | None) -> None:
-        import torch
-
         site = self._fitted.site
         if x.ndim != 3 or (x.shape[0], x.shape[2]) != (site.heads, site.head_dim):
             raise UsageError(

@@ -7,19 +7,17 @@ n log₂ n additions, keeps norms, and makes the coordinates of almost any vecto
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from math import frexp
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+import numpy as np
+import torch
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def random_words(seed: int, count: int) -> np.ndarray[Any, Any]:
     """`count` words of SplitMix64 started at `seed` (Steele, Lea, Flood 2014), uint64: the same everywhere."""
-    import numpy as np
-
     with np.errstate(over="ignore"):
         state = np.uint64(seed % 2**64) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -30,9 +28,6 @@ def random_words(seed: int, count: int) -> np.ndarray[Any, Any]:
 
 def random_signs(seed: int, count: int) -> torch.Tensor:
     """±1 [count], float32: the highest bit of each word of SplitMix64, set for −1."""
-    import numpy as np
-    import torch
-
     negative = (random_words(seed, count) >> np.uint64(63)).astype(np.float32)
     return torch.from_numpy(1.0 - 2.0 * negative)
 
@@ -40,17 +35,12 @@ def random_signs(seed: int, count: int) -> torch.Tensor:
 @lru_cache(maxsize=256)
 def signs_on(seed: int, count: int, device: torch.device) -> torch.Tensor:
     """`random_signs` on a device, to be read only. A copy from main memory in each call would stop a GPU's queue."""
-    import torch
-
     with torch.inference_mode(False):
         return random_signs(seed, count).to(device)
 
 
 def random_normal(seed: int, count: int) -> torch.Tensor:
     """Standard normal values [count], float32: Box-Muller on the upper 53 bits of SplitMix64 words."""
-    import numpy as np
-    import torch
-
     pairs = -(-count // 2)
     uniform = ((random_words(seed, 2 * pairs) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
     radius = np.sqrt(-2.0 * np.log(uniform[:pairs]))
@@ -61,8 +51,6 @@ def random_normal(seed: int, count: int) -> torch.Tensor:
 
 def words_of_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
     """`count` words of SplitMix64 started at each key, int64 bit patterns: [...] → [..., count], on any device."""
-    import torch
-
     steps = torch.arange(1, count + 1, device=keys.device) * _signed(_GOLDEN)
     state = keys[..., None] + steps
     state = (state ^ _shifted(state, 30)) * _signed(0xBF58476D1CE4E5B9)
@@ -72,8 +60,6 @@ def words_of_keys(keys: torch.Tensor, count: int) -> torch.Tensor:
 
 def normal_of_words(words: torch.Tensor) -> torch.Tensor:
     """Standard normal values from an even number of words: Box-Muller on their upper 24 bits, float32."""
-    import torch
-
     uniform = (_shifted(words, 40).float() + 0.5) / 2.0**24
     first, second = uniform.chunk(2, dim=-1)
     radius = torch.sqrt(-2.0 * torch.log(first))
@@ -96,8 +82,6 @@ def sum_of_squares(x: torch.Tensor, largest: float) -> torch.Tensor:
 
     `largest` bounds x². The unit is `squares_unit`, so that the sum is exact to 2⁻³¹ of what it can be at most.
     """
-    import torch
-
     unit = squares_unit(x.shape[-1], largest)
     whole = x.square().mul_(1 / unit).add_(0.5).int()
     return whole.sum(-1, dtype=torch.int32).float() * unit
@@ -110,15 +94,11 @@ def correct_sqrt(x: torch.Tensor) -> torch.Tensor:
 
 def squares_unit(count: int, largest: float) -> float:
     """The power of two in which sums of `count` squares of at most `largest` stay below 2³⁰."""
-    from math import frexp
-
     return float(2.0 ** (frexp(count * largest)[1] - 30))
 
 
 def wht(x: torch.Tensor) -> torch.Tensor:
     """The orthonormal transform of the last dimension, whose length is a power of two; its own inverse."""
-    import torch
-
     n = x.shape[-1]
     # Values of one place next to each other: each stage adds long rows, whatever the distance of its pairs.
     rows = x.detach().reshape(-1, n).T.clone(memory_format=torch.contiguous_format)
@@ -160,8 +140,6 @@ class Rotation:
 
 
 def _span(x: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-    import torch
-
     if lo == 0 and hi == x.shape[-1]:
         return wht(x)
     return torch.cat([x[..., :lo], wht(x[..., lo:hi]), x[..., hi:]], dim=-1)

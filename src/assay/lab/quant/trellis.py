@@ -14,19 +14,16 @@ parities by one matrix, and reading numbers back needs no loop.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from assay.fidelity.metrics_gpu import gives_the_same
-from assay.lab.quant.compiled import in_parts, is_agreed
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
+from assay.environment import gives_the_same
 
 _CODES = {4: (0o5, 0o2), 8: (0o13, 0o04), 16: (0o23, 0o04), 32: (0o45, 0o10)}
 """Ungerboeck's parity checks (h0, h1) by number of states: of input bits u, h0 makes the parity of the number, h1 names
@@ -54,8 +51,6 @@ class Trellis:
 
         Without columns, all n of the numbers themselves.
         """
-        import numpy as np
-
         count = numbers.shape[1]
         own = columns or slice(0, count)
         selector = self.selector(max(count, own.stop))[:count, own]
@@ -71,8 +66,6 @@ class Trellis:
 @cache
 def trellis(states: int) -> Trellis:
     """The code of 4, 8, 16 or 32 states; KeyError for another number."""
-    import numpy as np
-
     h0, h1 = _CODES[states]
     state = np.arange(states)
     # Bits of s are the inputs 1, 2, … numbers ago; bit 0 of a check belongs to the input of now.
@@ -83,8 +76,6 @@ def trellis(states: int) -> Trellis:
 
 @cache
 def _selector(states: int, count: int) -> NDArray[np.uint8]:
-    import numpy as np
-
     found = trellis(states)
     # What one odd number among even ones does to those after it, wherever it stands.
     response, state = np.zeros(count, np.uint8), 0
@@ -98,8 +89,6 @@ def _selector(states: int, count: int) -> NDArray[np.uint8]:
 @cache
 def _selector_on(states: int, count: int, device: torch.device) -> torch.Tensor:
     """Copied to a device once: every token that is decoded needs it."""
-    import torch
-
     return torch.from_numpy(_selector(states, count)).to(device, torch.float32)
 
 
@@ -119,8 +108,6 @@ def candidates(c: torch.Tensor, most: torch.Tensor, quantiser: int) -> tuple[tor
 
     `most` [...] is at least 1.
     """
-    import torch
-
     size = c.abs()
     below = torch.minimum((size + 0.5 * quantiser).floor(), most - 1)
     is_odd = below % 2 != 0
@@ -135,22 +122,17 @@ def cheapest_path(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
     """Of costs [rows, n, 2 quantisers, 2 parities], float32: what the cheapest path of each row takes.
 
     uint8 [rows, n], 2 · quantiser + parity. Costs add up in float32 in the order of the numbers; of two equally cheap ways
-    into a state the one from the lower state is taken, and of equally cheap last states the lowest.
+    into a state the one from the lower state is taken, and of equally cheap last states the lowest. On a CPU a compiled
+    loop searches, on a GPU a kernel, each once it found what torch finds there.
     """
-    import torch
-
-    if costs.dtype == torch.float32:
-        if costs.device.type == "cpu" and is_agreed("trellis", _same_in_loops):
-            return _in_loops(costs, code)
-        if costs.is_cuda and _has_kernel(costs, code):
-            return _by_kernel(costs, code)
+    quick = {"cpu": _in_loops, "cuda": _by_kernel}.get(costs.device.type)
+    if quick and costs.dtype == torch.float32 and _finds_the_same(quick, costs, code):
+        return quick(costs, code)
     return by_torch(costs, code)
 
 
 def by_torch(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    """`cheapest_path` as torch finds it on any device: what the quicker ways are held against."""
-    import torch
-
+    """`cheapest_path` by torch on any device: what the others are held against."""
     rows, count = costs.shape[:2]
     sources, choices = (torch.from_numpy(t).to(costs.device) for t in _ways(code))
     total = costs.new_full((rows, code.states), _FAR)
@@ -172,66 +154,43 @@ def by_torch(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
 
 
 def _in_loops(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    import numpy as np
-    import torch
-
     from assay.lab.quant.trellis_loops import search
 
-    rows, count = costs.shape[:2]
-    out = torch.empty(rows, count, dtype=torch.uint8)
-    source, into = costs.detach().reshape(rows, 4 * count).contiguous().numpy(), out.numpy()
-    fixed = (code.quantiser, np.ascontiguousarray(code.parity[:, 0]), np.float32(_FAR))
-    in_parts(lambda lo, hi: search(source, *fixed, lo, hi, into), rows, _PART)
-    return out
-
-
-_PART = 256
-"""Rows for which a second thread is worth waking."""
+    return search(costs, code, far=_FAR)
 
 
 def _by_kernel(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    import torch
-
     from assay.lab.quant.trellis_kernel import search
 
     with torch.cuda.device_of(costs):  # Triton launches on the current GPU
         return search(costs, code, far=_FAR)
 
 
-def _has_kernel(costs: torch.Tensor, code: Trellis) -> bool:
-    """Whether one kernel gives the same: on a GPU, after both were compared there once."""
+_Search = Callable[[torch.Tensor, Trellis], torch.Tensor]
+_SAME: dict[tuple[torch.device, int, int], bool] = {}
+
+
+def _finds_the_same(search: _Search, costs: torch.Tensor, code: Trellis) -> bool:
+    """Whether a search may be used for such costs: it is compared with torch's once. A warning says why not."""
     # The kernel is another one for numbers that make other blocks.
     key = (costs.device, code.states, math.gcd(costs.shape[1], 8))
     if key not in _SAME:
-        _SAME[key] = not bool(os.environ.get("ASSAY_NO_TRITON")) and gives_the_same(
-            f"the kernel of the trellis of {code.states} states",
-            lambda: _same(_by_kernel, costs.device, code, 3 * key[2]),
+        tried = _trial(3 * key[2]).to(costs.device)
+        _SAME[key] = gives_the_same(
+            f"the compiled search of a trellis of {code.states} states",
+            lambda: bool(torch.equal(search(tried, code), by_torch(tried, code))),
         )
     return _SAME[key]
 
 
-_SAME: dict[tuple[torch.device, int, int], bool] = {}
-
-
-def _same_in_loops() -> bool:
-    import torch
-
-    return all(_same(_in_loops, torch.device("cpu"), trellis(states), 24) for states in STATES)
-
-
-def _same(
-    search: Callable[[torch.Tensor, Trellis], torch.Tensor], device: torch.device, code: Trellis, count: int
-) -> bool:
-    """Compare a search with torch's: costs of many sizes, equally cheap paths, and rows with what is no number."""
-    import torch
-
+def _trial(count: int) -> torch.Tensor:
+    """Costs of 40 rows of many sizes, with equally cheap paths, and rows with what is no number."""
     drawn = torch.arange(1, 1 + 40 * count * 4).mul_(48271).remainder_(2147483647).mul_(16807)
     costs = drawn.remainder_(2147483647).float().reshape(40, count, 2, 2)
     costs *= 10.0 ** (torch.arange(40) % 9 - 12.0)[:, None, None, None]
     costs[20:] = (costs[20:] * 4 / costs[20:].amax(dim=(1, 2, 3), keepdim=True)).floor()
     costs[37, count // 2, 1, 0], costs[38, 0], costs[39, -1] = math.nan, math.inf, math.nan
-    costs = costs.to(device)
-    return bool(torch.equal(search(costs, code), by_torch(costs, code)))
+    return costs
 
 
 _FAR = 1e30
@@ -240,8 +199,6 @@ _FAR = 1e30
 
 def _ways(code: Trellis) -> tuple[NDArray[Any], NDArray[Any]]:
     """The two states that lead to each state, the lower first, and the choice on the way: both [2, states], int64."""
-    import numpy as np
-
     to = np.arange(code.states)
     sources = np.stack([to >> 1, (to >> 1) | (code.states >> 1)])
     choices = 2 * code.quantiser[sources] + code.parity[sources, to & 1]

@@ -7,15 +7,22 @@ of states is written in its vectors, two to four times as fast. Import it only w
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
 LANES = 16
 """Rows of a tile."""
+_LEAST = 256
+"""Rows for which a second thread is worth waking."""
 
 _ONE, _TWO = np.uint32(1), np.uint32(2)
 
@@ -84,7 +91,7 @@ def _last(sums, states, lane):  # type: ignore[no-untyped-def]
 
 
 @_compiled
-def search(costs, quantisers, parities, far, lo, hi, out):  # type: ignore[no-untyped-def]
+def _search(costs, quantisers, parities, far, lo, hi, out):  # type: ignore[no-untyped-def]
     """Rows lo … hi − 1 of `costs` [rows, 4 n], float32: the choice 2 · quantiser + parity of each number into `out`.
 
     `quantisers` and `parities` [states] of the number that leaves a state by input 0, uint8; `far` the sum of a state
@@ -136,3 +143,32 @@ def search(costs, quantisers, parities, far, lo, hi, out):  # type: ignore[no-un
                 parity = ((parity_bits >> source) ^ state[r]) & _ONE
                 out[start + r, j] = np.uint8(_TWO * ((quantiser_bits >> source) & _ONE) + parity)
                 state[r] = source
+
+
+def search(costs: torch.Tensor, code: Any, *, far: float) -> torch.Tensor:
+    """Of costs [rows, n, 2, 2], float32: what the cheapest path of each row takes, uint8 [rows, n].
+
+    `far` is the sum of a state that no path has reached. Rows are shared out among as many threads as torch has; numba's
+    own are not used, as they die in a forked process.
+    """
+    rows, count = costs.shape[:2]
+    out = torch.empty(rows, count, dtype=torch.uint8)
+    source, into = costs.detach().reshape(rows, 4 * count).contiguous().numpy(), out.numpy()
+    fixed = (code.quantiser, np.ascontiguousarray(code.parity[:, 0]), np.float32(far))
+    parts = max(1, min(torch.get_num_threads(), rows // _LEAST))
+    ends = [rows * i // parts for i in range(parts + 1)]
+
+    def part(lo: int, hi: int) -> None:
+        _search(source, *fixed, lo, hi, into)
+
+    others = [_pool(os.getpid(), parts - 1).submit(part, lo, hi) for lo, hi in pairwise(ends[1:])]
+    part(0, ends[1])
+    for other in others:
+        other.result()
+    return out
+
+
+@cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads of this process: those of a parent are gone after a fork."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="assay-trellis")

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from assay.errors import UsageError
 from assay.lab.quant.hadamard import Rotation
 from assay.lab.quant.levels import gaussian_levels
 from assay.lab.quant.packing import packed_bytes
 
-if TYPE_CHECKING:
-    import torch
-
 
 def linear_layers(model: Any) -> list[Any]:
     """The linear layers but the output head; a weight that several share is named once."""
-    import torch
-
     head = model.get_output_embeddings()
     found: dict[int, Any] = {}
     for module in model.modules():
@@ -36,8 +33,6 @@ def replace_weights(
 
     Returns the bytes of all parameters: `stored_bytes` of the replaced ones, the others as they are held.
     """
-    import torch
-
     total: int = 0
     counted = set[int]()
     with torch.no_grad():
@@ -50,7 +45,6 @@ def replace_weights(
     return total
 
 
-# -----------------------------------------------------------------------------
 # Weights in Hadamard-rotated blocks with Lloyd-Max levels and one norm a block, the PolarQuant way.
 #
 # Each row of a linear layer is cut into blocks of `block` inputs (a power of two; the last is padded with zeros). A block
@@ -60,8 +54,6 @@ def replace_weights(
 
 def polar_round_trip(weight: torch.Tensor, bits: int, block: int = 128, seed: int = 1) -> torch.Tensor:
     """`weight` [out, in] as its codes decode, in its own type."""
-    import torch
-
     _check(bits, block)
     width = weight.shape[1]
     padded = torch.nn.functional.pad(weight.float(), (0, -width % block)).unflatten(-1, (-1, block))
@@ -96,8 +88,6 @@ def polar_quantise(model: Any, bits: int, block: int = 128, seed: int = 1) -> in
 @contextmanager
 def polar_weights(model: Any, bits: int, block: int = 128, seed: int = 1) -> Iterator[int]:
     """`polar_quantise` for the time of the context, which gives the stored bytes; the weights come back after it."""
-    import torch
-
     kept = [(module, module.weight.detach().clone()) for module in linear_layers(model)]
     try:
         yield polar_quantise(model, bits, block, seed)
@@ -115,7 +105,6 @@ def _check(bits: int, block: int) -> None:
         )
 
 
-# -----------------------------------------------------------------------------
 # Round-to-nearest integer weights, the plainest quantisation: a control, and a candidate to compare with.
 #
 # Each group of `group` weights along the input of a linear layer has one scale (and, asymmetric, one zero point):
@@ -130,8 +119,6 @@ def quantise_dequantise(
 
     `minimum` keeps the smallest weight of a group as it is, in place of a zero point that is one of the levels.
     """
-    import torch
-
     rows, width = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -width % group))
     grouped = padded.reshape(rows, -1, group)

@@ -14,30 +14,25 @@ Fractional bits give the last coordinates one bit more; after the rotation all c
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from assay.fidelity.metrics_gpu import gives_the_same
+import torch
+
+from assay.environment import gives_the_same
 from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
-from assay.lab.kv.stream import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
-from assay.lab.quant.compiled import is_agreed
+from assay.lab.kv.stream import EXPONENT, Field, from_halves, to_halves
 from assay.lab.quant.hadamard import (
     Rotation,
     correct_sqrt,
     random_normal,
     signs_on,
-    squares_unit,
     sum_of_squares,
 )
-from assay.lab.quant.hadamard_cpu import LevelTable, Loops
-from assay.lab.quant.levels import edges_below, gaussian_levels, mixed_widths
-from assay.lab.quant.packing import pack, packed_bytes, unpack
+from assay.lab.quant.levels import gaussian_levels, mixed_widths, nearest_level
 
 if TYPE_CHECKING:
-    import torch
-
     from assay.lab.quant.hadamard_kernel import RoundTrip
 
 MOST_LEVELS = 32
@@ -77,43 +72,8 @@ class HadamardCoder(BlockCoder):
         self._narrow = site.head_dim - wide
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        loops = self._loops if x.device.type == "cpu" and self._norm == "norm" else None
-        found = loops.encode(x) if loops is not None else None
-        return self._quantised(x) if found is None else (*found[:2], *to_halves(found[2]))
-
-    def _quantised(self, x: torch.Tensor) -> Parts:
         _, low, high, factor = self._analysed(x.float())
         return low, high, *to_halves(factor)
-
-    @cached_property
-    def _loops(self) -> Loops | None:
-        """The compiled loops, where they take such vectors and give what torch gives, which is tried once."""
-        width, seeds = self.site.head_dim, self._rotation.seeds
-        if not Loops.take(width) or len(seeds) != 1:
-            return None
-        low, high = _table(self._width, width), _table(self._width + (self._narrow < width), width)
-        if low is None or high is None:
-            return None
-        loops = Loops(width, seeds[0], self._narrow, low, high, _LARGEST)
-        key = ("hadamard", width, self._width, self._narrow)
-        return loops if is_agreed(key, lambda: self._same_in_loops(loops)) else None
-
-    def _same_in_loops(self, loops: Loops) -> bool:
-        """Compare loops and torch on vectors of many sizes, a zero among them."""
-        import torch
-
-        x = random_normal(7, 74 * self.site.head_dim).reshape(1, 2, 37, self.site.head_dim)
-        x = x * 10.0 ** (torch.arange(37) % 9 - 4.0)[:, None]
-        x[:, :, 1] = 0
-        for values in (x.bfloat16(), x):
-            found, wanted = loops.encode(values), self._analysed(values.float())[1:]
-            if found is None or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
-                return False
-            low, high, factor = found
-            back = self._rotation.inverse(self._shape(low, high)) * factor[..., None]
-            if not torch.equal(loops.decode(low, high, factor), back):
-                return False
-        return True
 
     def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
         """rotation loses nothing; levels with the factor unrounded; factor: as it is stored."""
@@ -133,8 +93,10 @@ class HadamardCoder(BlockCoder):
         unit = x / top
         length = correct_sqrt(sum_of_squares(unit, 1.0))[..., None].clamp_min(1e-30)
         z = self._rotation.forward(unit) * (self.site.head_dim**0.5 / length)
-        low = _nearest(z[..., : self._narrow], self._width)
-        high = _nearest(z[..., self._narrow :], self._width + 1)
+        low = nearest_level(z[..., : self._narrow], _levels(self._width, z.device))
+        high = z[..., self._narrow :].to(low.dtype)
+        if high.shape[-1]:
+            high = nearest_level(z[..., self._narrow :], _levels(self._width + 1, z.device))
         shape = self._shape(low, high)
         square = sum_of_squares(shape, _LARGEST)
         if self._norm == "norm":
@@ -145,18 +107,10 @@ class HadamardCoder(BlockCoder):
         return z, low, high, factor * top[..., 0]
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
         low, high, half, exponent = parts
-        factor = from_halves(half, exponent)
-        is_small = low.dtype == high.dtype == torch.uint8 and low.device.type == "cpu"
-        if is_small and self._loops is not None:
-            return self._loops.decode(low, high, factor)
-        return self._rotation.inverse(self._shape(low, high)) * factor[..., None]
+        return self._rotation.inverse(self._shape(low, high)) * from_halves(half, exponent)[..., None]
 
     def reconstruct(self, x: torch.Tensor, side: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
         found = self.round_trip(x.transpose(1, 2), torch.float32)
         return super().reconstruct(x, side) if found is None else found.transpose(1, 2)
 
@@ -190,8 +144,6 @@ class HadamardCoder(BlockCoder):
 
     def _same_by_both(self, device: torch.device, given: torch.dtype, dtype: torch.dtype) -> bool:
         """Compare kernel and torch on 8,192 vectors of many sizes, a zero among them."""
-        import torch
-
         if os.environ.get("ASSAY_NO_TRITON"):
             return False
         width = self.site.head_dim
@@ -206,38 +158,13 @@ class HadamardCoder(BlockCoder):
 
         return gives_the_same("the fused kernel of hadamard", same)
 
-    def pack(self, parts: Parts) -> list[bytes]:
-        low, high, half, exponent = parts
-        return join_fields(
-            [
-                pack(low.flatten(1), self._width),
-                pack(high.flatten(1), self._width + 1),
-                as_bytes(half),
-                exponent,
-            ]
-        )
-
-    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        import torch
-
-        site, count = self.site, len(payloads)
-        vectors = site.heads * tokens
-        lows, highs = vectors * self._narrow, vectors * (site.head_dim - self._narrow)
-        low, high, half, exponent = split_fields(
-            payloads,
-            [packed_bytes(lows, self._width), packed_bytes(highs, self._width + 1), 2 * vectors, 1],
-        )
-        shape = (count, site.heads, tokens)
-        return (
-            _unpacked(low, self._width, lows).reshape(*shape, self._narrow),
-            _unpacked(high, self._width + 1, highs).reshape(*shape, site.head_dim - self._narrow),
-            typed(half, torch.float16).reshape(shape),
-            typed(exponent, torch.int8),
-        )
+    def layout(self, tokens: int) -> list[Field]:
+        vectors = (self.site.heads, tokens)
+        low = Field((*vectors, self._narrow), self._width)
+        high = Field((*vectors, self.site.head_dim - self._narrow), self._width + 1)
+        return [low, high, Field(vectors, torch.float16), EXPONENT]
 
     def _shape(self, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        import torch
-
         narrow = _picked(_levels(self._width, low.device), low)
         if not high.shape[-1]:
             return narrow
@@ -259,42 +186,16 @@ def _kernel(seed: int, width: int, bits: int, device: torch.device) -> RoundTrip
 
 @lru_cache(maxsize=64)
 def _levels(bits: int, device: torch.device) -> torch.Tensor:
-    import torch
-
     with torch.inference_mode(False):
         return torch.tensor(gaussian_levels(2**bits), dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=64)
 def _edges(bits: int, device: torch.device) -> torch.Tensor:
-    import torch
-
     with torch.inference_mode(False):
         levels = _levels(bits, device)
         return (levels[1:] + levels[:-1]) / 2
 
 
-@lru_cache(maxsize=64)
-def _table(bits: int, width: int) -> LevelTable | None:
-    import torch
-
-    cpu = torch.device("cpu")
-    return LevelTable.of(_levels(bits, cpu), _edges(bits, cpu), squares_unit(width, _LARGEST))
-
-
-def _unpacked(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
-    """Levels as `_nearest` gives them, uint8 or int16."""
-    return unpack(data, width, count, small=True)
-
-
 def _picked(levels: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return levels.index_select(0, index.reshape(-1).int()).view(index.shape)
-
-
-def _nearest(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Index of the nearest level, uint8 or int16."""
-    import torch
-
-    kind = torch.uint8 if bits <= 8 else torch.int16
-    # No levels where no place has so many bits: one bit more than the most may be too many.
-    return edges_below(z, _edges(bits, z.device)).to(kind) if z.shape[-1] else z.to(kind)

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import numpy as np
+import torch
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage, Tables, damaged, need_table
+from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage, Tables, need_table
 from assay.lab.kv.codecs.kmeans import exact_basis, random_basis, ranks, spherical_centres
-from assay.lab.kv.stream import from_halves, to_halves
+from assay.lab.kv.stream import damaged, from_halves, to_halves
 from assay.lab.quant.hadamard import random_signs, wht
-from assay.lab.quant.levels import gaussian_levels
+from assay.lab.quant.levels import empirical_levels, gaussian_levels, nearest_level
 from assay.lab.quant.packing import pack, packed_bytes, unpack
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,6 @@ class Kakeya(Codec):
             )
 
     def fit(self, samples: Samples) -> BlockCoder:
-        import numpy as np
-
-        from assay.lab.kv.codecs.kmeans import exact_basis, random_basis, ranks
-        from assay.lab.quant.levels import empirical_levels
-
         tables: Tables = {}
         if self.basis == "shared":
             rows = samples.need_x(str(self)).cpu().flatten(0, 1)[None]
@@ -100,7 +95,6 @@ class Kakeya(Codec):
         return min(self.rank, head_dim)
 
 
-# -----------------------------------------------------------------------------
 # Bytes of a `kakeya` block: its heads one after the other.
 #
 #     u16 rank | mean, basis, centres (unless the basis is shared: centres alone) | segments, packed | t, norm as fp16 with
@@ -111,8 +105,6 @@ class Kakeya(Codec):
 
 def pack_set(parts: Sequence[torch.Tensor], codec: Kakeya) -> bytes:
     """One head of one block."""
-    import torch
-
     rank_, mean, basis, centres, segment, t, t_exponent, norm, norm_exponent, codes, apart, kept = parts
     rank = int(rank_)
     length = _payload_length(rank)
@@ -140,8 +132,6 @@ def unpack_blocks(
     shared: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> Parts:
     """The codes of all blocks; AssayError where a payload is too short, too long or contradicts itself."""
-    import torch
-
     sets = []
     for payload in payloads:
         reader = _Reader(payload)
@@ -163,8 +153,6 @@ def unpack_blocks(
 def _unpack_set(
     reader: _Reader, tokens: int, site: Site, codec: Kakeya, shared: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Parts:
-    import torch
-
     rank = int.from_bytes(reader.take(2), "little")
     if not 1 <= rank <= site.head_dim or (shared is not None and rank != shared[1].shape[0]):
         raise damaged(f"a block claims the rank {rank} for vectors of {site.head_dim}")
@@ -212,27 +200,19 @@ class _Reader:
             raise damaged(f"a block has {len(self._data) - self._at} bytes too many")
 
     def values(self, count: int, kind: torch.dtype) -> torch.Tensor:
-        import torch
-
         raw = self.take(count * kind.itemsize)
         return torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)
 
     def halves(self, count: int) -> torch.Tensor:
-        import torch
-
         return self.values(count, torch.float16)
 
     def exponent(self) -> int:
         return int.from_bytes(self.take(1), "little", signed=True)
 
     def packed(self, count: int, width: int) -> torch.Tensor:
-        import torch
-
         return unpack(self.values(packed_bytes(count, width), torch.uint8), width, count)
 
     def floats(self, shape: tuple[int, ...], codec: Kakeya) -> torch.Tensor:
-        import torch
-
         count = 1
         for size in shape:
             count *= size
@@ -266,7 +246,6 @@ def _channel_bits(length: int) -> int:
     return max(1, (length - 1).bit_length())
 
 
-# -----------------------------------------------------------------------------
 # Coding of blocks for the `kakeya` codec; its formulas stand in `kakeya`.
 #
 # Codes are tensors over sets (blocks × heads): `rank` [G], mean, basis, centres, and per token the segment, t, norm,
@@ -298,8 +277,6 @@ class KakeyaCoder(BlockCoder):
     """Blocks of one head are coded on their own; `tables` may hold a shared basis and levels."""
 
     def __init__(self, site: Site, codec: Kakeya, tables: Tables) -> None:
-        import torch
-
         super().__init__(site)
         self.granularity = self.block_tokens = codec.block
         self.codec = codec
@@ -313,12 +290,9 @@ class KakeyaCoder(BlockCoder):
         return dict(self._tables)
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        import torch
-
         rows = x.float().flatten(0, 1)
         a = self._analysed(rows)
-        levels = self._levels.to(a.z.device)
-        codes = torch.bucketize(a.z, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+        codes = nearest_level(a.z, self._levels.to(a.z.device))
         apart = (
             a.z.abs() > self.codec.outlier if self.codec.outlier else torch.zeros_like(a.z, dtype=torch.bool)
         )
@@ -329,8 +303,6 @@ class KakeyaCoder(BlockCoder):
         return tuple(part.unflatten(0, x.shape[:2]) for part in parts)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
         heads = parts[0].shape[:2]
         rank, mean, basis, centres, segment, t, t_exponent, norm, norm_exponent, codes, apart, kept = (
             part.flatten(0, 1) for part in parts
@@ -351,8 +323,6 @@ class KakeyaCoder(BlockCoder):
 
     def stages(self, x: torch.Tensor, side: torch.Tensor | None = None) -> list[Stage]:
         """pca leaves out components and rounds the skeleton; kmeans and wht lose nothing; levels; norm as stored."""
-        import torch
-
         shape, nan = x.shape[:2], torch.nan
         a = self._analysed(x.float().flatten(0, 1))
         parts = self.quantise(x)
@@ -408,20 +378,14 @@ class KakeyaCoder(BlockCoder):
 
     def _used(self, a: _Analysis) -> torch.Tensor:
         """Which coordinates of z are within their set's padded length [G, n, L]."""
-        import torch
-
         used = torch.arange(a.z.shape[-1], device=a.z.device) < _padded(a.rank)[:, None]
         return used[:, None].expand_as(a.z)
 
     def _z(self, codes: torch.Tensor, apart: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         """What levels and outliers stand for."""
-        import torch
-
         return torch.where(apart, kept.float(), self._levels.to(codes.device)[codes.int()])
 
     def _shared(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        import torch
-
         if self.codec.basis != "shared":
             return None
         mean, basis = (torch.from_numpy(self._tables[name].astype("float32")) for name in ("mean", "basis"))
@@ -429,8 +393,6 @@ class KakeyaCoder(BlockCoder):
 
     def _skeleton(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Mean [G, d], basis [G, R, d] with zeros beyond the rank, rank [G], as they are stored."""
-        import torch
-
         shared = self._shared()
         if shared is not None:
             mean, basis = (t.to(rows.device) for t in shared)
@@ -457,8 +419,6 @@ class KakeyaCoder(BlockCoder):
 
     def _turned(self, residual: torch.Tensor, size: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
         """[G, n, R] → z [G, n, L of the largest], zero beyond each set's own L."""
-        import torch
-
         lengths = _padded(rank)
         top = int(lengths.max())
         unit = torch.nn.functional.pad(residual / size.clamp_min(1e-30), (0, top - residual.shape[-1]))
@@ -471,8 +431,6 @@ class KakeyaCoder(BlockCoder):
 
     def _turned_back(self, z: torch.Tensor, rank: torch.Tensor, width: int) -> torch.Tensor:
         """z → unit residuals [G, n, width], zero beyond the rank."""
-        import torch
-
         lengths = _padded(rank)
         found = torch.zeros(*z.shape[:2], max(width, z.shape[-1]), device=z.device)
         for length in lengths.unique().tolist():
@@ -491,6 +449,4 @@ def _length(rows: torch.Tensor) -> torch.Tensor:
 
 def _padded(rank: torch.Tensor) -> torch.Tensor:
     """The next power of two of each rank."""
-    import torch
-
     return torch.tensor([1 << (int(r) - 1).bit_length() for r in rank.tolist()], device=rank.device)

@@ -7,21 +7,16 @@ factor gives the decoded vector the least squared error. A head_dim that is no m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from assay.errors import UsageError
 from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site
-from assay.lab.kv.stream import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
+from assay.lab.kv.stream import EXPONENT, Field, from_halves, to_halves
 from assay.lab.quant.hadamard import Rotation
-from assay.lab.quant.packing import pack, packed_bytes, unpack
 
-if TYPE_CHECKING:
-    import torch
-
-
-# -----------------------------------------------------------------------------
 # The lattices D4 and E8 inside a cube: nearest point, and the number of each point, so that a rate is real.
 #
 # D_n holds the integer vectors with an even sum; E8 = D8 ∪ (D8 + ½). In the cube |x_i| ≤ Q they are counted by their
@@ -48,8 +43,6 @@ def points(lattice: str, q: int) -> int:
 
 def nearest(y: torch.Tensor, lattice: str, q: int) -> torch.Tensor:
     """The nearest point of the lattice in the cube to y [..., dimension], |y| ≤ q (Conway and Sloane 1982)."""
-    import torch
-
     whole = _even(y, float(-q), float(q))
     if lattice == "D4":
         return whole
@@ -60,8 +53,6 @@ def nearest(y: torch.Tensor, lattice: str, q: int) -> torch.Tensor:
 
 def number(x: torch.Tensor, lattice: str, q: int) -> torch.Tensor:
     """0 … points − 1 of lattice points [..., dimension], int64."""
-    import torch
-
     count = ((2 * q + 1) ** dimension(lattice) + 1) // 2
     whole = _rank((x.floor() + q).long(), 2 * q + 1) // 2
     if lattice == "D4":
@@ -73,8 +64,6 @@ def number(x: torch.Tensor, lattice: str, q: int) -> torch.Tensor:
 
 def point(numbers: torch.Tensor, lattice: str, q: int) -> torch.Tensor:
     """The lattice points [..., dimension] of their numbers, float32; numbers past the last give the last."""
-    import torch
-
     numbers = numbers.clamp(0, points(lattice, q) - 1)
     count = ((2 * q + 1) ** dimension(lattice) + 1) // 2
     whole = _digits(2 * numbers.clamp_max(count - 1), 2 * q + 1, dimension(lattice)).float() - q
@@ -89,8 +78,6 @@ def point(numbers: torch.Tensor, lattice: str, q: int) -> torch.Tensor:
 
 def _even(y: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
     """The nearest integer vector with an even sum in the cube lo … hi."""
-    import torch
-
     x = y.round().clamp(lo, hi)
     gap = y - x
     # The cheapest single move that stays inside: towards y, or away from it at the face of the cube.
@@ -110,16 +97,11 @@ def _rank(digits: torch.Tensor, base: int) -> torch.Tensor:
 
 
 def _digits(rank: torch.Tensor, base: int, count: int) -> torch.Tensor:
-    import torch
-
     found = []
     for _ in range(count):
         found.append(rank % base)
         rank = rank // base
     return torch.stack(found[::-1], dim=-1)
-
-
-# -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -148,9 +130,7 @@ class LatticeCoder(BlockCoder):
         self._size = dimension(codec.lattice)
         self._groups = -(-site.head_dim // self._size)
         self._rotation = Rotation(site.head_dim, codec.seed)
-        bits = (points(codec.lattice, codec.q) - 1).bit_length()
-        # Numbers of more than 16 bits are packed in planes of 16 bits and a rest.
-        self._planes = [16] * (bits // 16) + ([bits % 16] if bits % 16 else [])
+        self._bits = (points(codec.lattice, codec.q) - 1).bit_length()
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
         x = x.float()
@@ -166,32 +146,12 @@ class LatticeCoder(BlockCoder):
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
         numbers, half, exponent = parts
-        y = point(numbers, self._lattice, self._q).flatten(-2)[..., : self.site.head_dim]
+        y = point(numbers.long(), self._lattice, self._q).flatten(-2)[..., : self.site.head_dim]
         return self._rotation.inverse(y) * from_halves(half, exponent)[..., None]
 
-    def pack(self, parts: Parts) -> list[bytes]:
-        numbers, half, exponent = parts
-        flat = numbers.flatten(1)
-        planes = [pack((flat >> (16 * i)) & 0xFFFF, width) for i, width in enumerate(self._planes)]
-        return join_fields([*planes, as_bytes(half), exponent])
-
-    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        import torch
-
-        shape = (len(payloads), self.site.heads, tokens, self._groups)
-        vectors = self.site.heads * tokens
-        sizes = [packed_bytes(vectors * self._groups, width) for width in self._planes]
-        *planes, half, exponent = split_fields(payloads, [*sizes, 2 * vectors, 1])
-        numbers = torch.zeros(len(payloads), vectors * self._groups, dtype=torch.int64)
-        for i, (plane, width) in enumerate(zip(planes, self._planes, strict=True)):
-            numbers |= unpack(plane, width, numbers.shape[1]).long() << (16 * i)
-        return (
-            numbers.reshape(shape),
-            typed(half, torch.float16).reshape(shape[:3]),
-            typed(exponent, torch.int8),
-        )
+    def layout(self, tokens: int) -> list[Field]:
+        vectors = (self.site.heads, tokens)
+        return [Field((*vectors, self._groups), self._bits), Field(vectors, torch.float16), EXPONENT]
 
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
-        import torch
-
         return torch.nn.functional.pad(x, (0, self._groups * self._size - x.shape[-1]))

@@ -2,16 +2,16 @@
 
 Linear transform in the metric of attention (`assay.lab.kv.klt`), one step for all coefficients, and either
 
-    coding=range  indices range-coded under calibrated laws (`pca_range`); `bits` is the calibrated mean a value
-    coding=fixed  indices of fixed width, the widths found by dynamic programming (`pca_fixed`)
+    coding=range  indices range-coded under calibrated laws (`pca_entropy`); `bits` is the calibrated mean a value
+    coding=fixed  indices of fixed width, the widths found by dynamic programming
 
 `step` > 0 sets the step itself, in units of the root mean square of the coefficients, instead of `bits`. With
 `weights=measured` its unit is √nat: a step costs the model step² / 12 nats a coefficient in whatever layer and stream,
 as measured by the calibration, so one step for all of them spends bits where they save most. `coding=fixed` then takes
 the widths whose last bits save what they save there.
 
-`trellis` (of so many states) codes the indices of two quantisers that take turns (`assay.lab.quant.trellis`): for `coding=range`,
-4 to 6 % fewer bits at the same error, and more time to encode.
+`trellis` (of so many states) codes the indices of two quantisers that take turns (`assay.lab.quant.trellis`): for
+`coding=range`, 4 to 6 % fewer bits at the same error, and more time to encode.
 
 `predict` first subtracts a linear map of what the decoder has of the same token:
 
@@ -21,12 +21,30 @@ the widths whose last bits save what they save there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv import klt
-from assay.lab.kv.codec import BlockCoder, Codec, Samples, Site, Tables, inner_tables, need_table
+from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Tables, inner_tables, need_table
+from assay.lab.kv.codecs.pca_entropy import RangeCoder, RangeSettings, fit_range, step_for_bits
+from assay.lab.kv.klt import (
+    Klt,
+    Predictor,
+    Spectrum,
+    TransformCoder,
+    predictor_of,
+    restored,
+    rows_of,
+    sampled_rows,
+    spectrum,
+)
+from assay.lab.kv.stream import Field, join_fields, split_fields
+from assay.lab.quant.levels import empirical_levels, nearest_level
 from assay.lab.quant.trellis import STATES
 
 _SMALLEST = 0.12
@@ -35,10 +53,14 @@ _SMALLEST = 0.12
 
 @dataclass(frozen=True)
 class Pca(Codec):
-    """Needs samples, twice as many tokens as channels to predict from. `rdo` weighs bits against squared steps when indices are chosen; 0 rounds to nearest."""
+    """Needs samples, twice as many tokens as channels to predict from.
+
+    `rdo` weighs bits against squared steps when indices are chosen; 0 rounds to nearest.
+    """
 
     name = "pca"
     summary = "KLT over all heads in the metric of attention, range-coded or of fixed widths"
+    instead: ClassVar[dict[str, str]] = {"step": "bits"}
     bits: float = 3.0
     step: float = 0.0
     coding: Literal["range", "fixed"] = "range"
@@ -54,10 +76,16 @@ class Pca(Codec):
                 f"{self}: bits is 0.05 to 10, classes 1 to 16, step and rdo not negative",
                 finding_id="kv.spec",
             )
-        if self.trellis not in (0, *STATES) or (self.trellis and self.coding == "fixed"):
+        if self.trellis not in (0, *STATES):
             raise UsageError(
-                f"{self}: a trellis has {', '.join(map(str, STATES))} states, and needs coding=range",
-                remedy="leave trellis out, or write pca(trellis=8)",
+                f"{self}: a trellis has {', '.join(map(str, STATES))} states, not {self.trellis}",
+                remedy="write trellis=8, or leave it out",
+                finding_id="kv.spec",
+            )
+        if self.trellis and self.coding == "fixed":
+            raise UsageError(
+                f"{self}: coding=fixed codes every number alone, a trellis codes it by those before it",
+                remedy="leave out trellis, or write coding=range",
                 finding_id="kv.spec",
             )
         if self.weights == "measured" and not self.step:
@@ -73,17 +101,14 @@ class Pca(Codec):
         return (*((site.layer - 1, s) for s in below if site.layer), *own)
 
     def fit(self, samples: Samples) -> BlockCoder:
-        from assay.lab.kv.codecs.pca_coders import fit_fixed
-        from assay.lab.kv.codecs.pca_entropy import RangeSettings, fit_range, step_for_bits
-
-        rows = klt.sampled_rows(samples, str(self))
+        rows = sampled_rows(samples, str(self))
         predictor = None
         if samples.side is not None and self.predict != "none":
-            side = klt.rows_of(samples.side.float().cpu()[None])[0].double()
+            side = rows_of(samples.side.float().cpu()[None])[0].double()
             self._check_enough(samples.site, *side.shape)
-            predictor = klt.predictor(rows, side)
+            predictor = predictor_of(rows, side)
             rows = rows - predictor(side).double()
-        found = klt.spectrum(rows, samples.joint_metric().cpu())
+        found = spectrum(rows, samples.joint_metric().cpu())
         unit = float(found.variances.mean().sqrt()) or 1.0
         if self.weights == "measured":
             unit = (found.scale * samples.need_sensitivity(str(self))) ** -0.5
@@ -114,17 +139,132 @@ class Pca(Codec):
             )
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
-        import torch
-
-        from assay.lab.kv.codecs.pca_coders import FixedCoder
-        from assay.lab.kv.codecs.pca_entropy import RangeCoder
-
-        transform = klt.restore(site, tables, str(self))
+        transform = restored(site, tables, str(self))
         predictor = None
         if "predictor" in tables:
             scale = need_table(tables, "predictor_scale", str(self), site)
-            predictor = klt.Predictor(torch.from_numpy(tables["predictor"]), torch.from_numpy(scale))
+            predictor = Predictor(torch.from_numpy(tables["predictor"]), torch.from_numpy(scale))
         own = inner_tables(tables)
         if self.coding == "fixed":
             return FixedCoder(site, transform, predictor, own)
         return RangeCoder(site, transform, predictor, own, self.rdo, self.trellis)
+
+
+# Coefficients in codes of fixed width, which a kernel can read without decoding what comes before.
+#
+# Each coefficient is divided by its calibrated deviation and gets the levels of an empirical Lloyd-Max quantiser of its
+# width, 0 to 8 bits. Dynamic programming finds the widths with the least total error, as measured on the samples, for a
+# budget of whole bits a token; where a step is given in place of a budget, each width is the one after which a bit saves
+# less error than it does at that step.
+
+MAX_WIDTH = 8
+_FIT_TOKENS = 4096
+_LEVEL_SAMPLES = 100_000
+
+
+def fit_fixed(
+    site: Site,
+    found: Spectrum,
+    rows: torch.Tensor,
+    step: float | None,
+    bits: float,
+    predictor: Predictor | None,
+) -> FixedCoder:
+    """Levels, deviations and widths from sampled rows [n, width], for a step or for so many bits a value."""
+    largest = float(found.variances[0].sqrt()) or 1.0
+    transform = found.with_step(largest, 0.0)
+    c = transform.forward(rows[:: max(1, rows.shape[0] // _FIT_TOKENS)].float())
+    deviation = c.square().mean(dim=0).sqrt().clamp_min(2.0**-24).half().float()
+    z = (c / deviation).numpy()
+    order = np.random.Generator(np.random.PCG64(0)).permutation(z.size)[:_LEVEL_SAMPLES]
+    pooled = z.ravel()[order]
+    levels = [empirical_levels(pooled, 2**w).astype(np.float16) for w in range(1, MAX_WIDTH + 1)]
+    errors = [(z**2).mean(axis=0)]
+    for table in levels:
+        near = nearest_level(torch.from_numpy(z), torch.from_numpy(table.astype(np.float32)))
+        errors.append(((z - table.astype(np.float32)[near.numpy()]) ** 2).mean(axis=0))
+    cost = np.stack(errors, axis=1) * deviation.numpy()[:, None] ** 2
+    if step is None:
+        widths = allocate(cost, min(round(bits * site.width), MAX_WIDTH * z.shape[1]))
+    else:
+        # A uniform quantiser's error D = step² / 12 falls by 2 ln 2 · D for a bit.
+        saved = 2 * np.log(2) * (step / largest) ** 2 / 12
+        widths = (cost + saved * np.arange(MAX_WIDTH + 1)).argmin(axis=1)
+    # Coefficients of equal width stand together, and those of width 0 are left out.
+    order = np.argsort(-widths, kind="stable")[: max(1, int((widths > 0).sum()))]
+    own: Tables = {
+        "deviation": deviation.numpy()[order].astype(np.float16),
+        "widths": widths[order].astype(np.uint8),
+        "levels": np.concatenate(levels),
+    }
+    return FixedCoder(site, transform.kept(order), predictor, own)
+
+
+def allocate(cost: NDArray[Any], budget: int) -> NDArray[Any]:
+    """Widths [channels] with the least Σ cost[channel, width] among those that sum to at most `budget` bits.
+
+    Exact, by dynamic programming over channels and bits spent; `cost` is [channels, widths].
+    """
+    channels, options = cost.shape
+    best = np.zeros(budget + 1)
+    chosen = np.zeros((channels, budget + 1), dtype=np.int8)
+    for i in range(channels):
+        trials = np.full((options, budget + 1), np.inf)
+        for w in range(min(options, budget + 1)):
+            trials[w, w:] = best[: budget + 1 - w] + cost[i, w]
+        chosen[i] = trials.argmin(axis=0)
+        best = trials.min(axis=0)
+    widths, left = np.zeros(channels, dtype=np.int64), budget
+    for i in range(channels - 1, -1, -1):
+        widths[i] = chosen[i, left]
+        left -= int(widths[i])
+    return widths
+
+
+class FixedCoder(TransformCoder):
+    """Codes: level indices [blocks, tokens, rank]."""
+
+    def __init__(self, site: Site, transform: Klt, predictor: Predictor | None, own: Tables) -> None:
+        super().__init__(site, transform, predictor, own)
+        self._deviation = torch.from_numpy(own["deviation"].astype("float32"))
+        widths = own["widths"].tolist()
+        self._spans = [(w, widths.index(w), widths.count(w)) for w in sorted(set(widths), reverse=True) if w]
+        flat = own["levels"].astype("float32")
+        self._levels = {
+            w: torch.from_numpy(flat[2**w - 2 : 2 ** (w + 1) - 2].copy()) for w, _, _ in self._spans
+        }
+
+    def to(self, device: torch.device) -> None:
+        """Move deviations and levels."""
+        self._deviation = self._deviation.to(device)
+        self._levels = {width: levels.to(device) for width, levels in self._levels.items()}
+
+    def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
+        if self._deviation.device != x.device:
+            self.to(x.device)
+        z = self.coefficients(x, side) / self._deviation
+        codes = torch.zeros(z.shape, dtype=torch.uint8, device=z.device)
+        for width, start, count in self._spans:
+            part = z[..., start : start + count]
+            codes[..., start : start + count] = nearest_level(part, self._levels[width])
+        return (codes,)
+
+    def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
+        (codes,) = parts
+        z = torch.zeros(codes.shape, device=codes.device)
+        for width, start, count in self._spans:
+            part = codes[..., start : start + count].int()
+            z[..., start : start + count] = self._levels[width].to(codes.device)[part]
+        return self.tokens_of(z * self._deviation.to(codes.device), side)
+
+    def pack(self, parts: Parts) -> list[bytes]:
+        (codes,) = parts
+        spans = [codes[..., start : start + count] for _, start, count in self._spans]
+        return join_fields(self.layout(0), spans) if spans else [b""] * codes.shape[0]
+
+    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
+        spans = split_fields(self.layout(tokens), payloads)
+        return (torch.cat([torch.zeros(len(payloads), tokens, 0, dtype=torch.uint8), *spans], dim=-1),)
+
+    def layout(self, tokens: int) -> list[Field]:
+        return [Field((tokens, count), width) for width, _, count in self._spans]

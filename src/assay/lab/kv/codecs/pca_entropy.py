@@ -14,21 +14,19 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.special import expit, ndtr
 
 from assay.errors import AssayError
-from assay.lab.kv.codec import Parts, Site, Tables, damaged
-from assay.lab.kv.codecs.pca_coders import TransformCoder
-from assay.lab.kv.klt import Klt, Predictor, Spectrum
+from assay.lab.kv.codec import Parts, Site, Tables
+from assay.lab.kv.klt import Klt, Predictor, Spectrum, TransformCoder
+from assay.lab.kv.stream import damaged
 from assay.lab.quant.trellis import Trellis, candidates, cheapest_path, quantisers, trellis, values
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-
-
-# -----------------------------------------------------------------------------
 # A bank of probability laws of whole numbers, and range coding under a choice of them.
 #
 # Law p is a density with location 0 cut at half integers: Gaussian, logistic or Laplace, with one of 72 scales from 1/16
@@ -52,8 +50,6 @@ _TAIL = 2.0**-13
 @cache
 def _laws() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Probabilities [2 · LAWS, 2 · RADIUS + 2] of −RADIUS … RADIUS and the escape, and the radius of each law."""
-    import numpy as np
-
     whole = np.arange(RADIUS + 1.0)
     found = [_cut(whole + 0.5), _cut(np.maximum(whole, 0.25))]
     laws, radius = (np.concatenate(rows) for rows in zip(*found, strict=True))
@@ -62,9 +58,6 @@ def _laws() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
 
 def _cut(edge: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Probabilities of all densities cut at ±`edge` [RADIUS + 1], and their radii."""
-    import numpy as np
-    from scipy.special import expit, ndtr
-
     scale = 2.0 ** (np.arange(SCALES) / 6 - 4)[:, None]
     # Upper tails P(X > edge): they do not cancel.
     tails = np.concatenate(
@@ -89,8 +82,6 @@ def radii() -> NDArray[np.int64]:
 @cache
 def code_lengths() -> NDArray[np.float32]:
     """Bits [2 · LAWS, 2 · RADIUS + 3] of −RADIUS … RADIUS and ESCAPE under each law, an escape's value included."""
-    import numpy as np
-
     laws, _ = _laws()
     escape = ESCAPE_BITS - np.log2(laws[:, -1:])
     with np.errstate(divide="ignore"):
@@ -106,8 +97,6 @@ def best_laws(counts: NDArray[np.float64], quantiser: int = 0) -> NDArray[np.uin
 
     Laws are counted from the first one of the quantiser.
     """
-    import numpy as np
-
     # Nearly all numbers are small: columns that nothing fell into cost nothing.
     used = np.flatnonzero(counts.any(axis=0))
     own = slice(quantiser * LAWS, (quantiser + 1) * LAWS)
@@ -118,8 +107,6 @@ def best_laws(counts: NDArray[np.float64], quantiser: int = 0) -> NDArray[np.uin
 
 def histogram(numbers: NDArray[np.int64], chosen: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
     """How often each of −RADIUS … RADIUS and ESCAPE stands in each column of [n, channels], of those that are chosen."""
-    import numpy as np
-
     width = 2 * RADIUS + 2
     columns = np.arange(numbers.shape[1]) * width
     places = numbers + RADIUS + columns
@@ -139,8 +126,6 @@ def encode(
 
     With `columns` so many columns of them after one another, as `Decoder.numbers` will be asked for them.
     """
-    import numpy as np
-
     coder = library().stream.queue.RangeEncoder()
     if odds.size > 1:
         coder.encode(kinds.astype(np.int32), _model(odds))
@@ -159,24 +144,18 @@ class Decoder:
     """Reads what `encode` wrote: `kinds`, then `numbers`."""
 
     def __init__(self, data: bytes) -> None:
-        import numpy as np
-
         if len(data) % 4:
             raise damaged(f"{len(data)} bytes of range code are no whole words")
         self._coder = library().stream.queue.RangeDecoder(np.frombuffer(data, dtype="<u4").astype(np.uint32))
 
     def kinds(self, count: int, odds: NDArray[np.float64]) -> NDArray[np.int64]:
         """The kinds of `count` tokens."""
-        import numpy as np
-
         if odds.size == 1:
             return np.zeros(count, dtype=np.int64)
         return self._read(_model(odds), count)
 
     def numbers(self, laws: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
         """The next numbers, under their laws and of the shape of `laws`."""
-        import numpy as np
-
         order, starts = _by_law(laws)
         flat = np.empty(laws.size, dtype=np.int64)
         for law, lo, hi in starts:
@@ -195,8 +174,6 @@ class Decoder:
 
 def _by_law(laws: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], list[tuple[int, int, int]]]:
     """Positions sorted by law, and for each law that occurs (law, first, end) among them."""
-    import numpy as np
-
     flat = laws.ravel()
     order = np.argsort(flat, kind="stable")
     ends = np.cumsum(np.bincount(flat, minlength=2 * LAWS))
@@ -207,16 +184,12 @@ def _by_law(laws: NDArray[np.integer[Any]]) -> tuple[NDArray[np.int64], list[tup
 
 @cache
 def _law_model(law: int) -> Any:
-    import numpy as np
-
     laws, radius = _laws()
     r = int(radius[law])
     return _model(np.append(laws[law, RADIUS - r : RADIUS + r + 1], laws[law, -1]))
 
 
 def _model(odds: NDArray[np.float64]) -> Any:
-    import numpy as np
-
     return library().stream.model.Categorical(np.ascontiguousarray(odds / odds.sum()), perfect=False)
 
 
@@ -233,7 +206,6 @@ def library() -> Any:
     return constriction
 
 
-# -----------------------------------------------------------------------------
 # The numbers of coefficients along a trellis: those whose squared errors, and bits weighed against them, are cheapest.
 
 
@@ -257,7 +229,6 @@ def cheapest(
     `zero` [2, rows, n] says where in `lengths` the number 0 of each quantiser stands, `radius` like it the largest
     number. An escape counts as even and has no error.
     """
-    import torch
 
     def bits(number: torch.Tensor | int, quantiser: int) -> torch.Tensor:
         places = zero[quantiser] + number
@@ -286,16 +257,12 @@ def _error(number: torch.Tensor, c: torch.Tensor, quantiser: int) -> torch.Tenso
 
 def _along(numbers: Sequence[torch.Tensor], costs: Sequence[torch.Tensor], code: Trellis) -> torch.Tensor:
     """Of four numbers [rows, n] by quantiser and parity those of the path that costs least, int64."""
-    import torch
-
     path = cheapest_path(torch.stack(list(costs), dim=-1).unflatten(-1, (2, 2)), code)
     found = numbers[0]
     for choice in (1, 2, 3):
         found = torch.where(path == choice, numbers[choice], found)
     return found.long()
 
-
-# -----------------------------------------------------------------------------
 
 _COUNT = struct.Struct("<I")
 _FIT_TOKENS = 4096
@@ -325,8 +292,6 @@ def fit_range(
     predictor: Predictor | None,
 ) -> RangeCoder:
     """Laws, classes and decoded values from sampled rows [n, width]."""
-    import numpy as np
-
     classes, states = settings.classes, settings.states
     transform = found.with_step(step, settings.smallest)
     stride = max(1, rows.shape[0] // _FIT_TOKENS)
@@ -356,8 +321,6 @@ def fit_range(
 
 def step_for_bits(found: Spectrum, rows: torch.Tensor, bits: float, unit: float) -> float:
     """The step whose nearest numbers take `bits` a value under one law per channel: secant steps in log₂ step."""
-    import numpy as np
-
     transform = found.with_step(unit, 0.0)
     c = transform.forward(rows[:: max(1, rows.shape[0] // _SEARCH_TOKENS)].float())
     lengths = code_lengths().astype(np.float64).T
@@ -384,8 +347,6 @@ def step_for_bits(found: Spectrum, rows: torch.Tensor, bits: float, unit: float)
 def _learnt_laws(numbers: torch.Tensor, kinds: torch.Tensor, settings: RangeSettings) -> np.ndarray[Any, Any]:
     """The law of each channel, by quantiser and token class, for numbers [n, rank]: uint8
     [quantisers · classes, rank]."""
-    import numpy as np
-
     k, kind = numbers.numpy(), kinds.numpy()
     found = []
     for quantiser, own in enumerate(_by_quantiser(numbers, settings)):
@@ -399,8 +360,6 @@ def _learnt_laws(numbers: torch.Tensor, kinds: torch.Tensor, settings: RangeSett
 
 def _by_quantiser(numbers: torch.Tensor, settings: RangeSettings) -> list[torch.Tensor]:
     """Which of the numbers [n, rank] each quantiser gave."""
-    import torch
-
     if not settings.states:
         return [torch.ones_like(numbers, dtype=torch.bool)]
     second = quantisers(numbers, trellis(settings.states)) > 0
@@ -410,8 +369,6 @@ def _by_quantiser(numbers: torch.Tensor, settings: RangeSettings) -> list[torch.
 def _shrinkage(c: torch.Tensor, numbers: torch.Tensor, settings: RangeSettings) -> np.ndarray[Any, Any]:
     """How far below what |k| stands for the mean of |c| lies, for |k| = 1 and beyond, in 1/256: int8
     [2 · quantisers, rank]."""
-    import torch
-
     size = numbers.abs()
     rows = []
     for quantiser, own in enumerate(_by_quantiser(numbers, settings)):
@@ -439,9 +396,6 @@ class RangeCoder(TransformCoder):
         rdo: float,
         states: int,
     ) -> None:
-        import numpy as np
-        import torch
-
         super().__init__(site, transform, predictor, own)
         self._rdo = rdo
         self._trellis = trellis(states) if states else None
@@ -465,8 +419,6 @@ class RangeCoder(TransformCoder):
 
     def choose(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers and classes [...] of coefficients [..., rank]; bank.ESCAPE stands for an escape."""
-        import torch
-
         numbers = c.round().clamp(-ESCAPE, ESCAPE).long()
         numbers = torch.where(numbers == -ESCAPE, ESCAPE, numbers)
         kinds = self._kinds(numbers)
@@ -484,8 +436,6 @@ class RangeCoder(TransformCoder):
 
     def _along(self, code: Trellis, c: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         """Numbers of the cheapest path, a few tokens at a time: what is tried for them is large."""
-        import torch
-
         rows, kind = c.reshape(-1, c.shape[-1]), kinds.reshape(-1)
         most = _SEARCHED.get(c.device.type, _SEARCHED["cuda"])
         found = [
@@ -501,8 +451,6 @@ class RangeCoder(TransformCoder):
 
     def lengths(self, numbers: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
         """Bits of each token."""
-        import torch
-
         bits = self._bits(numbers, kinds)
         if self._trellis is not None:
             second = quantisers(numbers, self._trellis) > 0
@@ -510,8 +458,6 @@ class RangeCoder(TransformCoder):
         return bits.sum(-1) + self._kind_bits[kinds]
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        import torch
-
         if self._lengths.device != x.device:
             self.to(x.device)
         c = self.coefficients(x, side)
@@ -519,8 +465,6 @@ class RangeCoder(TransformCoder):
         return numbers.to(torch.int16), kinds.to(torch.uint8), torch.where(numbers == ESCAPE, c, 0.0)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
         numbers, _, escaped = parts
         value, sign = numbers.float(), numbers.sign()
         one = value.abs() == 1
@@ -532,8 +476,6 @@ class RangeCoder(TransformCoder):
         return self.tokens_of(torch.where(numbers == ESCAPE, escaped, value - gap * sign), side)
 
     def pack(self, parts: Parts) -> list[bytes]:
-        import numpy as np
-
         numbers = parts[0].cpu().numpy().astype("int64")
         kinds = parts[1].cpu().numpy().astype("int64")
         raw = parts[2].cpu().numpy()
@@ -549,9 +491,6 @@ class RangeCoder(TransformCoder):
         return payloads
 
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        import numpy as np
-        import torch
-
         found = [self._unpack_one(payload, tokens) for payload in payloads]
         numbers, kinds, raw = (np.stack(column) for column in zip(*found, strict=True))
         return (
@@ -561,8 +500,6 @@ class RangeCoder(TransformCoder):
         )
 
     def _unpack_one(self, payload: bytes, tokens: int) -> tuple[Any, Any, Any]:
-        import numpy as np
-
         if len(payload) < _COUNT.size:
             raise damaged("a block ends before its number of escapes")
         (count,) = _COUNT.unpack_from(payload)
@@ -581,8 +518,6 @@ class RangeCoder(TransformCoder):
 
     def _read_numbers(self, decoder: Decoder, kinds: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Numbers [tokens, rank], group by group where the quantiser of a number hangs on those before it."""
-        import numpy as np
-
         if self._trellis is None:
             return decoder.numbers(self._laws[0][kinds])
         width = self._trellis.apart()

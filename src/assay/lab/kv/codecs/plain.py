@@ -1,31 +1,27 @@
-"""Every value as it is: the control. Its error is zero and its bytes are those of the values."""
+"""The plain codecs: exact values, bfloat16, 8-bit floats, integers by group, and noise of a known size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+import torch
 
 from assay.engines.hf.cache import Format, cast, fp8_dtype
 from assay.errors import UsageError
 from assay.lab.kv.codec import BLOCK_TOKENS, BlockCoder, Codec, Parts, Samples, Site, Tables, need_table
 from assay.lab.kv.klt import rows_of
 from assay.lab.kv.stream import (
-    as_bytes,
+    EXPONENT,
+    Field,
     exact_from_bytes,
     exact_to_bytes,
     from_halves,
-    join_fields,
-    split_fields,
     to_halves,
-    typed,
 )
 from assay.lab.quant.hadamard import normal_of_words, random_words, words_of_keys
-from assay.lab.quant.packing import pack, packed_bytes, unpack
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -54,13 +50,10 @@ class IdentityCoder(BlockCoder):
         return [exact_to_bytes(block) for block in parts[0]]
 
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        import torch
-
         shape = (self.site.heads, tokens, self.site.head_dim)
         return (torch.stack([exact_from_bytes(p, shape) for p in payloads]),)
 
 
-# -----------------------------------------------------------------------------
 # Values rounded to bfloat16: what a cache holds today.
 
 
@@ -79,8 +72,6 @@ class Bf16Coder(BlockCoder):
     """Codes are the rounded values."""
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        import torch
-
         # The largest float32 round to infinity: they stop at the largest bfloat16.
         top = torch.finfo(torch.bfloat16).max
         return (x.float().clamp(-top, top).bfloat16(),)
@@ -88,18 +79,10 @@ class Bf16Coder(BlockCoder):
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
         return parts[0].float()
 
-    def pack(self, parts: Parts) -> list[bytes]:
-        return join_fields(parts)
-
-    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        import torch
-
-        shape = (self.site.heads, tokens, self.site.head_dim)
-        (raw,) = split_fields(payloads, [2 * tokens * self.site.width])
-        return (typed(raw, torch.bfloat16).reshape(len(payloads), *shape),)
+    def layout(self, tokens: int) -> list[Field]:
+        return [Field((self.site.heads, tokens, self.site.head_dim), torch.bfloat16)]
 
 
-# -----------------------------------------------------------------------------
 # 8-bit floating point (Micikevicius et al., arXiv:2209.05433), saturating, with scales known before the first token.
 
 
@@ -113,8 +96,6 @@ class Fp8(Codec):
     scale: Literal["one", "tensor", "head"] = "one"
 
     def fit(self, samples: Samples) -> BlockCoder:
-        import torch
-
         site = samples.site
         if self.scale == "one":
             return Fp8Coder(site, self.format, torch.ones(site.heads))
@@ -124,8 +105,6 @@ class Fp8(Codec):
         return Fp8Coder(site, self.format, top / torch.finfo(fp8_dtype(self.format)).max)
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
-        import torch
-
         if self.scale == "one":
             return self.fit(Samples(site))
         return Fp8Coder(site, self.format, torch.from_numpy(need_table(tables, "scale", str(self), site)))
@@ -144,8 +123,6 @@ class Fp8Coder(BlockCoder):
         return {} if bool((self._scale == 1).all()) else {"scale": self._scale.numpy()}
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        import torch
-
         scaled = x.float() / self._scale.to(x.device)[:, None, None]
         return (cast(scaled, fp8_dtype(self._form)).view(torch.uint8),)
 
@@ -153,15 +130,10 @@ class Fp8Coder(BlockCoder):
         values = parts[0].view(fp8_dtype(self._form)).float()
         return values * self._scale.to(values.device)[:, None, None]
 
-    def pack(self, parts: Parts) -> list[bytes]:
-        return join_fields(parts)
-
-    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        (raw,) = split_fields(payloads, [tokens * self.site.width])
-        return (raw.reshape(len(payloads), self.site.heads, tokens, self.site.head_dim).contiguous(),)
+    def layout(self, tokens: int) -> list[Field]:
+        return [Field((self.site.heads, tokens, self.site.head_dim), torch.uint8)]
 
 
-# -----------------------------------------------------------------------------
 # Integers with a scale and a smallest value per group, as KIVI (Liu et al., arXiv:2402.02750).
 #
 # x̂ = lo + s · q with q = round((x − lo) / s) in 0 … 2^b − 1 and s = (max − min) / (2^b − 1); lo and s are fp16. Keys
@@ -191,7 +163,7 @@ class IntGroups(Codec):
 
 
 class IntCoder(BlockCoder):
-    """Codes: levels [blocks, heads, tokens, head_dim], lows and scales [blocks, groups] as halves, exponents."""
+    """Codes: levels [blocks, heads, tokens, head_dim], lows and scales [blocks, *groups] as halves, exponents."""
 
     def __init__(self, site: Site, codec: IntGroups) -> None:
         super().__init__(site)
@@ -203,8 +175,6 @@ class IntCoder(BlockCoder):
             self.block_tokens = max(1, BLOCK_TOKENS // codec.group) * codec.group
 
     def quantise(self, x: torch.Tensor, side: torch.Tensor | None = None) -> Parts:
-        import torch
-
         grouped, real = self._grouped(x.float())
         lo = torch.where(real, grouped, torch.inf).amin(-1)
         hi = torch.where(real, grouped, -torch.inf).amax(-1)
@@ -216,46 +186,24 @@ class IntCoder(BlockCoder):
         step = from_halves(scale, scale_exponent)[..., None]
         offset = grouped / step.clamp_min(1e-30) - lo / step.clamp_min(1e-30)
         codes = torch.where(step > 0, offset.round().clamp(0, levels), 0).to(torch.uint8)
-        return self._flat(codes, x.shape), low, low_exponent, scale, scale_exponent
+        return self._flat(codes, x.shape), low, scale, low_exponent, scale_exponent
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        codes, low, low_exponent, scale, scale_exponent = parts
+        codes, low, scale, low_exponent, scale_exponent = parts
         grouped, _ = self._grouped(codes.float())
         lo = from_halves(low, low_exponent)[..., None]
         return self._flat(lo + grouped * from_halves(scale, scale_exponent)[..., None], codes.shape)
 
-    def pack(self, parts: Parts) -> list[bytes]:
-        codes, low, low_exponent, scale, scale_exponent = parts
-        return join_fields(
-            [pack(codes.flatten(1), self._bits), as_bytes(low), as_bytes(scale), low_exponent, scale_exponent]
-        )
-
-    def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        import torch
-
-        site, count = self.site, len(payloads)
-        values = tokens * site.width
-        groups = self._group_shape(tokens)
-        number = groups[0] * groups[1] * groups[2]
-        codes, low, scale, low_exponent, scale_exponent = split_fields(
-            payloads, [packed_bytes(values, self._bits), 2 * number, 2 * number, 1, 1]
-        )
-        halves = [typed(t, torch.float16).reshape(count, *groups) for t in (low, scale)]
-        exponents = [typed(t, torch.int8) for t in (low_exponent, scale_exponent)]
-        shape = (count, site.heads, tokens, site.head_dim)
-        levels = unpack(codes, self._bits, values).reshape(shape)
-        return levels, halves[0], exponents[0], halves[1], exponents[1]
-
-    def _group_shape(self, tokens: int) -> tuple[int, int, int]:
+    def layout(self, tokens: int) -> list[Field]:
         site = self.site
+        groups = (site.heads, tokens, -(-site.head_dim // self._group))
         if self._by_channel:
-            return site.heads, site.head_dim, -(-tokens // self._group)
-        return site.heads, tokens, -(-site.head_dim // self._group)
+            groups = (site.heads, site.head_dim, -(-tokens // self._group))
+        codes = Field((site.heads, tokens, site.head_dim), self._bits)
+        return [codes, Field(groups, torch.float16), Field(groups, torch.float16), EXPONENT, EXPONENT]
 
     def _grouped(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[blocks, heads, rows, groups, group] along the axis, and which of it is real."""
-        import torch
-
         rows = x.transpose(2, 3) if self._by_channel else x
         spare = -rows.shape[-1] % self._group
         real = torch.ones(rows.shape[-1], dtype=torch.bool, device=x.device)
@@ -269,7 +217,6 @@ class IntCoder(BlockCoder):
         return (rows.transpose(2, 3) if self._by_channel else rows).contiguous()
 
 
-# -----------------------------------------------------------------------------
 # A diagnostic, no codec: what a cache with an error of known size does to a model.
 #
 # x̂ = x + σ · rms(x) · n with n standard normal and rms(x) over all KV heads of the token. What is stored is x in bf16 and,
@@ -299,8 +246,6 @@ class NoiseCoder(Bf16Coder):
     """Codes are the values in bf16; noise comes in on decoding."""
 
     def __init__(self, site: Site, codec: Noise) -> None:
-        import torch
-
         super().__init__(site)
         self._sigma = codec.sigma
         place = int(random_words(codec.seed, 2 * site.layers)[2 * site.layer + (site.stream == "v")])
@@ -309,8 +254,6 @@ class NoiseCoder(Bf16Coder):
         self._factors = torch.from_numpy(factors)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        import torch
-
         stored = rows_of(parts[0])
         keys = (stored.view(torch.int16).long() * self._factors.to(stored.device)).sum(dim=-1)
         noise = normal_of_words(words_of_keys(keys, 2 * -(-self.site.width // 2)))[..., : self.site.width]

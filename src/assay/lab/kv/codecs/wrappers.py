@@ -1,10 +1,13 @@
-"""A coder around a coder: what wrappers share."""
+"""Wrappers: what goes around a codec, in a SPEC before it, and where it works."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import numpy as np
+import torch
 
 from assay.errors import UsageError
 from assay.lab.kv.codec import (
@@ -17,16 +20,18 @@ from assay.lab.kv.codec import (
     Stage,
     Tables,
     Wrapper,
-    damaged,
     inner_tables,
     need_table,
 )
-from assay.lab.kv.stream import as_bytes, from_halves, join_fields, split_fields, to_halves, typed
-from assay.lab.quant.packing import pack, packed_bytes, unpack
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+from assay.lab.kv.stream import (
+    EXPONENT,
+    Field,
+    damaged,
+    from_halves,
+    join_fields,
+    split_fields,
+    to_halves,
+)
 
 
 class Around(BlockCoder):
@@ -73,37 +78,28 @@ class Around(BlockCoder):
         own, inside = self.enter(x.float())
         return [replace(s, decoded=self.leave(own, s.decoded)) for s in self.inner.stages(inside, side)]
 
-    def own_fields(self, own: Parts) -> list[torch.Tensor]:
-        """The wrapper's codes as fields of bytes."""
+    def layout(self, tokens: int) -> list[Field]:
+        """The fields of the wrapper's own codes."""
         return []
-
-    def own_sizes(self, tokens: int) -> list[int]:
-        """Bytes of each of these fields."""
-        return []
-
-    def own_from(self, fields: Sequence[torch.Tensor], tokens: int) -> Parts:
-        """The wrapper's codes from their fields."""
-        return ()
 
     def pack(self, parts: Parts) -> list[bytes]:
         """The wrapper's fields, then the payload of the coder inside."""
         inside = self.inner.pack(parts[self.own_parts :])
-        fields = self.own_fields(parts[: self.own_parts])
-        if not fields:
+        if not self.own_parts:
             return inside
-        return [own + rest for own, rest in zip(join_fields(fields), inside, strict=True)]
+        own = join_fields(self.layout(0), parts[: self.own_parts])
+        return [front + rest for front, rest in zip(own, inside, strict=True)]
 
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
         """The other way round."""
-        sizes = self.own_sizes(tokens)
-        size = sum(sizes)
+        fields = self.layout(tokens)
+        size = sum(field.size for field in fields)
         if any(len(payload) < size for payload in payloads):
             raise damaged(f"a block is shorter than the {size} bytes that come before its codes")
-        own = self.own_from(split_fields([p[:size] for p in payloads], sizes), tokens) if sizes else ()
-        return (*own, *self.inner.unpack([p[size:] for p in payloads], tokens))
+        own = split_fields(fields, [payload[:size] for payload in payloads])
+        return (*own, *self.inner.unpack([payload[size:] for payload in payloads], tokens))
 
 
-# -----------------------------------------------------------------------------
 # Removes the mean of every channel before coding: keys have channels far from zero, which waste levels.
 
 
@@ -116,8 +112,6 @@ class Mean(Wrapper):
     of: Literal["calibration", "block"] = "calibration"
 
     def wrap(self, inner: Codec, samples: Samples) -> BlockCoder:
-        from dataclasses import replace
-
         if self.of == "block":
             x = samples.x
             if x is not None:
@@ -129,8 +123,6 @@ class Mean(Wrapper):
         return MeanCoder(inner.fit(replace(samples, x=x - mean.to(x.device)[:, None])), mean)
 
     def rewrap(self, inner: Codec, site: Site, tables: Tables) -> BlockCoder:
-        import torch
-
         coder = inner.restore(site, inner_tables(tables))
         if self.of == "block":
             return BlockMeanCoder(coder)
@@ -147,8 +139,6 @@ class MeanCoder(Around):
 
     @property
     def tables(self) -> Tables:
-        import numpy as np
-
         values = self._mean.numpy()
         small = values.astype(np.float16) if np.abs(values).max(initial=0) < 65504 else values
         return {**super().tables, "mean": small}
@@ -176,22 +166,10 @@ class BlockMeanCoder(Around):
     def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
         return values + from_halves(*own)[:, :, None].to(values.device)
 
-    def own_fields(self, own: Parts) -> list[torch.Tensor]:
-        return [as_bytes(own[0]), own[1]]
-
-    def own_sizes(self, tokens: int) -> list[int]:
-        return [2 * self.site.width, 1]
-
-    def own_from(self, fields: Sequence[torch.Tensor], tokens: int) -> Parts:
-        import torch
-
-        from assay.lab.kv.stream import typed
-
-        shape = (fields[0].shape[0], self.site.heads, self.site.head_dim)
-        return typed(fields[0], torch.float16).reshape(shape), typed(fields[1], torch.int8)
+    def layout(self, tokens: int) -> list[Field]:
+        return [Field((self.site.heads, self.site.head_dim), torch.float16), EXPONENT]
 
 
-# -----------------------------------------------------------------------------
 # The largest values of every block kept beside the codes, so that they do not stretch the levels of the rest.
 #
 # Of each head and token the `n` values farthest from zero are stored as 16-bit floats with their channel, and the codec
@@ -237,30 +215,15 @@ class OutlierCoder(Around):
 
     def leave(self, own: Parts, values: torch.Tensor) -> torch.Tensor:
         channels, half, exponent = own
-        kept = from_halves(half, exponent).to(values.device)
-        return values.scatter(-1, channels.to(values.device).long(), kept)
-
-    def own_fields(self, own: Parts) -> list[torch.Tensor]:
-        return [pack(own[0].flatten(1), self._width), as_bytes(own[1]), own[2]]
-
-    def own_sizes(self, tokens: int) -> list[int]:
-        count = self.site.heads * tokens * self._n
-        return [packed_bytes(count, self._width), 2 * count, 1]
-
-    def own_from(self, fields: Sequence[torch.Tensor], tokens: int) -> Parts:
-        import torch
-
-        shape = (fields[0].shape[0], self.site.heads, tokens, self._n)
-        channels = unpack(fields[0], self._width, shape[1] * shape[2] * shape[3]).reshape(shape)
         # A damaged index must not point outside.
-        return (
-            channels.clamp_max(self.site.head_dim - 1),
-            typed(fields[1], torch.float16).reshape(shape),
-            typed(fields[2], torch.int8),
-        )
+        places = channels.to(values.device).long().clamp_max(self.site.head_dim - 1)
+        return values.scatter(-1, places, from_halves(half, exponent).to(values.device))
+
+    def layout(self, tokens: int) -> list[Field]:
+        shape = (self.site.heads, tokens, self._n)
+        return [Field(shape, self._width), Field(shape, torch.float16), EXPONENT]
 
 
-# -----------------------------------------------------------------------------
 # Wrappers that say where a codec works: before RoPE, not on sinks, not on recent tokens, not in boundary layers.
 
 
@@ -310,7 +273,6 @@ class Boundary(Placement):
         return site.layer < self.first or site.layer >= site.layers - self.last
 
 
-# -----------------------------------------------------------------------------
 # Q-preconditioning: keys are coded where plain squared error is error of attention scores.
 #
 # With Σ the second moment of the queries that read a KV head and Σ + r · mean(diag Σ) · I = L Lᵀ, the rows x L are coded
@@ -326,8 +288,6 @@ class QPrecond(Wrapper):
     ridge: float = 1e-3
 
     def wrap(self, inner: Codec, samples: Samples) -> BlockCoder:
-        import torch
-
         sigma = samples.need_metric(str(self))
         mean = sigma.diagonal(dim1=1, dim2=2).mean(dim=1)
         eye = torch.eye(sigma.shape[-1], dtype=torch.float64)
@@ -337,8 +297,6 @@ class QPrecond(Wrapper):
         return QPrecondCoder(inner.fit(replace(samples, x=x, metric=eye.expand_as(sigma))), chol)
 
     def rewrap(self, inner: Codec, site: Site, tables: Tables) -> BlockCoder:
-        import torch
-
         chol = torch.from_numpy(_square(need_table(tables, "chol", str(self), site), site.head_dim))
         return QPrecondCoder(inner.restore(site, inner_tables(tables)), chol)
 
@@ -347,8 +305,6 @@ class QPrecondCoder(Around):
     """x L goes inside; `chol` [heads, head_dim, head_dim], lower triangles, which alone are kept as a table."""
 
     def __init__(self, inner: BlockCoder, chol: torch.Tensor) -> None:
-        import torch
-
         super().__init__(inner)
         self._chol = chol
         eye = torch.eye(chol.shape[-1], dtype=torch.float64)
@@ -356,8 +312,6 @@ class QPrecondCoder(Around):
 
     @property
     def tables(self) -> Tables:
-        import numpy as np
-
         rows, columns = np.tril_indices(self.site.head_dim)
         return {**super().tables, "chol": self._chol.numpy()[:, rows, columns]}
 
@@ -369,8 +323,6 @@ class QPrecondCoder(Around):
 
 
 def _square(triangles: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
-    import numpy as np
-
     full = np.zeros((triangles.shape[0], size, size), dtype=np.float32)
     rows, columns = np.tril_indices(size)
     full[:, rows, columns] = triangles

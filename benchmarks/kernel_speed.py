@@ -1,12 +1,13 @@
 """Each hand-made twin of a torch routine, where it is used, beside plain torch and torch.compile.
 
-    python benchmarks/kernels.py [--rounds 9] [--out benchmarks/results/kernels_cpu.json]
-    python benchmarks/kernels.py --gpu [--out benchmarks/results/kernels_gpu.json]
+    python benchmarks/kernel_speed.py [--rounds 9] [--out benchmarks/results/kernels_cpu.json]
+    python benchmarks/kernel_speed.py --gpu [--out benchmarks/results/kernels_gpu.json]
 
 A twin stays where it is twice as fast in use as the best of the two. Uses on a CPU: coding and reading one stream of
 1,024 tokens shaped like SmolLM2's (3 heads of 64), the round trip of what a step of decoding codes (8 windows, one token
-each), a token of generation with the compressed cache, and and `assay kv eval` of SmolLM2-135M as a whole. Uses on a GPU: logits and statistics of scored tokens, the round trip of 32,768 tokens, and a forward pass of
-a model of that shape with the codec in it.
+each), a token of generation with the compressed cache, `assay kv encode` and `decode` of a file, and `assay kv eval` of
+SmolLM2-135M as a whole. Uses on a GPU: logits and statistics of scored tokens, the round trip of 32,768 tokens, and a
+forward pass of a model of SmolLM2's shape with the codec in it.
 
 Forms take turns, in reverse order every other round. On a CPU one thread is used and the processor's time counts, which
 other programs disturb less than the clock; on a GPU the clock counts, after the device is done. `first_s` is what the
