@@ -11,7 +11,6 @@ import json
 import sys
 from pathlib import Path
 
-from assay.speculation.judge import SpecOptions
 from assay.speculation.lossless import measure
 from spec_engine import make_draft, server
 
@@ -28,7 +27,7 @@ def main() -> None:
             with server(served, speculative, work / f"lossless_{name}.log", "on") as on:
                 if on is None or off is None:
                     raise SystemExit(f"the server {name} did not start; see {work}")
-                found[name] = measure(on, off, SpecOptions(lossless=off, prompts=6, samples=32)).to_json()
+                found[name] = measure(on, off, prompts=6, samples=32).to_json()
                 print(name, {k: v for k, v in found[name].items() if k != "partings"}, flush=True)
     RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 

@@ -90,8 +90,7 @@ def verify(checkpoint: str | Path, **options: Any) -> Report:
 def spec(*sources: str | Path, **options: Any) -> Report:
     """Judge speculative decoding by what an engine leaves: logs, metrics, responses, a URL. Options: `assay spec --help`."""
     from assay.environment import recorded
-    from assay.speculation.judge import SpecOptions
-    from assay.speculation.spec import examine
+    from assay.speculation.spec import SpecOptions, examine
 
     return recorded(examine([str(source) for source in sources], SpecOptions.of(options)))
 

@@ -8,9 +8,8 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation import live as module
-from assay.speculation.judge import SpecOptions
-from assay.speculation.live import follow
+from assay.speculation import sources as module
+from assay.speculation.spec import SpecOptions, follow
 from assay.verdict import Report
 
 

@@ -8,9 +8,9 @@ import pytest
 import spec_lines as lines
 
 from assay.errors import AssayError
-from assay.speculation.judge import SpecOptions
+from assay.speculation import live as live_module
 from assay.speculation.live import Sent, between, watch
-from assay.speculation.spec import examine
+from assay.speculation.spec import SpecOptions, examine
 from stub_server import StubServer
 
 FAST = SpecOptions(interval=0.0)
@@ -110,7 +110,7 @@ def test_requests_of_our_own_fall_between_the_scrapes() -> None:
 
         # Whatever the client asks while it looks around, the counters only move with our requests.
         stub.on("GET /metrics", lambda e: e.send((after if ours() else before).encode()))
-        live = watch(stub.url, SpecOptions(interval=0.0, requests=3), sleep=lambda _: None)
+        live = watch(stub.url, interval=0.0, requests=3, sleep=lambda _: None)
         sent = ours()
     assert live.sent is not None and live.sent.requests == 3
     assert sent == 3
@@ -182,3 +182,38 @@ def test_a_missing_page_comes_with_the_switch_that_shows_it() -> None:
     with StubServer() as stub, pytest.raises(AssayError) as caught:
         examine([stub.on("GET /metrics", lambda e: e.send(b"", status=404)).url], FAST)
     assert "--enable-metrics" in caught.value.remedy
+
+
+def test_a_race_takes_each_round_under_one_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both servers slow down fourfold half-way: the quotient of their speeds stays what it is."""
+    now = [0.0]
+    asked: list[str] = []
+
+    def send(engine: Any, requests: int, concurrency: int = 2, first: int = 0) -> Sent:
+        asked.append(engine)
+        pace = (150.0 if engine == "on" else 100.0) * (1.02 if first % 4 else 0.98)
+        now[0] += requests * 64 / pace * (4 if len(asked) > 12 else 1)
+        return Sent(requests, requests * 64)
+
+    monkeypatch.setattr(live_module, "send", send)
+    monkeypatch.setattr(live_module.time, "perf_counter", lambda: now[0])
+    sent, measured = live_module.race("on", "off", 16)  # type: ignore[arg-type]
+    assert measured.value == pytest.approx(1.5) and measured.lo is not None and measured.lo > 1.4
+    assert (sent.requests, sent.tokens) == (18, 18 * 64)
+    order = asked[2:]
+    assert order[:4] == ["off", "on", "on", "off"], "neither is always the first"
+
+
+def test_a_baseline_server_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = lines.vllm_page({"0": (500, [400, 300])})
+    with StubServer() as on, StubServer() as off:
+        report = examine([serving(on, page).url], SpecOptions(interval=0.0, baseline=(off.url,), requests=6))
+        bodies = [
+            [b.get("seed") for b in s.bodies("POST /v1/completions") if b.get("max_tokens") == 128]
+            for s in (on, off)
+        ]
+    assert sorted(bodies[0]) == sorted(bodies[1]) and len(bodies[0]) == 8
+    found = report.results["benefit"]["measured_multiplier_interval"]
+    assert found["lo"] < found["value"] < found["hi"]
+    assert report.results["live"]["race"] == found
+    assert "measured" in next(m.note for m in report.headline if m.name == "net multiplier")

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from assay.errors import AssayError
-from assay.speculation.judge import SpecOptions
 from assay.speculation.lossless import Tokens, measure, noise_of, part, permutation_p
 from assay.verdict import Verdict
 from stub_server import Exchange, StubServer
@@ -97,7 +96,7 @@ def compare(on: Model, off: Model) -> Any:
     with StubServer() as a, StubServer() as b:
         a.on("POST /v1/completions", on)
         b.on("POST /v1/completions", off)
-        return measure(a.url, b.url, SpecOptions(lossless=b.url, prompts=3, samples=40))
+        return measure(a.url, b.url, prompts=3, samples=40)
 
 
 SAME = Model([("the", -0.1), ("cat", -0.69)], 0.5, {"dog": -0.6904})

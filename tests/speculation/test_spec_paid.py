@@ -10,8 +10,7 @@ import spec_lines as lines
 
 from assay.speculation.benefit import Cost, Measured, benefit
 from assay.speculation.health import Health, assess
-from assay.speculation.judge import SpecOptions
-from assay.speculation.spec import examine
+from assay.speculation.spec import SpecOptions, examine
 from assay.verdict import Report
 
 NGRAM = "INFO 10-11 08:29:00 [core.py:1] Initializing a V1 LLM engine (v0.11.0) with config: speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=4),"

@@ -78,8 +78,8 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
 
     from assay.demo.models import build_smollm2
     from assay.demo.servers import vllm_server
-    from assay.speculation.judge import SpecOptions
     from assay.speculation.live import PROMPTS
+    from assay.speculation.spec import SpecOptions
 
     model = build_smollm2()
     speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}

@@ -11,8 +11,7 @@ import pytest
 import spec_lines as lines
 
 from assay.cli.main import invoke
-from assay.speculation.judge import SpecOptions
-from assay.speculation.spec import examine
+from assay.speculation.spec import SpecOptions, examine
 
 
 def spec(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from assay.speculation.benefit import Measured, median, quotient
-from assay.speculation.judge import SpecOptions
-from assay.speculation.spec import examine
+from assay.speculation.spec import SpecOptions, examine
 
 
 @given(st.lists(st.floats(0.1, 1e4), min_size=1, max_size=160))

@@ -60,7 +60,7 @@ def verify(checkpoint: str, **given: Any) -> Report:
 
 @verb(
     "spec",
-    "assay.speculation.judge:SpecOptions",
+    "assay.speculation.spec:SpecOptions",
     sources="SOURCE... :: Log files (plain, gzip, bz2, xz; rotated parts together), a /metrics text, JSON responses, a "
     "URL, or `-`.",
 )
@@ -69,8 +69,7 @@ def spec(sources: list[str], **given: Any) -> Report:
 
     Exit code 0 healthy, 1 degraded or broken, 3 off or insufficient, 2 if a source cannot be read.
     """
-    from assay.speculation.judge import SpecOptions
-    from assay.speculation.spec import examine
+    from assay.speculation.spec import SpecOptions, examine
 
     return examine(sources, SpecOptions.of(given))
 

@@ -1,195 +1,28 @@
-"""A running server: two scrapes of its counters, and the window between them."""
+"""A running server: two scrapes of its counters and the window between them, and a race against another server."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
-import select
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
-from assay.engines.base import Capability
-from assay.errors import AssayError, UsageError
-from assay.speculation.health import Assessment, assess
-from assay.speculation.judge import Examined, SpecOptions, is_url, judge_run
+from assay.engines.base import Capability, Request
+from assay.errors import AssayError
+from assay.speculation.benefit import Measured
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Kind, Observation, combine, fell, subtract
-from assay.speculation.scan import looks_like_metrics, parse_samples
-from assay.speculation.sources import Source
-from assay.verdict import Finding, Report, Severity
+from assay.speculation.scan import looks_like_metrics, parse_samples, parsed_json
+from assay.stats.cluster import mean_interval
+from assay.verdict import Finding, Severity
 
 if TYPE_CHECKING:
     from assay.engines.server.engine import ServerEngine
     from assay.engines.server.http import Transport
-
-
-# -----------------------------------------------------------------------------
-# Follow a growing log, through rotation and truncation, and say how the head is doing whenever it changes.
-
-POLL_SECONDS = 0.5
-SAY_SECONDS = 10.0
-"""A line is printed whenever the health changes, and otherwise at most this often."""
-
-
-def follow(
-    name: str,
-    options: SpecOptions,
-    seconds: float | None = None,
-    say: Callable[[str], None] | None = None,
-    sleep: Callable[[float], None] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> Report:
-    """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for `seconds`."""
-    if is_url(name):
-        raise UsageError(
-            "--follow reads a log; a server is watched with --interval", finding_id="speculation.usage"
-        )
-    tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    reading = Reading()
-    interrupted = False
-    until = None if seconds is None else clock() + seconds
-    health, told = None, -math.inf
-    try:
-        batches = (
-            _standard_input(until, clock) if name == "-" else _file(Path(name), reading, until, sleep, clock)
-        )
-        for batch in batches:
-            fresh = [o for raw in batch for o in reading.line(raw)]
-            if not fresh:
-                continue
-            assessment = assess(evidence := combine(reading.settled()))
-            if assessment.health is not health or clock() - told >= SAY_SECONDS:
-                health, told = assessment.health, clock()
-                tell(_status(evidence, assessment, fresh[-1].time))
-    except KeyboardInterrupt:
-        interrupted = True
-    run = Examined(reading, combine(reading.settled()))
-    report = judge_run(run, [name], options)
-    return replace(report, interrupted=interrupted)
-
-
-def _status(evidence: Evidence, assessment: Assessment, when: str | None) -> str:
-    """One line on the run so far."""
-    length = evidence.record.tokens_per_step
-    tokens = "" if length is None else f", {length:.2f} tokens per step"
-    return f"{when or time.strftime('%H:%M:%S')}  {assessment.health.value}: {assessment.reason}{tokens}"
-
-
-def _file(
-    path: Path,
-    reading: Reading,
-    until: float | None,
-    sleep: Callable[[float], None],
-    clock: Callable[[], float],
-) -> Iterator[list[bytes]]:
-    """Batches of new whole lines. What the file already holds is read first, at full speed."""
-    stream = _open(path)
-    try:
-        growing = _WholeLines(stream)
-        if os.fstat(stream.fileno()).st_size:
-            reading.add(Source(str(path), growing))
-            yield []
-        while until is None or clock() < until:
-            lines = growing.lines()
-            if lines:
-                yield lines
-                continue
-            if _replaced(path, stream):
-                # What was written between the last look and the rename is still in the old file.
-                yield growing.lines()
-                stream.close()
-                stream = _open(path)
-                growing = _WholeLines(stream)
-                continue
-            sleep(POLL_SECONDS)
-    finally:
-        stream.close()
-
-
-class _WholeLines:
-    """Reads a growing file up to its last whole line; the rest waits for its end."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self._rest = b""
-        self._ready = b""
-
-    def read(self, size: int, /) -> bytes:
-        """New whole lines, about `size` bytes of them; b'' where there are none yet."""
-        while part := self._stream.read(size):
-            data = self._rest + part
-            cut = data.rfind(b"\n") + 1
-            self._rest = data[cut:]
-            if cut:
-                return data[:cut]
-        return b""
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        """The same into `buffer`."""
-        if not self._ready:
-            self._ready = self.read(len(buffer))
-        part, self._ready = self._ready[: len(buffer)], self._ready[len(buffer) :]
-        buffer[: len(part)] = part
-        return len(part)
-
-    def lines(self) -> list[bytes]:
-        """New whole lines."""
-        return self.read(-1).splitlines()
-
-
-def _arrives(seconds: float) -> bool:
-    """Whether something can be read from standard input within `seconds`."""
-    return seconds > 0 and bool(select.select([sys.stdin.fileno()], [], [], seconds)[0])
-
-
-def _open(path: Path) -> BinaryIO:
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise AssayError(
-            f"cannot follow {path}: {error.strerror}",
-            finding_id="speculation.source_unreadable",
-            remedy="check the path and the permissions",
-        ) from error
-
-
-def _replaced(path: Path, stream: BinaryIO) -> bool:
-    """Whether the log was rotated (another file has its name) or truncated."""
-    try:
-        now = path.stat()
-    except OSError:
-        return False  # between the rename and the new file
-    own = os.fstat(stream.fileno())
-    return (now.st_dev, now.st_ino) != (own.st_dev, own.st_ino) or now.st_size < stream.tell()
-
-
-def _standard_input(until: float | None, clock: Callable[[], float]) -> Iterator[list[bytes]]:
-    """Lines of standard input in the batches in which they arrive."""
-    rest = b""
-    while True:
-        if until is not None and not _arrives(until - clock()):
-            return
-        part = os.read(sys.stdin.fileno(), 1 << 16)
-        if not part:
-            break
-        data = rest + part
-        cut = data.rfind(b"\n") + 1
-        rest = data[cut:]
-        yield data[:cut].splitlines()
-    if rest:
-        yield [rest]
-
-
-# -----------------------------------------------------------------------------
-# Requests of our own: known traffic, so that what others send shows.
 
 PROMPTS: tuple[str, ...] = (
     "The lighthouse keeper had not spoken to anyone for three weeks when the boat finally",
@@ -212,25 +45,38 @@ class Sent:
     tokens: int
 
 
-def send(engine: ServerEngine, requests: int, concurrency: int = 2) -> Sent:
+def send(engine: ServerEngine, requests: int, concurrency: int = 2, first: int = 0) -> Sent:
     """Send greedy requests over prose and code, and count the tokens that come back."""
-    from assay.engines.base import Request
-
-    wanted = [
-        Request(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=MAX_TOKENS, seed=i) for i in range(requests)
-    ]
+    numbers = range(first, first + requests)
+    wanted = [Request(prompt=PROMPTS[i % len(PROMPTS)], max_tokens=MAX_TOKENS, seed=i) for i in numbers]
     with ThreadPoolExecutor(concurrency) as pool:
         replies = list(pool.map(engine.generate, wanted))
     return Sent(len(replies), sum(r.completion_tokens or 0 for r in replies))
 
 
-# -----------------------------------------------------------------------------
+def race(engine: ServerEngine, rival: ServerEngine, requests: int) -> tuple[Sent, Measured]:
+    """The speed of `engine` over that of `rival` for the same requests, asked in turn, so that each round's quotient is
+    taken under one load; with Student's interval over the rounds' logarithms. The first round warms both up.
+    """
+    sent = send(engine, 2)
+    send(rival, 2)
+    logs = []
+    for round_ in range(max(2, requests // 2)):
+        paces = {}
+        for own in (engine, rival) if round_ % 2 else (rival, engine):
+            began = time.perf_counter()
+            got = send(own, 2, first=2 * round_)
+            paces[own] = max(got.tokens, 1) / max(time.perf_counter() - began, 1e-9)
+            if own is engine:
+                sent = Sent(sent.requests + got.requests, sent.tokens + got.tokens)
+        logs.append(math.log(paces[engine] / paces[rival]))
+    interval = mean_interval(logs)
+    return sent, Measured(math.exp(interval.value), math.exp(interval.lo), math.exp(interval.hi))
+
 
 _PAGE = re.compile(r"(?:/prometheus)?/metrics/?$")
 ENOUGH_DRAFTS = 50
 """A window with fewer drafts is judged together with everything since the server started."""
-
-
 _SWITCHES = (
     "switch the page on (llama.cpp: --metrics; SGLang: --enable-metrics; TensorRT-LLM: enable_iter_perf_stats), or give "
     "the log"
@@ -251,6 +97,7 @@ class Live:
     sent: Sent | None
     other_tokens: int | None
     findings: Sequence[Finding]
+    race: Measured | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object `results.live`."""
@@ -263,11 +110,20 @@ class Live:
             "own_requests": None if self.sent is None else self.sent.requests,
             "own_tokens": None if self.sent is None else self.sent.tokens,
             "other_tokens": self.other_tokens,
+            "race": self.race,
         }
 
 
-def watch(url: str, options: SpecOptions, sleep: Callable[[float], None] = time.sleep) -> Live:
-    """Scrape, let `interval` seconds pass (or send requests of our own), scrape again.
+def watch(
+    url: str,
+    interval: float = 10.0,
+    requests: int = 0,
+    rival: str | None = None,
+    api_key_env: str | None = None,
+    timeout: float = 120.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Live:
+    """Scrape, let `interval` seconds pass or send requests of our own (to `rival` too, in turn), scrape again.
 
     AssayError where the server cannot be reached at either scrape.
     """
@@ -275,30 +131,31 @@ def watch(url: str, options: SpecOptions, sleep: Callable[[float], None] = time.
     from assay.engines.server.engine import ServerEngine, default_limits, read_key
     from assay.engines.server.http import Transport
 
-    endpoint = parse_url(_PAGE.sub("", url))
     with ExitStack() as held:
+
+        def connect(at: str) -> ServerEngine:
+            engine = held.enter_context(ServerEngine.connect(at, api_key_env=api_key_env, timeout=timeout))
+            engine.capabilities.require(Capability.COMPLETIONS, "--requests")
+            return engine
+
         transport = Transport(
-            endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
+            parse_url(_PAGE.sub("", url)), key=read_key(api_key_env), limits=default_limits(timeout)
         )
         held.callback(transport.close)
-        engine = None
-        if options.requests:
-            engine = held.enter_context(
-                ServerEngine.connect(url, api_key_env=options.api_key_env, timeout=options.timeout)
-            )
-            # The probe sends requests of its own, which must not fall between the scrapes.
-            engine.capabilities.require(Capability.COMPLETIONS, "--requests")
-
-        def page() -> str:
-            return _page(transport)
-
-        before = page()
+        # The probes of these connections send requests too, which must not fall between the scrapes.
+        engine = connect(url) if requests else None
+        other = connect(rival) if rival else None
+        before = _page(transport)
         began = time.monotonic()
-        sent = send(engine, options.requests) if engine is not None else None
+        sent, measured = None, None
+        if engine is not None and other is not None:
+            sent, measured = race(engine, other, requests)
+        elif engine is not None:
+            sent = send(engine, requests)
         # The counters follow the last token by a moment.
-        sleep(options.interval if sent is None else min(1.0, options.interval))
-        after = page()
-    return between(before, after, time.monotonic() - began, sent)
+        sleep(interval if sent is None else min(1.0, interval))
+        after = _page(transport)
+    return replace(between(before, after, time.monotonic() - began, sent), race=measured)
 
 
 def _page(transport: Transport) -> str:
@@ -338,12 +195,7 @@ def _reading(page: str) -> Reading:
 
 def _json_array(text: str) -> list[Any] | None:
     """The JSON array that `text` is; None if it is anything else."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
+    value = parsed_json(text) if text.lstrip().startswith("[") else None
     return value if isinstance(value, list) else None
 
 

@@ -15,16 +15,15 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from assay.errors import AssayError
 from assay.speculation.live import PROMPTS
 from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
 if TYPE_CHECKING:
     from assay.engines.server.http import Transport
-    from assay.speculation.judge import SpecOptions
 
-
-# -----------------------------------------------------------------------------
 # Where two greedy texts part, and whether the two tokens there are closer than the engine's own noise.
 
 NOISE_FACTOR = 4.0
@@ -125,8 +124,6 @@ def permutation_p(
     the token counts at each position. Its null distribution comes from permuting which side a text is on, so texts,
     not tokens, are what is exchanged. (1 + at least as extreme) / (1 + rounds), Phipson and Smyth (2010).
     """
-    import numpy as np
-
     texts = [*a, *b]
     width = max((len(t) for t in texts), default=0)
     columns = []
@@ -163,7 +160,7 @@ class Completions:
         self._model = model
 
     @classmethod
-    def connect(cls, url: str, options: SpecOptions) -> Completions:
+    def connect(cls, url: str, api_key_env: str | None = None, timeout: float = 120.0) -> Completions:
         """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
         from assay.engines.server.discovery import choose_model, list_models
         from assay.engines.server.endpoint import parse_url
@@ -171,9 +168,7 @@ class Completions:
         from assay.engines.server.http import Transport
 
         endpoint = parse_url(url)
-        transport = Transport(
-            endpoint, key=read_key(options.api_key_env), limits=default_limits(options.timeout)
-        )
+        transport = Transport(endpoint, key=read_key(api_key_env), limits=default_limits(timeout))
         try:
             card, _ = choose_model(list_models(transport), None, endpoint.api, list_is_complete=True)
         except BaseException:
@@ -247,11 +242,9 @@ class Lossless:
         }
 
 
-def check_lossless(report: Report, url: str, options: SpecOptions) -> Report:
-    """`report` with the comparison of its server with the one without speculation."""
-    if options.lossless is None:
-        return report
-    answer = measure(url, options.lossless, options)
+def check_lossless(report: Report, url: str, other: str, *options: Any) -> Report:
+    """`report` with the comparison of its server with the one without speculation. `options` are those of `measure`."""
+    answer = measure(url, other, *options)
     return replace(
         report,
         verdict=worst([report.verdict, answer.verdict]),
@@ -261,20 +254,27 @@ def check_lossless(report: Report, url: str, options: SpecOptions) -> Report:
     )
 
 
-def measure(url: str, other: str, options: SpecOptions) -> Lossless:
+def measure(
+    url: str,
+    other: str,
+    prompts: int = 6,
+    samples: int = 48,
+    api_key_env: str | None = None,
+    timeout: float = 120.0,
+) -> Lossless:
     """Compare the server at `url` (speculation on) with `other` (off)."""
     with ExitStack() as held:
-        on, off = (held.enter_context(Completions.connect(u, options)) for u in (url, other))
-        prompts = [PROMPTS[i % len(PROMPTS)] for i in range(options.prompts)]
+        on, off = (held.enter_context(Completions.connect(u, api_key_env, timeout)) for u in (url, other))
+        texts = [PROMPTS[i % len(PROMPTS)] for i in range(prompts)]
         first, second, again = (
-            [e.complete(p, GREEDY_TOKENS, 0.0, 0) for p in prompts] for e in (on, off, off)
+            [e.complete(text, GREEDY_TOKENS, 0.0, 0) for text in texts] for e in (on, off, off)
         )
-        drawn = [_sampled(e, options.samples) for e in (on, off)]
+        drawn = [_sampled(e, samples) for e in (on, off)]
     noise = noise_of([*zip(first, second, strict=True), *zip(again, second, strict=True)])
     partings = tuple(part(a, b, noise) for a, b in zip(first, second, strict=True))
     own = sum(part(a, b, noise).at is not None for a, b in zip(again, second, strict=True))
-    p_value = permutation_p(drawn[0], drawn[1]) if options.samples >= MIN_SAMPLES else None
-    return Lossless(partings, own, noise, p_value, options.samples)
+    p_value = permutation_p(drawn[0], drawn[1]) if samples >= MIN_SAMPLES else None
+    return Lossless(partings, own, noise, p_value, samples)
 
 
 def _sampled(engine: Completions, count: int) -> list[tuple[str, ...]]:

@@ -1,17 +1,100 @@
-"""`assay spec`: read the sources, judge them, and report."""
+"""`assay spec`: read the sources, judge what they show, compare with a baseline, and report."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from assay.errors import UsageError
-from assay.speculation.judge import Examined, SpecOptions, is_url, judge_run
+from assay.options import Options, option
+from assay.speculation import report
+from assay.speculation.benefit import (
+    ASSUMED_COST,
+    Benefit,
+    Comparison,
+    Cost,
+    Measured,
+    benefit,
+    compare,
+    measured_cost,
+    median,
+    quotient,
+)
+from assay.speculation.findings import HeadFile, Judged, examine_head, findings, quoted
+from assay.speculation.health import Assessment, Health, assess, head_evidence, with_words
 from assay.speculation.read import Reading
-from assay.speculation.record import combine
-from assay.speculation.sources import in_time_order, open_source
-from assay.verdict import Report
+from assay.speculation.record import Evidence, combine
+from assay.speculation.sources import grow, in_time_order, open_source
+from assay.verdict import Finding, Report, Verdict
+
+_VERDICTS = {Health.HEALTHY: Verdict.PASS, Health.DEGRADED: Verdict.FAIL, Health.BROKEN: Verdict.FAIL}
+MAX_INTERVAL = 86_400.0
+"""Longest time between two scrapes, in seconds."""
+ROUND_TRIP = 16
+"""Requests sent to each server where a baseline is a server and --requests is not given."""
+SAY_SECONDS = 10.0
+"""A line is printed whenever the health changes, and otherwise at most this often."""
+SERVER, LOSSLESS = "Running server", "Losslessness"
+
+
+@dataclass(frozen=True)
+class SpecOptions(Options):
+    """What is asked for beside the sources."""
+
+    VERB, AREA = "spec", "speculation"
+
+    baseline: tuple[str, ...] = option(
+        (), "A source of the same kind to compare with, or a server for a real A/B run.", metavar="SOURCE"
+    )
+    follow: bool = option(False, "Keep reading a log as it grows.")
+    seconds: float | None = option(None, "Stop following after this many seconds.", flag="for")
+    model: str | None = option(
+        None, "The checkpoint: its head is examined as `assay verify` does.", metavar="CHECKPOINT"
+    )
+    num_speculative_tokens: int | None = option(
+        None, "Number of speculative tokens that was asked for; the source is held against it.", lo=1, hi=1000
+    )
+    cost_ratio: float | None = option(
+        None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
+    )
+    interval: float = option(10.0, "Seconds between the two scrapes.", lo=0, hi=MAX_INTERVAL, panel=SERVER)
+    requests: int = option(0, "Requests of our own to send between the scrapes.", lo=0, panel=SERVER)
+    api_key_env: str | None = option(
+        None, "Environment variable with the API key.", metavar="NAME", panel=SERVER
+    )
+    timeout: float = option(120.0, "Seconds for each request.", panel=SERVER)
+    lossless: str | None = option(
+        None, "The same model without speculation: is the text the same?", metavar="URL", panel=LOSSLESS
+    )
+    prompts: int = option(6, "Greedy prompts.", lo=1, panel=LOSSLESS)
+    samples: int = option(48, "Sampled texts from each server.", lo=0, panel=LOSSLESS)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One run as it was read: its evidence, and what came with it. `race` is the speed against the baseline's."""
+
+    reading: Reading
+    evidence: Evidence
+    extra: Sequence[Finding] = ()
+    results: dict[str, Any] = field(default_factory=dict)
+    race: Measured | None = None
+
+    @property
+    def speed(self) -> Measured | None:
+        """Generation throughput, tokens per second: of the speculative windows, or of a run without any."""
+        own = [w.generation_throughput for w in self.evidence.windows if w.generation_throughput]
+        return median(own or self.reading.speeds)
+
+
+def is_url(source: str) -> bool:
+    """Whether a source is a running server."""
+    return source.startswith(("http://", "https://"))
 
 
 def examine(sources: Sequence[str], options: SpecOptions | None = None) -> Report:
@@ -21,17 +104,20 @@ def examine(sources: Sequence[str], options: SpecOptions | None = None) -> Repor
         raise UsageError("no source given", finding_id="speculation.usage", remedy="assay spec LOG")
     _validate(chosen, sources)
     if chosen.follow:
-        from assay.speculation.live import follow
-
         return follow(sources[0], chosen, chosen.seconds)
+    base = None
+    if chosen.baseline and not (is_url(sources[0]) and is_url(chosen.baseline[0])):
+        base = _read(chosen.baseline, replace(chosen, requests=0, baseline=()))
     run = _read(sources, chosen)
-    base = _read(chosen.baseline, replace(chosen, requests=0)) if chosen.baseline else None
-    report = judge_run(run, list(sources), chosen, base)
+    found = judge_run(run, list(sources), chosen, base)
     if chosen.lossless:
         from assay.speculation.lossless import check_lossless
 
-        report = check_lossless(report, next(filter(is_url, sources)), chosen)
-    return report
+        found = check_lossless(
+            found, next(filter(is_url, sources)), chosen.lossless, chosen.prompts, chosen.samples,
+            chosen.api_key_env, chosen.timeout,
+        )  # fmt: skip
+    return found
 
 
 def _validate(options: SpecOptions, sources: Sequence[str]) -> None:
@@ -45,13 +131,16 @@ def _validate(options: SpecOptions, sources: Sequence[str]) -> None:
         raise refuse(
             "standard input can be read once only, and it is named twice", "write one of them to a file"
         )
+    for group in (sources, options.baseline):
+        if len(group) > 1 and any(map(is_url, group)):
+            raise refuse("a running server is examined by itself", "give one URL, or only files")
     if options.lossless and len(urls) != 1:
         raise refuse("--lossless compares two running servers", "assay spec URL --lossless OTHER_URL")
     if options.requests and not urls:
         raise refuse(
             "--requests are sent to a running server, and none is given", "assay spec URL --requests N"
         )
-    if options.seconds is not None and not (options.follow and 0 < options.seconds < float("inf")):
+    if options.seconds is not None and not (options.follow and 0 < options.seconds < math.inf):
         raise refuse("--for takes the seconds that --follow lasts")
     if options.follow and (len(sources) != 1 or options.baseline or options.lossless):
         raise refuse("--follow takes one log and nothing to compare with")
@@ -67,16 +156,137 @@ def read_files(names: Sequence[str], reading: Reading | None = None) -> Reading:
 
 
 def _read(sources: Sequence[str], options: SpecOptions) -> Examined:
-    urls = [s for s in sources if is_url(s)]
-    if not urls:
+    if not is_url(sources[0]):
         reading = read_files(sources)
         return Examined(reading, combine(reading.settled()))
-    if len(sources) > 1:
-        raise UsageError(
-            "a running server is examined by itself", finding_id="speculation.usage",
-            remedy="give one URL, or only files",
-        )  # fmt: skip
     from assay.speculation.live import watch
 
-    live = watch(urls[0], options)
-    return Examined(live.reading, live.evidence, live.findings, {"live": live.to_json()})
+    rival = next(filter(is_url, options.baseline), None)
+    requests = options.requests or (ROUND_TRIP if rival else 0)
+    live = watch(sources[0], options.interval, requests, rival, options.api_key_env, options.timeout)
+    return Examined(live.reading, live.evidence, live.findings, {"live": live.to_json()}, live.race)
+
+
+def follow(
+    name: str,
+    options: SpecOptions,
+    seconds: float | None = None,
+    say: Callable[[str], None] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Report:
+    """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for `seconds`."""
+    if is_url(name):
+        raise UsageError(
+            "--follow reads a log; a server is watched with --interval", finding_id="speculation.usage"
+        )
+    tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
+    reading = Reading()
+    interrupted = False
+    health, told = None, -math.inf
+    try:
+        # What a file already holds is read first, at full speed.
+        for batch in grow(name, reading.add, None if seconds is None else clock() + seconds, sleep, clock):
+            fresh = [o for raw in batch for o in reading.line(raw)]
+            if not fresh:
+                continue
+            evidence = combine(reading.settled())
+            now = assess(evidence)
+            if now.health is not health or clock() - told >= SAY_SECONDS:
+                health, told = now.health, clock()
+                length = evidence.record.tokens_per_step
+                tokens = "" if length is None else f", {length:.2f} tokens per step"
+                when = fresh[-1].time or time.strftime("%H:%M:%S")
+                tell(f"{when}  {now.health.value}: {now.reason}{tokens}")
+    except KeyboardInterrupt:
+        interrupted = True
+    run = Examined(reading, combine(reading.settled()))
+    return replace(judge_run(run, [name], options), interrupted=interrupted)
+
+
+def judge_run(
+    run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None
+) -> Report:
+    """The report of a run that was read, against a baseline where there is one."""
+    clues, unread = run.reading.clues, run.reading.unread
+    lines = sum(n for _, n in unread.values())
+    assessment = with_words(assess(run.evidence), run.evidence.record, {c.id for c in clues}, lines)
+    head_file = examine_head(options.model, clues) if options.model else None
+    if head_file and not assessment.health.bad:
+        head_file = head_file.softened()
+    judged = Judged(
+        run.evidence, assessment, clues, _benefit(run, assessment, base, options), _compare(run, assessment, base),
+        head_file.findings if head_file else (), list(unread.values()), options.num_speculative_tokens,
+    )  # fmt: skip
+    verdict = _VERDICTS.get(assessment.health, Verdict.INCONCLUSIVE)
+    if run.results.get("live", {}).get("counters_reset") and verdict is Verdict.PASS:
+        verdict = Verdict.INCONCLUSIVE
+    return Report(
+        command="spec",
+        verdict=verdict,
+        subject={"sources": list(names), "kinds": run.reading.kinds, "engine": run.evidence.record.engine},
+        findings=[*findings(judged), *run.extra],
+        results={**_results(judged, head_file), **run.results},
+        headline=report.headline(judged),
+        blocks=report.blocks(judged),
+    )
+
+
+def _benefit(
+    run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions
+) -> Benefit | None:
+    record, lifetime = run.evidence.record, run.evidence.lifetime
+    depth, length = record.num_speculative_tokens, record.overall or record.tokens_per_step
+    multiplier = run.race
+    if base is not None and base.evidence.record.nothing_drafted and run.speed and base.speed:
+        multiplier = quotient(run.speed, base.speed)
+    cost = Cost(ASSUMED_COST, "assumed")
+    if multiplier is not None and depth and length:
+        found = measured_cost(length, depth, multiplier, record.coverage or 1.0)
+        if found is None and record.steps_estimated:  # the speeds contradict the estimate
+            record = replace(record, steps=None)
+            found = measured_cost(record.tokens_per_step or length, depth, multiplier)
+        cost = found or cost
+    if options.cost_ratio is not None:
+        cost = Cost(options.cost_ratio, "given")
+    return benefit(record, cost, multiplier, assessment.pooled or assessment.rate, lifetime)
+
+
+def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Comparison | None:
+    if base is None:
+        return None
+    speeds = (run.speed.value, base.speed.value) if run.speed and base.speed else None
+    return compare(assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds)
+
+
+def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
+    a, record = judged.assessment, judged.record
+    results: dict[str, Any] = {
+        "health": a.health.value,
+        "record": record,
+        "evidence": a,
+        "per_engine": {
+            name: {
+                "health": own.health.value,
+                "reason": own.reason,
+                **_counts(judged.evidence.per_engine[name].to_json()),
+            }
+            for name, own in a.per_engine.items()
+        },
+        "advice": judged.advice,
+        "benefit": judged.benefit,
+        "baseline": judged.comparison,
+        "start_up": quoted(judged.clues),
+        "unrecognised": [{"line": line, "count": n} for line, n in judged.unread[:20]],
+        "collapse": a.collapse,
+    }
+    if a.health.bad:
+        results["head"] = head_evidence(record)
+    if head_file is not None:
+        results["mtp_status"] = head_file.status
+    return results
+
+
+def _counts(record: dict[str, Any]) -> dict[str, Any]:
+    names = ("accepted", "drafted", "drafts", "acceptance_rate", "mean_acceptance_length", "per_position")
+    return {name: record[name] for name in names}
