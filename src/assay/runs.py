@@ -1,25 +1,43 @@
-"""Where assay keeps what is costly to make again: `ASSAY_CACHE`, else the user's cache directory."""
+"""The cache folder, and the one way to resume: measured values kept by key.
+
+`Kept` is a folder of values. A key names everything that can change its value, so an interrupted run goes on where it
+stopped, and the next command finds what an earlier one measured. Nothing has to be invalidated: another model, text,
+option or version is another key.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import io
+import json
 import os
 import shutil
 import tempfile
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cache
+from pathlib import Path, PurePath
 from types import TracebackType
+from typing import Any
 
-from assay.errors import AssayError
+import numpy as np
+from platformdirs import user_cache_dir
+
+from assay.errors import AssayError, UsageError
+from assay.verdict import Finding, Severity
+
+
+def cache_path(name: str) -> Path:
+    """Where `name` lies inside the cache: in `ASSAY_CACHE`, else in the user's cache directory."""
+    return Path(os.environ.get("ASSAY_CACHE") or user_cache_dir("assay")) / name
 
 
 def cache_dir(name: str) -> Path:
     """The folder `name` inside the cache, made if it is missing; AssayError where that cannot be."""
-    root = os.environ.get("ASSAY_CACHE")
-    if root is None:
-        from platformdirs import user_cache_dir
-
-        root = user_cache_dir("assay")
-    folder = Path(root) / name
+    folder = cache_path(name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -31,27 +49,273 @@ def cache_dir(name: str) -> Path:
     return folder
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to `path` so that a reader sees the old file or the whole new one."""
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-    ) as temporary:
-        temporary.write(text)
-    Path(temporary.name).replace(path)
+def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Write `path` so that a reader sees the old file or the whole new one, and nothing is left of a failed attempt.
+
+    `sync` waits until the content is on the disk. OSError where it cannot be written.
+    """
+    raw = content.encode() if isinstance(content, str) else content
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(raw)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
-# -----------------------------------------------------------------------------
-# Folders in which a run keeps what it has scored: each is one run's at a time, or one would delete the other's.
+@cache
+def source_digest(*packages: str) -> str:
+    """Hash of the source of some packages of assay: what they compute may change with it."""
+    root, digest = Path(__file__).parent, hashlib.sha256()
+    for package in packages:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
-class Claims:
+# Values by key.
+
+_FORMAT = "assay-kept/1"
+_TOUCHED = 3600.0
+"""Seconds for which an entry is not deleted after it was used: another run may be about to read it."""
+_MISSING = object()
+
+
+@dataclass
+class _Trouble:
+    """What went wrong with the folder of a run, and the values that could only be kept in memory for it."""
+
+    damaged: int = 0
+    unwritable: str = ""
+    memory: dict[str, Any] = field(default_factory=dict)
+
+
+class Kept:
+    """Measured values in a folder, by key.
+
+    A key is plain data (what JSON can write, dataclasses and paths too); a value is plain data or a mapping of names to
+    numpy arrays. An entry is a file named after the hash of its key. It is written whole or not at all and carries
+    the SHA-256 of its content: a damaged one is deleted, counted, and measured again. Runs that work on equal keys at
+    the same time write equal entries and need no lock. Where the folder cannot be written (a full disk), values stay
+    in memory and the run goes on. `notices` are the findings that say so.
+    """
+
+    def __init__(self, folder: Path, about: Any = None) -> None:
+        self.folder = folder
+        self._about = about
+        self._trouble = _Trouble()
+
+    def within(self, about: Any) -> Kept:
+        """The same folder, with `about` as a part of every key."""
+        found = Kept(self.folder, [self._about, about])
+        found._trouble = self._trouble
+        return found
+
+    def __contains__(self, key: Any) -> bool:
+        path = self._path(key)
+        return path.name in self._trouble.memory or path.exists()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a key, `default` where there is none or a damaged one."""
+        path = self._path(key)
+        if path.name in self._trouble.memory:
+            return self._trouble.memory[path.name]
+        try:
+            value = _unpacked(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return default
+        except (OSError, ValueError, KeyError, TypeError):
+            self._trouble.damaged += 1
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            return default
+        with suppress(OSError):  # when it was used last, for `trim`
+            os.utime(path)
+        return value
+
+    def put(self, key: Any, value: Any) -> None:
+        """Keep a value, in place of what was there."""
+        path = self._path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, _packed(value))
+        except OSError as error:
+            self._trouble.unwritable = error.strerror or str(error)
+            self._trouble.memory[path.name] = value
+
+    def forget(self, key: Any) -> None:
+        """Delete what is kept of a key."""
+        path = self._path(key)
+        self._trouble.memory.pop(path.name, None)
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+    def have(self, key: Any, measure: Callable[[], Any]) -> Any:
+        """The value of a key: read where it was measured before, else measured and kept."""
+        value = self.get(key, _MISSING)
+        if value is _MISSING:
+            value = measure()
+            self.put(key, value)
+        return value
+
+    def trim(self, limit: int) -> None:
+        """Delete the entries that were used longest ago until the folder holds `limit` bytes at most."""
+        now, entries = time.time(), []
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            try:
+                facts = path.stat()
+            except OSError:  # another run deletes too
+                continue
+            entries.append((facts.st_mtime, facts.st_size, path))
+        total = sum(size for _, size, _ in entries)
+        for used, size, path in sorted(entries):
+            if total <= limit or now - used < _TOUCHED:
+                break
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            total -= size
+
+    def notices(self, area: str) -> list[Finding]:
+        """What a report should say of the folder, under ids of `area`."""
+        found, trouble = [], self._trouble
+        if trouble.damaged:
+            entries = "an entry" if trouble.damaged == 1 else f"{trouble.damaged} entries"
+            found.append(
+                Finding(
+                    f"{area}.kept_damaged",
+                    Severity.WARNING,
+                    f"{entries} of the cache were damaged and have been measured again",
+                    causes=("a disk that fails", "a file that was changed by hand"),
+                )
+            )
+        if trouble.unwritable:
+            found.append(
+                Finding(
+                    f"{area}.not_kept",
+                    Severity.WARNING,
+                    f"the cache cannot be written ({trouble.unwritable}): the next run measures again",
+                    remedies=("make room, or name a folder that can be written to by ASSAY_CACHE",),
+                )
+            )
+        return found
+
+    def _path(self, key: Any) -> Path:
+        text = json.dumps([self._about, key], sort_keys=True, default=_plain)
+        return self.folder / hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, PurePath):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} cannot be part of a key")
+
+
+def _packed(value: Any) -> bytes:
+    """A line that says what follows, and the value."""
+    if isinstance(value, Mapping) and any(isinstance(v, np.ndarray) for v in value.values()):
+        kind, body = "arrays", io.BytesIO()
+        np.savez(body, **value)
+        raw = body.getvalue()
+    else:
+        kind, raw = "json", json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    head = {"format": _FORMAT, "kind": kind, "sha256": hashlib.sha256(raw).hexdigest()}
+    return json.dumps(head).encode() + b"\n" + raw
+
+
+def _unpacked(content: bytes) -> Any:
+    """What `_packed` wrote; ValueError or KeyError for anything else."""
+    line, _, raw = content.partition(b"\n")
+    head = json.loads(line)
+    if head["format"] != _FORMAT or head["sha256"] != hashlib.sha256(raw).hexdigest():
+        raise ValueError("the entry is damaged")
+    if head["kind"] == "json":
+        return json.loads(raw.decode("utf-8", "surrogatepass"))
+    with np.load(io.BytesIO(raw), allow_pickle=False) as file:
+        return {name: file[name] for name in file.files}
+
+
+class KeptFile:
+    """Values by name in one JSON file of the user's, all of one `plan`; every new one is added to what the file holds then.
+
+    UsageError `finding_id` for a file of another plan, one that cannot be read, and where it could not be written.
+    """
+
+    def __init__(self, path: Path, plan: Mapping[str, Any], form: str, finding_id: str) -> None:
+        self._path = path
+        self._form = form
+        self._finding_id = finding_id
+        self._plan: dict[str, Any] = json.loads(json.dumps(plan))
+        # A file that cannot be written should not cost a measurement first.
+        if not path.parent.is_dir():
+            raise self._unusable("is in a folder that does not exist")
+        self._rows = self._read()
+
+    def have(self, name: str, measure: Callable[[], Any]) -> Any:
+        """The value of a name: as it stands in the file, else measured and written."""
+        if name not in self._rows:
+            value = measure()
+            with _one_at_a_time(self._path.parent):
+                # Another run may have written since.
+                self._rows = {**self._read(), **self._rows, name: value}
+                document = {"format": self._form, "plan": self._plan, "rows": self._rows}
+                try:
+                    write_atomically(self._path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+                except OSError as error:
+                    raise self._unusable(f"cannot be written: {error.strerror}") from error
+        return self._rows[name]
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            document = json.loads(self._path.read_text(encoding="utf-8"))
+            theirs, rows = document["plan"], document["rows"]
+            known = document["format"] == self._form and isinstance(theirs, dict) and isinstance(rows, dict)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise self._unusable(f"cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._unusable("holds no rows of this command") from error
+        if not known:
+            raise self._unusable("holds no rows of this command")
+        if differing := sorted(k for k in {*theirs, *self._plan} if theirs.get(k) != self._plan.get(k)):
+            raise self._unusable(f"holds rows of another run: it differs in {', '.join(differing)}")
+        return dict(rows)
+
+    def _unusable(self, why: str) -> UsageError:
+        return UsageError(
+            f"{self._path} {why}", remedy="name another file with --out, or none", finding_id=self._finding_id
+        )
+
+
+@contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    """Processes that are here for one folder wait for each other."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+# Folders that are one run's at a time, where a run deletes its folder at its end.
+
+
+class RunLock:
     """The folders that this run has claimed. Use as a context manager; the system drops them with the process too."""
 
     def __init__(self) -> None:
         self._folders: dict[Path, Path] = {}
         self._locks: list[int] = []
 
-    def __enter__(self) -> Claims:
+    def __enter__(self) -> RunLock:
         return self
 
     def __exit__(

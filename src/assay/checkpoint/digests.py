@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any, Literal
 from assay.checkpoint.findings import found, noted, plural, some, warned
 from assay.checkpoint.layout import PICKLES
 from assay.errors import AssayError
+from assay.runs import Kept, cache_path
 from assay.verdict import Finding
 
 # -----------------------------------------------------------------------------
@@ -37,37 +37,23 @@ GRANULARITY_NS = 50_000_000
 WORTH_BYTES = 1 << 20
 """A smaller file is hashed faster than its digest is stored."""
 
-_SCHEMA = """CREATE TABLE IF NOT EXISTS digest (
-    path TEXT PRIMARY KEY, size INTEGER, mtime INTEGER, inode INTEGER, ctime INTEGER, sha256 TEXT, git TEXT)"""
-
 
 class DigestCache:
-    """A table of digests in one SQLite file; without a file it remembers nothing. Safe to use from threads."""
+    """Digests in a folder of the cache (`assay.runs.Kept`); without a folder it remembers nothing. Safe to use from threads."""
 
-    def __init__(self, file: Path | None) -> None:
-        self._lock = threading.Lock()
-        self._table: sqlite3.Connection | None = None
-        if file is None:
-            return
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            self._table = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=10)
-            self._table.execute(_SCHEMA)
-        except (OSError, sqlite3.Error):
-            self._table = None  # a cache that cannot be kept costs time, not correctness
+    def __init__(self, folder: Path | None) -> None:
+        self._kept = Kept(folder) if folder else None
 
     def __enter__(self) -> DigestCache:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        self.close()
+        """Nothing is held open."""
 
     @staticmethod
     def default_file() -> Path:
-        """Where the table lies unless told otherwise (`ASSAY_CACHE` moves it)."""
-        import platformdirs
-
-        return Path(os.environ.get("ASSAY_CACHE") or platformdirs.user_cache_dir("assay")) / "digests.sqlite"
+        """Where the digests lie unless told otherwise (`ASSAY_CACHE` moves it)."""
+        return cache_path("digests")
 
     @staticmethod
     def now() -> int:
@@ -76,17 +62,8 @@ class DigestCache:
 
     def get(self, path: Path, status: os.stat_result) -> tuple[str, str] | None:
         """(sha256, git blob id) if the file is the one that was hashed."""
-        if self._table is None:
-            return None
-        try:
-            with self._lock:
-                row = self._table.execute(
-                    "SELECT sha256, git FROM digest WHERE path=? AND size=? AND mtime=? AND inode=? AND ctime=?",
-                    _key(path, status),
-                ).fetchone()
-        except sqlite3.Error:
-            return None
-        return (row[0], row[1]) if row else None
+        known = self._kept.get(_key(path, status)) if self._kept else None
+        return None if known is None else (known["sha256"], known["git"])
 
     def look(self, path: Path) -> tuple[str, str] | None:
         """Like `get`, for a file whose state is not known yet."""
@@ -97,31 +74,16 @@ class DigestCache:
 
     def put(self, path: Path, status: os.stat_result, started: int, sha256: str, git: str) -> None:
         """Remember digests of a file whose hashing began at `started`."""
-        if self._table is None or status.st_size < WORTH_BYTES:
+        if self._kept is None or status.st_size < WORTH_BYTES:
             return
         if max(status.st_mtime_ns, status.st_ctime_ns) > started - GRANULARITY_NS:
             return
-        try:
-            with self._lock:
-                self._table.execute(
-                    "INSERT OR REPLACE INTO digest VALUES (?,?,?,?,?,?,?)", (*_key(path, status), sha256, git)
-                )
-        except sqlite3.Error:
-            return
-
-    def close(self) -> None:
-        """Release the file."""
-        if self._table is not None:
-            self._table.close()
-            self._table = None
+        self._kept.put(_key(path, status), {"sha256": sha256, "git": git})
 
 
-def _key(path: Path, status: os.stat_result) -> tuple[str, int, int, int, int]:
-    inode = status.st_ino & 0x7FFF_FFFF_FFFF_FFFF
-    return os.fspath(path.absolute()), status.st_size, status.st_mtime_ns, inode, status.st_ctime_ns
+def _key(path: Path, status: os.stat_result) -> list[str | int]:
+    return [os.fspath(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns]
 
-
-# -----------------------------------------------------------------------------
 
 BLOCK = 1 << 20
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from assay.errors import AssayError, UsageError
@@ -144,7 +145,8 @@ class ScoreJob:
     scored_from: int = 1
     chunk: int = 128
     batch: int = 4
-    hook: HookSpec | None = None
+    hook: HookSpec | EngineHook | None = None
+    """An object goes into a model of this process only."""
 
     def __post_init__(self) -> None:
         for name, least in (("scored_from", 1), ("chunk", 1), ("batch", 0)):
@@ -385,10 +387,10 @@ class EngineHook(Protocol):
         ...
 
 
-def load_hook(spec: HookSpec) -> Any:
-    """Import the factory of a hook and call it with its settings; AssayError where it does not exist."""
-    from importlib import import_module
-
+def load_hook(spec: HookSpec | EngineHook) -> Any:
+    """The hook itself: its factory is imported and called with its settings. AssayError where that does not exist."""
+    if not isinstance(spec, HookSpec):
+        return spec
     module, _, attribute = spec.target.partition(":")
     try:
         factory = getattr(import_module(module), attribute)

@@ -28,7 +28,7 @@ from assay.fidelity.result import CandidateResult, Summary, findings_of, power_o
 from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, require
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import Claims, cache_dir, write_atomically
+from assay.runs import Kept, RunLock, cache_dir, write_atomically
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import MIN_PILOT, Margins, confidence_of_look
 from assay.verdict import Finding, Report, Severity, Verdict, worst
@@ -53,8 +53,8 @@ def run_compare(
     """
     for spec in plan.candidates:
         check_spec(spec, ScoringPath(plan.path))
-    with Claims() as claims:
-        folder = claims.folder(cache_dir("compare") / plan_key(plan))
+    with RunLock() as lock:
+        folder = lock.folder(cache_dir("compare") / plan_key(plan))
         servers = _servers(plan)
         results: list[CandidateResult] = []
         failed: list[Finding] = []
@@ -284,7 +284,7 @@ def _candidate(
                     engine,
                     reference.windows,
                     plan.job,
-                    keep_in=kept,
+                    kept=Kept(kept),
                     on_window=on_window,
                     advance=advance,
                 )

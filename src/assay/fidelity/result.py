@@ -16,7 +16,7 @@ from assay.fidelity.greedy import Greedy
 from assay.fidelity.plan import Plan
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles
-from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_proportion, cluster_ratio
+from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_proportion, cluster_ratio, not_negative
 from assay.stats.equivalence import (
     MIN_PILOT,
     MIN_WINDOWS,
@@ -252,12 +252,7 @@ def _mean(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.float64
     if not np.isfinite(sums).all():
         nothing = Interval(math.inf, -math.inf, math.inf)
         return ClusterEstimate(math.inf, math.nan, nothing, len(counts), float(sum(counts)))
-    estimate = cluster_ratio(sums, counts)
-    own = estimate.interval
-    if own.lo < 0 < own.value and math.isfinite(own.hi):
-        lower = own.value * math.exp((own.value - own.hi) / own.value)
-        return replace(estimate, interval=Interval(own.value, lower, own.hi))
-    return replace(estimate, interval=Interval(own.value, max(own.lo, 0.0), own.hi))
+    return not_negative(cluster_ratio(sums, counts))
 
 
 def _by_window(seen: Sequence[WindowObservation], name: str) -> list[NDArray[np.float64]]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, fields
-from itertools import chain
-from pathlib import Path
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -29,6 +27,7 @@ from assay.errors import AssayError
 from assay.fidelity.bounds import choose_ids, window_bounds
 from assay.fidelity.metrics import RowStatistics, window_statistics
 from assay.progress import Advance
+from assay.runs import Kept
 
 if TYPE_CHECKING:
     import torch
@@ -91,27 +90,19 @@ def observation(window: Window, first: int, statistics: RowStatistics) -> Window
     return _observed(arrays, index=window.index, first=first, tokens=np.asarray(window.tokens, np.int32))
 
 
-def save(path: Path, seen: WindowObservation) -> None:
-    """Write one window, whole or not at all."""
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        np.savez(file, **{f.name: np.asarray(getattr(seen, f.name)) for f in fields(seen)})  # type: ignore[arg-type]
-    part.replace(path)
+def to_arrays(seen: Sequence[WindowObservation]) -> dict[str, NDArray[Any]]:
+    """Equally long windows as arrays [windows, …], to be kept; their numbers are not part of it."""
+    names = [f.name for f in fields(seen[0]) if f.name != "index"]
+    return {name: np.stack([np.asarray(getattr(w, name)) for w in seen]) for name in names}
 
 
-def load(path: Path) -> WindowObservation:
-    """Read what `save` wrote."""
-    with np.load(path, allow_pickle=False) as file:
-        values = {name: file[name] for name in file.files}
-    return _observed(values, index=int(values.pop("index")), first=int(values.pop("first")))
-
-
-def load_kept(path: Path) -> WindowObservation | None:
-    """The same; None where there is no such file, or a damaged one, which is to be scored again."""
-    try:
-        return load(path)
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):
-        return None
+def from_arrays(arrays: Mapping[str, NDArray[Any]], windows: Sequence[Window]) -> list[WindowObservation]:
+    """The observations of these windows, from what `to_arrays` made of them."""
+    found = []
+    for i, window in enumerate(windows):
+        values = {name: array[i] for name, array in arrays.items()}
+        found.append(_observed(values, index=window.index, first=int(values.pop("first"))))
+    return found
 
 
 def _observed(arrays: Mapping[str, Any], **facts: Any) -> WindowObservation:
@@ -165,7 +156,7 @@ class _Reduces(Protocol):
 
 def measure(
     rows: Iterator[WindowRows], candidate: Candidate, windows: Sequence[Window], job: ScoreJob
-) -> Iterator[WindowObservation]:
+) -> Generator[WindowObservation, None, None]:
     """Observations of `windows`, in order; `rows` are the reference's rows of them.
 
     A server is bounded by a few ids. An engine that reduces gets the reference's states, where it has states; from
@@ -238,37 +229,69 @@ class LiveRows:
         return self.engine.score_windows(windows, self.job)
 
 
+def batches(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
+    """The windows in the groups that are scored together: a group is kept whole, since rounding depends on company.
+
+    Of an engine that chooses its batch itself (size 0) four windows are a group.
+    """
+    size = size or 4
+    return [windows[lo : lo + size] for lo in range(0, len(windows), size)]
+
+
+def key_of(part: Sequence[Window]) -> list[str]:
+    """The key under which a group of windows is kept."""
+    return [window.sha256 for window in part]
+
+
+def read_kept(kept: Kept, part: Sequence[Window]) -> list[WindowObservation] | None:
+    """What is kept of windows that are scored together; None where they are still to be scored."""
+    arrays = kept.get(key_of(part))
+    return None if arrays is None else from_arrays(arrays, part)
+
+
 def observe(
     reference: ReferenceRows,
     candidate: Candidate,
     windows: Sequence[Window],
     job: ScoreJob,
     *,
-    keep_in: Path | None = None,
+    kept: Kept | None = None,
     on_window: Callable[[WindowObservation], Any] = lambda seen: None,
     advance: Advance = lambda: None,
 ) -> list[WindowObservation]:
     """Observations of all windows, in order.
 
-    With `keep_in`, every window is written there as it is done, and what is there already is not scored again.
-    `on_window` sees each observation as it comes, those that were kept first.
+    With `kept`, every batch is kept as it is done, and what is there already is not scored again. `on_window` sees
+    each observation as it comes, those that were kept first.
     """
     require(candidate, job, len(windows[0].tokens))
     seen: dict[int, WindowObservation] = {}
-    for window in windows:
-        kept = load_kept(keep_in / f"{window.index:06d}.npz") if keep_in else None
-        if kept:
-            seen[window.index] = kept
-            on_window(kept)
-            advance()
-    todo = [w for w in windows if w.index not in seen]
-    if todo:
-        for found in measure(iter(reference.rows(todo)), candidate, todo, job):
-            if keep_in:
-                save(keep_in / f"{found.index:06d}.npz", found)
+    todo = []
+    # A server answers for one window at a time.
+    for part in batches(windows, 1 if isinstance(candidate, IdScorer) else job.batch):
+        known = read_kept(kept, part) if kept else None
+        if known is None:
+            todo.append(part)
+        for found in known or ():
             seen[found.index] = found
             on_window(found)
             advance()
+    rows = [window for part in todo for window in part]
+    if not rows:
+        return [seen[w.index] for w in windows]
+    # Closed however it ends: an engine says what took part when its rows have come to an end.
+    with closing(measure(iter(reference.rows(rows)), candidate, rows, job)) as scored:
+        for part in todo:
+            done = []
+            for found in islice(scored, len(part)):
+                done.append(found)
+                seen[found.index] = found
+                on_window(found)
+                advance()
+            if kept:
+                kept.put(key_of(part), to_arrays(done))
+        for _ in scored:
+            pass
     return [seen[w.index] for w in windows]
 
 

@@ -14,7 +14,7 @@ from assay.options import Options, option
 MODES = ("decode", "inforward", "snapshot")
 """The names of `assay.lab.kv.cache_hook.Mode`."""
 TABLE_TOKENS = 32_768
-"""Cache length that calibration tables are counted against."""
+"""Most tokens of cache that are taken to share the tables where nobody says how many."""
 EXACT_BITS = 16.0
 
 
@@ -73,7 +73,9 @@ def _calibration(help: str = "File of `assay kv calibrate`.") -> Any:
 
 def _table_tokens() -> Any:
     """What tables are shared by."""
-    return option(TABLE_TOKENS, "Cache length that calibration tables are counted against.", lo=1)
+    return option(
+        0, "Tokens of cache that share the calibration tables; 0: the model's context, up to 32768.", lo=0
+    )
 
 
 def _seed(help: str = "Seed of the bootstrap, and of noise.") -> Any:
@@ -387,7 +389,7 @@ class GapOptions(Options):
     other_calibration: str | None = _calibration("The same from the candidate's engine, for phase 6.")
     margin: float = option(0.03, "The total must lie within ± this.", flag="margin-ppl", form="fraction")
     seed: int = _seed("Seed of the noise.")
-    keep: bool = option(False, "Keep what was scored after the run.", apart=True)
+    keep: bool = option(False, "What was scored is kept in any case; this changes nothing.", apart=True)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:

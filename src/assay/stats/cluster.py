@@ -78,6 +78,15 @@ def cluster_ratio(
     return ClusterEstimate(value, se, Interval(value, value - half, value + half), clusters, total)
 
 
+def not_negative(estimate: ClusterEstimate) -> ClusterEstimate:
+    """The estimate of what cannot be negative: an interval that would reach below 0 has its lower end on the log scale."""
+    own = estimate.interval
+    lower = max(own.lo, 0.0)
+    if own.lo < 0 < own.value and math.isfinite(own.hi):
+        lower = own.value * math.exp((own.value - own.hi) / own.value)
+    return replace(estimate, interval=Interval(own.value, lower, own.hi))
+
+
 def cluster_mean(groups: Sequence[ArrayLike], confidence: float = 0.95) -> ClusterEstimate:
     """The mean of all observations, given as one list for each cluster, with its design effect.
 

@@ -261,25 +261,22 @@ class HfScorer:
 
     def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
         """The rows of every window, in order; the hook of the job is in place while the iterator lives."""
-        return self.score_with(windows, job, load_hook(job.hook) if job.hook else None)
-
-    def score_with(
-        self, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
-    ) -> Iterator[WindowRows]:
-        """As `score_windows`, with a hook that is an object already."""
         length = check_windows(windows, job)
+        hook = load_hook(job.hook) if job.hook else None
         self.engine.spec.refuse_path(job.path)
         model = self.engine.model
         size = job.batch or choose_batch(model, length, job, hooked=hook is not None)
         # What did not fit once does not fit the next time, and both sides of a comparison should run alike.
         self._batches = batches = self._batches.again(size) if self._batches else Batches(size)
-        with hook.attach(model) if hook else nullcontext():
-            for window, states in window_states(model, windows, job, hook, batches):
-                yield StateRows(window, job.scored_from, states, self.head)
-        # The hook knows all it did only when it has been taken off.
-        found = hook.engagement() if hook else Engagement(bytes_read=_bytes_read(model, windows, job))
-        notes = {"batch": batches.note()} if batches.halved else {}
-        self._engagement = replace(found, notes={**found.notes, **notes})
+        self._engagement = Engagement()
+        try:
+            with hook.attach(model) if hook else nullcontext():
+                for window, states in window_states(model, windows, job, hook, batches):
+                    yield StateRows(window, job.scored_from, states, self.head)
+        finally:  # of a run that was cut short too; the hook knows all it did only when it has been taken off
+            found = hook.engagement() if hook else Engagement(bytes_read=_bytes_read(model, windows, job))
+            notes = {"batch": batches.note()} if batches.halved else {}
+            self._engagement = replace(found, notes={**found.notes, **notes})
 
     def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each of the equally long prefixes."""

@@ -22,6 +22,7 @@ from assay.engines.scoring import (
     Engagement,
     GreedyStep,
     Head,
+    HookSpec,
     ScoreJob,
     ScoringPath,
     StateRows,
@@ -156,6 +157,8 @@ class VllmCore:
         self.end()
         self._job, self._bytes_read = job, 0.0
         if job.hook:
+            if not isinstance(job.hook, HookSpec):
+                raise TypeError("a hook of vLLM is named, for it may run in another process")
             # By prefill nothing is fed after a prefix.
             prefix = length if job.path is ScoringPath.PREFILL else job.scored_from - 1
             self._hooks = KvHooks(

@@ -101,6 +101,11 @@ class VllmScorer:
         """Facts of the tokenizer that lies beside the weights."""
         return self.core.tokenizer
 
+    @property
+    def head(self) -> Head:
+        """The output head."""
+        return self.core.head
+
     def describe(self) -> dict[str, Any]:
         """Engine, versions, model, number formats, cache."""
         return self.core.facts()

@@ -9,7 +9,7 @@ from typing import Any
 from assay.engines.base import setup_differences
 from assay.environment import describe
 from assay.fidelity.plan import label_of
-from assay.lab.gap.bench import Bench, Measured
+from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Decomposition, Effect, WindowSums, aligned, decompose, effect, ratio
 from assay.lab.gap.outcome import CodecGap, Floors, Outcome, closed, closed_nll
 from assay.lab.gap.phases import (
@@ -39,6 +39,7 @@ from assay.lab.gap.plan import GapPlan, Step, must_be_tried
 from assay.lab.gap.recommend import Proposal, judged, measure_proposals, proposals
 from assay.lab.gap.report import blocks, findings_of, headline, verdict_of
 from assay.lab.kv.accounting import NOTE
+from assay.lab.kv.lab import Measured
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict
 
@@ -261,8 +262,7 @@ def _tables(measured: Mapping[str, Measured]) -> dict[str, Any]:
 def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Decompose, attribute and recommend.
 
-    Everything that is scored is kept until the run ends (with `plan.keep` longer), so that the same command goes on where
-    an interrupted one stopped.
+    Everything that is scored is kept, so that the same command goes on where an interrupted one stopped.
     """
     subject = {"reference": plan.reference, "candidate": plan.candidate, "codec": plan.codec}
     Corners(plan).refuse()
@@ -270,8 +270,6 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     try:
         with bench:
             outcome = outcome_of(bench, measure_all(bench))
-            if not plan.keep:
-                bench.forget()
     except KeyboardInterrupt:
         finding = Finding(
             "gap.interrupted",

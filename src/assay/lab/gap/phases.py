@@ -9,7 +9,7 @@ from typing import Any
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
-from assay.lab.gap.bench import Bench, Measured
+from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Effect, WindowSums, aligned, effect, ratio
 from assay.lab.gap.plan import (
     Configuration,
@@ -25,8 +25,9 @@ from assay.lab.gap.plan import (
 from assay.lab.kv.accounting import stream_facts
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.evaluate import require_no_calibration
+from assay.lab.kv.lab import Measured
 from assay.lab.kv.live_stream import Key, StreamFacts
-from assay.lab.kv.noise import Sensitivity, sensitivity
+from assay.lab.kv.noise import NoiseGrowth, noise_growth
 from assay.lab.kv.spec import parse_spec
 from assay.stats.bootstrap import Resampling
 from assay.stats.intervals import Interval
@@ -236,7 +237,7 @@ class NoiseCurve:
 
     sigmas: tuple[float, ...]
     effects: tuple[Effect, ...]
-    growth: Sensitivity
+    growth: NoiseGrowth
     sums: Mapping[float, WindowSums]
 
     @property
@@ -297,10 +298,10 @@ def curve(measured: Mapping[float, Measured], floor: float, seed: int = 0) -> No
     sums = {sigma: by_name[str(sigma)] for sigma in sigmas}
     effects = tuple(effect(sums[s]) for s in sigmas)
     above = [s for s, e in zip(sigmas, effects, strict=True) if e.kl.value > 2 * floor]
-    growth = Sensitivity(None, None, None, None)
+    growth = NoiseGrowth(None, None, None, None)
     if above:
         tokens = [int(t) for t in sums[sigmas[0]].tokens]
-        growth = sensitivity(above, [list(sums[s].kl) for s in above], tokens, Resampling(2000, seed))
+        growth = noise_growth(above, [list(sums[s].kl) for s in above], tokens, Resampling(2000, seed))
     return NoiseCurve(sigmas, effects, growth, sums)
 
 

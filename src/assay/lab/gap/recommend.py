@@ -7,10 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from assay.errors import AssayError
-from assay.lab.gap.bench import Bench, Measured
+from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import aligned, effect
 from assay.lab.gap.phases import Attribution, Corners, attribute
 from assay.lab.gap.plan import Configuration, span
+from assay.lab.kv.lab import Measured
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 
 HOT_SHARE = 0.15

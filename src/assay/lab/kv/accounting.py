@@ -1,7 +1,9 @@
 """Bytes of a compressed cache, and the ratio they give; how a hook hands over what it measured.
 
-Stored bytes are those of the real streams at the end of a window, over all layers, exact tokens, headers and
-uncompressed layers included; calibration tables are counted in full against one cache of `table_tokens` tokens.
+Stored bytes are those of the real streams at the end of a window, over all layers: exact tokens, headers and
+uncompressed layers included. Calibration tables are there once, however many sequences use them: `ratio` adds the share
+of them that falls to a window where `table_tokens` tokens share the tables, `ratio_at` counts them whole against one
+sequence of so many tokens.
 """
 
 from __future__ import annotations
@@ -16,25 +18,83 @@ from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.live_stream import Coders, Key, StreamFacts
 from assay.lab.options import TABLE_TOKENS
 
+LENGTHS = (1024, 8192, 32_768)
 NOTE = "kv"
 """Key of `Engagement.notes` under which a codec's hook leaves what it measured."""
+_MOST_TOKENS = 1 << 30
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Bytes of one layer's streams, the same in bf16, both summed over the measured windows; its sliding window."""
+
+    stored: int
+    bf16: int
+    window: int | None = None
+
+    def grown(self, tokens: int, length: int) -> float:
+        """How many times as many tokens the layer holds after `length` tokens as it did after `tokens`."""
+        most = _MOST_TOKENS if self.window is None else self.window - 1
+        return min(length, most) / min(tokens, most)
 
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Mean bytes of one window's cache: `stored` (tables' share included), the same in `bf16`, whole `tables`."""
+    """Bytes of a cache, measured on `windows` windows of `tokens` cached tokens.
 
-    stored: float
-    bf16: float
+    `tables` are those that a decoder needs, `encoder_tables` what an encoder needs beyond them.
+    """
+
+    layers: Mapping[int, LayerBytes]
     tables: int
+    encoder_tables: int
     tokens: int
     windows: int
-    by_layer: Mapping[int, float]
+    table_tokens: int
+
+    @property
+    def stored(self) -> float:
+        """Bytes of one window's streams with its share of the tables."""
+        share = self.tables * self.tokens / self.table_tokens
+        return sum(layer.stored for layer in self.layers.values()) / self.windows + share
+
+    @property
+    def bf16(self) -> float:
+        """Bytes of the same tokens in bf16."""
+        return sum(layer.bf16 for layer in self.layers.values()) / self.windows
 
     @property
     def ratio(self) -> float:
         """bf16 bytes over stored bytes."""
         return self.bf16 / self.stored if self.stored else float("inf")
+
+    @property
+    def sharing(self) -> float:
+        """How many sequences of this length share the tables in `ratio`."""
+        return self.table_tokens / self.tokens
+
+    def saved(self, length: int) -> float:
+        """Bytes that the streams of one sequence of `length` tokens save against bf16, tables aside."""
+        saved = (b.grown(self.tokens, length) * (b.bf16 - b.stored) for b in self.layers.values())
+        return sum(saved) / self.windows
+
+    def ratio_at(self, length: int) -> float:
+        """The ratio of one sequence of `length` tokens that carries the decoder's tables alone."""
+        exact = sum(b.grown(self.tokens, length) * b.bf16 for b in self.layers.values()) / self.windows
+        return exact / (exact - self.saved(length) + self.tables)
+
+    @property
+    def break_even_tokens(self) -> int | None:
+        """Tokens from which one sequence is smaller than in bf16, decoder's tables included; None: never."""
+        lo, hi = 0, 1
+        while self.saved(hi) <= self.tables:
+            lo, hi = hi, 2 * hi
+            if hi > _MOST_TOKENS:
+                return None
+        while hi - lo > 1:
+            middle = (lo + hi) // 2
+            lo, hi = (middle, hi) if self.saved(middle) <= self.tables else (lo, middle)
+        return hi
 
     def to_json(self) -> dict[str, Any]:
         """As `results.bytes`."""
@@ -44,45 +104,29 @@ class CacheBytes:
             "ratio": self.ratio,
             "bits_per_value": 16 / self.ratio,
             "tables": self.tables,
+            "tables_decoder": self.tables,
+            "tables_encoder": self.encoder_tables,
+            "table_tokens": self.table_tokens,
+            "ratio_at": {str(length): self.ratio_at(length) for length in LENGTHS},
+            "break_even_tokens": self.break_even_tokens,
             "tokens": self.tokens,
             "windows": self.windows,
-            "ratio_by_layer": {str(k): v for k, v in self.by_layer.items()},
+            "ratio_by_layer": {str(k): b.bf16 / b.stored for k, b in self.layers.items()},
         }
-
-
-def cache_bytes(
-    sizes: Mapping[tuple[int, str], Sequence[int]],
-    exact_sizes: Mapping[tuple[int, str], Sequence[int]],
-    tables: int,
-    tokens: int,
-    table_tokens: int = TABLE_TOKENS,
-) -> CacheBytes:
-    """Mean over the measured windows. ValueError where none was measured."""
-    counts = {len(v) for v in sizes.values()}
-    if len(counts) != 1 or 0 in counts:
-        raise ValueError("every stream must have been measured on the same windows")
-    windows = counts.pop()
-    stored = sum(sum(v) for v in sizes.values()) / windows
-    exact = sum(sum(v) for v in exact_sizes.values()) / windows
-    layers = sorted({layer for layer, _ in sizes})
-    by_layer = {
-        layer: sum(sum(v) for (i, _), v in exact_sizes.items() if i == layer)
-        / sum(sum(v) for (i, _), v in sizes.items() if i == layer)
-        for layer in layers
-    }
-    share = tables * tokens / table_tokens
-    return CacheBytes(stored + share, exact, tables, tokens, windows, by_layer)
 
 
 def streams_note(
     facts: Mapping[Key, Sequence[StreamFacts]], coders: Coders, shape: CacheShape
 ) -> dict[str, Any]:
     """What a hook measured, as plain JSON: facts of the measured windows' streams by `layer.stream`."""
+    whole = sum(int(t.nbytes) for c in coders.values() for t in getattr(c, "tables", {}).values())
+    tables = sum(coder.table_bytes for coder in coders.values())
     return {
         "streams": {
             f"{layer}.{stream}": [asdict(f) for f in found] for (layer, stream), found in facts.items()
         },
-        "tables": sum(coder.table_bytes for coder in coders.values()),
+        "tables": tables,
+        "encoder_tables": whole - tables,
         "lossless": all(coder.lossless for coder in coders.values()),
         "coded": sorted(f"{layer}.{stream}" for layer, stream in coders),
         "cache": shape.to_json(),
@@ -106,12 +150,21 @@ def stream_facts(engagement: Engagement) -> dict[Key, list[StreamFacts]]:
 
 
 def measured_bytes(engagement: Engagement, tokens: int, table_tokens: int = TABLE_TOKENS) -> CacheBytes:
-    """Bytes of the cache that a codec's hook measured, at the end of windows of `tokens` cached tokens."""
+    """Bytes of the cache that a codec's hook measured, at the end of windows of `tokens` cached tokens.
+
+    ValueError where it measured no window, or not every stream of one.
+    """
     facts = stream_facts(engagement)
-    return cache_bytes(
-        {key: [f.stored for f in found] for key, found in facts.items()},
-        {key: [f.exact for f in found] for key, found in facts.items()},
-        engagement.notes[NOTE]["tables"],
-        tokens,
-        table_tokens,
-    )
+    counts = {len(found) for found in facts.values()}
+    if len(counts) != 1 or 0 in counts:
+        raise ValueError("every stream must have been measured on the same windows")
+    windows, note = counts.pop(), engagement.notes[NOTE]
+    layers = {
+        layer: LayerBytes(
+            sum(f.stored for (i, _), found in facts.items() if i == layer for f in found),
+            sum(f.exact for (i, _), found in facts.items() if i == layer for f in found),
+            note["cache"]["windows"][layer],
+        )
+        for layer in sorted({layer for layer, _ in facts})
+    }
+    return CacheBytes(layers, note["tables"], note.get("encoder_tables", 0), tokens, windows, table_tokens)

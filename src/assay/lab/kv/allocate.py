@@ -10,16 +10,14 @@ codec with equal bits everywhere.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.lab.kv.attribute import alone, figures, measure
-from assay.lab.kv.cache_hook import Mode
-from assay.lab.kv.fit import CoderSet, kept_layers
-from assay.lab.kv.lab import Lab, Ledger, Session, session
+from assay.lab.kv.attribute import alone, figures, kl_text
+from assay.lab.kv.lab import Lab, Unfinished, open_lab
 from assay.lab.kv.live_stream import Key
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 from assay.lab.options import EXACT_BITS, AllocationPlan
@@ -32,59 +30,77 @@ TOLERANCE = 0.01
 
 
 def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Report:
-    """Measure, choose, and measure the choice on fresh windows."""
+    """Measure, choose, and measure the choice on fresh windows. Interrupted, the report holds what was measured."""
     spec = parse_spec(plan.codec)
     start = {s: bits_of(r) for s in ("k", "v") if (r := spec.of(s))}
-    ledger = Ledger({"allocate": plan.facts()})
-    with session(
+    parts: list[dict[str, Any]] = []
+    bits: dict[Key, float] = {}
+    measured: dict[str, dict[str, Any]] = {}
+    predicted: float | None = None
+    with open_lab(
         plan.model,
         plan.text,
         windows=plan.windows,
         fresh=plan.fresh,
         length=plan.length,
+        mode=plan.mode,
+        batch=plan.batch,
         calibration=plan.calibration,
-    ) as opened:
-        opened.require_fresh(plan.windows, plan.fresh)
-        mode = Mode(plan.mode)
-        lab = opened.lab(opened.windows, mode, plan.batch)
-        parts = alone(opened, lab, spec, plan, ledger, progress)
-        sensitivity = {(p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]]) for p in parts}
-        probe = opened.lab(opened.windows[:1], mode, 1)
-        bits, coders = _search(plan, spec, opened, probe, sensitivity, progress)
-        uniform_bits, uniform = _search_uniform(plan, spec, opened, probe, sensitivity, progress)
-        predicted = sum(predicted_kl(*sensitivity[key], bits[key]) for key in bits)
-        again = opened.lab(opened.fresh, mode, plan.batch)
-        chosen_in = figures(measure(lab, coders.by_stream, progress, "the choice, same windows"))
-        chosen = figures(measure(again, coders.by_stream, progress, "the choice, fresh windows"))
-        equal = figures(measure(again, uniform.by_stream, progress, "equal bits, fresh windows"))
-        text = opened.text
-    ledger.forget()
+        progress=progress,
+    ) as lab:
+        with Unfinished(lambda: parts) as cut:
+            for part in alone(lab, spec, plan.each):
+                parts.append(part)
+            sensitivity = {(p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]]) for p in parts}
+            search = _Search(plan, spec, lab.on(lab.windows[:1], batch=1))
+            bits = search.aim(lambda mean: allocate(sensitivity, mean, plan.step, plan.least, plan.most))
+            predicted = sum(predicted_kl(*sensitivity[key], bits[key]) for key in bits)
+            equal = search.aim(lambda mean: dict.fromkeys(sensitivity, mean))
+            again = lab.on(lab.fresh)
+            for name, where, given in (
+                ("same_windows", lab, bits),
+                ("fresh_windows", again, bits),
+                ("equal_bits", again, equal),
+            ):
+                found = where.measure(plan.codec, label=name.replace("_", " "), **placed(spec, given))
+                measured[name] = figures(found)
+            measured["equal_bits"]["bits"] = next(iter(equal.values()))
+        text, notices = lab.text, lab.notices()
     rows = [{"layer": key[0], "stream": key[1], "bits": b} for key, b in sorted(bits.items())]
-    exact = sorted({layer for (layer, _), b in bits.items() if b >= EXACT_BITS})
+    curse = None
+    if "fresh_windows" in measured:
+        curse = measured["fresh_windows"]["kld"]["value"] - measured["same_windows"]["kld"]["value"]
     return Report(
         command="kv allocate",
-        verdict=Verdict.PASS,
+        verdict=cut.verdict(Verdict.PASS if bits else Verdict.INCONCLUSIVE),
         subject={"model": plan.model, "plan": plan.facts()},
+        findings=[*cut.findings(), *notices],
         results={
             "codec": str(spec),
+            "parts": parts,
             "bits": rows,
-            "exact_layers": exact,
+            "exact_layers": sorted({layer for (layer, _), b in bits.items() if b >= EXACT_BITS}),
             "predicted_kld": predicted,
-            "same_windows": chosen_in,
-            "fresh_windows": chosen,
-            "winners_curse": chosen["kld"]["value"] - chosen_in["kld"]["value"],
-            "equal_bits": {"bits": uniform_bits, **equal},
+            **{name: measured.get(name) for name in ("same_windows", "fresh_windows", "equal_bits")},
+            "winners_curse": curse,
             "text": text,
         },
         environment=describe(),
-        headline=[
-            Metric("chosen, fresh windows", f"KL {_text(chosen)} nats at {chosen['ratio']:.2f}×"),
-            Metric("equal bits, fresh windows", f"KL {_text(equal)} nats at {equal['ratio']:.2f}×"),
-            Metric("winner's curse", f"{chosen['kld']['value'] - chosen_in['kld']['value']:+.2g} nats"),
-        ],
-        blocks=[_table(rows), _chart(rows)],
+        headline=_headline(measured, curse),
+        blocks=[_table(rows), _chart(rows)] if rows else [],
+        interrupted=cut.interrupted,
         summary=f"bits for {len(bits)} streams at {plan.target_ratio:g}×",
     )
+
+
+def _headline(measured: Mapping[str, Mapping[str, Any]], curse: float | None) -> list[Metric]:
+    titles = {"fresh_windows": "allocated bits, fresh windows", "equal_bits": "equal bits, fresh windows"}
+    found = [
+        Metric(title, f"KL {kl_text(measured[name])} nats at {measured[name]['ratio']:.2f}×")
+        for name, title in titles.items()
+        if name in measured
+    ]
+    return found if curse is None else [*found, Metric("winner's curse", f"{curse:+.2g} nats")]
 
 
 def bits_of(recipe: Recipe) -> float:
@@ -142,75 +158,52 @@ def allocate(
     return bits
 
 
-def _search(
-    plan: AllocationPlan,
-    spec: KvSpec,
-    opened: Session,
-    probe: Lab,
-    sensitivity: Mapping[Key, tuple[float, float]],
-    progress: Progress,
-) -> tuple[dict[Key, float], CoderSet]:
-    """The allocation whose real streams come closest to the ratio from above."""
-    return _aim(
-        plan,
-        opened,
-        probe,
-        progress,
-        lambda mean: allocate(sensitivity, mean, plan.step, plan.least, plan.most),
-        spec,
-    )
+@dataclass(frozen=True)
+class _Search:
+    """Finds the mean bits with which the streams of one window have the ratio asked for."""
+
+    plan: AllocationPlan
+    spec: KvSpec
+    probe: Lab
+
+    def aim(self, choose: Callable[[float], dict[Key, float]]) -> dict[Key, float]:
+        """The choice that comes closest to the ratio from above, within 1 %; UsageError where none reaches it."""
+        plan = self.plan
+        lo, hi = plan.least, EXACT_BITS
+        mean = min(max(EXACT_BITS / plan.target_ratio, lo), hi)
+        best: dict[Key, float] | None = None
+        for _ in range(SEARCHES):
+            bits = choose(mean)
+            found = self.probe.measure(plan.codec, label=f"{mean:.2f} bits", **placed(self.spec, bits))
+            ratio = found.bytes.ratio if found.bytes else 1.0
+            if ratio >= plan.target_ratio * (1 - TOLERANCE):
+                best = bits
+                lo = mean
+                if ratio <= plan.target_ratio * (1 + TOLERANCE):
+                    break
+            else:
+                hi = mean
+            mean = (lo + hi) / 2 if hi < EXACT_BITS else mean * ratio / plan.target_ratio
+        if best is None:
+            raise _usage(
+                f"{plan.codec} does not reach {plan.target_ratio:g}× with {plan.least:g} bits or more a value",
+                "allow fewer bits (--least), fewer exact tokens, or a smaller ratio",
+            )
+        return best
 
 
-def _search_uniform(
-    plan: AllocationPlan,
-    spec: KvSpec,
-    opened: Session,
-    probe: Lab,
-    sensitivity: Mapping[Key, tuple[float, float]],
-    progress: Progress,
-) -> tuple[float, CoderSet]:
-    bits, coders = _aim(plan, opened, probe, progress, lambda mean: dict.fromkeys(sensitivity, mean), spec)
-    return next(iter(bits.values())), coders
-
-
-def _aim(
-    plan: AllocationPlan, opened: Session, probe: Lab, progress: Progress, choose: Any, spec: KvSpec
-) -> tuple[dict[Key, float], CoderSet]:
-    """Correct the mean bits until the streams of one window have the ratio asked for, within 1 %."""
-    lo, hi = plan.least, EXACT_BITS
-    mean = min(max(EXACT_BITS / plan.target_ratio, lo), hi)
-    best: tuple[dict[Key, float], CoderSet] | None = None
-    for _ in range(SEARCHES):
-        bits = choose(mean)
-        coders = _coders(opened, spec, bits)
-        ratio = measure(probe, coders.by_stream, progress, f"{mean:.2f} bits").bytes.ratio
-        if ratio >= plan.target_ratio * (1 - TOLERANCE):
-            best = bits, coders
-            lo = mean
-            if ratio <= plan.target_ratio * (1 + TOLERANCE):
-                break
-        else:
-            hi = mean
-        mean = (lo + hi) / 2 if hi < EXACT_BITS else mean * ratio / plan.target_ratio
-    if best is None:
-        raise _usage(
-            f"{plan.codec} does not reach {plan.target_ratio:g}× with {plan.least:g} bits or more a value",
-            "allow fewer bits (--least), fewer exact tokens, or a smaller ratio",
-        )
-    return best
-
-
-def _coders(opened: Session, spec: KvSpec, bits: Mapping[Key, float]) -> CoderSet:
-    def recipe(layer: int, stream: str) -> Recipe | None:
-        found, given = spec.of(stream), bits.get((layer, stream), EXACT_BITS)
-        return None if found is None or given >= EXACT_BITS else with_bits(found, given)
-
-    return opened.bench.fit_all(recipe, kept_layers(opened.bench.shape, ()))
-
-
-def _text(figure: Mapping[str, Any]) -> str:
-    kld = figure["kld"]
-    return f"{kld['value']:.3g} [{kld['lo']:.3g}, {kld['hi']:.3g}]"
+def placed(spec: KvSpec, bits: Mapping[Key, float]) -> dict[str, Any]:
+    """The fields of a `HookPlan` that give every stream its bits; one of 16 bits or more stays exact."""
+    codecs: dict[int, str] = {}
+    for layer in {layer for layer, _ in bits}:
+        recipes = {
+            stream: with_bits(recipe, bits[layer, stream])
+            for stream in "kv"
+            if (recipe := spec.of(stream)) and bits.get((layer, stream), EXACT_BITS) < EXACT_BITS
+        }
+        if recipes:
+            codecs[layer] = ";".join(f"{stream}:{recipe}" for stream, recipe in recipes.items())
+    return {"layers": tuple(sorted(codecs)), "layer_codecs": codecs, "measure_windows": 1}
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from assay.engines.hf.scorer import HfScorer, window_states
-from assay.engines.scoring import ScoreJob, ScoringEngine, Window
+from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.lab.kv.attribute import alone
@@ -15,18 +18,13 @@ from assay.lab.kv.cache_hook import Mode, observed_cache
 from assay.lab.kv.calibration import Calibration, Sampler, kept_per_window, write_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.lab import Ledger, Session, scoring
+from assay.lab.kv.lab import Lab, open_lab
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
-from assay.lab.options import AttributionPlan, CalibrationPlan
+from assay.lab.kv.stream_coder import FittedCodec
+from assay.lab.options import CalibrationPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict
-
-if TYPE_CHECKING:
-    import torch
-
-    from assay.lab.kv.stream_coder import FittedCodec
-
 
 # -----------------------------------------------------------------------------
 # Keys, values and queries of real text, captured from a model of transformers.
@@ -73,8 +71,6 @@ class Capture(Sampler):
 
     def engagement(self) -> Any:
         """A capture is no codec."""
-        from assay.engines.scoring import Engagement
-
         return Engagement(fires=len(self.kept))
 
     def _on_update(
@@ -140,24 +136,15 @@ PROBE = "prerope+sinks(n=4)+pca(step=0.5, classes=1, rdo=0)"
 _TOKENS = 2048
 
 
-def measure_sensitivity(
-    scorer: Any, bench: Bench, windows: Sequence[Window], *, batch: int, progress: Progress = NO_PROGRESS
-) -> torch.Tensor:
+def measure_sensitivity(lab: Lab) -> torch.Tensor:
     """Nats for an error of 1 a token in the metric of each stream, float32 [layers, 2] of keys and values."""
-    import torch
-
-    spec = parse_spec(PROBE)
-    opened = Session(scorer, bench, windows, (), {})
-    plan = AttributionPlan("", PROBE, windows=len(windows), length=len(windows[0].tokens), batch=batch)
-    ledger = Ledger({"sensitivity": [w.sha256 for w in windows], "model": bench.shape.to_json()})
-    found = alone(opened, opened.lab(windows, Mode.INFORWARD, batch), spec, plan, ledger, progress)
-    ledger.forget()
-    costs = torch.zeros(bench.shape.layers, 2)
-    for part in found:
+    spec, bench = parse_spec(PROBE), lab.bench
+    found = torch.zeros(bench.shape.layers, 2)
+    for part in alone(lab, spec, "stream"):
         layer, stream = part["layer"], part["stream"]
         coder = bench.fit_all(lambda _, s: spec.of(s), [layer], stream).by_stream[layer, stream]
-        costs[layer, "kv".index(stream)] = part["kld"]["value"] / _mean_error(bench, coder)
-    return costs
+        found[layer, "kv".index(stream)] = part["kld"]["value"] / _mean_error(bench, coder)
+    return found
 
 
 def _mean_error(bench: Bench, coder: FittedCodec) -> float:
@@ -173,13 +160,23 @@ def _mean_error(bench: Bench, coder: FittedCodec) -> float:
     return float(((e @ samples.joint_metric()) * e).sum(dim=1).mean())
 
 
+# -----------------------------------------------------------------------------
+
+
 def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Run the text through the model, and write one calibration file."""
-    with scoring(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
+    if plan.sensitivity and plan.model.startswith("vllm:"):
+        raise plan.usage(
+            "the sensitivity of layers is measured with transformers",
+            "calibrate hf:MODEL; the file serves vLLM too",
+        )
+    with open_lab(
+        plan.model, plan.text, windows=plan.windows, length=plan.length, any_engine=True, progress=progress
+    ) as opened:
         windows, text = opened.windows, opened.text
         tensors, cache = _captured(opened.engine, windows, plan, progress)
         if plan.sensitivity:
-            tensors["sensitivity"] = _sensitivity(opened.engine, windows, plan, tensors, progress)
+            tensors["sensitivity"] = measure_sensitivity(_probing(opened, plan, tensors))
         engine = opened.engine.describe()
     provenance = {
         "cache": cache,
@@ -219,14 +216,16 @@ def _captured(
     return capture_in_vllm(engine, windows, tokens=plan.tokens, batch=plan.batch, progress=progress)
 
 
-def _sensitivity(
-    engine: Any,
-    windows: Sequence[Window],
-    plan: CalibrationPlan,
-    tensors: dict[str, torch.Tensor],
-    progress: Progress,
-) -> torch.Tensor:
-    model = engine.engine.model
-    bench = Bench(cache_shape(model), Rotary(model, plan.length), Calibration(tensors, {}))
-    chosen = windows[:: max(1, len(windows) // plan.sensitivity)][: plan.sensitivity]
-    return measure_sensitivity(engine, bench, chosen, batch=plan.batch, progress=progress)
+def _probing(opened: Lab, plan: CalibrationPlan, tensors: dict[str, torch.Tensor]) -> Lab:
+    """A lab on some of the windows, spread over all, whose coders are fitted to what was just captured."""
+    windows = opened.windows
+    return Lab(
+        opened.engine,
+        opened.spec,
+        windows[:: max(1, len(windows) // plan.sensitivity)][: plan.sensitivity],
+        Mode.INFORWARD,
+        plan.batch,
+        bench=replace(opened.bench, calibration=Calibration(tensors, {})),
+        about=["captured from", [w.sha256 for w in windows], plan.tokens],
+        progress=opened.progress,
+    )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.environment import describe
 from assay.lab.kv.fit import kept_layers
-from assay.lab.kv.lab import session
+from assay.lab.kv.lab import open_lab
 from assay.lab.kv.predictors import last_readers
 from assay.lab.kv.reconstruction import (
     Decoded,
@@ -140,15 +140,20 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
     """Capture keys, values and queries, code them, and say what was lost where."""
     spec = parse_spec(plan.codec)
     spec.require(plan.streams)
-    with session(
-        plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
-    ) as opened:
-        shape, text = opened.bench.shape, opened.text
+    with open_lab(
+        plan.model,
+        plan.text,
+        windows=plan.windows,
+        length=plan.length,
+        calibration=plan.calibration,
+        progress=progress,
+    ) as lab:
+        shape, text = lab.bench.shape, lab.text
         layers = kept_layers(shape, plan.skip_layers)
-        coders = opened.bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams).by_stream
+        coders = lab.bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams).by_stream
         traffic = watch(
-            opened.scorer,
-            opened.windows,
+            lab.engine,
+            lab.windows,
             shape,
             queries=plan.queries,
             batch=plan.batch,

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
-from assay.engines.hf.scorer import HfScorer
-from assay.engines.scoring import Engagement
 from assay.environment import describe
 from assay.fidelity.compare import assess
 from assay.fidelity.floors import Floors
 from assay.fidelity.plan import MarginOptions, Plan, label_of
 from assay.fidelity.report import blocks, headline
-from assay.fidelity.result import CandidateResult, findings_of, verdict_of
-from assay.fidelity.score import WindowObservation, engaged
-from assay.lab.kv.accounting import NOTE
-from assay.lab.kv.cache_hook import Mode
-from assay.lab.kv.codec import Samples, Site, cache_shape
-from assay.lab.kv.hook_plan import HookPlan, hook_spec, path_of
-from assay.lab.kv.lab import Measured, Trials, engine_spec, scoring
+from assay.fidelity.result import findings_of, verdict_of
+from assay.fidelity.score import engaged
+from assay.lab.kv.accounting import LENGTHS, NOTE, CacheBytes
+from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.hook_plan import path_of
+from assay.lab.kv.lab import Unfinished, engine_spec, open_lab
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import EvalPlan
 from assay.options import declared_options
@@ -43,68 +39,81 @@ def comparison(plan: EvalPlan) -> Plan:
 
 
 def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
-    """Score the model with the codec in its KV cache against itself without; count the bytes of the streams."""
+    """Score the model with the codec in its KV cache against itself without; count the bytes of the streams.
+
+    Interrupted, the report holds what was scored, and the same command goes on from there.
+    """
     spec, compared = parse_spec(plan.codec), comparison(plan)  # whose margins and sizes are checked now
     spec.require(plan.streams)
     if plan.calibration is None:
         require_no_calibration(spec, plan.streams)
-    hook = hook_spec(
-        compared.reference,
-        codec=plan.codec,
-        mode=plan.mode,
+    subject = {"model": plan.model, "plan": plan.facts()}
+    with open_lab(
+        plan.model,
+        plan.text,
+        windows=plan.windows,
         length=plan.length,
+        mode=plan.mode,
+        batch=plan.batch,
         calibration=plan.calibration,
-        streams=plan.streams,
-        skip_layers=plan.skip_layers,
-    )
-    seen: list[WindowObservation] = []
-    interrupted = False
-    measured: Measured | None = None
-    with scoring(
-        plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration
-    ) as opened:
-        if isinstance(opened.engine, HfScorer):
-            HookPlan.from_config(hook.config).coded(cache_shape(opened.engine.engine.model))
-        hook = replace(hook, config={**hook.config, "windows": len(opened.windows)})
-        trials = Trials(opened.engine, opened.windows, Mode(plan.mode), plan.batch)
-        try:
-            measured = trials.measure_hook(
-                hook,
+        any_engine=True,
+        progress=progress,
+    ) as lab:
+        with Unfinished(lambda: lab.partial) as cut:
+            lab.measure(
+                plan.codec,
+                streams=plan.streams,
+                skip_layers=plan.skip_layers,
                 table_tokens=plan.table_tokens,
-                progress=progress,
-                label=plan.codec,
-                on_window=seen.append,
             )
-        except KeyboardInterrupt:
-            interrupted = True
-        note = measured.engagement.notes[NOTE] if measured else {}
+        measured = lab.partial
+        note = measured.engagement.notes.get(NOTE, {}) if measured else {}
         results: dict[str, Any] = {
             "codec": str(spec),
             "mode": plan.mode,
             "streams": plan.streams,
             "skip_layers": list(plan.skip_layers),
-            "text": {**opened.text, "length": plan.length},
+            "text": {**lab.text, "length": plan.length},
             "cache": note.get("cache"),
-            "calibration": opened.calibration,
+            "calibration": lab.provenance,
             "table_tokens": plan.table_tokens,
         }
-        subject = {"model": plan.model, "plan": plan.facts()}
-        if not seen:
-            return Report("kv eval", Verdict.INCONCLUSIVE, subject, results=results, interrupted=interrupted)
+        if not measured:
+            verdict = cut.verdict(Verdict.INCONCLUSIVE)
+            return Report("kv eval", verdict, subject, cut.findings(), results, interrupted=cut.interrupted)
         # Placements that spare every layer of this model are no self-test: nothing took part.
         same = bool(note.get("lossless")) and spec.changes_nothing
         took_part = engaged(
-            seen,
-            measured.engagement if measured else Engagement(),
-            path=trials.job.path,
-            hooked=measured is not None,
-            same=same or interrupted,
+            measured.seen,
+            measured.engagement,
+            path=lab.job.path,
+            hooked=not cut,
+            same=same or bool(cut),
             label=plan.codec,
         )
         # The engine stays open until here: its tokenizer says what tokens are.
-        facts, decode = opened.engine.describe(), opened.engine.tokenizer.decode
-        result = assess(compared, Floors(), decode, seen, plan.codec, took_part, facts, self_test=same)
-    return _report(plan, result, results, subject, measured, interrupted)
+        facts, decode = lab.engine.describe(), lab.engine.tokenizer.decode
+        result = assess(
+            compared, Floors(), decode, measured.seen, plan.codec, took_part, facts, self_test=same
+        )
+        found = [*cut.findings(), *findings_of(result, plan.allow_marginal), *lab.notices()]
+    body = result.to_json() | results
+    if measured.bytes:
+        body["bytes"] = measured.bytes.to_json()
+        body["table_tokens"] = measured.bytes.table_tokens
+        body["engaged"]["per_layer"] = {str(k): v for k, v in measured.engagement.per_layer.items()}
+    return Report(
+        command="kv eval",
+        verdict=cut.verdict(verdict_of(result, plan.allow_marginal)),
+        subject=subject,
+        findings=found,
+        results=body,
+        environment=describe(),
+        headline=[*headline([result]), *cache_figures(measured.bytes)],
+        blocks=blocks([result], compared),
+        interrupted=cut.interrupted,
+        summary=f"{label_of(compared.reference)} with {plan.codec}",
+    )
 
 
 def require_no_calibration(spec: KvSpec, streams: str) -> None:
@@ -115,42 +124,26 @@ def require_no_calibration(spec: KvSpec, streams: str) -> None:
             recipe.fit(Samples(Site(stream, 0, 1, 1, 64)))
 
 
-def _report(
-    plan: EvalPlan,
-    result: CandidateResult,
-    results: dict[str, Any],
-    subject: dict[str, Any],
-    measured: Measured | None,
-    interrupted: bool,
-) -> Report:
-    body = result.to_json() | results
-    figures = list(headline([result]))
-    if measured:
-        body["bytes"] = measured.bytes.to_json()
-        body["engaged"]["per_layer"] = {str(k): v for k, v in measured.engagement.per_layer.items()}
-        size = measured.bytes
-        figures.append(
-            Metric(
-                "cache",
-                f"{size.ratio:.2f}× smaller than bf16: {size.stored / 1024:.0f} of {size.bf16 / 1024:.0f} KiB "
-                f"for {size.tokens:,} tokens, {16 / size.ratio:.2f} bits a value",
-            )
+def cache_figures(size: CacheBytes | None) -> list[Metric]:
+    """How large the cache is, and what its tables are worth."""
+    if size is None:
+        return []
+    found = [
+        Metric(
+            "cache",
+            f"{size.ratio:.2f}× smaller than bf16: {size.stored / 1024:.0f} of {size.bf16 / 1024:.0f} KiB "
+            f"for {size.tokens:,} tokens, {16 / size.ratio:.2f} bits a value",
         )
-        if size.tables:
-            figures.append(
-                Metric(
-                    "tables", f"{size.tables / 2**20:.2f} MiB, counted against {plan.table_tokens:,} tokens"
-                )
-            )
-    return Report(
-        command="kv eval",
-        verdict=verdict_of(result, plan.allow_marginal),
-        subject=subject,
-        findings=findings_of(result, plan.allow_marginal),
-        results=body,
-        environment=describe(),
-        headline=figures,
-        blocks=blocks([result], comparison(plan)),
-        interrupted=interrupted,
-        summary=f"{label_of(engine_spec(plan.model))} with {plan.codec}",
-    )
+    ]
+    if size.tables:
+        at = ", ".join(f"{size.ratio_at(n):.2f}× at {n // 1024}k" for n in LENGTHS)
+        even = "never" if size.break_even_tokens is None else f"from {size.break_even_tokens:,} tokens on"
+        found += [
+            Metric(
+                "tables",
+                f"{size.tables / 2**20:.2f} MiB, as if {size.sharing:.0f} sequences of {size.tokens:,} tokens "
+                f"shared them; an encoder needs {size.encoder_tables / 2**20:.2f} MiB more",
+            ),
+            Metric("one sequence with its tables", f"{at}; smaller than bf16 {even}"),
+        ]
+    return found

@@ -7,11 +7,10 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.calibration import Calibration, read_calibration
+from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import CacheShape, Samples, Site
 from assay.lab.kv.live_stream import Key
 from assay.lab.kv.predictors import check_alone, sides_of
@@ -146,18 +145,6 @@ def require_layers(shape: CacheShape, layers: Sequence[int]) -> None:
             remedy="give layers of the model to --skip-layers",
             finding_id="kv.usage",
         )
-
-
-def open_calibration(
-    path: str | None, shape: CacheShape, text: Mapping[str, Any], windows: Sequence[str]
-) -> Calibration | None:
-    """The calibration in a file, checked against the model and the evaluation text; None without a file."""
-    if path is None:
-        return None
-    calibration = read_calibration(Path(path))
-    calibration.check_model(shape)
-    calibration.check_text(text, windows)
-    return calibration
 
 
 # -----------------------------------------------------------------------------

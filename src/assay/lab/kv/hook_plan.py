@@ -8,7 +8,7 @@ SHA-256 of the measured windows' streams (`assay.lab.kv.accounting.stream_facts`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -67,7 +67,7 @@ class HookPlan:
         for name in ("skip_layers", "layers"):
             if given.get(name) is not None:
                 given[name] = tuple(given[name])
-        given["layer_codecs"] = {int(k): v for k, v in given.get("layer_codecs", {}).items()}
+        given["layer_codecs"] = {int(k): v for k, v in (given.get("layer_codecs") or {}).items()}
         return cls(**given)
 
     def coders(self, bench: Bench) -> CoderSet:
@@ -87,40 +87,19 @@ class HookPlan:
         return [layer for layer in layers if self.layers is None or layer in self.layers]
 
 
-def hook_spec(
-    engine: str,
-    *,
-    codec: str,
-    mode: str,
-    length: int,
-    calibration: str | Path | None = None,
-    streams: str = "kv",
-    skip_layers: Sequence[int] = (),
-    layers: Sequence[int] | None = None,
-    layer_codecs: Mapping[int, str] | None = None,
-    measure_windows: int = 8,
-) -> HookSpec:
-    """The hook that puts a codec into the KV cache of an engine while windows of `length` tokens are scored.
+def hook_spec(engine: str, **settings: Any) -> HookSpec:
+    """The hook that puts a codec into the KV cache of an engine; `settings` are fields of `HookPlan`.
 
     `engine` is an engine as written on the command line (`hf:MODEL`, `vllm:MODEL`), or its kind. Score *decode* by the
     decode path, *inforward* and *snapshot* by prefill: see `path_of`. UsageError for what cannot be read. Whether
-    evaluation text was calibrated on is for the caller to check (`assay.lab.kv.fit.open_calibration`).
+    evaluation text was calibrated on is for the caller to check (`assay.lab.kv.calibration`).
     """
     kind = engine.partition(":")[0]
     if kind not in _FACTORIES:
         raise _usage(f"codecs do not go into the KV cache of {kind!r}", f"use {' or '.join(_FACTORIES)}")
-    plan = HookPlan(
-        codec=codec,
-        mode=mode,
-        length=length,
-        calibration=str(Path(calibration).resolve()) if calibration else None,
-        streams=streams,
-        skip_layers=tuple(skip_layers),
-        layers=None if layers is None else tuple(layers),
-        layer_codecs=dict(layer_codecs or {}),
-        measure_windows=measure_windows,
-    )
-    return HookSpec(_FACTORIES[kind], plan.to_config())
+    if settings.get("calibration"):  # a worker may have another working folder
+        settings["calibration"] = str(Path(settings["calibration"]).resolve())
+    return HookSpec(_FACTORIES[kind], HookPlan.from_config(settings).to_config())
 
 
 def path_of(mode: str) -> ScoringPath:

@@ -1,174 +1,298 @@
-"""One model, its windows and its reference scores: many codecs are measured on them without loading it again."""
+"""The laboratory: a model with windows of text, its exact cache scored once, and codecs that are measured against it.
+
+Everything that is scored is kept by what decides it (`assay.runs.Kept`): the exact cache for all commands alike, and the
+windows of every codec, so that an interrupted command goes on and an equal measurement is read.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from assay.engines.base import full_spec
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, Window, WindowRows
+from assay.engines.machine import memory_error, out_of_memory
+from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, ScoringEngine, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
-from assay.errors import UsageError
-from assay.fidelity.metrics import window_statistics
-from assay.fidelity.plan import Plan
+from assay.errors import AssayError, UsageError
+from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
+from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.score import WindowObservation, observation, observe
-from assay.lab.kv.accounting import CacheBytes, measured_bytes
+from assay.fidelity.score import ReferenceRows, WindowObservation, batches, key_of, observe, read_kept
+from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
 from assay.lab.kv.cache_hook import CodecHook, Mode
-from assay.lab.kv.calibration import read_calibration
+from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
-from assay.lab.kv.fit import Bench, open_calibration
-from assay.lab.kv.hook_plan import path_of
-from assay.lab.kv.live_stream import Coders
+from assay.lab.kv.fit import Bench, CoderSet
+from assay.lab.kv.hook_plan import HookPlan, hook_spec, path_of
 from assay.lab.kv.rope import Rotary
+from assay.lab.options import TABLE_TOKENS
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import cache_dir, write_atomically
+from assay.runs import Kept, cache_path, source_digest
+from assay.verdict import Finding, Severity, Verdict
+
+MEASURED_BYTES = 2 << 30
+"""What kept observations may take on the disk."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one configuration of codecs came to."""
+    """What one configuration came to.
+
+    `bytes` is None where no stream was encoded. `windows` are the numbers of those whose streams were, where these are
+    the first ones. `seconds` were spent on fitting and on scoring.
+    """
 
     seen: Sequence[WindowObservation]
-    engagement: Engagement
-    bytes: CacheBytes
+    engagement: Engagement = field(default_factory=Engagement)
+    bytes: CacheBytes | None = None
+    windows: tuple[int, ...] = ()
+    seconds: tuple[float, float] = (0.0, 0.0)
 
 
-class Trials:
-    """An engine with windows that are scored by one path, the exact cache first; then with codecs, by `HookSpec`.
+def kept_measurements() -> Kept:
+    """The folder of kept observations, trimmed."""
+    kept = Kept(cache_path("measured"), source_digest("engines", "fidelity", "lab"))
+    kept.trim(MEASURED_BYTES)
+    return kept
 
-    decode: the second half of each window behind an exact prefix; inforward and snapshot: all tokens, by prefill;
-    or tokens `scored_from`….
+
+Scoring = tuple[ReferenceRows, ScoringEngine, ScoreJob]
+"""A reference that has been scored, and how an engine scores windows against it."""
+
+
+def measure_kept(
+    windows: Sequence[Window],
+    batch: int,
+    kept: Kept,
+    prepare: Callable[[int], Scoring],
+    *,
+    on_window: Callable[[WindowObservation], Any] = lambda seen: None,
+    advance: Callable[[], None] = lambda: None,
+) -> Measured:
+    """Score windows, of which those that `kept` holds are read; `prepare` is called only if so many are left to score.
+
+    What took part is kept in pieces, one for each call that scored something, interrupted ones included.
+    """
+    pieces: list[dict[str, Any]] = kept.get("pieces", [])
+    seen: dict[int, WindowObservation] = {}
+    todo: list[Window] = []
+    for part in batches(windows, batch):
+        if not pieces:  # a run that was killed before it could say what took part
+            kept.forget(key_of(part))
+        found = read_kept(kept, part)
+        todo += [] if found else part
+        for window in found or ():
+            seen[window.index] = window
+            on_window(window)
+            advance()
+    if todo:
+        began = time.perf_counter()
+        reference, engine, job = prepare(len(todo))
+        fitted, began = time.perf_counter() - began, time.perf_counter()
+        new: list[int] = []
+
+        def note(window: WindowObservation) -> None:
+            seen[window.index] = window
+            new.append(window.index)
+            on_window(window)
+
+        try:
+            observe(reference, engine, todo, job, kept=kept, on_window=note, advance=advance)
+        finally:
+            if new:
+                seconds = [fitted, time.perf_counter() - began]
+                pieces.append({**asdict(engine.engagement()), "windows": new, "seconds": seconds})
+                kept.put("pieces", pieces)
+    return _joined([seen[w.index] for w in windows], pieces)
+
+
+def _joined(seen: Sequence[WindowObservation], pieces: Sequence[Mapping[str, Any]]) -> Measured:
+    """What took part in all pieces together."""
+    layers: dict[int, int] = {}
+    streams: dict[str, list[Any]] = {}
+    windows: list[int] = []
+    for piece in pieces:
+        for layer, fires in piece["per_layer"].items():
+            layers[int(layer)] = layers.get(int(layer), 0) + fires
+        facts = piece["notes"].get(NOTE, {}).get("streams", {})
+        for name, found in facts.items():
+            streams.setdefault(name, []).extend(found)
+        windows += piece["windows"][: min(map(len, facts.values()), default=0)]
+    notes = dict(pieces[-1]["notes"]) if pieces else {}
+    if NOTE in notes:
+        notes[NOTE] = {**notes[NOTE], "streams": streams}
+    counts = ([p[name] for p in pieces if p[name] is not None] for name in ("fires", "bytes_read"))
+    fires, read = (sum(found) if found else None for found in counts)
+    fit, score = (sum(p["seconds"][i] for p in pieces) for i in (0, 1))
+    return Measured(seen, Engagement(fires, read, layers, notes), None, tuple(windows), (fit, score))
+
+
+class Lab:
+    """A model with windows that are scored by one mode; what measures scores the exact cache first, once.
+
+    decode: the second half of each window behind an exact prefix; inforward and snapshot: all tokens, by prefill; or
+    tokens `scored_from` …. `bench` is what coders are fitted on, for a model of transformers in this process; other
+    engines fit them where they run. `about` is what else decides what coders are, such as the hash of a calibration.
+    `fresh` are further windows of the text, for a second measurement.
     """
 
     def __init__(
         self,
         engine: ScoringEngine,
+        spec: str,
         windows: Sequence[Window],
         mode: Mode,
         batch: int,
+        *,
+        bench: Bench | None = None,
+        calibration: str | None = None,
+        provenance: Mapping[str, Any] | None = None,
+        about: Any = None,
+        fresh: Sequence[Window] = (),
+        text: Mapping[str, Any] | None = None,
         scored_from: int | None = None,
+        progress: Progress = NO_PROGRESS,
     ) -> None:
         self.engine = engine
+        self.spec = spec
         self.windows = list(windows)
+        self.fresh = list(fresh)
         self.mode = mode
+        self.batch = batch
+        self.calibration = calibration
+        self.provenance = provenance
+        """That of the calibration."""
+        self.text = dict(text or {})
         self.length = len(windows[0].tokens)
+        self.progress = progress
+        self.partial: Measured | None = None
+        """What the last measurement came to, or has come to so far."""
+        self._bench = bench
         first = scored_from or (self.length // 2 + 1 if mode is Mode.DECODE else 1)
         self.job = ScoreJob(path_of(mode), scored_from=first, batch=batch)
-        self._reference: dict[int, WindowRows] = {}
+        self._key = engine_key(spec)
+        self._states = kept_states().within(self._key)
+        self._about = about
+        self._kept = kept_measurements().within([self._key, about])
+        self.reference = KeptRows(self._states, self.windows, self.job)
 
-    def score_reference(self, progress: Progress = NO_PROGRESS) -> None:
-        """Score the windows with the exact cache, those that were not yet."""
-        todo = [w for w in self.windows if w.index not in self._reference]
-        if todo:
-            with progress("scoring the exact cache", len(todo)) as advance:
-                for rows in self.engine.score_windows(todo, self.job):
-                    self._reference[rows.window.index] = rows
-                    advance()
+    @property
+    def bench(self) -> Bench:
+        """What coders are fitted on; ValueError for an engine that fits them where it runs."""
+        if self._bench is None:
+            raise ValueError("the engine fits its coders where it runs")
+        return self._bench
 
-    def rows(self, windows: Sequence[Window]) -> Iterator[WindowRows]:
-        """The rows of windows that were scored with the exact cache."""
-        return (self._reference[window.index] for window in windows)
+    @property
+    def context(self) -> int | None:
+        """Positions that the model has, None where nobody knows."""
+        if not isinstance(self.engine, HfScorer):
+            return self.engine.describe().get("max_model_len")
+        return getattr(self.engine.engine.model.config.get_text_config(), "max_position_embeddings", None)
 
-    def measure_hook(
-        self,
-        hook: HookSpec,
-        *,
-        table_tokens: int,
-        progress: Progress = NO_PROGRESS,
-        label: str = "",
-        on_window: Callable[[WindowObservation], Any] = lambda seen: None,
-    ) -> Measured:
-        """Score the windows with a codec's hook. Interrupted, it raises; `on_window` has seen what was done."""
-        self.score_reference(progress)
-        job = replace(self.job, hook=hook)
-        with progress(f"scoring {label}", len(self.windows)) as advance:
-            seen = observe(self, self.engine, self.windows, job, on_window=on_window, advance=advance)
-        return self._measured(seen, self.engine.engagement(), table_tokens)
+    def on(self, windows: Sequence[Window], batch: int | None = None) -> Lab:
+        """The same model on other windows."""
+        return Lab(
+            self.engine,
+            self.spec,
+            windows,
+            self.mode,
+            batch or self.batch,
+            bench=self._bench,
+            calibration=self.calibration,
+            provenance=self.provenance,
+            about=self._about,
+            text=self.text,
+            progress=self.progress,
+        )
 
-    def _measured(
-        self, seen: Sequence[WindowObservation], engagement: Engagement, table_tokens: int
-    ) -> Measured:
-        return Measured(seen, engagement, measured_bytes(engagement, self.length - 1, table_tokens))
-
-
-class Lab(Trials):
-    """The same with a model of transformers in this process, into which fitted coders go as they are."""
-
-    def __init__(self, scorer: HfScorer, windows: Sequence[Window], mode: Mode, batch: int) -> None:
-        super().__init__(scorer, windows, mode, batch)
-        self.scorer = scorer
+    def score_reference(self) -> None:
+        """Score the windows with the exact cache, those that are not kept."""
+        if missing := self.reference.read():
+            with self.progress("scoring the exact cache", len(missing)) as advance:
+                self.reference.score(self.engine, advance)
+        else:
+            self.reference.score(self.engine)
 
     def measure(
         self,
-        coders: Coders,
+        codec: str,
         *,
-        windows: Sequence[Window] | None = None,
-        table_tokens: int,
-        measure_windows: int = 8,
-        progress: Progress = NO_PROGRESS,
         label: str = "",
-        on_window: Callable[[WindowObservation], Any] = lambda seen: None,
+        coders: Callable[[], CoderSet] | None = None,
+        table_tokens: int | None = None,
+        measure_windows: int = 8,
+        **placed: Any,
     ) -> Measured:
-        """Score the windows with `coders` in the cache. Interrupted, it raises; `on_window` has seen what was done."""
-        self.score_reference(progress)
-        chosen = self.windows if windows is None else list(windows)
-        hook = CodecHook(coders, self.mode, self.length, measure_windows=measure_windows, windows=len(chosen))
+        """Score the windows with a codec in the cache, and encode `measure_windows` of them for real.
+
+        `placed` are fields of `HookPlan` that say in which layers and streams it works. `coders` fits them otherwise than
+        the plan would. Interrupted, it raises and `partial` holds what has been seen. `table_tokens` share the tables:
+        by default as many as the model's context, up to 32,768.
+        """
+        plan = HookPlan(
+            codec,
+            self.mode.value,
+            self.length,
+            calibration=self.calibration,
+            measure_windows=measure_windows,
+            **placed,
+        )
+        about = {**plan.to_config(), "calibration": None, "job": asdict(self.job)}
+        share = table_tokens or min(TABLE_TOKENS, self.context or TABLE_TOKENS)
         seen: list[WindowObservation] = []
-        with progress(f"scoring {label}", len(chosen)) as advance:
-            for rows in self.scorer.score_with(chosen, self.job, hook):
-                reference = self._reference[rows.window.index]
-                found = observation(rows.window, rows.first, window_statistics(reference, rows))
-                seen.append(found)
-                on_window(found)
-                advance()
-        return self._measured(seen, hook.engagement(), table_tokens)
+
+        def prepare(windows: int) -> Scoring:
+            hook: HookSpec | EngineHook
+            if self._bench is None:
+                hook = hook_spec(self.spec, **plan.to_config() | {"windows": windows})
+            else:
+                fitted = (coders() if coders else plan.coders(self._bench)).by_stream
+                hook = CodecHook(
+                    fitted, self.mode, self.length, measure_windows=measure_windows, windows=windows
+                )
+            self.score_reference()
+            return self.reference, self.engine, replace(self.job, hook=hook)
+
+        self.partial = None
+        kept = self._kept.within(about)
+        try:
+            with (
+                memory_is_enough(f"{label_of(self.spec)} with {codec}"),
+                self.progress(f"scoring {label or codec}", len(self.windows)) as advance,
+            ):
+                found = measure_kept(
+                    self.windows, self.batch, kept, prepare, on_window=seen.append, advance=advance
+                )
+        except BaseException:
+            if seen:
+                pieces = kept.get("pieces", [])
+                self.partial = self._sized(_joined(seen, pieces), share)
+            raise
+        self.partial = self._sized(found, share)
+        return self.partial
+
+    def _sized(self, measured: Measured, table_tokens: int) -> Measured:
+        """With the bytes of the cache, where streams were encoded."""
+        facts = measured.engagement.notes.get(NOTE, {}).get("streams")
+        if not facts:
+            return measured
+        return replace(measured, bytes=measured_bytes(measured.engagement, self.length - 1, table_tokens))
+
+    def notices(self) -> list[Finding]:
+        """What a report should say of the cache of kept values."""
+        return [*self._states.notices("kv"), *self._kept.notices("kv")]
 
 
-# -----------------------------------------------------------------------------
-# A loaded model with its windows: what every command of the laboratory starts from.
-
-
-@dataclass(frozen=True)
-class Session:
-    """`windows` are those to measure on, `fresh` the ones after them, for a second measurement."""
-
-    scorer: HfScorer
-    bench: Bench
-    windows: Sequence[Window]
-    fresh: Sequence[Window]
-    text: dict[str, Any]
-
-    def lab(self, windows: Sequence[Window], mode: Mode, batch: int) -> Lab:
-        """A lab on some of the windows."""
-        return Lab(self.scorer, windows, mode, batch)
-
-    def require_fresh(self, windows: int, fresh: int) -> None:
-        """UsageError where the text has fewer fresh windows than that, behind the `windows` to measure on."""
-        if len(self.fresh) < fresh:
-            raise UsageError(
-                f"the text has {len(self.windows) + len(self.fresh)} windows, {windows + fresh} are needed",
-                remedy="give more text, or fewer windows (--windows, --fresh)",
-                finding_id="kv.usage",
-            )
-
-
-@dataclass(frozen=True)
-class Scoring:
-    """Any engine that takes codecs, with the windows that it scores. `calibration` is the provenance of a file."""
-
-    engine: ScoringEngine
-    windows: Sequence[Window]
-    text: dict[str, Any]
-    calibration: Mapping[str, Any] | None = None
+# Open a model, and end a command that was cut short with what it has.
 
 
 def engine_spec(model: str) -> str:
@@ -183,78 +307,120 @@ def engine_spec(model: str) -> str:
 
 
 @contextmanager
-def scoring(
-    model: str, text: Sequence[str], *, windows: int, length: int, calibration: str | None
-) -> Iterator[Scoring]:
-    """Open an engine and cut the text, which must not have been calibrated on. It is closed at the end."""
-    known = read_calibration(Path(calibration)) if calibration else None
-    spec = engine_spec(model)
-    engine = open_scorer(spec)
-    try:
-        plan = Plan(spec, (spec,), text=tuple(text), windows=windows, length=length)
-        found, facts = plan_windows(plan, engine.tokenizer)
-        if known:
-            known.check_text(facts, [w.sha256 for w in found])
-        yield Scoring(engine, found, facts, known.provenance if known else None)
-    finally:
-        engine.close()
-
-
-@contextmanager
-def session(
+def open_lab(
     model: str,
     text: Sequence[str],
     *,
     windows: int,
-    fresh: int = 0,
     length: int,
-    calibration: str | None,
-) -> Iterator[Session]:
-    """Load a model of transformers and cut the text; the calibration is checked against both. All is closed at the end."""
+    mode: str = Mode.DECODE.value,
+    batch: int = 8,
+    fresh: int = 0,
+    calibration: str | None = None,
+    any_engine: bool = False,
+    progress: Progress = NO_PROGRESS,
+) -> Iterator[Lab]:
+    """Load a model, cut the text, and check the calibration against both; the model is given back at the end.
+
+    UsageError where the text has fewer `fresh` windows than that behind those to measure on, and for another engine than
+    transformers unless `any_engine`. A device that runs out of memory is an AssayError.
+    """
     spec = engine_spec(model)
-    if not spec.startswith("hf:"):
+    if not (any_engine or spec.startswith("hf:")):
         raise UsageError(
-            f"{spec.partition(':')[0]}: is for `assay kv eval`, `calibrate` and `assay gap`; this command takes models of transformers",
+            f"{spec.partition(':')[0]}: is for `assay kv eval`, `calibrate` and `assay gap`; this command takes models "
+            "of transformers",
             remedy="write hf:MODEL",
             finding_id="kv.usage",
         )
-    scorer = HfScorer.load(spec)
+    known = read_calibration(Path(calibration)) if calibration else None
+    with memory_is_enough(label_of(spec)):
+        engine = open_scorer(spec)
+        try:
+            plan = Plan(spec, (spec,), text=tuple(text), windows=windows + fresh, length=length)
+            found, facts = plan_windows(plan, engine.tokenizer)
+            if known:
+                known.check_text(facts, [w.sha256 for w in found])
+            measured = min(windows, len(found))
+            if len(found) - measured < fresh:
+                raise UsageError(
+                    f"the text has {len(found)} windows, {windows + fresh} are needed",
+                    remedy="give more text, or fewer windows (--windows, --fresh)",
+                    finding_id="kv.usage",
+                )
+            yield Lab(
+                engine,
+                spec,
+                found[:measured],
+                Mode(mode),
+                batch,
+                bench=_bench(engine, length, known) if isinstance(engine, HfScorer) else None,
+                calibration=calibration,
+                provenance=known.provenance if known else None,
+                about=sha256(Path(calibration).read_bytes()).hexdigest() if calibration else None,
+                fresh=found[measured:],
+                text=facts,
+                progress=progress,
+            )
+        finally:
+            engine.close()
+
+
+def _bench(scorer: HfScorer, length: int, calibration: Calibration | None) -> Bench:
+    shape = cache_shape(scorer.engine.model)
+    if calibration:
+        calibration.check_model(shape)
+    return Bench(shape, Rotary(scorer.engine.model, length), calibration)
+
+
+@contextmanager
+def memory_is_enough(where: str) -> Iterator[None]:
+    """AssayError where a device has no memory left for what is done inside."""
     try:
-        plan = Plan(spec, (spec,), text=tuple(text), windows=windows + fresh, length=length)
-        found, facts = plan_windows(plan, scorer.tokenizer)
-        shape = cache_shape(scorer.engine.model)
-        known = open_calibration(calibration, shape, facts, [w.sha256 for w in found])
-        bench = Bench(shape, Rotary(scorer.engine.model, length), known)
-        measured = min(windows, len(found))
-        yield Session(scorer, bench, found[:measured], found[measured:], facts)
-    finally:
-        scorer.close()
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        raise memory_error(where, "this device", "give a smaller --batch or a smaller --length") from error
 
 
-# -----------------------------------------------------------------------------
-# Measurements of a long run, kept as they come, so that an interrupted one goes on where it stopped.
+class Unfinished:
+    """Whether a command was cut short: by Ctrl-C, or by an error once `measured` says that there is something to show.
 
+    Used as a context manager around what measures; what is after it reports what there is.
+    """
 
-class Ledger:
-    """A folder of JSON values by key, one for each distinct `plan`."""
+    def __init__(self, measured: Callable[[], Any]) -> None:
+        self._measured = measured
+        self.interrupted = False
+        self.error: AssayError | None = None
 
-    def __init__(self, plan: Mapping[str, Any]) -> None:
-        digest = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()[:32]
-        self._folder = cache_dir("kv") / digest
-        self._folder.mkdir(parents=True, exist_ok=True)
+    def __enter__(self) -> Unfinished:
+        return self
 
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The value of `key`: read where it was measured before, else measured and kept."""
-        path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-        if path.exists():
-            return json.loads(path.read_text(encoding="utf-8"))
-        value = measure()
-        self._folder.mkdir(
-            parents=True, exist_ok=True
-        )  # the same run beside this one may be done and have deleted it
-        write_atomically(path, json.dumps(value))
-        return value
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, KeyboardInterrupt):
+            self.interrupted = True
+        elif isinstance(error, AssayError) and self._measured():
+            self.error = error
+        return self.interrupted or self.error is not None
 
-    def forget(self) -> None:
-        """Delete everything: the run is done."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+    def __bool__(self) -> bool:
+        return self.interrupted or self.error is not None
+
+    def verdict(self, whole: Verdict) -> Verdict:
+        """The verdict of what there is: what was cut short cannot pass."""
+        if self.error:
+            return whole if whole is Verdict.FAIL else Verdict.ERROR
+        return Verdict.INCONCLUSIVE if self.interrupted and whole is Verdict.PASS else whole
+
+    def findings(self, area: str = "kv") -> list[Finding]:
+        """Why there is no more."""
+        if self.error:
+            return [self.error.to_finding()]
+        if not self.interrupted:
+            return []
+        text = "interrupted: what was scored is kept, the same command goes on from there"
+        return [Finding(f"{area}.interrupted", Severity.INFO, text)]

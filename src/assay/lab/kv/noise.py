@@ -5,24 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.environment import describe
-from assay.lab.kv.attribute import figures, measure
-from assay.lab.kv.cache_hook import Mode
+from assay.errors import UsageError
+from assay.lab.kv.attribute import figures, kl_text
 from assay.lab.kv.fit import kept_layers
-from assay.lab.kv.lab import Ledger, Measured, session
-from assay.lab.kv.spec import parse_recipe
+from assay.lab.kv.lab import Measured, Unfinished, open_lab
 from assay.lab.options import NoisePlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats.bootstrap import Resampling, resampled_counts
 from assay.stats.intervals import Interval
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
 
 # -----------------------------------------------------------------------------
 # How the KL of a model grows with the size σ of an error in its cache: slope, and the range where it is quadratic.
@@ -36,7 +33,7 @@ TOLERANCE = 0.3
 
 
 @dataclass(frozen=True)
-class Sensitivity:
+class NoiseGrowth:
     """`slope` of log KL over log σ; the quadratic range from `lo` to `hi` with c = KL / σ² in it, None without one."""
 
     slope: Interval | None
@@ -45,24 +42,22 @@ class Sensitivity:
     coefficient: Interval | None
 
 
-def sensitivity(
+def noise_growth(
     sigmas: Sequence[float],
     kl: Sequence[Sequence[float]],
     tokens: Sequence[int],
     resampling: Resampling,
     confidence: float = 0.95,
-) -> Sensitivity:
+) -> NoiseGrowth:
     """From the KL sums [sigmas][windows] and the tokens of each window; windows are resampled for intervals.
 
     Sizes whose KL is 0 say nothing about a slope and are left out.
     """
-    import numpy as np
-
     sums, weights = np.asarray(kl, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     some = sums.sum(axis=1) > 0
     x, sums = np.log(np.asarray(sigmas)[some]), sums[some]
     if x.size < 2:
-        return Sensitivity(None, None, None, None)
+        return NoiseGrowth(None, None, None, None)
     y = np.log(sums.sum(axis=1) / weights.sum())
     draws = np.concatenate(
         [_logs(c, sums, weights) for c in resampled_counts(weights.size, resampling)]
@@ -76,12 +71,12 @@ def sensitivity(
     slope = between(float(_slope(x, y[None])[0]), _slope(x, draws))
     run = longest_run([abs(float(s) - QUADRATIC) <= TOLERANCE for s in np.diff(y) / np.diff(x)])
     if run is None:
-        return Sensitivity(slope, None, None, None)
+        return NoiseGrowth(slope, None, None, None)
     first, last = run
     inside = slice(first, last + 2)
     level = (y - QUADRATIC * x)[inside].mean()
     drawn = np.exp((draws - QUADRATIC * x)[:, inside].mean(axis=1))
-    return Sensitivity(
+    return NoiseGrowth(
         slope,
         math.exp(x[first]),
         math.exp(x[last + 1]),
@@ -107,8 +102,6 @@ def _logs(
     counts: NDArray[np.float64], sums: NDArray[np.float64], weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Log of the mean KL of every size in each draw [draws, sigmas]."""
-    import numpy as np
-
     found: NDArray[np.float64] = np.log(np.maximum(counts @ sums.T, 1e-300) / (counts @ weights)[:, None])
     return found
 
@@ -121,6 +114,8 @@ def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64
 
 
 # -----------------------------------------------------------------------------
+
+EACH = ("all", "stream", "layer")
 
 
 @dataclass(frozen=True)
@@ -135,38 +130,45 @@ class _Part:
 
 
 def run_noise(plan: NoisePlan, progress: Progress = NO_PROGRESS) -> Report:
-    """Measure every size on one scored reference. Interrupted, the same command goes on where it stopped."""
+    """Measure every size of noise. Interrupted, the report holds the sizes that were measured."""
     sigmas = sorted(set(plan.sigmas))
-    ledger = Ledger({"noise": plan.facts()})
-    with session(plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=None) as opened:
-        lab = opened.lab(opened.windows, Mode(plan.mode), plan.batch)
-        layers = kept_layers(opened.bench.shape, plan.skip_layers)
-        curves = []
-        for part in _parts(plan, layers):
-            points = []
-            for sigma in sigmas:
-                recipe = parse_recipe(f"noise(sigma={sigma!r}, seed={plan.seed})")
-
-                def measured(
-                    part: _Part = part, recipe: Any = recipe, sigma: float = sigma
-                ) -> dict[str, Any]:
-                    chosen = layers if part.layer is None else [part.layer]
-                    coders = opened.bench.fit_all(lambda *_: recipe, chosen, part.streams)
-                    return _point(measure(lab, coders.by_stream, progress, f"noise {sigma:g} in {part}"))
-
-                points.append({"sigma": sigma, **ledger.get(f"{part}|{sigma!r}", measured)})
-            curves.append(_curve(part, points, plan.seed))
-        text, shape = opened.text, opened.bench.shape
-    ledger.forget()
+    points: dict[_Part, list[dict[str, Any]]] = {}
+    with open_lab(
+        plan.model,
+        plan.text,
+        windows=plan.windows,
+        length=plan.length,
+        mode=plan.mode,
+        batch=plan.batch,
+        progress=progress,
+    ) as lab:
+        shape = lab.bench.shape
+        layers = kept_layers(shape, plan.skip_layers)
+        with Unfinished(lambda: points) as cut:
+            for part in _parts(plan, layers):
+                for sigma in sigmas:
+                    measured = lab.measure(
+                        f"noise(sigma={sigma!r}, seed={plan.seed})",
+                        label=f"noise {sigma:g} in {part}",
+                        layers=tuple(layers) if part.layer is None else (part.layer,),
+                        streams=part.streams,
+                        measure_windows=1,
+                    )
+                    points.setdefault(part, []).append({"sigma": sigma, **_point(measured)})
+        text, notices = lab.text, lab.notices()
+    curves = [_curve(part, found, plan.seed) for part, found in points.items()]
     return Report(
         command="kv noise",
-        verdict=Verdict.PASS,
+        verdict=cut.verdict(Verdict.PASS if curves else Verdict.INCONCLUSIVE),
         subject={"model": plan.model, "plan": plan.facts()},
+        findings=[*cut.findings(), *notices],
         results={"mode": plan.mode, "curves": curves, "text": text, "cache": shape.to_json()},
         environment=describe(),
         headline=[_headline(c) for c in sorted(curves, key=_harm, reverse=True)[:3]],
-        blocks=[_table(curves), _chart(curves)],
-        summary=f"{len(curves) * len(sigmas)} measurements on {plan.windows} windows of {plan.length} tokens, {plan.mode}",
+        blocks=[_table(curves), _chart(curves)] if curves else [],
+        interrupted=cut.interrupted,
+        summary=f"{sum(map(len, points.values()))} measurements on {plan.windows} windows of {plan.length} tokens, "
+        f"{plan.mode}",
     )
 
 
@@ -191,7 +193,7 @@ def _point(measured: Measured) -> dict[str, Any]:
 
 
 def _curve(part: _Part, points: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    found = sensitivity(
+    found = noise_growth(
         [p["sigma"] for p in points],
         [p["kl_sums"] for p in points],
         points[0]["tokens"],
@@ -208,7 +210,7 @@ def _curve(part: _Part, points: list[dict[str, Any]], seed: int) -> dict[str, An
     }
 
 
-def _bounds(found: Sensitivity, name: str) -> dict[str, float] | None:
+def _bounds(found: NoiseGrowth, name: str) -> dict[str, float] | None:
     interval = getattr(found, name)
     return None if interval is None else asdict(interval)
 
@@ -239,7 +241,7 @@ def _table(curves: Sequence[Mapping[str, Any]]) -> Table:
         [
             _name(c),
             f"{p['sigma']:g}",
-            f"{p['kld']['value']:.3g} [{p['kld']['lo']:.3g}, {p['kld']['hi']:.3g}]",
+            kl_text(p),
             f"{p['dppl_pct']['value']:+.2f} [{p['dppl_pct']['lo']:+.2f}, {p['dppl_pct']['hi']:+.2f}]",
         ]
         for c in sorted(curves, key=_harm, reverse=True)[:8]
@@ -269,3 +271,7 @@ def _chart(curves: Sequence[Mapping[str, Any]]) -> Chart:
         log_x=True,
         log_y=True,
     )
+
+
+def _usage(message: str, remedy: str) -> UsageError:
+    return UsageError(message, remedy=remedy, finding_id="kv.usage")

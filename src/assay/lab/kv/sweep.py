@@ -1,4 +1,4 @@
-"""`assay kv sweep`: many codecs on one model and one scored reference, and the front of bytes against KL.
+"""`assay kv sweep`: many codecs on one model and one scored reference, and the Pareto front of bytes against KL.
 
 Each is measured once and kept. The one to take, the smallest of the best grade, was chosen for what these windows say of
 it; so it is measured again on windows that took no part, and the difference is the winner's curse.
@@ -7,10 +7,8 @@ it; so it is measured again on windows that took no part, and the difference is 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,79 +16,25 @@ from typing import Any
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.result import summarise
-from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.fit import Fitters, fitters, kept_layers
-from assay.lab.kv.lab import Lab, Ledger, session
+from assay.lab.kv.lab import Lab, Measured, Unfinished, open_lab
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import SweepPlan
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import write_atomically
+from assay.runs import KeptFile
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Margins
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
 
-# -----------------------------------------------------------------------------
-# Measured rows in a file of the user's, so that a sweep goes on where it stopped, another day or with more codecs.
-
 FORMAT = "assay-kv-rows/1"
+"""Of the file in which `--out` keeps the rows, so that a sweep goes on another day or with more codecs."""
 FINDING = "kv.rows"
 """Id of whatever is wrong with such a file."""
-
-
-class RowFile:
-    """A JSON file with rows by key, all of one `plan`; it is written after every row."""
-
-    def __init__(self, path: Path, plan: Mapping[str, Any]) -> None:
-        self._path = path
-        self._plan: dict[str, Any] = json.loads(json.dumps(plan))
-        # A file that cannot be written should not cost a measurement first.
-        if not path.parent.is_dir():
-            raise self._other("is in a folder that does not exist")
-        self._rows: dict[str, Any] = self._read() if path.exists() else {}
-
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
-        """The row of `key`: as it stands in the file, else measured and written."""
-        if key not in self._rows:
-            self._rows[key] = measure()
-            document = {"format": FORMAT, "plan": self._plan, "rows": self._rows}
-            try:
-                write_atomically(self._path, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-            except OSError as error:
-                raise self._other(f"cannot be written: {error.strerror}") from error
-        return self._rows[key]
-
-    def forget(self) -> None:
-        """Nothing: the file is the user's."""
-
-    def _read(self) -> dict[str, Any]:
-        try:
-            document = json.loads(self._path.read_text(encoding="utf-8"))
-            theirs, rows = document["plan"], document["rows"]
-            known = document["format"] == FORMAT and isinstance(theirs, dict) and isinstance(rows, dict)
-        except OSError as error:
-            raise self._other(f"cannot be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise self._other("holds no rows of a sweep") from error
-        if not known:
-            raise self._other("holds no rows of a sweep")
-        if differing := sorted(k for k in {*theirs, *self._plan} if theirs.get(k) != self._plan.get(k)):
-            raise self._other(f"holds rows of another sweep: it differs in {', '.join(differing)}")
-        return dict(rows)
-
-    def _other(self, why: str) -> UsageError:
-        return UsageError(
-            f"{self._path} {why}", remedy="name another file with --out, or none", finding_id=FINDING
-        )
-
-
-# -----------------------------------------------------------------------------
-# Which of many configurations matter: those that no other beats in bytes and KL at once, and the one to take.
-
 GRADES = ("ACCEPT", "MARGINAL")
-"""Best first. What is graded otherwise is taken only where nothing else is there."""
+"""Best first. What is graded otherwise is never chosen."""
 
 
-def front(points: Sequence[tuple[float, float]]) -> list[int]:
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     """Indices of the (bytes, KL) that no other point beats in one without being worse in the other; by bytes.
 
     Of equal points the first stands for all.
@@ -104,13 +48,13 @@ def front(points: Sequence[tuple[float, float]]) -> list[int]:
     return found
 
 
-def choose(rows: Sequence[Mapping[str, Any]]) -> int:
-    """Index of the smallest row of the best grade that any has; of those of no such grade the one with the least KL."""
+def choose(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Index of the smallest row of the best grade that any has; None where none has a grade that can be taken."""
     for grade in GRADES:
         graded = [i for i, row in enumerate(rows) if row["grade"] == grade]
         if graded:
             return min(graded, key=lambda i: (rows[i]["bytes"]["stored"], rows[i]["kld"]["mean"]))
-    return min(range(len(rows)), key=lambda i: (rows[i]["kld"]["mean"], rows[i]["bytes"]["stored"]))
+    return None
 
 
 def curse(chosen: tuple[float, float], again: tuple[float, float]) -> dict[str, float]:
@@ -118,9 +62,6 @@ def curse(chosen: tuple[float, float], again: tuple[float, float]) -> dict[str, 
     value = again[0] - chosen[0]
     half = 1.959964 * math.hypot(chosen[1], again[1])
     return {"value": value, "lo": value - half, "hi": value + half}
-
-
-# -----------------------------------------------------------------------------
 
 
 def identity(plan: SweepPlan, windows: Sequence[str]) -> dict[str, Any]:
@@ -148,7 +89,7 @@ def specs_in(path: Path) -> tuple[str, ...]:
 
 
 def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
-    """Measure all, and the chosen one again. Interrupted, the same command goes on where it stopped."""
+    """Measure all, and the chosen one again. Interrupted, the report holds the rows that were measured."""
     if plan.specs:
         plan = replace(plan, codecs=(*plan.codecs, *specs_in(plan.specs)), specs=None)
     specs = {str(spec): spec for spec in map(parse_spec, plan.codecs)}
@@ -156,48 +97,62 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         spec.require(plan.streams)
     failed: dict[str, AssayError] = {}
     rows: list[dict[str, Any]] = []
-    with session(
+    chosen: int | None = None
+    again: dict[str, Any] | None = None
+    running = ""
+    with open_lab(
         plan.model,
         plan.text,
         windows=plan.windows,
         fresh=plan.fresh,
         length=plan.length,
+        mode=plan.mode,
+        batch=plan.batch,
         calibration=plan.calibration,
-    ) as opened:
-        opened.require_fresh(plan.windows, plan.fresh)
-        rows_of = identity(plan, [w.sha256 for w in [*opened.windows, *opened.fresh]])
-        kept = RowFile(plan.out, rows_of) if plan.out else Ledger({"sweep": rows_of})
-        mode, layers = Mode(plan.mode), kept_layers(opened.bench.shape, plan.skip_layers)
-        lab = opened.lab(opened.windows, mode, plan.batch)
-        with fitters(opened.bench, plan.jobs) as pool:
+        progress=progress,
+    ) as lab:
+        rows_of = identity(plan, [w.sha256 for w in [*lab.windows, *lab.fresh]])
+        file = KeptFile(plan.out, rows_of, FORMAT, FINDING) if plan.out else None
+        layers, shape = kept_layers(lab.bench.shape, plan.skip_layers), lab.bench.shape
+
+        def row(where: Lab, spec: KvSpec, key: str) -> dict[str, Any]:
+            def measure() -> dict[str, Any]:
+                return _row(_measured(where, spec, plan, pool, layers), plan)
+
+            return file.have(key, measure) if file else measure()
+
+        with fitters(lab.bench, plan.jobs) as pool, Unfinished(lambda: rows) as cut:
             for name, spec in specs.items():
-
-                def measured(lab: Lab = lab, spec: KvSpec = spec) -> dict[str, Any]:
-                    return _row(lab, pool, spec, layers, plan, progress)
-
+                running = name
                 try:
-                    rows.append({"codec": name, **kept.get(name, measured)})
+                    rows.append({"codec": name, **row(lab, spec, name)})
                 except AssayError as error:
                     if error.finding_id == FINDING:
                         raise
                     failed[name] = error
+            running = ""
             if not rows:
                 raise next(iter(failed.values()))
-            best = choose(rows)
-            name = rows[best]["codec"]
-            again = None
-            if plan.fresh:
-                other = opened.lab(opened.fresh, mode, plan.batch)
-                again = kept.get(f"fresh|{name}", lambda: measured(other, specs[name]))
-        text, shape = opened.text, opened.bench.shape
-    kept.forget()
-    on_front = front([(r["bytes"]["stored"], r["kld"]["mean"]) for r in rows])
-    winner = _winner(rows[best], again)
+            chosen = choose(rows)
+            if chosen is not None and plan.fresh:
+                name = rows[chosen]["codec"]
+                again = row(lab.on(lab.fresh), specs[name], f"fresh|{name}")
+        if running and lab.partial and lab.partial.bytes:  # what was measured of the row that was cut short
+            rows.append({"codec": running, "interrupted": True, **_row(lab.partial, plan)})
+        text, notices = lab.text, lab.notices()
+    on_front = pareto_front([(r["bytes"]["stored"], r["kld"]["mean"]) for r in rows])
+    winner = None if chosen is None else _winner(rows[chosen], again)
+    verdict, findings = _judged(rows, winner) if rows else (Verdict.INCONCLUSIVE, [])
     return Report(
         command="kv sweep",
-        verdict=Verdict.PASS,
+        verdict=cut.verdict(verdict),
         subject={"model": plan.model, "plan": plan.facts()},
-        findings=[_failure(codec, error) for codec, error in failed.items()],
+        findings=[
+            *cut.findings(),
+            *findings,
+            *(_failure(codec, error) for codec, error in failed.items()),
+            *notices,
+        ],
         results={
             "mode": plan.mode,
             "rows": rows,
@@ -208,38 +163,37 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
             "cache": shape.to_json(),
         },
         environment=describe(),
-        headline=_headline(winner),
-        blocks=_blocks(rows, on_front),
+        headline=_headline(rows, winner),
+        blocks=_blocks(rows, on_front) if rows else [],
+        interrupted=cut.interrupted,
         summary=f"{len(rows)} codecs on {plan.windows} windows of {plan.length} tokens, {plan.mode}; "
-        f"{len(on_front)} on the front",
+        f"{len(on_front)} on the Pareto front",
     )
 
 
-def _row(
-    lab: Lab, pool: Fitters, spec: KvSpec, layers: Sequence[int], plan: SweepPlan, progress: Progress
-) -> dict[str, Any]:
-    """One codec on the windows of a lab."""
-    began = time.perf_counter()
-    coders = pool.fit(spec, layers, plan.streams)
-    fitted = time.perf_counter()
-    lab.score_reference(progress)
-    begun = time.perf_counter()
-    measured = lab.measure(
-        coders.by_stream,
+def _measured(lab: Lab, spec: KvSpec, plan: SweepPlan, pool: Fitters, layers: Sequence[int]) -> Measured:
+    return lab.measure(
+        str(spec),
+        coders=lambda: pool.fit(spec, layers, plan.streams),
         table_tokens=plan.table_tokens,
         measure_windows=4,
-        progress=progress,
-        label=str(spec),
+        streams=plan.streams,
+        skip_layers=plan.skip_layers,
     )
+
+
+def _row(measured: Measured, plan: SweepPlan) -> dict[str, Any]:
+    """One codec on the windows of a lab."""
     summary = summarise(measured.seen, Margins(), Resampling(2000, plan.seed))
     figures = summary.to_json()
+    fit, score = measured.seconds
     return {
-        "bytes": measured.bytes.to_json(),
+        "bytes": measured.bytes.to_json() if measured.bytes else None,
         **{k: figures[k] for k in ("grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows")},
         "kld_se": summary.kl.se,
         "fires": measured.engagement.fires,
-        "fit_s": round(fitted - began, 2),
-        "score_s": round(time.perf_counter() - begun, 2),
+        "fit_s": round(fit, 2),
+        "score_s": round(score, 2),
     }
 
 
@@ -252,6 +206,32 @@ def _winner(row: Mapping[str, Any], again: Mapping[str, Any] | None) -> dict[str
     return found
 
 
+def _judged(
+    rows: Sequence[Mapping[str, Any]], winner: Mapping[str, Any] | None
+) -> tuple[Verdict, list[Finding]]:
+    """PASS needs a codec with a grade that fresh windows confirm; where all are rejected the sweep fails."""
+    if winner is None:
+        grades = [row["grade"] for row in rows]
+        undecided = [row["codec"] for row in rows if row["grade"] == "INCONCLUSIVE"]
+        if grades and not undecided:
+            title = f"none of the {len(rows)} codecs is within the margins: every one is REJECT"
+            remedies = ("sweep codecs with more bits, or keep first tokens and boundary layers exact",)
+            return Verdict.FAIL, [Finding("kv.none_accepted", Severity.ERROR, title, remedies=remedies)]
+        title = (
+            f"nothing is chosen: {len(undecided)} of {len(rows)} codecs are undecided, and none is accepted"
+        )
+        remedies = ("run again with more windows (--windows)",)
+        return Verdict.INCONCLUSIVE, [Finding("kv.undecided", Severity.WARNING, title, remedies=remedies)]
+    again = winner["fresh_windows"]
+    if again and again["grade"] not in GRADES:
+        title = f"fresh windows do not confirm {winner['codec']}: {again['grade']} on them"
+        remedies = ("run again with more windows (--windows, --fresh), or take a codec with more bits",)
+        return Verdict.INCONCLUSIVE, [
+            Finding("kv.choice_unconfirmed", Severity.WARNING, title, remedies=remedies)
+        ]
+    return Verdict.PASS, []
+
+
 def _failure(codec: str, error: AssayError) -> Finding:
     return Finding(
         "kv.sweep_failed",
@@ -261,7 +241,12 @@ def _failure(codec: str, error: AssayError) -> Finding:
     )
 
 
-def _headline(winner: Mapping[str, Any]) -> list[Metric]:
+def _headline(rows: Sequence[Mapping[str, Any]], winner: Mapping[str, Any] | None) -> list[Metric]:
+    if winner is None:
+        if not rows:
+            return []
+        least = min(rows, key=lambda row: (row["kld"]["mean"], row["bytes"]["stored"]))
+        return [Metric("least KL", f"{least['codec']}: {_said(least)}")]
     row, again = winner["same_windows"], winner["fresh_windows"]
     found = [Metric("chosen", f"{winner['codec']}: {_said(row)}")]
     if again:
@@ -291,11 +276,11 @@ def _blocks(rows: Sequence[Mapping[str, Any]], on_front: Sequence[int]) -> list[
         ("", "codec", "smaller", "KL (nats)", "Δppl %", "top-1 %", "grade"),
         [["◆" if i in on_front else "", *_cells(rows[i])] for i in ordered],
         numeric=frozenset({2}),
-        note="◆ no other is smaller without a larger KL",
+        note="◆ on the Pareto front: no other is smaller without a larger KL",
     )
     points = {i: Point(r["bytes"]["stored"] / 1024, r["kld"]["mean"]) for i, r in enumerate(rows)}
     others = [points[i] for i in points if i not in on_front]
-    series = [Series("front", [points[i] for i in on_front])]
+    series = [Series("Pareto front", [points[i] for i in on_front])]
     if others:
         series.append(Series("others", others))
     chart = Chart(
