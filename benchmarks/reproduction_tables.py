@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.lab.kv.noise import sensitivity
+from assay.lab.kv.noise import noise_growth
 from assay.stats.bootstrap import Resampling
 from assay.stats.cluster import cluster_ratio
 from assay.stats.intervals import Interval, percent_change
@@ -181,7 +181,7 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
     floor = float(rows.sums(names[0], "kl").sum())
     above = [n for n in names if float(rows.sums(n, "kl").sum()) > 2 * floor]
     tokens = [int(t) for t in rows.sums(names[0], "tokens")]
-    growth = sensitivity(
+    growth = noise_growth(
         [float(n.split()[2]) for n in above],
         [list(rows.sums(n, "kl")) for n in above],
         tokens,

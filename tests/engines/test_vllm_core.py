@@ -215,6 +215,7 @@ def test_a_comparison_reduces_where_the_engine_is_and_goes_on_after_a_cut(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from assay.fidelity.score import observe
+    from assay.runs import Kept
 
     engine, _ = scorer()
     monkeypatch.setattr(engine, "describe", lambda: {"engine": "vllm"})
@@ -231,10 +232,10 @@ def test_a_comparison_reduces_where_the_engine_is_and_goes_on_after_a_cut(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        observe(reference, engine, WINDOWS, job, keep_in=tmp_path, on_window=cut)
+        observe(reference, engine, WINDOWS, job, kept=Kept(tmp_path), on_window=cut)
     reference.asked.clear()
-    reduced = observe(reference, engine, WINDOWS, job, keep_in=tmp_path)
-    assert reference.asked == [3, 4]
+    reduced = observe(reference, engine, WINDOWS, job, kept=Kept(tmp_path))
+    assert reference.asked == [2, 3, 4]  # batches are kept whole
     assert [w.index for w in reduced] == [0, 1, 2, 3, 4]
     for one, other in zip(reduced, by_rows, strict=True):
         for name in ("kl", "nll_ref", "nll_cand", "top1", "conf"):

@@ -45,6 +45,7 @@ from assay.fidelity.text import (
     probe_ids,
     prove_tokenizer,
 )
+from assay.runs import Kept
 from stub_server import MODEL, Exchange, StubServer, healthy, models, not_found
 
 VOCAB, LENGTH, COUNT = 40, 12, 9
@@ -162,9 +163,9 @@ def test_windows_that_were_scored_are_not_asked_for_again(stub: StubServer, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        observe(Rows(), server, windows(), JOB, keep_in=tmp_path, on_window=cut)
+        observe(Rows(), server, windows(), JOB, kept=Kept(tmp_path), on_window=cut)
     before = len(stub.bodies(COMPLETIONS))
-    seen = observe(Rows(), server, windows(), JOB, keep_in=tmp_path)
+    seen = observe(Rows(), server, windows(), JOB, kept=Kept(tmp_path))
     assert [w.index for w in seen] == list(range(COUNT))
     assert {tuple(b["prompt"]) for b in stub.bodies(COMPLETIONS)[before:]} == {
         w.tokens for w in windows()[4:]

@@ -123,7 +123,7 @@ def test_an_unread_architecture_is_tried_before_anything_is_scored(
 
 @pytest.mark.parametrize(("cuda", "device"), [(True, "cuda"), (False, "cpu")])
 def test_stored_runs_are_compared_on_the_gpu_where_there_is_one(
-    cuda: bool, device: str, monkeypatch: pytest.MonkeyPatch
+    cuda: bool, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch = pytest.importorskip("torch")
     moved: list[str] = []
@@ -136,6 +136,9 @@ def test_stored_runs_are_compared_on_the_gpu_where_there_is_one(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(bench_module, "window_statistics", lambda a, b: (a.name, b.name))
     monkeypatch.setattr(bench_module, "observation", lambda window, first, found: (window, first, found))
+    monkeypatch.setattr(bench_module, "key_of", list)
+    monkeypatch.setattr(bench_module, "to_arrays", lambda seen: [])
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     bench = Bench(GapPlan("hf:a", "hf:b", "fp8"), NO_PROGRESS)
     bench.windows = {"main": [0, 1]}
     store = lambda name: SimpleNamespace(rows=lambda ws: [Rows(window=w, first=9, name=name) for w in ws])  # noqa: E731

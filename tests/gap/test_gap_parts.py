@@ -11,7 +11,6 @@ from synthetic import configurations, observed
 
 from assay.engines.base import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
-from assay.lab.gap.bench import Measured
 from assay.lab.gap.buckets import Amount, effect
 from assay.lab.gap.outcome import Place, closed, closed_nll, place
 from assay.lab.gap.phases import (
@@ -27,6 +26,7 @@ from assay.lab.gap.phases import (
 )
 from assay.lab.gap.plan import GapPlan
 from assay.lab.gap.recommend import hot_layers, judged, proposals, with_more_bits
+from assay.lab.kv.lab import Measured
 
 
 def an(value: float, half: float) -> Amount:

@@ -13,11 +13,12 @@ from synthetic import configurations, observed, sums
 
 from assay.engines.scoring import Engagement
 from assay.lab.gap import gap as run
-from assay.lab.gap.bench import Bench, Measured
+from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import decompose, effect
 from assay.lab.gap.outcome import CodecGap, Floors, Outcome, closed, closed_nll
 from assay.lab.gap.plan import GapPlan
 from assay.lab.gap.report import blocks, findings_of, headline, verdict_of
+from assay.lab.kv.lab import Measured
 from assay.report import console, html, markdown
 from assay.verdict import Chart, Report, Severity, Table, Verdict
 

@@ -39,17 +39,17 @@ def test_it_foretells_what_other_errors_cost(tmp_path: Path, monkeypatch: pytest
         for weight in net.parameters():
             # As it comes, this model says the same whatever it reads.
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)
-    scorer = HfScorer(cast(Any, SimpleNamespace(model=net, spec=HfSpec("small"))))
+    scorer = HfScorer(cast(Any, SimpleNamespace(model=net, spec=HfSpec("small"), describe=dict)))
     shape = cache_shape(net)
     tensors = capture(cast(Any, scorer), some, shape, tokens=230, batch=6)
     bench = Bench(shape, Rotary(net, LENGTH), Calibration(tensors, {}))
-    costs = measure_sensitivity(scorer, bench, some, batch=6)
+    lab = Lab(scorer, "hf:small", some, Mode.INFORWARD, 6, bench=bench)
+    costs = measure_sensitivity(lab)
     assert costs.shape == (shape.layers, 2) and bool((costs > 0).all())
-    lab = Lab(scorer, some, Mode.INFORWARD, 6)
     coarser = parse_spec("prerope+sinks(n=4)+pca(step=0.8, classes=1, rdo=0)")
     for layer, stream in ((0, "k"), (2, "v")):
         coders = bench.fit_all(lambda _, s: coarser.of(s), [layer], stream).by_stream
-        seen = lab.measure(coders, table_tokens=32_768, measure_windows=1).seen
+        seen = lab.measure(str(coarser), layers=(layer,), streams=stream, measure_windows=1).seen
         kl = sum(float(w.kl.sum()) for w in seen) / sum(len(w.kl) for w in seen)
         x = tensors[f"layer_{layer}_{stream}"].float()[:, tensors["positions"] >= 4]
         e = (x - coders[layer, stream].reconstruct(x)).double().transpose(0, 1).flatten(1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from assay.errors import UsageError
-from assay.lab.kv.noise import NoisePlan, longest_run, sensitivity
+from assay.lab.kv.noise import NoisePlan, longest_run, noise_growth
 from assay.stats.bootstrap import Resampling
 
 SIGMAS = [0.003, 0.01, 0.03, 0.1, 0.3]
@@ -19,7 +19,7 @@ def curve(power: float, spread: float = 0.2, scale: float = 7.0) -> list[list[fl
 
 @pytest.mark.parametrize("power", [1.0, 2.0, 2.4])
 def test_a_power_law_has_its_power(power: float) -> None:
-    found = sensitivity(SIGMAS, curve(power), [100] * 24, Resampling(500))
+    found = noise_growth(SIGMAS, curve(power), [100] * 24, Resampling(500))
     assert found.slope is not None and found.slope.value == pytest.approx(power)
     # All windows scale alike, so resampling them moves the level and not the slope.
     assert found.slope.hi - found.slope.lo < 1e-9
@@ -29,7 +29,7 @@ def test_the_quadratic_range_ends_where_the_model_saturates_and_where_rounding_b
     sums = np.array(curve(2.0))
     sums[0] = sums[1] / 2  # a floor of rounding
     sums[4] = sums[3] * 1.3  # saturated
-    found = sensitivity(SIGMAS, sums.tolist(), [100] * 24, Resampling(500))
+    found = noise_growth(SIGMAS, sums.tolist(), [100] * 24, Resampling(500))
     assert found.lo == pytest.approx(0.01) and found.hi == pytest.approx(0.1)
     assert found.coefficient is not None
     level = np.exp(0.2 * np.random.default_rng(0).standard_normal(24)).mean()
@@ -43,7 +43,7 @@ def test_the_interval_covers_a_slope_that_windows_disagree_on() -> None:
     for trial in range(60):
         powers = 2 + 0.3 * rng.standard_normal(40)
         sums = [(s**powers).tolist() for s in (0.5, 1.0, 2.0)]
-        found = sensitivity((0.5, 1.0, 2.0), sums, [1] * 40, Resampling(300, trial))
+        found = noise_growth((0.5, 1.0, 2.0), sums, [1] * 40, Resampling(300, trial))
         assert found.slope is not None
         # Of the ratio of sums of very many such windows.
         many = 2 + 0.3 * np.random.default_rng(9).standard_normal(200_000)
@@ -53,9 +53,9 @@ def test_the_interval_covers_a_slope_that_windows_disagree_on() -> None:
 
 
 def test_curves_without_a_slope() -> None:
-    flat = sensitivity(SIGMAS, [[0.0] * 3] * 4 + [[1.0] * 3], [5] * 3, Resampling(100))
+    flat = noise_growth(SIGMAS, [[0.0] * 3] * 4 + [[1.0] * 3], [5] * 3, Resampling(100))
     assert flat.slope is None and flat.lo is None
-    none = sensitivity(SIGMAS, curve(0.5), [100] * 24, Resampling(100))
+    none = noise_growth(SIGMAS, curve(0.5), [100] * 24, Resampling(100))
     assert none.slope is not None and none.coefficient is None
 
 

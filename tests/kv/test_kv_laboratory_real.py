@@ -65,11 +65,11 @@ def test_a_sweep_keeps_its_rows_and_measures_its_choice_again(kv: Kv, smollm2: P
     out, page = tmp_path / "rows.json", tmp_path / "sweep.html"
     (tmp_path / "specs.txt").write_text("# two more\nhadamard(bits=2)\nmean+fp8\n")
     shared = (
-        "sweep", smollm2, "--windows", 3, "--fresh", 3, "--length", 40, "--mode", "inforward", "--out", out,
+        "sweep", smollm2, "--windows", 8, "--fresh", 8, "--length", 40, "--mode", "inforward", "--out", out,
         "--codec", "hadamard(bits=8)",
     )  # fmt: skip
     code, body = kv(*shared, "--codec", "bf16", "--specs", tmp_path / "specs.txt", "--html", page)
-    assert code == 0
+    assert code == 0  # bf16 changes nothing, so something is accepted
     results = body["results"]
     assert [r["codec"] for r in results["rows"]] == ["hadamard(bits=8)", "bf16", "hadamard(bits=2)"]
     # What needs a calibration is told of and left out.
@@ -81,10 +81,10 @@ def test_a_sweep_keeps_its_rows_and_measures_its_choice_again(kv: Kv, smollm2: P
     assert results["winner"]["winners_curse"]["value"] == pytest.approx(difference)
     assert "KL against stored bytes" in page.read_text()
     kept = json.loads(out.read_text())
-    stamps = {name: row["score_s"] for name, row in kept["rows"].items()}
-    code, body = kv(*shared)
-    assert code == 0
-    assert body["results"]["rows"][0]["score_s"] == stamps["hadamard(bits=8)"]
+    kept["rows"]["hadamard(bits=8)"]["score_s"] = -1.0  # read from the file, not measured again
+    out.write_text(json.dumps(kept))
+    _, body = kv(*shared)
+    assert body["results"]["rows"][0]["score_s"] == -1.0
 
 
 def by_the_laboratory(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.sweep import RowFile, SweepPlan, choose, curse, front, identity, specs_in
+from assay.lab.kv.sweep import choose, curse, identity, pareto_front, specs_in
+from assay.lab.options import SweepPlan
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
 
 
 @given(points)
 def test_the_front_is_what_nothing_beats(values: list[tuple[int, int]]) -> None:
-    found = front(values)
+    found = pareto_front(values)
 
     def beats(a: tuple[int, int], b: tuple[int, int]) -> bool:
         return a != b and a[0] <= b[0] and a[1] <= b[1]
@@ -37,45 +37,13 @@ def test_the_smallest_of_the_best_grade_is_chosen() -> None:
     rows = [row("REJECT", 1, 9), row("ACCEPT", 5, 0.1), row("ACCEPT", 4, 0.2), row("MARGINAL", 2, 0.5)]
     assert choose(rows) == 2
     assert choose([rows[0], rows[3]]) == 1
-    assert choose([row("REJECT", 1, 9), row("INCONCLUSIVE", 7, 3)]) == 1
+    assert choose([row("REJECT", 1, 9), row("INCONCLUSIVE", 7, 3)]) is None
 
 
 def test_the_winners_curse_has_the_error_of_both_measurements() -> None:
     found = curse((0.010, 0.0003), (0.012, 0.0004))
     assert found["value"] == pytest.approx(0.002)
     assert found["hi"] - found["lo"] == pytest.approx(2 * 1.959964 * 0.0005)
-
-
-def test_rows_are_measured_once_and_outlive_the_run(tmp_path: Path) -> None:
-    path, calls = tmp_path / "rows.json", []
-    for _ in range(2):
-        rows = RowFile(path, {"model": "m", "skip": (1, 2)})
-        assert rows.get("fp8", lambda: calls.append("fp8") or {"kl": 1}) == {"kl": 1}
-        rows.forget()
-    rows.get("bf16", lambda: calls.append("bf16") or {})
-    assert calls == ["fp8", "bf16"]
-    assert set(json.loads(path.read_text())["rows"]) == {"fp8", "bf16"}
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "no rows"),
-        ('{"format": "other", "plan": {}, "rows": {}}', "no rows"),
-        ('{"format": "assay-kv-rows/1", "plan": {"model": "n", "x": 1}, "rows": {}}', "model, x"),
-    ],
-)
-def test_files_of_something_else_are_refused(tmp_path: Path, text: str, said: str) -> None:
-    path = tmp_path / "rows.json"
-    path.write_text(text)
-    with pytest.raises(UsageError, match=said):
-        RowFile(path, {"model": "m"})
-    assert path.read_text() == text
-
-
-def test_rows_that_cannot_be_kept_are_refused_before_they_are_measured(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="does not exist"):
-        RowFile(tmp_path / "no" / "rows.json", {})
 
 
 def test_specs_come_from_a_file_too(tmp_path: Path) -> None:

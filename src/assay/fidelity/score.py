@@ -286,10 +286,10 @@ def observe(
             for found in islice(scored, len(part)):
                 done.append(found)
                 seen[found.index] = found
+                if kept and len(done) == len(part):
+                    kept.put(key_of(part), to_arrays(done))
                 on_window(found)
                 advance()
-            if kept:
-                kept.put(key_of(part), to_arrays(done))
         for _ in scored:
             pass
     return [seen[w.index] for w in windows]

@@ -114,7 +114,7 @@ class Bench:
         with self.progress(f"scoring {label_of(plain.engine)}", len(self.windows[windows])) as advance:
             rows.score(engine, advance)
         rows.keep_head()
-        kept.put("facts", engine.describe())
+        kept.put("facts", self.facts[plain.engine])
         return rows
 
     def between(self, anchor: Configuration, other: Configuration) -> Measured:

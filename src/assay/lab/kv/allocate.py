@@ -16,7 +16,7 @@ from typing import Any
 
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.lab.kv.attribute import alone, figures, kl_text
+from assay.lab.kv.attribute import alone, figures, kl_text, parts_table
 from assay.lab.kv.lab import Lab, Unfinished, open_lab
 from assay.lab.kv.live_stream import Key
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
@@ -86,8 +86,8 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
             "text": text,
         },
         environment=describe(),
-        headline=_headline(measured, curse),
-        blocks=[_table(rows), _chart(rows)] if rows else [],
+        headline=[Metric("measured", f"{len(parts)} parts alone"), *_headline(measured, curse)],
+        blocks=[_table(rows), _chart(rows)] if rows else [parts_table(parts)] if parts else [],
         interrupted=cut.interrupted,
         summary=f"bits for {len(bits)} streams at {plan.target_ratio:g}×",
     )

@@ -68,7 +68,7 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
         },
         environment=describe(),
         headline=headline,
-        blocks=[_table(parts), _chart(parts)] if parts else [],
+        blocks=[parts_table(parts), _chart(parts)] if parts else [],
         interrupted=cut.interrupted,
         summary=f"{len(parts)} parts measured on {plan.windows} windows of {plan.length} tokens, {plan.mode}",
     )
@@ -104,7 +104,8 @@ def kl_text(found: Mapping[str, Any]) -> str:
     return f"{kld['value']:.3g} [{kld['lo']:.3g}, {kld['hi']:.3g}]"
 
 
-def _table(parts: list[dict[str, Any]]) -> Table:
+def parts_table(parts: list[dict[str, Any]]) -> Table:
+    """The twenty parts with the largest KL."""
     ranked = sorted(parts, key=lambda p: -p["kld"]["value"])
     total = sum(p["kld"]["value"] for p in parts) or 1.0
     rows = [

@@ -1,0 +1,224 @@
+"""One lab for all commands: a reference that is scored once, measurements that go on, reports of what was cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.kv.test_kv_hook import LAYERS, LENGTH, model, windows
+
+from assay.engines.hf.scorer import HfScorer
+from assay.engines.hf.spec import HfSpec
+from assay.engines.scoring import ScoreJob, TokenizerFacts, Window, WindowRows
+from assay.errors import AssayError
+from assay.lab.kv import lab as lab_module
+from assay.lab.kv.allocate import run_allocate
+from assay.lab.kv.attribute import run_attribute
+from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.evaluate import run_eval
+from assay.lab.kv.fit import Bench
+from assay.lab.kv.lab import Lab, Unfinished, memory_is_enough
+from assay.lab.kv.noise import run_noise
+from assay.lab.kv.rope import Rotary
+from assay.lab.kv.sweep import run_sweep
+from assay.lab.options import AllocationPlan, AttributionPlan, EvalPlan, NoisePlan, SweepPlan
+from assay.verdict import Severity, Verdict
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+
+
+class Tiny(HfScorer):
+    """A model that is built, not loaded. It notes what it scores, and is interrupted after `last` windows."""
+
+    scored: list[tuple[str, int]]
+
+    def __init__(self) -> None:
+        net = model()
+        with torch.no_grad():
+            for weight in net.parameters():
+                weight.mul_(4.0 if weight.ndim > 1 else 1.0)
+        facts = lambda: {"engine": "hf"}  # noqa: E731
+        super().__init__(
+            cast(Any, SimpleNamespace(model=net, spec=HfSpec("small"), describe=facts, close=lambda: None))
+        )
+        self.scored, self.last, self.failure = [], 10**9, cast(BaseException, KeyboardInterrupt())
+
+    @property
+    def tokenizer(self) -> TokenizerFacts:
+        return TokenizerFacts("0" * 64, 100, None, lambda text: [1 + ord(c) % 99 for c in text], str)
+
+    def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
+        for rows in super().score_windows(windows, job):
+            if len(self.scored) >= self.last:
+                raise self.failure
+            self.scored.append(("codec" if job.hook else "exact", rows.window.index))
+            yield rows
+
+
+def lab(engine: Tiny, mode: Mode = Mode.INFORWARD, count: int = 6) -> Lab:
+    net = engine.engine.model
+    bench = Bench(cache_shape(net), Rotary(net, LENGTH))
+    return Lab(engine, "hf:small", windows(count), mode, 2, bench=bench)
+
+
+def numbers(measured: Any) -> Any:
+    return np.concatenate([w.kl for w in measured.seen]).tolist()
+
+
+def test_the_exact_cache_is_scored_once_for_all_codecs_and_commands() -> None:
+    first, second = Tiny(), Tiny()
+    one = lab(first)
+    fp8 = one.measure("fp8")
+    one.measure("hadamard(bits=4)")
+    assert [w for what, w in first.scored if what == "exact"] == [0, 1, 2, 3, 4, 5]
+    again = lab(second)
+    assert numbers(again.measure("fp8")) == numbers(fp8) and second.scored == []
+    assert again.measure("fp8").bytes == fp8.bytes
+    again.measure("int(bits=4)")
+    assert {what for what, _ in second.scored} == {"codec"}
+    # Another mode, and windows in other company, are other numbers.
+    lab(second, Mode.DECODE).measure("fp8")
+    assert second.scored[6:12] == [("exact", i) for i in range(6)]
+    assert numbers(lab(second).measure("identity")) == [0.0] * (6 * (LENGTH - 1))
+
+
+def test_an_interrupted_measurement_goes_on_by_whole_batches_with_the_same_numbers(tmp_path: Path) -> None:
+    whole = lab(Tiny()).measure("hadamard(bits=4)", measure_windows=6)
+    for file in tmp_path.rglob("*"):
+        file.unlink() if file.is_file() else None
+    engine = Tiny()
+    engine.last = 6 + 3  # the exact cache, one batch, and half of another
+    one = lab(engine)
+    with pytest.raises(KeyboardInterrupt):
+        one.measure("hadamard(bits=4)", measure_windows=6)
+    assert one.partial is not None and [w.index for w in one.partial.seen] == [0, 1, 2]
+    engine.last = 10**9
+    engine.scored.clear()
+    rest = one.measure("hadamard(bits=4)", measure_windows=6)
+    assert engine.scored == [("codec", i) for i in (2, 3, 4, 5)]
+    assert numbers(rest) == numbers(whole)
+    assert rest.engagement.fires is not None and rest.engagement.fires >= (whole.engagement.fires or 0)
+    assert rest.bytes is not None and whole.bytes is not None
+    assert rest.bytes.ratio == pytest.approx(whole.bytes.ratio)
+
+
+def test_a_damaged_state_is_scored_again(tmp_path: Path) -> None:
+    one = lab(Tiny())
+    one.measure("fp8")
+    for file in (tmp_path / "states").iterdir():
+        file.write_bytes(file.read_bytes()[:-9])
+    engine = Tiny()
+    again = lab(engine)
+    again.measure("int(bits=4)")
+    assert [w for what, w in engine.scored if what == "exact"] == [0, 1, 2, 3, 4, 5]
+    assert [f.id for f in again.notices()] == ["kv.kept_damaged"]
+
+
+# Commands that are cut short.
+
+RUNS: dict[str, tuple[Callable[..., Any], Any]] = {
+    "eval": (run_eval, EvalPlan("hf:small", "hadamard(bits=4)", windows=8, length=LENGTH, batch=2)),
+    "attribute": (
+        run_attribute,
+        AttributionPlan("hf:small", "hadamard(bits=4)", windows=4, length=LENGTH, batch=2),
+    ),
+    "noise": (run_noise, NoisePlan("hf:small", windows=4, length=LENGTH, batch=2)),
+    "sweep": (
+        run_sweep,
+        SweepPlan("hf:small", codecs=("fp8", "int(bits=4)"), windows=4, fresh=4, length=LENGTH, batch=2),
+    ),
+    "allocate": (
+        run_allocate,
+        AllocationPlan("hf:small", "hadamard(bits=4)", 4.0, windows=4, fresh=8, length=LENGTH, batch=2),
+    ),
+}
+PARTS = {"attribute": "parts", "noise": "curves", "sweep": "rows", "allocate": "parts", "eval": "per_window"}
+
+
+@pytest.fixture
+def tiny(monkeypatch: pytest.MonkeyPatch) -> Tiny:
+    engine = Tiny()
+    monkeypatch.setattr(lab_module, "open_scorer", lambda spec: engine)
+    return engine
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_interrupt_shows_what_there_is_and_the_same_command_goes_on(name: str, tiny: Tiny) -> None:
+    run, plan = RUNS[name]
+    tiny.last = 3 if name != "eval" else 8 + 3
+    empty = run(plan)
+    if name != "eval":  # nothing was measured yet
+        assert (empty.exit_code, empty.verdict) == (130, Verdict.INCONCLUSIVE)
+        assert not empty.results.get(PARTS[name])
+        tiny.last = len(tiny.scored) + (4 if name == "sweep" else 4 * 3) + 3
+    cut = run(plan)
+    assert (cut.exit_code, cut.verdict) == (130, Verdict.INCONCLUSIVE)
+    assert "kv.interrupted" in [f.id for f in cut.findings]
+    assert cut.results[PARTS[name]] and cut.headline and cut.blocks
+    tiny.last, before = 10**9, len(tiny.scored)
+    whole = run(plan)
+    assert whole.exit_code != 130 and len(whole.results[PARTS[name]]) >= len(cut.results[PARTS[name]])
+    before, done = len(tiny.scored), len(tiny.scored) - before
+    assert done > 0
+    assert (
+        run(plan).to_json()["results"] == whole.to_json()["results"] and len(tiny.scored) == before
+    )  # all of it is kept
+
+
+def test_an_error_half_way_shows_what_there_is(tiny: Tiny) -> None:
+    run, plan = RUNS["attribute"]
+    tiny.last, tiny.failure = 4 + 4 * 3, RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    report = run(plan)
+    assert (report.exit_code, report.verdict) == (2, Verdict.ERROR)
+    assert "out of memory" in report.findings[0].title and report.findings[0].severity is Severity.ERROR
+    assert len(report.results["parts"]) == 3
+
+
+def test_a_sweep_without_a_grade_chooses_nothing(tiny: Tiny) -> None:
+    report = run_sweep(
+        SweepPlan("hf:small", codecs=("fp8", "hadamard(bits=3)"), windows=4, fresh=4, length=LENGTH, batch=2)
+    )
+    assert (report.exit_code, report.results["winner"]) == (3, None)
+    assert [m.name for m in report.headline] == ["least KL"]
+    assert report.findings[0].id == "kv.undecided"
+    rejected = run_sweep(
+        SweepPlan("hf:small", codecs=("noise(sigma=8)",), windows=8, fresh=0, length=LENGTH, batch=8)
+    )
+    assert rejected.results["rows"][0]["grade"] == "REJECT"
+    assert (rejected.exit_code, rejected.findings[0].id) == (1, "kv.none_accepted")
+
+
+def test_intervals_of_kl_do_not_go_below_zero(tiny: Tiny) -> None:
+    plan = AttributionPlan("hf:small", "hadamard(bits=2)", windows=2, length=LENGTH, batch=2)
+    parts = run_attribute(plan).results["parts"]
+    assert len(parts) == 2 * LAYERS
+    assert all(0 <= p["kld"]["lo"] <= p["kld"]["value"] <= p["kld"]["hi"] for p in parts)
+
+
+def test_only_a_lack_of_memory_is_called_one() -> None:
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")):
+        with pytest.raises(AssayError, match="out of memory") as caught, memory_is_enough("hf:m"):
+            raise error
+        assert "--batch" in caught.value.remedy
+    with pytest.raises(RuntimeError, match="other"), memory_is_enough("hf:m"):
+        raise RuntimeError("other")
+
+
+def test_an_error_before_anything_was_measured_is_not_held_back() -> None:
+    with pytest.raises(AssayError, match="no"), Unfinished(lambda: False):
+        raise AssayError("no", finding_id="kv.usage")
+    with Unfinished(lambda: True) as cut:
+        raise AssayError("no", finding_id="kv.usage")
+    assert cut.verdict(Verdict.PASS) is Verdict.ERROR and cut.verdict(Verdict.FAIL) is Verdict.FAIL
