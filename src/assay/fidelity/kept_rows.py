@@ -72,8 +72,10 @@ class KeptRows:
         for part in batches(todo, self._job.batch):
             states = []
             for found in islice(rows, len(part)):
-                states.append(found.states.cpu())  # type: ignore[attr-defined]
-                self._head = found.head  # type: ignore[attr-defined]
+                if not isinstance(found, StateRows):
+                    raise ValueError("an engine that gives no final states has none to keep")
+                states.append(found.states.cpu())
+                self._head = found.head
                 advance()
             whole = torch.stack(states)
             self._kept.put(key_of(part), _arrays(whole))

@@ -268,7 +268,7 @@ def observe(
     seen: dict[int, WindowObservation] = {}
     todo = []
     # A server answers for one window at a time.
-    for part in batches(windows, 1 if isinstance(candidate, IdScorer) else job.batch):
+    for part in batches(windows, 1 if isinstance(candidate, ServerCandidate) else job.batch):
         known = read_kept(kept, part) if kept else None
         if known is None:
             todo.append(part)

@@ -16,6 +16,7 @@ import torch
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
+    Head,
     ScoreJob,
     ScoringAbility,
     ScoringPath,
