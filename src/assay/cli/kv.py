@@ -149,15 +149,6 @@ def decode(**given: Any) -> Report:
     return run_decode(DecodePlan.of(given))
 
 
-@_command("import", "ImportPlan", model=_MODEL)
-def import_(**given: Any) -> Report:
-    """Make a calibration out of second moments and Lloyd-Max levels that older tools wrote."""
-    from assay.lab.kv.older_files import run_import
-    from assay.lab.options import ImportPlan
-
-    return run_import(ImportPlan.of(given))
-
-
 COMMANDS = (
-    list_codecs, evaluate, sweep, calibrate, diagnose, attribute, allocate, noise, serve, encode, decode, import_,
+    list_codecs, evaluate, sweep, calibrate, diagnose, attribute, allocate, noise, serve, encode, decode,
 )  # fmt: skip

@@ -293,20 +293,6 @@ class ServePlan(KvPlan):
 
 
 @dataclass(frozen=True)
-class ImportPlan(KvPlan):
-    """`assay kv import`: files of older tools."""
-
-    VERB = "kv import"
-
-    model: str
-    out: Path = option(help="Calibration file that is written.")
-    _: KW_ONLY
-    moments: Path | None = option(None, "safetensors of layer_{l}_sigma, layer_{l}_chol, layer_{l}_inv_chol.")
-    levels_k: tuple[Path, ...] = option((), "Levels for keys, 2^b float32 (.f32); several times.")
-    levels_v: tuple[Path, ...] = option((), "Levels for values, 2^b float32 (.f32); several times.")
-
-
-@dataclass(frozen=True)
 class Place(KvPlan):
     """Where in a model the tensor of a file belongs: it matters to codecs that need a calibration."""
 

@@ -10,8 +10,8 @@ One safetensors file. For every layer l:
     sensitivity f32 [layers, 2], of keys and values: KL in nats for an error of 1 in the metric (`--sensitivity`)
     levels_{k|v}_{b}  f32 [2^b], levels of residuals for the codec `kakeya`
 
-A file that was imported from older tools (`assay kv import`) has only sigma of some layers, and levels; one of `assay kv
-calibrate` has all but levels.
+A file that was made of those of older tools (`benchmarks/kv_import.py`) has only sigma of some layers, and levels; one
+of `assay kv calibrate` has all but levels.
 
 The metadata holds the model's cache shape, a fingerprint of the model, and the hashes of the text and of every window.
 """

@@ -3,27 +3,30 @@
 Second moments: safetensors `layer_{l}_sigma`, `layer_{l}_chol`, `layer_{l}_inv_chol`, each [KV heads, d, d], for some
 layers; Σ + λ I = L Lᵀ with a ridge λ for each head, L⁻¹ beside it. A file may have Σ, L, or both. Beside it may lie a
 `.json` of the same stem. Levels: `.f32`, 2^b little-endian float32 in rising order, without a header.
+
+    python benchmarks/kv_import.py MODEL --moments OLD.safetensors --levels-k K.f32 --out calibration.safetensors
+
+The files do not say which text they were made on: make sure that it was other text than you evaluate on.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import torch
 
 from assay.engines.hf.spec import parse_spec
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, write_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
-from assay.lab.options import ImportPlan
-from assay.verdict import Finding, Metric, Report, Severity, Verdict
-
-if TYPE_CHECKING:
-    import torch
 
 _NAME = re.compile(r"layer_(\d+)_(sigma|chol|inv_chol)")
 _KEPT = ("ctx_len", "ridge", "n_passages_used", "split")
@@ -78,9 +81,6 @@ def read_sidecar(path: Path, shape: CacheShape) -> dict[str, Any]:
 
 def read_levels(path: Path) -> torch.Tensor:
     """2^b rising levels, float32; AssayError where their number or order is another."""
-    import numpy as np
-    import torch
-
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -95,8 +95,6 @@ def read_levels(path: Path) -> torch.Tensor:
 
 
 def _check_shape(path: Path, name: str, tensor: torch.Tensor, layer: int, shape: CacheShape) -> None:
-    import torch
-
     due = (shape.kv_heads, shape.head_dim, shape.head_dim)
     if layer >= shape.layers:
         raise _mismatch(path, f"holds {name}, the model has layers 0 to {shape.layers - 1}")
@@ -108,8 +106,6 @@ def _check_shape(path: Path, name: str, tensor: torch.Tensor, layer: int, shape:
 
 def _moment(path: Path, layer: int, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Σ, after a check of L and L⁻¹ against it."""
-    import torch
-
     lower = parts.get("chol")
     if lower is None and "sigma" not in parts:
         raise _wrong(path, f"has neither Σ nor L of layer {layer}")
@@ -152,13 +148,14 @@ def _mismatch(path: Path, why: str) -> AssayError:
     )
 
 
-# -----------------------------------------------------------------------------
-# `assay kv import`: second moments and levels of older tools as a calibration file of assay.
-
-
-def run_import(plan: ImportPlan) -> Report:
-    """Read and check the files against the model's configuration, and write one calibration."""
-    model, out, moments, levels_k, levels_v = plan.model, plan.out, plan.moments, plan.levels_k, plan.levels_v
+def convert(
+    model: str,
+    out: Path,
+    moments: Path | None = None,
+    levels_k: Sequence[Path] = (),
+    levels_v: Sequence[Path] = (),
+) -> dict[str, Any]:
+    """Read and check the files against the model's configuration, write one calibration, and return its provenance."""
     if moments is None and not levels_k and not levels_v:
         raise UsageError(
             "nothing to import",
@@ -171,7 +168,6 @@ def run_import(plan: ImportPlan) -> Report:
     if moments is not None:
         made = read_sidecar(moments, shape)
         tensors |= {f"layer_{layer}_sigma": t for layer, t in read_moments(moments, shape).items()}
-    tables = {}
     for stream, of_stream in (("k", levels_k), ("v", levels_v)):
         for file in of_stream:
             levels = read_levels(file)
@@ -183,9 +179,7 @@ def run_import(plan: ImportPlan) -> Report:
                     finding_id="kv.usage",
                 )
             tensors[f"levels_{stream}_{bits}"] = levels
-            tables[f"{stream} {bits} bits"] = levels.tolist()
     files = [f for f in (moments, *levels_k, *levels_v) if f is not None]
-    layers = sum(name.endswith("_sigma") for name in tensors)
     provenance = {
         "cache": shape.to_json(),
         "imported": {
@@ -195,30 +189,12 @@ def run_import(plan: ImportPlan) -> Report:
         "windows": [],
         "environment": describe(),
     }
-    try:
-        write_calibration(out, Calibration(tensors, provenance))
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {out}: {error}", remedy="name another file with --out", finding_id="kv.usage"
-        ) from error
-    return Report(
-        command="kv import",
-        verdict=Verdict.PASS,
-        subject={"model": model, "out": str(out)},
-        findings=[_unknown_text()],
-        results={**provenance, "layers_with_moments": layers, "levels": tables},
-        environment=describe(),
-        headline=[
-            Metric("second moments", f"{layers} of {shape.layers} layers" if layers else "none"),
-            Metric("tables of levels", ", ".join(tables) or "none"),
-        ],
-        summary=f"give it to codecs with --calibration {out}",
-    )
+    write_calibration(out, Calibration(tensors, provenance))
+    return provenance | {"tensors": sorted(tensors)}
 
 
 def shape_of(model: str) -> CacheShape:
     """The cache of a model from its configuration alone."""
-    import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = parse_spec(model).model
@@ -235,11 +211,16 @@ def shape_of(model: str) -> CacheShape:
     return cache_shape(built)
 
 
-def _unknown_text() -> Finding:
-    return Finding(
-        "kv.calibration_text_unknown",
-        Severity.WARNING,
-        "the files do not say which text they were made on",
-        "A later evaluation cannot be refused for using the same text, as it is with a calibration of assay.",
-        remedies=("make sure that it was other text than you evaluate on, or calibrate anew",),
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("model")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--moments", type=Path)
+    parser.add_argument("--levels-k", type=Path, action="append", default=[])
+    parser.add_argument("--levels-v", type=Path, action="append", default=[])
+    try:
+        print(json.dumps(convert(**vars(parser.parse_args())), indent=1))
+    except AssayError as error:
+        raise SystemExit(f"{error.message}. {error.remedy}") from error

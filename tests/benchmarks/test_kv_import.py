@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import save_file
 
-from assay.cli.main import invoke
-from assay.errors import AssayError
+from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codec import (
     CacheShape,
@@ -24,13 +22,9 @@ from assay.lab.kv.codec import (
     cache_shape,
 )
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.older_files import (
-    read_levels,
-    read_moments,
-    read_sidecar,
-)
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_recipe
+from kv_import import convert, read_levels, read_moments, read_sidecar
 
 SHAPE = CacheShape(2, 2, 4, 16, (None, None), "LlamaForCausalLM")
 RIDGE = 1e-3
@@ -150,21 +144,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_an_import_serves_the_codecs_that_it_was_made_for(
-    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_path: Path) -> None:
     old, out = saved(tmp_path / "q.safetensors", moments()), tmp_path / "new.safetensors"
     table = levels(tmp_path / "k_b2.f32", LEVELS)
-
-    def run(*arguments: object) -> tuple[int, dict[str, Any]]:
-        capsys.readouterr()
-        code = invoke(["kv", "import", str(checkpoint), *map(str, arguments), "--json"])
-        return code, json.loads(capsys.readouterr().out)
-
-    code, body = run("--moments", old, "--levels-k", table, "--out", out)
-    assert code == 0
-    assert body["findings"][0]["id"] == "kv.calibration_text_unknown"
-    assert body["results"]["layers_with_moments"] == 2
+    found = convert(str(checkpoint), out, old, [table])
+    assert found["tensors"] == ["layer_0_sigma", "layer_1_sigma", "levels_k_2"]
+    assert set(found["imported"]["files"]) == {"q.safetensors", "k_b2.f32"}
 
     net = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(checkpoint))
     calibration = read_calibration(out)
@@ -198,13 +183,13 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(
         with pytest.raises(AssayError, match="calibration"):
             bench.fit(parse_recipe(spec), 0, stream)
 
-    assert run("--out", out)[0] == 2
-    assert run("--levels-k", table, "--levels-k", table, "--out", out)[0] == 2
-    code, body = run("--moments", saved(tmp_path / "w.safetensors", moments(heads=1)), "--out", out)
-    assert code == 2 and body["findings"][0]["id"] == "kv.calibration_mismatch"
+    for wrong in ((), (None, [table, table])):
+        with pytest.raises(UsageError):
+            convert(str(checkpoint), out, *wrong)
+    with pytest.raises(AssayError, match="of another model"):
+        convert(str(checkpoint), out, saved(tmp_path / "w.safetensors", moments(heads=1)))
 
 
-def test_a_model_that_is_none_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = levels(tmp_path / "k.f32", LEVELS)
-    code = invoke(["kv", "import", str(tmp_path), "--levels-k", str(table), "--out", str(tmp_path / "o")])
-    assert code == 2 and "configuration" in capsys.readouterr().out
+def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssayError, match="configuration"):
+        convert(str(tmp_path), tmp_path / "o", levels_k=[levels(tmp_path / "k.f32", LEVELS)])
