@@ -17,8 +17,9 @@ from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict
 
-DAMAGE = "random_blocks"
-PLAN: dict[str, Any] = {"samples": 1, "repeats": 3}
+DAMAGE = "shifted_scales"
+"""A fault whose texts a reader recognises as broken; random blocks leave NaN, and no text at all."""
+PLAN: dict[str, Any] = {"quick": True}
 
 
 def run_demo(
