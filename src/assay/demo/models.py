@@ -117,8 +117,34 @@ def convert(gguf: Path, folder: Path, *, turn_end: str | None = None) -> None:
     """Write the model of `gguf` to `folder`, its quantised weights as bf16 values.
 
     With `turn_end` a chat ends with that token, and generation with it or with the end of text that the GGUF names.
+    AssayError where the tokenizer, loaded again, is not the file's own.
     """
-    model, tokenizer = _load(gguf)
+    try:
+        import transformers
+
+        from assay.engines.hf.engine import quiet
+        from assay.engines.tokenizer_proof import prove_tokenizer
+
+        with quiet():
+            _convert(gguf, folder, turn_end)
+            saved = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except ImportError as error:
+        raise _missing(error) from error
+    prove_tokenizer(saved, gguf)
+
+
+def _convert(gguf: Path, folder: Path, turn_end: str | None) -> None:
+    import torch
+    import transformers
+
+    place = {
+        "pretrained_model_name_or_path": str(gguf.parent),
+        "gguf_file": gguf.name,
+        "trust_remote_code": False,
+    }
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    model = model.to(torch.bfloat16)
     ends = [tokenizer.eos_token_id]
     if turn_end is not None:
         tokenizer.eos_token = turn_end
@@ -134,25 +160,6 @@ def convert(gguf: Path, folder: Path, *, turn_end: str | None = None) -> None:
     tokenizer.save_pretrained(folder)
     for path in folder.iterdir():
         path.chmod(0o644)
-
-
-def _load(gguf: Path) -> tuple[Any, Any]:
-    try:
-        import torch
-        import transformers
-        from transformers.utils import logging
-    except ImportError as error:
-        raise _missing(error) from error
-    logging.disable_progress_bar()
-    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-    except ImportError as error:
-        raise _missing(error) from error
-    finally:
-        logging.enable_progress_bar()
-    return model.to(torch.bfloat16), tokenizer
 
 
 def _missing(error: ImportError) -> AssayError:
