@@ -1,67 +1,74 @@
 """The tensors that a config promises, for the families whose layout assay knows by heart.
 
-A family is a function from the config's dimensions to the pieces of one decoder layer.
+A family is a function from the config's dimensions and a layer's index to the pieces of that decoder layer: names
+below the layer, and shapes. A Linear weight is [out, in] as PyTorch stores it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
-
-# -----------------------------------------------------------------------------
-# Names and shapes of the pieces that decoder layers are built of, from a config alone.
-#
-# Every function yields (name below its parent, shape); a Linear weight is [out, in] as stored by PyTorch.
 
 Piece = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Dims:
-    """The dimensions of a language model's config; `int_or` reads one with a default."""
+    """The dimensions of a language model's config. `d[key]` must be given: what was not stands in `lacking`."""
 
     config: Mapping[str, Any]
+    lacking: set[str] = field(default_factory=set)
 
-    def int_or(self, key: str, default: int = 0) -> int:
-        """A natural number of the config, or the default if the key is missing, null or not a number."""
+    def __getitem__(self, key: str) -> int:
         value = self.config.get(key)
-        return value if type(value) is int and value >= 0 else default
+        if type(value) is int:
+            return value
+        self.lacking.add(key)
+        return 0
 
-    def flag(self, key: str, default: bool = False) -> bool:
-        """A switch of the config."""
+    def get(self, key: str, default: int = 0) -> int:
+        """A whole number of the config, or the default if the key is not given."""
         value = self.config.get(key)
-        return value if isinstance(value, bool) else default
+        return value if type(value) is int else default
+
+    def flag(self, key: str) -> bool:
+        """A switch of the config, off if it is not given."""
+        return self.config.get(key) is True
 
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""
-        return self.int_or("hidden_size")
+        return self["hidden_size"]
 
     @property
     def heads(self) -> int:
         """Query heads."""
-        return self.int_or("num_attention_heads", 1)
+        return self["num_attention_heads"]
 
     @property
     def kv_heads(self) -> int:
         """Key and value heads (grouped-query attention)."""
-        return self.int_or("num_key_value_heads", self.heads)
+        return self.get("num_key_value_heads", self.heads)
 
     @property
     def head_dim(self) -> int:
         """Width of one head; hidden / heads unless the config names it."""
-        return self.int_or("head_dim", self.hidden // max(self.heads, 1))
+        return self.get("head_dim") or self.hidden // max(self.heads, 1)
 
     @property
     def layers(self) -> int:
         """Decoder layers of the backbone."""
-        return self.int_or("num_hidden_layers")
+        return self["num_hidden_layers"]
 
     @property
     def experts(self) -> int:
         """Routed experts of a layer, however the family calls them (0 for a dense model)."""
-        return max(self.int_or(key) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+        return max(self.get(key) for key in ("n_routed_experts", "num_experts", "num_local_experts"))
+
+
+# -----------------------------------------------------------------------------
+# The pieces that decoder layers are built of.
 
 
 def linear(name: str, out: int, width: int, bias: bool = False) -> Iterator[Piece]:
@@ -85,21 +92,39 @@ def attention(
         yield "self_attn.k_norm.weight", (d.head_dim if qk_norm == "head" else key,)
 
 
-def latent_attention(d: Dims) -> Iterator[Piece]:
+def latent_attention(d: Dims, layer: int = 0) -> Iterator[Piece]:
     """Multi-head latent attention (DeepSeek V2 and V3): low-rank query and key-value projections with norms."""
-    rope, nope, value = d.int_or("qk_rope_head_dim"), d.int_or("qk_nope_head_dim"), d.int_or("v_head_dim")
-    rank, query_rank = d.int_or("kv_lora_rank"), d.int_or("q_lora_rank")
-    query = d.heads * (rope + nope)
-    if query_rank:
-        yield from linear("self_attn.q_a_proj", query_rank, d.hidden, d.flag("attention_bias"))
+    rope, nope, value, rank = d["qk_rope_head_dim"], d["qk_nope_head_dim"], d["v_head_dim"], d["kv_lora_rank"]
+    query, bias = d.heads * (rope + nope), d.flag("attention_bias")
+    if query_rank := d.get("q_lora_rank"):
+        yield from linear("self_attn.q_a_proj", query_rank, d.hidden, bias)
         yield "self_attn.q_a_layernorm.weight", (query_rank,)
         yield from linear("self_attn.q_b_proj", query, query_rank)
     else:
         yield from linear("self_attn.q_proj", query, d.hidden)
-    yield from linear("self_attn.kv_a_proj_with_mqa", rank + rope, d.hidden, d.flag("attention_bias"))
+    yield from linear("self_attn.kv_a_proj_with_mqa", rank + rope, d.hidden, bias)
     yield "self_attn.kv_a_layernorm.weight", (rank,)
     yield from linear("self_attn.kv_b_proj", d.heads * (nope + value), rank)
-    yield from linear("self_attn.o_proj", d.hidden, d.heads * value, d.flag("attention_bias"))
+    yield from linear("self_attn.o_proj", d.hidden, d.heads * value, bias)
+
+
+def delta_net(d: Dims, split: bool) -> Iterator[Piece]:
+    """Gated delta net: Qwen3-Next fuses its input projections two by two, Qwen3.5 keeps four."""
+    value_heads, value_dim = d["linear_num_value_heads"], d["linear_value_head_dim"]
+    key, value = d["linear_num_key_heads"] * d["linear_key_head_dim"], value_heads * value_dim
+    if split:
+        yield from linear("linear_attn.in_proj_qkv", 2 * key + value, d.hidden)
+        yield from linear("linear_attn.in_proj_z", value, d.hidden)
+        yield from linear("linear_attn.in_proj_b", value_heads, d.hidden)
+        yield from linear("linear_attn.in_proj_a", value_heads, d.hidden)
+    else:
+        yield from linear("linear_attn.in_proj_qkvz", 2 * key + 2 * value, d.hidden)
+        yield from linear("linear_attn.in_proj_ba", 2 * value_heads, d.hidden)
+    yield "linear_attn.conv1d.weight", (2 * key + value, 1, d["linear_conv_kernel_dim"])
+    yield "linear_attn.dt_bias", (value_heads,)
+    yield "linear_attn.A_log", (value_heads,)
+    yield "linear_attn.norm.weight", (value_dim,)
+    yield from linear("linear_attn.out_proj", d.hidden, value)
 
 
 def gated_mlp(d: Dims, width: int, parent: str = "mlp", bias: bool = False) -> Iterator[Piece]:
@@ -109,16 +134,23 @@ def gated_mlp(d: Dims, width: int, parent: str = "mlp", bias: bool = False) -> I
     yield from linear(f"{parent}.down_proj", d.hidden, width, bias)
 
 
-def experts(d: Dims, count: int, width: int, parent: str = "mlp.experts") -> Iterator[Piece]:
-    """Routed experts, one gated MLP each."""
+def experts(d: Dims, count: int) -> Iterator[Piece]:
+    """A router and its routed experts, one gated MLP each."""
+    yield "mlp.gate.weight", (count, d.hidden)
     for expert in range(count):
-        yield from gated_mlp(d, width, f"{parent}.{expert}")
+        yield from gated_mlp(d, d["moe_intermediate_size"], f"mlp.experts.{expert}")
 
 
-def fused_experts(d: Dims, count: int, width: int, parent: str = "mlp.experts") -> Iterator[Piece]:
-    """The same experts as two three-dimensional tensors."""
-    yield f"{parent}.gate_up_proj", (count, 2 * width, d.hidden)
-    yield f"{parent}.down_proj", (count, d.hidden, width)
+def fused_experts(pieces: Iterator[Piece], d: Dims) -> Iterator[Piece]:
+    """`pieces` with the single experts as two three-dimensional tensors (how transformers 5 and Qwen3.5 store them)."""
+    width = d["moe_intermediate_size"]
+    for name, shape in pieces:
+        at, single, rest = name.partition("mlp.experts.")
+        if not single:
+            yield name, shape
+        elif rest.startswith("0.gate_proj."):
+            yield f"{at}mlp.experts.gate_up_proj", (d.experts, 2 * width, d.hidden)
+            yield f"{at}mlp.experts.down_proj", (d.experts, d.hidden, width)
 
 
 def norms(d: Dims, *names: str) -> Iterator[Piece]:
@@ -127,218 +159,123 @@ def norms(d: Dims, *names: str) -> Iterator[Piece]:
         yield f"{name}.weight", (d.hidden,)
 
 
-def shared_expert_moe(d: Dims) -> Iterator[Piece]:
-    """Qwen2-MoE, Qwen3-Next and Qwen3.5-MoE: router, routed experts, one shared expert behind a gate."""
-    count, width = d.int_or("num_experts"), d.int_or("moe_intermediate_size")
-    yield "mlp.gate.weight", (count, d.hidden)
-    yield from experts(d, count, width)
-    if shared := d.int_or("shared_expert_intermediate_size"):
-        yield from gated_mlp(d, shared, "mlp.shared_expert")
-        yield "mlp.shared_expert_gate.weight", (1, d.hidden)
-
-
-def grouped_moe(d: Dims) -> Iterator[Piece]:
-    """DeepSeek V3 and GLM-4.5: router with a correction bias, routed and shared experts."""
-    count, width = d.int_or("n_routed_experts"), d.int_or("moe_intermediate_size")
-    yield "mlp.gate.weight", (count, d.hidden)
-    yield "mlp.gate.e_score_correction_bias", (count,)
-    yield from experts(d, count, width)
-    if shared := d.int_or("n_shared_experts"):
-        yield from gated_mlp(d, shared * width, "mlp.shared_experts")
-
-
-def with_fused_experts(pieces: Iterator[Piece], d: Dims, count: int, width: int) -> Iterator[Piece]:
-    """`pieces` with the single experts replaced by their fused form (how transformers 5 and Qwen3.5 store them)."""
-    for name, shape in pieces:
-        if ".experts.0.gate_proj." in name:
-            yield from fused_experts(d, count, width)
-        elif ".experts." not in name:
-            yield name, shape
-
-
 # -----------------------------------------------------------------------------
+# Attention and MLP of each family, as functions of (dimensions, layer).
 
 Layer = Callable[[Dims, int], Iterator[Piece]]
 
-_PRE_POST = ("input_layernorm", "post_attention_layernorm")
-_SANDWICH = (*_PRE_POST, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+def _attending(qk_norm: str = "", qkv_bias: bool | None = None, out_bias: bool | None = None) -> Layer:
+    """Grouped-query attention whose biases follow `attention_bias` unless the family fixes them."""
+
+    def part(d: Dims, layer: int) -> Iterator[Piece]:
+        own = d.flag("attention_bias")
+        qkv, out = own if qkv_bias is None else qkv_bias, own if out_bias is None else out_bias
+        return attention(d, qkv_bias=qkv, out_bias=out, qk_norm=qk_norm)
+
+    return part
 
 
-def llama(d: Dims, layer: int) -> Iterator[Piece]:
-    """Llama, SmolLM2, SmolLM3."""
-    bias = d.flag("attention_bias")
-    yield from attention(d, qkv_bias=bias, out_bias=bias)
-    yield from gated_mlp(d, d.int_or("intermediate_size"), bias=d.flag("mlp_bias"))
-    yield from norms(d, *_PRE_POST)
-
-
-def mistral(d: Dims, layer: int) -> Iterator[Piece]:
-    """Mistral: Llama without any bias."""
-    yield from attention(d)
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_PRE_POST)
-
-
-def qwen2(d: Dims, layer: int) -> Iterator[Piece]:
-    """Qwen2 and Qwen2.5, MiMo: biases on query, key and value."""
-    yield from attention(d, qkv_bias=True)
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_PRE_POST)
-
-
-def qwen3(d: Dims, layer: int) -> Iterator[Piece]:
-    """Qwen3: norms on query and key heads."""
-    bias = d.flag("attention_bias")
-    yield from attention(d, qkv_bias=bias, out_bias=bias, qk_norm="head")
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_PRE_POST)
-
-
-def qwen3_moe(d: Dims, layer: int) -> Iterator[Piece]:
-    """Qwen3-MoE: routed experts every `decoder_sparse_step` layers but those of `mlp_only_layers`."""
-    bias = d.flag("attention_bias")
-    yield from attention(d, qkv_bias=bias, out_bias=bias, qk_norm="head")
-    only = d.config.get("mlp_only_layers") or []
-    step = max(d.int_or("decoder_sparse_step", 1), 1)
-    if layer not in only and (layer + 1) % step == 0 and d.int_or("num_experts"):
-        yield "mlp.gate.weight", (d.int_or("num_experts"), d.hidden)
-        yield from experts(d, d.int_or("num_experts"), d.int_or("moe_intermediate_size"))
-    else:
-        yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_PRE_POST)
-
-
-def gemma(d: Dims, layer: int) -> Iterator[Piece]:
-    """Gemma 1: Llama's layout with 1 + w norms."""
-    yield from llama(d, layer)
-
-
-def gemma2(d: Dims, layer: int) -> Iterator[Piece]:
-    """Gemma 2: four norms a layer."""
-    bias = d.flag("attention_bias")
-    yield from attention(d, qkv_bias=bias, out_bias=bias)
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_SANDWICH)
-
-
-def gemma3(d: Dims, layer: int) -> Iterator[Piece]:
-    """Gemma 3: Gemma 2 with norms on query and key heads."""
-    bias = d.flag("attention_bias")
-    yield from attention(d, qkv_bias=bias, out_bias=bias, qk_norm="head")
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_SANDWICH)
-
-
-def olmo2(d: Dims, layer: int) -> Iterator[Piece]:
-    """OLMo 2: norms after attention and MLP, query and key normed over all heads."""
-    bias = d.flag("attention_bias")
-    yield from attention(d, qkv_bias=bias, out_bias=bias, qk_norm="full")
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, "post_attention_layernorm", "post_feedforward_layernorm")
-
-
-def mixtral(d: Dims, layer: int) -> Iterator[Piece]:
-    """Mixtral as it is stored: experts w1, w2, w3 below block_sparse_moe."""
-    count, width = d.int_or("num_local_experts"), d.int_or("intermediate_size")
-    yield from attention(d)
-    yield "block_sparse_moe.gate.weight", (count, d.hidden)
-    for expert in range(count):
-        yield f"block_sparse_moe.experts.{expert}.w1.weight", (width, d.hidden)
-        yield f"block_sparse_moe.experts.{expert}.w2.weight", (d.hidden, width)
-        yield f"block_sparse_moe.experts.{expert}.w3.weight", (width, d.hidden)
-    yield from norms(d, *_PRE_POST)
-
-
-def deepseek_v3(d: Dims, layer: int) -> Iterator[Piece]:
-    """DeepSeek V3: latent attention, dense MLP in the first layers, routed experts after them."""
-    yield from latent_attention(d)
-    yield from _dense_then_moe(d, layer)
-    yield from norms(d, *_PRE_POST)
-
-
-def glm4_moe(d: Dims, layer: int) -> Iterator[Piece]:
-    """GLM-4.5: grouped-query attention with DeepSeek's experts."""
-    qk_norm = "head" if d.flag("use_qk_norm") else ""
-    yield from attention(d, qkv_bias=d.flag("attention_bias"), qk_norm=qk_norm)
-    yield from _dense_then_moe(d, layer)
-    yield from norms(d, *_PRE_POST)
-
-
-def _dense_then_moe(d: Dims, layer: int) -> Iterator[Piece]:
-    if layer < d.int_or("first_k_dense_replace"):
-        yield from gated_mlp(d, d.int_or("intermediate_size"))
-    else:
-        yield from grouped_moe(d)
-
-
-def _linear_attention(d: Dims, split: bool) -> Iterator[Piece]:
-    """Gated delta net: Qwen3-Next fuses its input projections two by two, Qwen3.5 keeps four."""
-    key_heads, value_heads = d.int_or("linear_num_key_heads"), d.int_or("linear_num_value_heads")
-    key = key_heads * d.int_or("linear_key_head_dim")
-    value = value_heads * d.int_or("linear_value_head_dim")
-    kernel = d.int_or("linear_conv_kernel_dim")
-    if split:
-        yield from linear("linear_attn.in_proj_qkv", 2 * key + value, d.hidden)
-        yield from linear("linear_attn.in_proj_z", value, d.hidden)
-        yield from linear("linear_attn.in_proj_b", value_heads, d.hidden)
-        yield from linear("linear_attn.in_proj_a", value_heads, d.hidden)
-    else:
-        yield from linear("linear_attn.in_proj_qkvz", 2 * key + 2 * value, d.hidden)
-        yield from linear("linear_attn.in_proj_ba", 2 * value_heads, d.hidden)
-    yield "linear_attn.conv1d.weight", (2 * key + value, 1, kernel)
-    yield "linear_attn.dt_bias", (value_heads,)
-    yield "linear_attn.A_log", (value_heads,)
-    yield "linear_attn.norm.weight", (d.int_or("linear_value_head_dim"),)
-    yield from linear("linear_attn.out_proj", d.hidden, value)
+def _glm_attention(d: Dims, layer: int) -> Iterator[Piece]:
+    return attention(d, qkv_bias=d.flag("attention_bias"), qk_norm="head" if d.flag("use_qk_norm") else "")
 
 
 def full_attention(d: Dims, layer: int) -> bool:
     """Whether a layer of a Qwen3-Next or Qwen3.5 model attends to all tokens (every fourth does by default)."""
     types = d.config.get("layer_types")
-    if isinstance(types, list) and layer < len(types):
+    if types and layer < len(types):
         return bool(types[layer] == "full_attention")
-    return (layer + 1) % max(d.int_or("full_attention_interval", 4), 1) == 0
+    return (layer + 1) % d.get("full_attention_interval", 4) == 0
 
 
-def qwen_hybrid_attention(d: Dims, layer: int, split: bool) -> Iterator[Piece]:
-    """Attention of Qwen3-Next and Qwen3.5: gated full attention or a gated delta net."""
-    if full_attention(d, layer):
+def _hybrid_attention(split: bool) -> Layer:
+    """Qwen3-Next and Qwen3.5: gated full attention or a gated delta net."""
+
+    def part(d: Dims, layer: int) -> Iterator[Piece]:
+        if not full_attention(d, layer):
+            return delta_net(d, split)
         bias = d.flag("attention_bias")
-        yield from attention(d, qkv_bias=bias, out_bias=bias, qk_norm="head", gated=True)
-    else:
-        yield from _linear_attention(d, split)
+        return attention(d, qkv_bias=bias, out_bias=bias, qk_norm="head", gated=True)
+
+    return part
 
 
-def qwen3_next(d: Dims, layer: int) -> Iterator[Piece]:
-    """Qwen3-Next: hybrid attention, shared-expert MoE."""
-    yield from qwen_hybrid_attention(d, layer, split=False)
-    only = d.config.get("mlp_only_layers") or []
-    if layer not in only and d.int_or("num_experts"):
-        yield from shared_expert_moe(d)
-    else:
-        yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_PRE_POST)
+def _dense(d: Dims, layer: int) -> Iterator[Piece]:
+    return gated_mlp(d, d["intermediate_size"], bias=d.flag("mlp_bias"))
 
 
-def qwen3_5(d: Dims, layer: int) -> Iterator[Piece]:
-    """Qwen3.5 dense."""
-    yield from qwen_hybrid_attention(d, layer, split=True)
-    yield from gated_mlp(d, d.int_or("intermediate_size"))
-    yield from norms(d, *_PRE_POST)
+def _sparse(d: Dims, layer: int) -> Iterator[Piece]:
+    """Qwen3-MoE: routed experts every `decoder_sparse_step` layers but those of `mlp_only_layers`."""
+    only, step = d.config.get("mlp_only_layers") or (), max(d.get("decoder_sparse_step", 1), 1)
+    if layer in only or (layer + 1) % step or not d.experts:
+        return gated_mlp(d, d["intermediate_size"])
+    return experts(d, d.experts)
 
 
-def qwen3_5_moe(d: Dims, layer: int) -> Iterator[Piece]:
-    """Qwen3.5 MoE."""
-    yield from qwen_hybrid_attention(d, layer, split=True)
-    yield from shared_expert_moe(d)
-    yield from norms(d, *_PRE_POST)
+def shared_expert_moe(d: Dims, layer: int) -> Iterator[Piece]:
+    """Qwen3-Next and Qwen3.5-MoE: routed experts, and one shared expert behind a gate."""
+    if layer in (d.config.get("mlp_only_layers") or ()) or not d.experts:
+        yield from gated_mlp(d, d["intermediate_size"])
+        return
+    yield from experts(d, d.experts)
+    if shared := d.get("shared_expert_intermediate_size"):
+        yield from gated_mlp(d, shared, "mlp.shared_expert")
+        yield "mlp.shared_expert_gate.weight", (1, d.hidden)
 
+
+def _mixtral_moe(d: Dims, layer: int) -> Iterator[Piece]:
+    """Mixtral as it is stored: experts w1, w2, w3 below block_sparse_moe."""
+    count, width = d["num_local_experts"], d["intermediate_size"]
+    yield "block_sparse_moe.gate.weight", (count, d.hidden)
+    for expert in range(count):
+        yield f"block_sparse_moe.experts.{expert}.w1.weight", (width, d.hidden)
+        yield f"block_sparse_moe.experts.{expert}.w2.weight", (d.hidden, width)
+        yield f"block_sparse_moe.experts.{expert}.w3.weight", (width, d.hidden)
+
+
+def _grouped_moe(d: Dims, layer: int) -> Iterator[Piece]:
+    """DeepSeek V3 and GLM-4.5: a dense MLP in the first layers, then routed and shared experts."""
+    if layer < d.get("first_k_dense_replace"):
+        yield from gated_mlp(d, d["intermediate_size"])
+        return
+    count = d["n_routed_experts"]
+    yield from experts(d, count)
+    yield "mlp.gate.e_score_correction_bias", (count,)
+    if shared := d.get("n_shared_experts"):
+        yield from gated_mlp(d, shared * d["moe_intermediate_size"], "mlp.shared_experts")
+
+
+# -----------------------------------------------------------------------------
+
+_PRE_POST = ("input_layernorm", "post_attention_layernorm")
+_SANDWICH = (*_PRE_POST, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def _decoder(attending: Layer, mlp: Layer, names: tuple[str, ...] = _PRE_POST) -> Layer:
+    def layer(d: Dims, index: int) -> Iterator[Piece]:
+        yield from attending(d, index)
+        yield from mlp(d, index)
+        yield from norms(d, *names)
+
+    return layer
+
+
+_LLAMA = _decoder(_attending(), _dense)
+_QWEN2 = _decoder(_attending(qkv_bias=True, out_bias=False), _dense)
+_GEMMA3 = _decoder(_attending("head"), _dense, _SANDWICH)
+_QWEN3_5 = _decoder(_hybrid_attention(split=True), _dense)
+_QWEN3_5_MOE = _decoder(_hybrid_attention(split=True), shared_expert_moe)
 
 FAMILIES: dict[str, Layer] = {
-    "llama": llama, "mistral": mistral, "qwen2": qwen2, "mimo": qwen2, "qwen3": qwen3, "qwen3_moe": qwen3_moe,
-    "smollm3": llama, "gemma": gemma, "gemma2": gemma2, "gemma3_text": gemma3, "gemma3": gemma3, "olmo2": olmo2,
-    "mixtral": mixtral, "deepseek_v3": deepseek_v3, "glm4_moe": glm4_moe, "qwen3_next": qwen3_next,
-    "qwen3_5": qwen3_5, "qwen3_5_text": qwen3_5, "qwen3_5_moe": qwen3_5_moe, "qwen3_5_moe_text": qwen3_5_moe,
+    "llama": _LLAMA, "smollm3": _LLAMA, "gemma": _LLAMA, "qwen2": _QWEN2, "mimo": _QWEN2,
+    "mistral": _decoder(_attending(qkv_bias=False, out_bias=False), _dense),
+    "qwen3": _decoder(_attending("head"), _dense), "qwen3_moe": _decoder(_attending("head"), _sparse),
+    "gemma2": _decoder(_attending(), _dense, _SANDWICH), "gemma3": _GEMMA3, "gemma3_text": _GEMMA3,
+    "olmo2": _decoder(_attending("full"), _dense, ("post_attention_layernorm", "post_feedforward_layernorm")),
+    "mixtral": _decoder(_attending(qkv_bias=False, out_bias=False), _mixtral_moe),
+    "deepseek_v3": _decoder(latent_attention, _grouped_moe), "glm4_moe": _decoder(_glm_attention, _grouped_moe),
+    "qwen3_next": _decoder(_hybrid_attention(split=False), shared_expert_moe),
+    "qwen3_5": _QWEN3_5, "qwen3_5_text": _QWEN3_5, "qwen3_5_moe": _QWEN3_5_MOE, "qwen3_5_moe_text": _QWEN3_5_MOE,
 }  # fmt: skip
 """Layer layouts by `model_type`."""
 

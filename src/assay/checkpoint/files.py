@@ -15,12 +15,12 @@ from assay.checkpoint.gguf import Gguf
 from assay.checkpoint.hub import list_revision
 from assay.checkpoint.layout import Layout
 from assay.checkpoint.mtp import MtpReport
-from assay.checkpoint.open import Opened
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
 from assay.checkpoint.serve_args import Version
 from assay.checkpoint.serve_args import engine_version as parse_engine_version
 from assay.checkpoint.structure import loaded_files
+from assay.checkpoint.subject import Opened
 from assay.errors import AssayError
 from assay.options import Options, option
 from assay.verdict import Finding, Severity, Verdict

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", "
 _SKIPPED_FOLDERS = {".git", "__pycache__"}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+MAX_DEPTH, MAX_FILES = 32, 100_000
+MAX_NOTE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def _cached_snapshot(repo: Path, revision: str | None) -> Path:
     reference = repo / "refs" / wanted
     commit = wanted
     if ".." not in wanted and reference.is_file():
-        commit = reference.read_text(encoding="utf-8", errors="replace").strip()
+        commit = read_bounded(reference, MAX_NOTE_BYTES).decode("utf-8", "replace").strip()
     for snapshot in snapshots:
         if snapshot.name == commit:
             return snapshot
@@ -143,6 +146,15 @@ def _identity(snapshot: Path) -> tuple[str | None, str | None]:
     return repo, snapshot.name if _COMMIT.fullmatch(snapshot.name) else None
 
 
+def read_bounded(path: Path, most: int) -> bytes:
+    """A file of at most `most` bytes. Raises OSError for a longer one, and reads no more of it than that."""
+    with path.open("rb") as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it is longer than {most} bytes")
+    return data
+
+
 def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list[str]]:
     """All files below `root`; folders that are links are not followed, so a loop cannot trap it."""
     files: dict[str, LocalFile] = {}
@@ -151,15 +163,20 @@ def _walk(root: Path) -> tuple[dict[str, LocalFile], list[tuple[str, str]], list
 
     def failed(error: OSError) -> None:
         where = Path(error.filename) if error.filename else root
-        problems.append(
-            (where.relative_to(root).as_posix() if where != root else ".", error.strerror or str(error))
-        )
+        path = where.relative_to(root).as_posix() if where != root else "."
+        problems.append((path, error.strerror or str(error)))
 
-    for folder, subfolders, names in os.walk(root, onerror=failed):
-        here = Path(folder)
-        subfolders[:] = sorted(s for s in subfolders if not _skipped(here / s, root))
+    for at, subfolders, names in os.walk(root, onerror=failed):
+        folder = Path(at)
+        if len(files) + len(names) > MAX_FILES:
+            problems.append((folder.relative_to(root).as_posix(), f"more than {MAX_FILES} files lie here"))
+            break
+        if subfolders and len(folder.relative_to(root).parts) >= MAX_DEPTH:
+            problems.append((folder.relative_to(root).as_posix(), f"folders nested deeper than {MAX_DEPTH}"))
+            subfolders.clear()
+        subfolders[:] = sorted(s for s in subfolders if not _skipped(folder / s, root))
         for name in names:
-            entry = here / name
+            entry = folder / name
             relative = entry.relative_to(root).as_posix()
             if not _is_text(relative):
                 problems.append((ascii(relative)[1:-1], "its name is not UTF-8"))
@@ -198,9 +215,11 @@ def _download_records(root: Path) -> tuple[dict[str, str], str | None]:
     folder = root / ".cache" / "huggingface" / "download"
     recorded: dict[str, str] = {}
     commits: set[str] = set()
-    for note in sorted(folder.rglob("*.metadata")) if folder.is_dir() else ():
-        lines = note.read_text(encoding="utf-8", errors="replace").splitlines()
+    for name, note in _walk(folder)[0].items() if folder.is_dir() else ():
+        if not name.endswith(".metadata") or note.size > MAX_NOTE_BYTES:
+            continue
+        lines = read_bounded(note.real, MAX_NOTE_BYTES).decode("utf-8", "replace").splitlines()
         if len(lines) >= 2 and _COMMIT.fullmatch(lines[0]) and _DIGEST.fullmatch(lines[1]):
-            recorded[note.relative_to(folder).as_posix().removesuffix(".metadata")] = lines[1]
+            recorded[name.removesuffix(".metadata")] = lines[1]
             commits.add(lines[0])
     return recorded, commits.pop() if len(commits) == 1 else None

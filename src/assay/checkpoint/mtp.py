@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from assay.checkpoint import expected
-from assay.checkpoint.expected import Dims, Piece, with_fused_experts
+from assay.checkpoint.documents import Document
+from assay.checkpoint.expected import Dims, Layer, Piece, attention, linear, norms
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.quantization.check import weights
-from assay.checkpoint.quantization.declared import Declared, Kind
+from assay.checkpoint.quantization.declared import PLAIN, Declared, Kind
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.serve_args import TABLED, Version
-from assay.checkpoint.structure import is_stored
-from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.structure import MAX_PIECES, Shape, is_stored
+from assay.checkpoint.subject import Checkpoint, open_checkpoint
 from assay.verdict import Finding, Severity
 
 # -----------------------------------------------------------------------------
 # Who announces a multi-token-prediction head, where, and which tensors it then owes.
 #
-# One `Family` per layout. `tensors` gives names and shapes for one head of `depth` layers; families whose inner layout
-# differs from config to config give only `prefix`, and their head is then judged by presence.
+# One `Family` per layout. `layout` gives names and shapes for a head of some depth; families whose inner layout differs
+# from config to config give only `prefixes`, and their head owes what the backbone's layers have in common.
 
 Layout = Callable[[Dims, int], Iterator[Piece]]
 """(dimensions, depth) to (full tensor name, shape)."""
@@ -64,155 +65,88 @@ def _below(parent: str, pieces: Iterator[Piece]) -> Iterator[Piece]:
     return ((f"{parent}.{name}", shape) for name, shape in pieces)
 
 
-_PRE_POST = ("input_layernorm", "post_attention_layernorm")
-
-
-def _qwen_head(d: Dims, depth: int, moe: bool) -> Iterator[Piece]:
+def qwen(d: Dims, depth: int) -> Iterator[Piece]:
     """Qwen3.5 and Qwen3-Next: fc over embedding and hidden state, then full-attention layers. Dense: 15 tensors."""
-    yield from expected.linear("mtp.fc", d.hidden, 2 * d.hidden)
-    yield from _below("mtp", expected.norms(d, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"))
+    yield from linear("mtp.fc", d.hidden, 2 * d.hidden)
+    yield from _below("mtp", norms(d, "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"))
     for i in range(depth):
         at = f"mtp.layers.{i}"
-        yield from _below(at, expected.attention(d, qk_norm="head", gated=True))
-        if moe:
-            yield from _below(at, expected.shared_expert_moe(d))
-        else:
-            yield from _below(at, expected.gated_mlp(d, d.int_or("intermediate_size")))
-        yield from _below(at, expected.norms(d, *_PRE_POST))
+        yield from _below(at, attention(d, qk_norm="head", gated=True))
+        yield from _below(at, expected.shared_expert_moe(d, -1))
+        yield from _below(at, norms(d, "input_layernorm", "post_attention_layernorm"))
 
 
-def qwen_dense(d: Dims, depth: int) -> Iterator[Piece]:
-    """Qwen3.5 dense."""
-    return _qwen_head(d, depth, moe=False)
+def _whole_layer(layer: Layer) -> Layout:
+    """DeepSeek V3 and GLM-4.5: a whole decoder layer after the last, with its own norms and entry projection."""
 
+    def layout(d: Dims, depth: int) -> Iterator[Piece]:
+        for index in range(d.layers, d.layers + depth):
+            at = f"model.layers.{index}"
+            yield from _below(at, norms(d, "enorm", "hnorm", "shared_head.norm"))
+            yield from linear(f"{at}.eh_proj", d.hidden, 2 * d.hidden)
+            yield from _below(at, layer(d, index))
 
-def qwen_moe(d: Dims, depth: int) -> Iterator[Piece]:
-    """Qwen3-Next and Qwen3.5 MoE."""
-    return _qwen_head(d, depth, moe=bool(d.int_or("num_experts")))
-
-
-def _glue(d: Dims, at: str) -> Iterator[Piece]:
-    yield from _below(at, expected.norms(d, "enorm", "hnorm", "shared_head.norm"))
-    yield from expected.linear(f"{at}.eh_proj", d.hidden, 2 * d.hidden)
-
-
-def deepseek(d: Dims, depth: int) -> Iterator[Piece]:
-    """DeepSeek V3: a whole MoE layer after the last, with its own norms and entry projection."""
-    for i in range(depth):
-        at = f"model.layers.{d.layers + i}"
-        yield from _glue(d, at)
-        yield from _below(at, expected.latent_attention(d))
-        yield from _below(at, expected.grouped_moe(d))
-        yield from _below(at, expected.norms(d, *_PRE_POST))
-
-
-def glm(d: Dims, depth: int) -> Iterator[Piece]:
-    """GLM-4.5: DeepSeek's layout around grouped-query attention."""
-    qk_norm = "head" if d.flag("use_qk_norm") else ""
-    for i in range(depth):
-        at = f"model.layers.{d.layers + i}"
-        yield from _glue(d, at)
-        yield from _below(at, expected.attention(d, qkv_bias=d.flag("attention_bias"), qk_norm=qk_norm))
-        yield from _below(at, expected.grouped_moe(d))
-        yield from _below(at, expected.norms(d, *_PRE_POST))
+    return layout
 
 
 def mimo(d: Dims, depth: int) -> Iterator[Piece]:
     """MiMo-7B: Qwen2 layers below model.mtp_layers."""
     for i in range(depth):
         at = f"model.mtp_layers.{i}"
-        yield from _below(at, expected.norms(d, "token_layernorm", "hidden_layernorm", "final_layernorm"))
-        yield from expected.linear(f"{at}.input_proj", d.hidden, 2 * d.hidden)
-        yield from _below(at, expected.attention(d, qkv_bias=True))
-        yield from _below(at, expected.gated_mlp(d, d.int_or("intermediate_size")))
-        yield from _below(at, expected.norms(d, *_PRE_POST))
+        yield from _below(at, norms(d, "token_layernorm", "hidden_layernorm", "final_layernorm"))
+        yield from linear(f"{at}.input_proj", d.hidden, 2 * d.hidden)
+        yield from _below(at, expected.FAMILIES["mimo"](d, i))
 
 
 def ernie(d: Dims, depth: int) -> Iterator[Piece]:
-    """ERNIE-4.5-MoE: a dense Llama block; glue in modules of its own."""
+    """ERNIE-4.5-MoE: a dense block without biases; glue in modules of its own."""
     for i in range(depth):
-        yield from expected.norms(d, f"model.mtp_emb_norm.{i}", f"model.mtp_hidden_norm.{i}")
-        yield from expected.linear(f"model.mtp_linear_proj.{i}", d.hidden, 2 * d.hidden)
-        at = f"model.mtp_block.{i}"
-        yield from _below(at, expected.attention(d))
-        yield from _below(at, expected.gated_mlp(d, d.int_or("intermediate_size")))
-        yield from _below(at, expected.norms(d, *_PRE_POST))
+        yield from norms(d, f"model.mtp_emb_norm.{i}", f"model.mtp_hidden_norm.{i}")
+        yield from linear(f"model.mtp_linear_proj.{i}", d.hidden, 2 * d.hidden)
+        yield from _below(f"model.mtp_block.{i}", expected.FAMILIES["mistral"](d, i))
 
 
-_QWEN35 = Family("qwen3.5", ("mtp_num_hidden_layers",), _under("mtp."), qwen_dense, draft_class="Qwen3_5MTP")
-_QWEN35_MOE = Family(
-    "qwen3.5-moe", ("mtp_num_hidden_layers",), _under("mtp."), qwen_moe, draft_class="Qwen3_5MoeMTP"
-)
-_DEEPSEEK = Family(
-    "deepseek-v3", _NEXTN, _after_layers, deepseek, checked_since="0.32.0", draft_class="DeepSeekMTPModel"
-)
-_STEP = Family("step3.5", _NEXTN, _after_layers, checked_since="0.32.0", default=1, draft_class="Step3p5MTP")
-_BAILING = Family(
-    "bailing", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="BailingMoeV25MTPModel"
-)
-_MIMO_V2 = Family("mimo-v2", _NEXTN, _under("model.mtp."), forced=1, draft_class="MiMoV2MTPModel")
-_NEMOTRON = Family(
-    "nemotron-h", _NEXTN, _under("mtp.", "language_model.mtp."), draft_class="NemotronHMTPModel"
-)
-_EXAONE = Family("exaone", _NEXTN, _under("mtp."), default=1, draft_class="ExaoneMoeMTP")
+_MTP, _ANY_MTP = _under("mtp."), _under("mtp.", "model.mtp.")
+_QWEN, _V32 = ("mtp_num_hidden_layers",), "0.32.0"
+_ERNIE = _under("model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.", "model.mtp_block.")
+_DEEPSEEK, _GLM = (_whole_layer(expected.FAMILIES[name]) for name in ("deepseek_v3", "glm4_moe"))
 
-_QWEN4 = Family("qwen4-exp", ("mtp_num_hidden_layers", *_NEXTN), _under("mtp."), draft_class="Qwen4ExpMTP")
-_DEEPSEEK_V4 = Family(
-    "deepseek-v4", _NEXTN, _under("mtp."), checked_since="0.32.0", draft_class="DeepSeekV4MTPModel"
-)
-_GLM5_NEXT = Family(
-    "glm5-next", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="Glm5NextMTPModel"
-)
-_MINIMAX = Family(
-    "minimax-m3", ("num_mtp_modules",), _under("mtp.", "model.mtp."), checked_since="0.32.0",
-    draft_class="MiniMaxM3MTP",
+_KINDS: tuple[tuple[str, Family], ...] = (
+    ("qwen3_5 qwen3_5_text intern_s2_preview", Family("qwen3.5", _QWEN, _MTP, qwen, draft_class="Qwen3_5MTP")),
+    ("qwen3_5_moe qwen3_5_moe_text", Family("qwen3.5-moe", _QWEN, _MTP, qwen, draft_class="Qwen3_5MoeMTP")),
+    ("interns2_mobius", Family("intern-s2-mobius", _QWEN, _MTP, draft_class="InternS2MobiusMTP")),
+    ("qwen3_next", Family("qwen3-next", _NEXTN, _MTP, qwen, 1, draft_class="Qwen3NextMTP")),
+    ("qwen4_exp qwen4_exp_text", Family("qwen4-exp", (*_QWEN, *_NEXTN), _MTP, draft_class="Qwen4ExpMTP")),
+    ("deepseek_v3", Family("deepseek-v3", _NEXTN, _after_layers, _DEEPSEEK, 0, None, _V32, "DeepSeekMTPModel")),
+    ("deepseek_v32", Family("deepseek-v3.2", _NEXTN, _after_layers, None, 0, None, _V32, "DeepseekV32MTPModel")),
+    ("glm_moe_dsa", Family("glm-moe-dsa", _NEXTN, _after_layers, None, 0, None, _V32, "DeepseekV32MTPModel")),
+    ("deepseek_v4 deepseek_v41", Family("deepseek-v4", _NEXTN, _MTP, None, 0, None, _V32, "DeepSeekV4MTPModel")),
+    ("glm4_moe", Family("glm-4.5", _NEXTN, _after_layers, _GLM, draft_class="Glm4MoeMTPModel")),
+    ("glm4_moe_lite", Family("glm-4-lite", _NEXTN, _after_layers, draft_class="Glm4MoeLiteMTPModel")),
+    ("glm_ocr", Family("glm-ocr", _NEXTN, _after_layers, draft_class="GlmOcrMTPModel")),
+    ("mimo", Family("mimo", _NEXTN, _under("model.mtp_layers."), mimo, draft_class="MiMoMTPModel")),
+    ("mimo_v2 mimo_v2_flash", Family("mimo-v2", _NEXTN, _under("model.mtp."), forced=1, draft_class="MiMoV2MTPModel")),
+    ("ernie4_5_moe", Family("ernie-4.5", _NEXTN, _ERNIE, ernie, draft_class="ErnieMTPModel")),
+    ("nemotron_h nemotron_h_puzzle", Family(
+        "nemotron-h", _NEXTN, _under("mtp.", "language_model.mtp."), draft_class="NemotronHMTPModel")),
+    ("exaone_moe exaone4_5", Family("exaone", _NEXTN, _MTP, default=1, draft_class="ExaoneMoeMTP")),
+    ("longcat_flash", Family("longcat-flash", _NEXTN, _under("model.mtp."), default=1, draft_class="LongCatFlashMTPModel")),
+    ("step3p5 step3p7", Family("step3.5", _NEXTN, _after_layers, None, 1, None, _V32, "Step3p5MTP")),
+    ("bailing_hybrid bailing_moe_v2_5 bailing_hybrid_v3", Family(
+        "bailing", _NEXTN, _after_layers, None, 0, None, _V32, "BailingMoeV25MTPModel")),
+    ("hy_v3", Family("hy-v3", _NEXTN, _after_layers, draft_class="HYV3MTPModel")),
+    ("pangu_ultra_moe", Family("openpangu", _NEXTN, _after_layers, draft_class="OpenPanguMTPModel")),
+    ("kimi_k3", Family("kimi-k3", _NEXTN, _after_layers, None, 0, None, _V32, "KimiK3MTPModel")),
+    ("hy_v4", Family("hy-v4", _NEXTN, _after_layers, None, 0, None, _V32, "HYV4MTPModel")),
+    ("dots3_note", Family("dots3", _NEXTN, _after_layers, default=1, draft_class="Dots3NoteMTPModel")),
+    ("glm5_next glm5_next_text", Family("glm5-next", _NEXTN, _after_layers, None, 0, None, _V32, "Glm5NextMTPModel")),
+    ("minimax_m3 minimax_m3_vl minimax_m3_mtp", Family(
+        "minimax-m3", ("num_mtp_modules",), _ANY_MTP, None, 0, None, _V32, "MiniMaxM3MTP")),
+    ("inkling inkling_mm_model inkling_model", Family(
+        "inkling", ("num_mtp_layers", "mtp_config.num_nextn_predict_layers"), _ANY_MTP, None, 0, None, _V32,
+        "InklingMTPModel")),
 )  # fmt: skip
-_INKLING = Family(
-    "inkling", ("num_mtp_layers", "mtp_config.num_nextn_predict_layers"), _under("mtp.", "model.mtp."),
-    checked_since="0.32.0", draft_class="InklingMTPModel",
-)  # fmt: skip
-
-FAMILIES: dict[str, Family] = {
-    "qwen3_5": _QWEN35, "qwen3_5_text": _QWEN35, "qwen3_5_moe": _QWEN35_MOE, "qwen3_5_moe_text": _QWEN35_MOE,
-    "intern_s2_preview": _QWEN35, "interns2_mobius": Family(
-        "intern-s2-mobius", ("mtp_num_hidden_layers",), _under("mtp."), draft_class="InternS2MobiusMTP"
-    ),
-    "qwen3_next": Family("qwen3-next", _NEXTN, _under("mtp."), qwen_moe, default=1, draft_class="Qwen3NextMTP"),
-    "qwen4_exp": _QWEN4, "qwen4_exp_text": _QWEN4,
-    "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": Family(
-        "deepseek-v3.2", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="DeepseekV32MTPModel"
-    ),
-    "glm_moe_dsa": Family(
-        "glm-moe-dsa", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="DeepseekV32MTPModel"
-    ),
-    "deepseek_v4": _DEEPSEEK_V4, "deepseek_v41": _DEEPSEEK_V4,
-    "glm4_moe": Family("glm-4.5", _NEXTN, _after_layers, glm, draft_class="Glm4MoeMTPModel"),
-    "glm4_moe_lite": Family("glm-4-lite", _NEXTN, _after_layers, draft_class="Glm4MoeLiteMTPModel"),
-    "glm_ocr": Family("glm-ocr", _NEXTN, _after_layers, draft_class="GlmOcrMTPModel"),
-    "mimo": Family("mimo", _NEXTN, _under("model.mtp_layers."), mimo, draft_class="MiMoMTPModel"),
-    "mimo_v2": _MIMO_V2, "mimo_v2_flash": _MIMO_V2,
-    "ernie4_5_moe": Family(
-        "ernie-4.5", _NEXTN,
-        _under("model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.", "model.mtp_block."),
-        ernie, draft_class="ErnieMTPModel",
-    ),
-    "nemotron_h": _NEMOTRON, "nemotron_h_puzzle": _NEMOTRON,
-    "exaone_moe": _EXAONE, "exaone4_5": _EXAONE,
-    "longcat_flash": Family(
-        "longcat-flash", _NEXTN, _under("model.mtp."), default=1, draft_class="LongCatFlashMTPModel"
-    ),
-    "step3p5": _STEP, "step3p7": _STEP,
-    "bailing_hybrid": _BAILING, "bailing_moe_v2_5": _BAILING, "bailing_hybrid_v3": _BAILING,
-    "hy_v3": Family("hy-v3", _NEXTN, _after_layers, draft_class="HYV3MTPModel"),
-    "pangu_ultra_moe": Family("openpangu", _NEXTN, _after_layers, draft_class="OpenPanguMTPModel"),
-    "kimi_k3": Family("kimi-k3", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="KimiK3MTPModel"),
-    "hy_v4": Family("hy-v4", _NEXTN, _after_layers, checked_since="0.32.0", draft_class="HYV4MTPModel"),
-    "dots3_note": Family("dots3", _NEXTN, _after_layers, default=1, draft_class="Dots3NoteMTPModel"),
-    "glm5_next": _GLM5_NEXT, "glm5_next_text": _GLM5_NEXT,
-    "minimax_m3": _MINIMAX, "minimax_m3_vl": _MINIMAX, "minimax_m3_mtp": _MINIMAX,
-    "inkling": _INKLING, "inkling_mm_model": _INKLING, "inkling_model": _INKLING,
-}  # fmt: skip
+FAMILIES = {model_type: family for types, family in _KINDS for model_type in types.split()}
 """Families by `model_type`."""
 
 GENERIC = Family(
@@ -222,14 +156,13 @@ GENERIC = Family(
 """For a model type that is in no table: the usual keys, the usual places."""
 
 
-def announced_depth(family: Family, *configs: dict[str, Any]) -> tuple[int | None, str | None]:
+def announced_depth(family: Family, *configs: Document) -> tuple[int | None, str | None]:
     """(depth, key) that the configs announce; depth None where no key says anything."""
     for config in configs:
         for key in family.keys:
-            value: Any = config
-            for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if type(value) is int and value >= 0:
+            outer, _, inner = key.rpartition(".")
+            value = ((config.get(outer) or {}) if outer else config).get(inner)
+            if value is not None:
                 return value, key
     return None, None
 
@@ -258,7 +191,7 @@ class MtpReport:
     by_default: bool = False
     expected: int | None = None
     missing: tuple[str, ...] = ()
-    wrong_shape: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    wrong_shape: dict[str, tuple[Shape, Shape]] = field(default_factory=dict)
     conflicts: dict[str, str] = field(default_factory=dict)
     cast: tuple[str, ...] = ()
     """Those of `conflicts` whose tensors an engine finds under the name it looks for, and converts without a scale."""
@@ -275,22 +208,19 @@ class MtpReport:
         }  # fmt: skip
 
 
-def examine(source: str | Path) -> MtpReport:
+def examine(source: str) -> MtpReport:
     """The head of the checkpoint at a path or `hub:ORG/NAME`, from headers and config alone.
 
     Raises AssayError if the checkpoint cannot be read.
     """
-    from assay.checkpoint.open import open_checkpoint
-
     checkpoint = open_checkpoint(str(source)).checkpoint
     return examine_checkpoint(checkpoint, parse(checkpoint))
 
 
 def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> MtpReport:
     """The head of an opened checkpoint."""
-    config = checkpoint.text_config
     family = _family(checkpoint)
-    depth, key = announced_depth(family, config, checkpoint.config)
+    depth, key = announced_depth(family, checkpoint.text_config, checkpoint.config)
     by_default = depth is None and family.default > 0
     announced = family.default if depth is None else depth
     if family.forced is not None and (announced or depth is None):
@@ -301,29 +231,37 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
         present = []  # ordinary layers beyond the configured number, which is another finding
     if by_default and family.forced is not None and not present:
         announced = 0  # forced by the engine, not promised by the config
-    stray = _stray(checkpoint, prefixes)
     if not present:
         status: Status = "absent" if announced else "none"
         return MtpReport(
             status, family.name, announced, 0, False if announced else None, None, key, by_default,
-            stray_file=stray, checked_since=family.checked_since,
+            stray_file=_stray(checkpoint, prefixes), checked_since=family.checked_since,
         )  # fmt: skip
     owed = _owed(checkpoint, family, announced or 1)
-    missing = tuple(n for n in owed if not is_stored(checkpoint, n))
+    missing = [n for n in owed if not is_stored(checkpoint, n)] if owed else _unlike(checkpoint, prefixes, present)
     wrong = {
         n: (t.shape, shape)
         for n, shape in owed.items()
-        if (t := checkpoint.tensors.get(n))
-        and t.shape != shape
-        and t.dtype in {"F32", "F16", "BF16", "F8_E4M3", "I8"}
+        if (t := checkpoint.tensors.get(n)) and t.shape != shape and t.dtype in _UNPACKED
     }
     kinds, conflicts, cast = _storage(checkpoint, prefixes, declared)
     quantized = ", ".join(sorted(k for k in kinds if k is not Kind.PLAIN)) or None
+    if missing or wrong:
+        status = "partial"
+    elif conflicts:
+        status = "dtype_conflict"
+    elif not announced:
+        status = "not_announced"
+    else:
+        status = "declared_quantized" if quantized else "ok"
     return MtpReport(
-        _status(announced, bool(missing or wrong), bool(conflicts), quantized),
-        family.name, announced, len(present), not missing if owed else None, quantized, key, by_default,
-        len(owed) or None, missing, wrong, conflicts, cast, stray, family.checked_since,
+        status, family.name, announced, len(present), not missing if owed or missing else None, quantized, key,
+        by_default, len(owed) or None, tuple(missing), wrong, conflicts, cast, _stray(checkpoint, prefixes),
+        family.checked_since,
     )  # fmt: skip
+
+
+_UNPACKED = frozenset({"F32", "F16", "BF16", "F8_E4M3", "I8"})
 
 
 def head_prefixes(
@@ -347,50 +285,50 @@ def _is_head(names: list[str]) -> bool:
     return any("mtp" in name or any(mark in name for mark in marks) for name in names)
 
 
-def _status(announced: int, partial: bool, conflict: bool, quantized: str | None) -> Status:
-    if partial:
-        return "partial"
-    if conflict:
-        return "dtype_conflict"
-    if not announced:
-        return "not_announced"
-    return "declared_quantized" if quantized else "ok"
-
-
 def _family(checkpoint: Checkpoint) -> Family:
-    for config in (checkpoint.text_config, checkpoint.config):
-        family = FAMILIES.get(str(config.get("model_type")))
-        if family is not None:
-            return family
-    return GENERIC
+    types = (checkpoint.model_type, checkpoint.config.get("model_type"))
+    return next((FAMILIES[t] for t in types if t in FAMILIES), GENERIC)
 
 
-def _owed(checkpoint: Checkpoint, family: Family, depth: int) -> dict[str, tuple[int, ...]]:
+def _owed(checkpoint: Checkpoint, family: Family, depth: int) -> dict[str, Shape]:
     """Names and shapes that the family owes; fused experts where the head stores them so."""
     d = Dims(checkpoint.text_config)
-    if family.layout is None or not d.hidden:
+    if family.layout is None or depth * max(d.experts, 1) > MAX_PIECES:
         return {}
-    pieces = ((_placed(checkpoint, name), shape) for name, shape in family.layout(d, depth))
     prefixes = head_prefixes(checkpoint, family, depth)
-    fused = any(".experts.gate_up_proj" in name and name.startswith(prefixes) for name in checkpoint.tensors)
-    if fused:
-        count = d.int_or("n_routed_experts") or d.int_or("num_experts")
-        return dict(_fuse(pieces, d, count))
-    return dict(pieces)
+    pieces = family.layout(d, depth)
+    if any(".experts.gate_up_proj" in name and name.startswith(prefixes) for name in checkpoint.tensors):
+        pieces = expected.fused_experts(pieces, d)
+    owed = {_placed(checkpoint, name): shape for name, shape in pieces}
+    return {} if d.lacking else owed
 
 
-def _fuse(
-    pieces: Iterator[tuple[str, tuple[int, ...]]], d: Dims, count: int
-) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Like `with_fused_experts`, below each head layer's own prefix."""
-    for name, shape in pieces:
-        head, marker, rest = name.partition("mlp.experts.")
-        if not marker:
-            yield name, shape
-        elif rest.startswith("0.gate_proj."):
-            width = d.int_or("moe_intermediate_size")
-            inner = with_fused_experts(iter([("mlp.experts.0.gate_proj.weight", shape)]), d, count, width)
-            yield from ((head + fused, fused_shape) for fused, fused_shape in inner)
+_PARTS = {
+    "attention": re.compile(r"attn|attention|mixer|qkv|[qk]_proj|delta|mamba|ssm"),
+    "MLP": re.compile(r"mlp|ffn|expert|feed_forward|moe|mixer|down_proj|\bw[123]\b"),
+}
+_SHARED = re.compile(r"(self_attn|mlp|input_layernorm|post_attention_layernorm)\b")
+
+
+def _unlike(checkpoint: Checkpoint, prefixes: tuple[str, ...], present: list[str]) -> list[str]:
+    """What a head of unknown layout lacks: a block's attention and MLP, and what all layers of the backbone share."""
+    start = f"{checkpoint.prefix}layers."
+    backbone: dict[str, set[str]] = {}
+    for module in checkpoint.modules:
+        if module.startswith(start) and not (module + ".").startswith(prefixes):
+            index, _, tail = module[len(start) :].partition(".")
+            backbone.setdefault(index, set()).add(tail)
+    shared = {t for t in set.intersection(*backbone.values()) if _SHARED.match(t)} if backbone else set()
+    lacking = []
+    for prefix in prefixes:
+        own = [name.removeprefix(prefix) for name in present if name.startswith(prefix)]
+        counted = prefix.startswith(start)
+        if counted or own:
+            lacking += [f"{prefix}* ({part})" for part, names in _PARTS.items() if not any(map(names.search, own))]
+        if counted:
+            modules = tuple(f".{name.rpartition('.')[0]}" for name in own)
+            lacking += [prefix + tail for tail in sorted(shared) if not any(m.endswith(f".{tail}") for m in modules)]
+    return lacking
 
 
 def _storage(
@@ -404,7 +342,7 @@ def _storage(
         if not (module + ".").startswith(prefixes):
             continue
         kinds[kind] += 1
-        accepted = declared.accepts(module) if declared is not None else frozenset({Kind.PLAIN})
+        accepted = declared.kinds(module) if declared is not None else PLAIN
         if kind is Kind.FP8_UNSCALED:
             conflicts[module] = "fp8 values without a scale"
             cast.append(module)
@@ -522,15 +460,10 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
 
 def _partial(report: MtpReport, said: str) -> Iterator[Finding]:
     if report.missing:
-        title = (
-            f"the multi-token-prediction head lacks {plural(len(report.missing), 'tensor')} of {report.expected}: "
-            f"{some(report.missing)}"
-        )
+        of = f" of {report.expected}" if report.expected else ""
+        title = f"the multi-token-prediction head lacks {plural(len(report.missing), 'tensor')}{of}: {some(report.missing)}"
         causes = ["only part of the head was copied into a quantised folder", "a shard is missing"]
-        remedies = [
-            "copy the missing tensors from the original repository",
-            f"make vLLM say so at load: {TRACK}",
-        ]
+        remedies = ["copy the missing tensors from the original repository", f"make vLLM say so at load: {TRACK}"]
         yield found(
             "mtp_partial", title, detail=said, causes=causes, remedies=remedies, missing=report.missing[:SHOWN],
             count=len(report.missing), expected=report.expected,

@@ -63,7 +63,7 @@ Params = Mapping[str, Tensor]
 
 # bitsandbytes hangs its state below the weight: `q_proj.weight.absmax` belongs to the module `q_proj`.
 _NESTED = re.compile(r"^(.+)\.(weight\.(?:absmax|quant_map|nested_\w+|quant_state\.\w+))$")
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d+)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|blk)\.(\d{1,7})\.")
 
 
 def split_name(name: str) -> tuple[str, str]:

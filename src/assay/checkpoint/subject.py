@@ -1,4 +1,4 @@
-"""The checkpoint as the rules see it: documents, headers and tensors, wherever the bytes are."""
+"""The checkpoint as the rules see it: documents, headers and tensors, wherever the bytes are; and how one is opened."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from assay.checkpoint.safetensors import Header, Tensor, modules
+from assay.checkpoint import hub
+from assay.checkpoint.documents import INDEX, NESTED, TABLES, Document, Nonsense, clean
+from assay.checkpoint.layout import Layout, locate, read_bounded
+from assay.checkpoint.safetensors import Header, Tensor, modules, read_header
 
-MAX_DOCUMENT_BYTES = 256 << 20
-INDEX = "model.safetensors.index.json"
+MAX_DOCUMENT_BYTES = 128 << 20
+MAX_OBJECTS = 4_000_000
+"""Objects and lists of one document; a tokenizer with half a million merges has as many lists."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +40,24 @@ class Checkpoint:
     headers: Mapping[str, Header] = field(default_factory=dict)
     stray: frozenset[str] = frozenset()
     """Weight files that the index does not name: engines do not load them."""
+    _documents: dict[str, tuple[Document, list[Nonsense]] | BrokenDocument | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
-    def document(self, name: str) -> dict[str, Any] | BrokenDocument | None:
-        """A JSON file of the checkpoint as an object; None if it is not there."""
+    def document(self, name: str) -> Document | BrokenDocument | None:
+        """A JSON file without the values that are nonsense; None if it is not there."""
         if name not in self._documents:
             self._documents[name] = self._load(name)
-        return self._documents[name]
+        found = self._documents[name]
+        return found[0] if isinstance(found, tuple) else found
 
-    def object(self, name: str) -> dict[str, Any]:
+    def nonsense(self, name: str) -> list[Nonsense]:
+        """The values of a JSON file that are not what their keys take."""
+        self.document(name)
+        found = self._documents[name]
+        return found[1] if isinstance(found, tuple) else []
+
+    def object(self, name: str) -> Document:
         """Like `document`, with an empty object for a file that is missing or broken."""
         found = self.document(name)
         return found if isinstance(found, dict) else {}
@@ -56,38 +71,45 @@ class Checkpoint:
         except (OSError, UnicodeDecodeError):
             return None
 
-    @cached_property
-    def _documents(self) -> dict[str, dict[str, Any] | BrokenDocument | None]:
-        return {}
-
-    def _load(self, name: str) -> dict[str, Any] | BrokenDocument | None:
+    def _load(self, name: str) -> tuple[Document, list[Nonsense]] | BrokenDocument | None:
         if name not in self.files:
             return None
         if self.files[name] > MAX_DOCUMENT_BYTES:
             return BrokenDocument(f"it is {self.files[name]} bytes long")
         try:
-            document = json.loads(self.read(name).decode("utf-8"))
+            raw = self.read(name)
+            if raw.count(b"{") + raw.count(b"[") > MAX_OBJECTS:
+                return BrokenDocument(f"it holds more than {MAX_OBJECTS} objects")
+            document = json.loads(raw.decode("utf-8"))
         except OSError as error:
             return BrokenDocument(error.strerror or str(error))
         except RecursionError:
             return BrokenDocument("it is nested too deeply")
         except ValueError as error:
             return BrokenDocument(str(error)[:120])
-        return document if isinstance(document, dict) else BrokenDocument("it is not an object")
+        if not isinstance(document, dict):
+            return BrokenDocument("it is not an object")
+        return clean(document, TABLES.get(name, {}))
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> Document:
         """`config.json`, empty if there is none."""
         return self.object("config.json")
 
     @cached_property
-    def text_config(self) -> dict[str, Any]:
-        """The configuration of the language model: `text_config` (or `llm_config`) where the config nests one."""
-        for key in ("text_config", "llm_config", "language_config"):
-            nested = self.config.get(key)
-            if isinstance(nested, dict) and nested:
-                return nested
-        return self.config
+    def text_config(self) -> Document:
+        """The configuration of the language model, where the config nests one; else the config itself."""
+        return next((nested for key in NESTED if (nested := self.config.get(key))), self.config)
+
+    @cached_property
+    def model_type(self) -> str:
+        """`model_type` of the language model, empty if the config gives none."""
+        return self.text_config.get("model_type") or ""
+
+    @cached_property
+    def weight_map(self) -> dict[str, str] | None:
+        """Shard by tensor name as the index has it, or None if there is no usable index."""
+        return self.object(INDEX).get("weight_map")
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -117,6 +139,83 @@ class Checkpoint:
         return "model."
 
     def dims(self, key: str) -> int | None:
-        """A natural number of the language model's config, or None."""
+        """A whole number of the language model's config, or None."""
         value = self.text_config.get(key)
-        return value if type(value) is int and value >= 0 else None
+        return value if type(value) is int else None
+
+
+# -----------------------------------------------------------------------------
+# Open a checkpoint, local or on the Hub: find its files, read its headers, leave its bodies alone.
+
+HUB = "hub:"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An opened checkpoint: `layout` where it is local, `hub` where it is remote."""
+
+    checkpoint: Checkpoint
+    layout: Layout | None = None
+    hub: hub.HubRevision | None = None
+    problems: tuple[tuple[str, str], ...] = ()
+
+
+def open_checkpoint(source: str, revision: str | None = None) -> Opened:
+    """The checkpoint at a path or `hub:ORG/NAME`. Raises AssayError if there is nothing to examine."""
+    if source.startswith(HUB):
+        return _open_remote(source.removeprefix(HUB), revision)
+    return open_layout(locate(Path(source).expanduser(), revision))
+
+
+def open_layout(layout: Layout) -> Opened:
+    """Read the headers of a local layout."""
+    sizes = {name: file.size for name, file in layout.files.items()}
+
+    def read(name: str) -> bytes:
+        return read_bounded(layout.files[name].real, MAX_DOCUMENT_BYTES)
+
+    bare = Checkpoint(layout.kind, sizes, read)
+    headers: dict[str, Header] = {}
+    problems = list(layout.problems)
+    for name in _weight_files(bare):
+        try:
+            headers[name] = read_header(layout.files[name].real, name)
+        except OSError as error:
+            problems.append((name, error.strerror or str(error)))
+    return Opened(_with_headers(bare, headers), layout, None, tuple(problems))
+
+
+def _open_remote(repo: str, revision: str | None) -> Opened:
+    remote = hub.list_revision(repo, revision)
+    sizes = {name: file.size for name, file in remote.files.items()}
+    contents: dict[str, bytes] = {}
+
+    def read(name: str) -> bytes:
+        if name not in contents:
+            contents[name] = hub.read_file(remote, name)
+        return contents[name]
+
+    bare = Checkpoint("hub", sizes, read)
+    return Opened(_with_headers(bare, hub.read_headers(remote, _weight_files(bare))), None, remote)
+
+
+def _weight_files(bare: Checkpoint) -> list[str]:
+    """The safetensors files that may belong to the model: those at the root, and those the index names.
+
+    Mistral's `consolidated` copy and adapters lie beside a model without being part of it.
+    """
+    indexed = {name for name in (bare.weight_map or {}).values() if name in bare.files}
+    root = [n for n in bare.files if n.endswith(".safetensors") and "/" not in n]
+    aside = [n for n in root if n.startswith(("consolidated", "adapter_model"))]
+    if len(aside) < len(root):
+        root = [n for n in root if n not in aside]
+    return sorted(indexed | set(root))
+
+
+def _with_headers(bare: Checkpoint, headers: Mapping[str, Header]) -> Checkpoint:
+    """The checkpoint with its headers; weight files that the index does not name are stray."""
+    stray: frozenset[str] = frozenset()
+    if bare.weight_map is not None:
+        named = {PurePosixPath(name).as_posix() for name in bare.weight_map.values()}
+        stray = frozenset(name for name in headers if name not in named)
+    return Checkpoint(bare.kind, bare.files, bare.read, headers, stray)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
-from assay.checkpoint.quantization import declared as declarations
+from assay.checkpoint.documents import SIDECARS
+from assay.checkpoint.findings import SHOWN, found, plural, some, warned
 from assay.checkpoint.quantization.declared import (
     CARRIERS,
     FUSED,
@@ -20,9 +20,7 @@ from assay.checkpoint.quantization.declared import (
     carrier,
     fused_kind,
     stored_kind,
-    unknown_bits,
 )
-from assay.checkpoint.quantization.schemes import KNOWN_BY_NAME, SCHEMES
 from assay.checkpoint.safetensors import Params, layer_index
 from assay.checkpoint.structure import expectation
 from assay.checkpoint.subject import Checkpoint
@@ -94,28 +92,10 @@ def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
 
 def _is_linear(module: str, params: Params) -> bool:
     last = module.rpartition(".")[2]
-    if (
-        last in _ROUTERS
-        or last == "head"
-        or "norm" in last
-        or "embed" in last
-        or _OTHER_TOWERS.search(module)
-    ):
+    if last in _ROUTERS or last == "head" or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
         return False
     inside = layer_index(module + ".") is not None or "mtp" in module
     return inside and len(params["weight"].shape) == 2
-
-
-@dataclass
-class _Sorted:
-    """Modules by what is wrong with them."""
-
-    plain: list[str] = field(default_factory=list)
-    excluded: list[str] = field(default_factory=list)
-    other: dict[str, tuple[Kind, str]] = field(default_factory=dict)
-    shapes: dict[str, str] = field(default_factory=dict)
-    agreeing: int = 0
-    judged: int = 0
 
 
 def check_quantization(
@@ -133,28 +113,23 @@ def check_quantization(
     yield from _split_groups(stored, declared)
     yield from _routers(checkpoint)
     yield from _unmapped_names(checkpoint)
-    if declared is None:
-        if set(packed) == {Kind.HQQ}:
-            title = f"{packed[Kind.HQQ]} modules in HQQ's own format, which no config declares"
-            detail = (
-                "Each module carries its settings; the hqq library reads them, other engines find no weights."
-            )
-            yield warned("quantization_conflict", title, detail=detail, stored=packed)
-        elif packed:
-            names = ", ".join(f"{n} × {k}" for k, n in packed.items())
-            title = f"tensors are quantised ({names}), but no file declares a quantisation"
-            remedies = ["restore quantization_config in config.json from the original repository"]
-            yield found("quantization_conflict", title, remedies=remedies, stored=packed)
-        return
-    yield from _sidecars(checkpoint, declared)
-    if declared.method not in SCHEMES:
-        known = "known by name only" if declared.method in KNOWN_BY_NAME else "not known"
-        title = f"the quantisation method {declared.method or '(unnamed)'} is {known}; its tensors were not examined"
-        yield noted("not_examined", title, method=declared.method, source=declared.source)
-        return
-    if stored:
+    if declared is not None:
+        yield from _sidecars(checkpoint, declared)
+        if declared.unexamined:
+            title = f"{declared.unexamined}: the tensors were not examined"
+            remedies = ["compare the served model with its reference: assay compare"]
+            yield warned("not_examined", title, remedies=remedies, method=declared.method, source=declared.source)
         promised = expectation(checkpoint)
         yield from _disagreements(declared, stored, packed, promised.shapes if promised else {})
+    elif set(packed) == {Kind.HQQ}:
+        title = f"{packed[Kind.HQQ]} modules in HQQ's own format, which no config declares"
+        detail = "Each module carries its settings; the hqq library reads them, other engines find no weights."
+        yield warned("quantization_conflict", title, detail=detail, stored=packed)
+    elif packed:
+        names = ", ".join(f"{n} × {k}" for k, n in packed.items())
+        title = f"tensors are quantised ({names}), but no file declares a quantisation"
+        remedies = ["restore quantization_config in config.json from the original repository"]
+        yield found("quantization_conflict", title, remedies=remedies, stored=packed)
 
 
 def _disagreements(
@@ -163,78 +138,68 @@ def _disagreements(
     packed: Mapping[Kind, int],
     promised: Mapping[str, tuple[int, ...]],
 ) -> Iterator[Finding]:
-    result = _sort(declared, stored, promised)
-    if result.plain and not packed:
-        title = f"{declared.source} declares {declared.method}, but no tensor is quantised"
-        causes = ["the config of a quantised repository was copied to plain weights"]
-        remedies = ["remove quantization_config, or download the quantised weights"]
-        evidence: dict[str, Any] = {
-            "method": declared.method,
-            "plain": result.plain[:SHOWN],
-            "count": len(result.plain),
-        }
-        yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
-        return
-    if result.other:
-        module, (kind, wanted) = next(iter(result.other.items()))
-        title = f"{plural(len(result.other), 'module')} stored otherwise than {declared.method} says, first {module}: "
-        title += f"{kind} stored, {wanted} declared"
-        evidence = {m: {"stored": k, "declared": w} for m, (k, w) in list(result.other.items())[:SHOWN]}
-        causes = [f"the declaration in {declared.source} belongs to another export of this model"]
-        if declared.method == "auto-round" and kind is Kind.AWQ:
-            causes.insert(
-                0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed"
-            )
-        yield found("quantization_conflict", title, causes=causes, modules=evidence, count=len(result.other))
-    if result.plain:
-        title = f"{plural(len(result.plain), 'module')} declared {declared.method} and stored plain: "
-        title += some(result.plain)
-        causes = ["the modules were left out when quantising and not put on the ignore list"]
-        remedies = [f"add them to the ignore list in {declared.source}"]
-        evidence = {"modules": result.plain[:SHOWN], "count": len(result.plain)}
-        yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
-    if result.excluded:
-        title = f"{plural(len(result.excluded), 'module')} on the ignore list and stored quantised: "
-        title += some(result.excluded)
-        remedies = [f"take them off the ignore list in {declared.source}"]
-        evidence = {"modules": result.excluded[:SHOWN], "count": len(result.excluded)}
-        yield found("quantization_conflict", title, remedies=remedies, **evidence)
-    if result.shapes:
-        module, problem = next(iter(result.shapes.items()))
-        title = f"{plural(len(result.shapes), 'module')} packed otherwise than bits and group size say, "
-        title += f"first {module}: {problem}"
-        causes = [f"bits or group_size in {declared.source} is not what the tensors were packed with"]
-        evidence = dict(list(result.shapes.items())[:SHOWN])
-        yield found(
-            "quantization_conflict", title, causes=causes, bits=declared.bits, group_size=declared.group_size,
-            modules=evidence, count=len(result.shapes),
-        )  # fmt: skip
-
-
-def _sort(
-    declared: Declared, stored: list[tuple[str, Kind, Params]], promised: Mapping[str, tuple[int, ...]]
-) -> _Sorted:
-    result = _Sorted()
+    plain: list[str] = []
+    excluded: list[str] = []
+    other: dict[str, tuple[Kind, str]] = {}
+    shapes: dict[str, str] = {}
     for module, kind, params in stored:
-        accepted = declared.accepts(module)
+        accepted = declared.kinds(module)
         if accepted is None:
             continue
-        result.judged += 1
         if kind in accepted or (kind is Kind.FP8_UNSCALED and Kind.FP8 in accepted):
-            result.agreeing += 1
             problem = declared.geometry(module, params) if params else None
             shape = promised.get(f"{module}.weight")
             if problem is None and shape is not None and params:
                 problem = disagreement(kind, params, declared.bits_of(module), shape)
             if problem:
-                result.shapes[module] = problem
+                shapes[module] = problem
         elif kind is Kind.PLAIN:
-            result.plain.append(module)
+            plain.append(module)
         elif accepted == {Kind.PLAIN}:
-            result.excluded.append(module)
+            excluded.append(module)
         else:
-            result.other[module] = (kind, " or ".join(sorted(accepted)))
-    return result
+            other[module] = (kind, " or ".join(sorted(accepted)))
+    source, method = declared.source, declared.method
+    if plain and not packed:
+        title = f"{source} declares {method}, but no tensor is quantised"
+        causes = ["the config of a quantised repository was copied to plain weights"]
+        remedies = ["remove quantization_config, or download the quantised weights"]
+        yield _conflict(title, plain, causes, remedies, method=method)
+        return
+    if other:
+        module, (kind, wanted) = next(iter(other.items()))
+        title = f"{plural(len(other), 'module')} stored otherwise than {method} says, first {module}: "
+        title += f"{kind} stored, {wanted} declared"
+        causes = [f"the declaration in {source} belongs to another export of this model"]
+        if method == "auto-round" and kind is Kind.AWQ:
+            causes.insert(0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed")
+        yield _conflict(title, {m: {"stored": k, "declared": w} for m, (k, w) in other.items()}, causes)
+    if plain:
+        title = f"{plural(len(plain), 'module')} declared {method} and stored plain: {some(plain)}"
+        causes = ["the modules were left out when quantising and not put on the ignore list"]
+        yield _conflict(title, plain, causes, [f"add them to the ignore list in {source}"])
+    if excluded:
+        title = f"{plural(len(excluded), 'module')} on the ignore list and stored quantised: {some(excluded)}"
+        yield _conflict(title, excluded, remedies=[f"take them off the ignore list in {source}"])
+    if shapes:
+        module, problem = next(iter(shapes.items()))
+        title = f"{plural(len(shapes), 'module')} packed otherwise than bits and group size say, first {module}: {problem}"
+        causes = [f"bits or group_size in {source} is not what the tensors were packed with"]
+        yield _conflict(title, shapes, causes, bits=declared.bits, group_size=declared.group_size)
+
+
+def _conflict(
+    title: str,
+    modules: list[str] | Mapping[str, Any],
+    causes: Sequence[str] = (),
+    remedies: Sequence[str] = (),
+    **evidence: Any,
+) -> Finding:
+    """A `quantization_conflict` with the first of its modules."""
+    shown = modules[:SHOWN] if isinstance(modules, list) else dict(list(modules.items())[:SHOWN])
+    return found(
+        "quantization_conflict", title, causes=causes, remedies=remedies, modules=shown, count=len(modules), **evidence
+    )
 
 
 _PARTS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
@@ -255,72 +220,55 @@ _PARTS: Mapping[Kind, tuple[tuple[str, ...], ...]] = {
 def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
     lacking: dict[str, str] = {}
     for module, kind, params in stored:
-        for alternatives in _PARTS.get(kind, ()) if params else ():
+        if not params or kind is Kind.PLAIN:
+            continue
+        for alternatives in _PARTS.get(kind, ()):
             if not any(a in params for a in alternatives):
                 lacking[module] = alternatives[0]
-        if (
-            declared is not None
-            and params
-            and kind in (declared.accepts(module) or ())
-            and kind is not Kind.PLAIN
-        ):
+        if declared is not None and kind in (declared.kinds(module) or ()):
             lacking.update((module, part) for part in declared.needs(module) if part not in params)
     if lacking:
         module, part = next(iter(lacking.items()))
         title = f"{plural(len(lacking), 'quantised weight')} without its {part}, first {module}"
         causes = ["the scales were dropped when the checkpoint was saved or converted"]
         detail = "An engine fills a missing scale with one or with uninitialised memory."
-        evidence = dict(list(lacking.items())[:SHOWN])
-        yield found(
-            "quantization_conflict", title, detail=detail, causes=causes, modules=evidence, count=len(lacking)
-        )
+        yield _conflict(title, lacking, causes, detail=detail)
 
 
 def _unwanted_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
     if declared is None:
         return
-    extra = [
-        f"{m}.{p}"
-        for m, kind, params in stored
-        if kind is not Kind.PLAIN
-        for p in declared.unwanted(m)
-        if p in params
-    ]
+    extra = [f"{m}.{p}" for m, kind, params in stored if kind is not Kind.PLAIN for p in declared.unwanted(m) if p in params]
     if extra:
         title = f"{plural(len(extra), 'zero-point')} of weights that are declared symmetric: {some(extra)}"
         causes = ["the scheme in the declaration is not the one that was used"]
         detail = "An engine drops them, and reads every weight as if its zero-point were 0."
-        yield found(
-            "orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra)
-        )
+        yield found("orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra))
 
 
 def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
     """Engines fuse q, k, v and gate, up into one matrix: they must be stored alike."""
-    bits = declared.bits_of if declared is not None else unknown_bits
+    bits = declared.bits_of if declared is not None else lambda module: None
     kinds = {module: (kind, None if kind is Kind.PLAIN else bits(module)) for module, kind, _ in stored}
     split = []
     for module, kind in kinds.items():
         parent, _, last = module.rpartition(".")
-        for group in FUSED.values():
-            if last == group[0] and {kinds.get(f"{parent}.{p}", kind) for p in group[1:]} - {kind}:
-                split.append(f"{parent}.({'|'.join(group)})")
-    if split:
+        for first, *rest in FUSED.values():
+            if last == first and {kinds.get(f"{parent}.{p}", kind) for p in rest} - {kind}:
+                split.append(f"{parent}.({'|'.join((first, *rest))})")
+    if split and (declared is None or declared.method != "mlx"):  # which fuses nothing
         title = f"{plural(len(split), 'fused group')} stored in more than one way: {some(split)}"
-        detail = "Engines load these projections as one matrix with one quantisation."
-        yield found("quantization_conflict", title, detail=detail, modules=split[:SHOWN], count=len(split))
+        yield _conflict(title, split, detail="Engines load these projections as one matrix with one quantisation.")
 
 
 def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = [
         module for module, params in checkpoint.modules.items()
-        if module.rpartition(".")[2] in _ROUTERS and stored_kind(params) in PACKED_KINDS
+        if module.rpartition(".")[2] in {*_ROUTERS, "weights_proj"} and stored_kind(params) in PACKED_KINDS - {Kind.MLX}
     ]  # fmt: skip
     if names:
         title = f"{plural(len(names), 'router')} stored quantised: {some(names)}"
-        detail = (
-            "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
-        )
+        detail = "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
         remedies = ["leave routers (gate, shared_expert_gate) out when quantising"]
         references = ["https://github.com/vllm-project/llm-compressor/issues/69"]
         yield warned(
@@ -332,11 +280,9 @@ def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _unmapped_names(checkpoint: Checkpoint) -> Iterator[Finding]:
     names = [
         f"{module}.{stem}_packed"
-        for module, params in checkpoint.modules.items()
-        if module.endswith("experts")
-        for stem in _FUSED_EXPERTS
-        if f"{stem}_packed" in params
-    ]
+        for module, params in checkpoint.modules.items() if module.endswith("experts")
+        for stem in _FUSED_EXPERTS if f"{stem}_packed" in params
+    ]  # fmt: skip
     if names:
         title = f"{plural(len(names), 'fused expert tensor')} packed under names that no engine maps: {some(names)}"
         references = ["https://github.com/vllm-project/llm-compressor/issues/2939"]
@@ -344,15 +290,10 @@ def _unmapped_names(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _sidecars(checkpoint: Checkpoint, declared: Declared) -> Iterator[Finding]:
-    for name in declarations.SIDECARS:
-        other = checkpoint.object(name)
-        if not other or name == declared.source:
-            continue
-        differing = {
-            key: (declared.raw[key], other[key])
-            for key in ("bits", "group_size", "sym", "desc_act")
-            if key in declared.raw and key in other and declared.raw[key] != other[key]
-        }
+    for name in SIDECARS:
+        other = checkpoint.object(name) if name != declared.source else {}
+        shared = declared.raw.keys() & other.keys() & {"bits", "group_size", "sym", "desc_act"}
+        differing = {k: (declared.raw[k], other[k]) for k in sorted(shared) if declared.raw[k] != other[k]}
         if differing:
             title = f"{declared.source} and {name} declare different quantisations ({some(differing)})"
             yield found("quantization_conflict", title, differing=differing)
@@ -427,14 +368,12 @@ def kv_cache(checkpoint: Checkpoint, declared: Declared | None) -> KvCache:
         i for name in checkpoint.tensors if _SCALE.search(name) and (i := layer_index(name)) is not None
     )
     raw = declared.raw if declared is not None else {}
-    algorithm = raw.get("kv_cache_quant_algo")
-    if isinstance(algorithm, str) and algorithm.lower() not in {"", "none"}:
-        return KvCache(algorithm.lower(), False, layers)
-    scheme = raw.get("kv_cache_scheme")
-    if isinstance(scheme, Mapping) and scheme:
-        bits, kind = scheme.get("num_bits"), scheme.get("type")
-        name = _NAMES.get(f"{kind}{bits}", f"{kind}{bits}")
-        return KvCache(name, scheme.get("dynamic") in {True, "local"}, layers)
+    algorithm, scheme = (raw.get("kv_cache_quant_algo") or "").lower(), raw.get("kv_cache_scheme")
+    if algorithm not in {"", "none"}:
+        return KvCache(algorithm, False, layers)
+    if scheme:
+        kind = f"{scheme.get('type')}{scheme.get('num_bits')}"
+        return KvCache(_NAMES.get(kind, kind), scheme.get("dynamic") in {True, "local"}, layers)
     return KvCache(None, False, layers)
 
 

@@ -1,13 +1,16 @@
-"""What a checkpoint declares about its quantisation, whichever file it says it in."""
+"""What a checkpoint declares about its quantisation, and how a module's own tensors say that it is stored."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
+from assay.checkpoint.documents import SIDECARS
 from assay.checkpoint.safetensors import FLOATS, FP8, Params
 from assay.checkpoint.subject import Checkpoint
 
@@ -63,9 +66,11 @@ class Kind(StrEnum):
     BNB8 = "bitsandbytes 8-bit"
     TORCHAO = "torchao"
     HQQ = "hqq"
+    MLX = "mlx-packed int"
     OTHER = "a format of its own"
 
 
+PLAIN = frozenset({Kind.PLAIN})
 PACKED_KINDS = frozenset(Kind) - {Kind.PLAIN}
 
 # Parameters that carry a weight; without one of them a module holds only side information.
@@ -101,19 +106,20 @@ def stored_kind(params: Params) -> Kind | None:
         return Kind.BNB4
     if "SCB" in params:
         return Kind.BNB8
-    scale = params.get("weight_scale")
+    scale = next((params[p] for p in ("weight_scale", "weight_scale_inv", "scale") if p in params), None)
+    powers = scale is not None and scale.dtype in {"U8", "F8_E8M0"}
     if weight.dtype in FP8:
-        if scale is not None and scale.dtype in {"U8", "F8_E8M0"}:
-            return Kind.MXFP8
-        return (
-            Kind.FP8
-            if scale is not None or "weight_scale_inv" in params or "scale" in params
-            else Kind.FP8_UNSCALED
-        )
+        if scale is None:
+            return Kind.FP8_UNSCALED
+        # MX formats have one power of two for 32 values; DeepSeek's tiles may be scaled by powers of two as well.
+        rows, width = weight.shape[:-1], weight.shape[-1] if weight.shape else 1
+        return Kind.MXFP8 if powers and scale.shape == (*rows, -(-width // 32)) else Kind.FP8
     if weight.dtype == "U8":
         if "weight_scale_2" in params or (scale is not None and scale.dtype in FP8):
             return Kind.NVFP4
-        return Kind.MXFP4 if scale is not None and scale.dtype in {"U8", "F8_E8M0"} else Kind.OTHER
+        return Kind.MXFP4 if powers else Kind.OTHER
+    if weight.dtype == "U32" and "scales" in params:
+        return Kind.MLX
     if weight.dtype == "I8":
         return Kind.INT8
     if weight.dtype == "F4":
@@ -166,27 +172,17 @@ def weight_shape(params: Params) -> tuple[int, ...] | None:
 
 # -----------------------------------------------------------------------------
 
-SIDECARS = ("quantize_config.json", "quant_config.json", "quantization_config.json", "hf_quant_config.json")
+UNQUANTISED = re.compile(
+    r"(^|\.)(eh_proj|weights_proj|mtp_linear_proj\.\d+|mtp_layers\.\d+\.input_proj|compressor\.w(kv|gate)|\w+_res_proj)$"
+)
+"""Modules that engines build in full precision whatever is declared (vLLM 0.32: a plain Linear, or no quant_config):
+the entry of a draft head, the weighting of a sparse indexer, compressors. Official FP8 releases of DeepSeek V3 and
+GLM-5 store them as bfloat16 and list them nowhere."""
 
 Accepts = Callable[[str], "frozenset[Kind] | None"]
 Geometry = Callable[[str, Params], "str | None"]
 BitsOf = Callable[[str], "int | None"]
 Names = Callable[[str], tuple[str, ...]]
-
-
-def no_geometry(module: str, params: Params) -> str | None:
-    """For schemes whose packed shapes carry nothing to check."""
-    return None
-
-
-def unknown_bits(module: str) -> int | None:
-    """For schemes that do not pack integers."""
-    return None
-
-
-def no_names(module: str) -> tuple[str, ...]:
-    """For schemes that ask for nothing more than their kind does."""
-    return ()
 
 
 @dataclass(frozen=True)
@@ -196,20 +192,26 @@ class Declared:
     `accepts(module)` gives the storage kinds that agree with the declaration, `{PLAIN}` for a module that it leaves
     out, or None where it does not say. `geometry(module, params)` is a complaint about packed shapes, or None.
     `bits_of(module)` is the width of its packed integers, `needs(module)` and `unwanted(module)` name parameters that a
-    quantised module must, or must not, have beside its weight.
+    quantised module must, or must not, have beside its weight. `unexamined` says what of it assay does not know.
     """
 
     method: str
     source: str
     raw: Mapping[str, Any]
     accepts: Accepts
-    geometry: Geometry = no_geometry
-    bits: int | None = None
+    geometry: Geometry = lambda module, params: None
+    bits: float | None = None
     group_size: int | None = None
     algorithm: str | None = None
-    bits_of: BitsOf = unknown_bits
-    needs: Names = no_names
-    unwanted: Names = no_names
+    bits_of: BitsOf = lambda module: None
+    needs: Names = lambda module: ()
+    unwanted: Names = lambda module: ()
+    unexamined: str = ""
+
+    def kinds(self, module: str) -> frozenset[Kind] | None:
+        """What `accepts` says, and plain for modules that engines never quantise."""
+        accepted = self.accepts(module)
+        return accepted | {Kind.PLAIN} if accepted and UNQUANTISED.search(module) else accepted
 
 
 @dataclass(frozen=True)
@@ -223,40 +225,42 @@ class Found:
 
 def find(checkpoint: Checkpoint) -> Found | None:
     """The declaration that an engine reads: config.json (either level, either key), else a sidecar file."""
-    for config, where in (
-        (checkpoint.config, "config.json"),
-        (checkpoint.text_config, "config.json: text_config"),
-    ):
+    config = checkpoint.config
+    for settings, where in ((config, "config.json"), (checkpoint.text_config, "config.json: text_config")):
         for key in ("quantization_config", "compression_config"):
-            raw = config.get(key)
-            if isinstance(raw, Mapping) and raw:
-                return Found(_method(raw, key), raw, where)
+            if raw := settings.get(key):
+                method = _method(raw, key)
+                by_mlx = config.get("quantization") or "mode" in raw or _mlx_stored(checkpoint)
+                if by_mlx and not raw.get("quant_method") and method in {"gptq", ""}:
+                    method = "mlx"  # mlx-lm writes both keys, and no method
+                return Found(method, raw, where)
     for name in SIDECARS:
-        raw = checkpoint.object(name)
-        if raw:
+        if raw := checkpoint.object(name):
             return Found(_method(raw, name), raw, name)
-    mlx = checkpoint.config.get("quantization")
-    if isinstance(mlx, Mapping) and mlx:
+    if mlx := config.get("quantization"):
         return Found("mlx", mlx, "config.json: quantization")
     if "polar_config.json" in checkpoint.files:
         return Found("polar", checkpoint.object("polar_config.json"), "polar_config.json")
     return None
 
 
+def _mlx_stored(checkpoint: Checkpoint) -> bool:
+    return any(stored_kind(params) is Kind.MLX for params in checkpoint.modules.values())
+
+
 def _method(raw: Mapping[str, Any], key: str) -> str:
     """`quant_method` as vLLM normalises it: lower case, dashes; ModelOpt is known by its producer."""
-    method = str(raw.get("quant_method") or "").lower().replace("_", "-")
-    producer = raw.get("producer")
-    if isinstance(producer, Mapping) and str(producer.get("name", "")).lower() == "modelopt":
+    method = (raw.get("quant_method") or "").lower().replace("_", "-")
+    if ((raw.get("producer") or {}).get("name") or "").lower() == "modelopt":
         return "modelopt"
     if not method:
         if key == "compression_config" or "config_groups" in raw:
             return "compressed-tensors"
-        if "quant_algo" in raw or isinstance(raw.get("quantization"), Mapping):
+        if "quant_algo" in raw or "quantization" in raw:
             return "modelopt"
         if raw.get("load_in_4bit") or raw.get("load_in_8bit") or raw.get("_load_in_4bit"):
             return "bitsandbytes"
-        if "w_bit" in raw or str(raw.get("version", "")).lower() == "gemm":
+        if "w_bit" in raw or (raw.get("version") or "").lower() == "gemm":
             return "awq"
         return "gptq" if "bits" in raw else ""
     if method in {"fbgemm-fp8", "fp-quant", "modelopt-fp4", "modelopt-mixed", "gpt-oss-mxfp4"}:
@@ -265,23 +269,55 @@ def _method(raw: Mapping[str, Any], key: str) -> str:
 
 
 def integer(raw: Mapping[str, Any], *keys: str) -> int | None:
-    """The first of several keys that holds an integer."""
-    for key in keys:
-        if type(raw.get(key)) is int:
-            return int(raw[key])
-    return None
+    """The first of several keys that holds a whole number."""
+    return next((raw[key] for key in keys if type(raw.get(key)) is int), None)
 
 
 def strings(value: Any) -> tuple[str, ...]:
     """A list of strings, one string, or nothing, as a tuple."""
     if isinstance(value, str):
         return (value,)
-    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list | tuple) else ()
+    return tuple(v for v in value if isinstance(v, str)) if isinstance(value, list) else ()
 
 
-def matches(pattern: str, module: str) -> bool:
-    """Whether a regular expression from a config matches a module from its beginning; a bad one matches nothing."""
+@cache
+def pattern(text: str) -> re.Pattern[str] | None:
+    """A regular expression from a config; one that does not compile is read as a glob.
+
+    None for one that could take for ever: a repeated group with a repetition inside, or more than six of them.
+    """
+    if re.search(r"[*+}][^()]*\)[*+{]", text) or len(re.findall(r"[*+]|,\}", text)) > 6 or len(text) > 2000:
+        return None
     try:
-        return re.match(pattern, module) is not None
-    except re.error:
+        return re.compile(text)
+    except (re.error, OverflowError, RecursionError):
+        return re.compile(re.escape(text).replace(r"\*", ".*"))
+
+
+def named(names: tuple[str, ...]) -> Callable[[str], bool]:
+    """Whether a module is on a list: by its name, below it, by the end of its name, by a glob or an `re:` pattern."""
+
+    def hits(module: str) -> bool:
+        for name in names:
+            if name.startswith("re:"):
+                found = pattern(name[3:])
+                if found is not None and found.match(module):
+                    return True
+            elif module == name or module.startswith(name.rstrip("*") + ".") or module.endswith("." + name):
+                return True
+            elif "*" in name and fnmatch.fnmatchcase(module, name):
+                return True
         return False
+
+    return hits
+
+
+def accepting(kinds: frozenset[Kind] | None, hits: Callable[[str], bool], head: frozenset[Kind] | None = None) -> Accepts:
+    """Plain for what an ignore list hits, `head` for the output head, and `kinds` for all the rest."""
+
+    def accepts(module: str) -> frozenset[Kind] | None:
+        if module.endswith("lm_head") and not hits(module):
+            return head
+        return PLAIN if listed(module, hits) else kinds
+
+    return accepts

@@ -1,31 +1,34 @@
-"""GPTQ, AWQ and AutoRound: integers packed into 32-bit words, and which modules they leave alone."""
+"""GPTQ, AWQ, AutoRound and MLX: integers packed into 32-bit words, and which modules they leave alone."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from assay.checkpoint.quantization.declared import (
+    PLAIN,
     Declared,
     Found,
     Geometry,
     Kind,
+    accepting,
     integer,
     listed,
+    pattern,
     stored_kind,
     strings,
 )
 from assay.checkpoint.safetensors import Params
 
 # -----------------------------------------------------------------------------
-# Shapes of packed integer weights: do bits, group size and the tensors agree?
+# Shapes of packed weights: do bits, group size and the tensors agree?
 
 
 def gptq_shapes(params: Params, bits: int, group_size: int) -> str | None:
     """GPTQ: qweight [in·bits/32, out], scales [in/group, out], qzeros [in/group, out·bits/32], g_idx [in]."""
     qweight, scales, zeros = (params[k].shape for k in ("qweight", "scales", "qzeros"))
-    if len(qweight) != 2 or len(scales) != 2 or len(zeros) != 2:
+    if not len(qweight) == len(scales) == len(zeros) == 2:
         return "qweight, scales and qzeros are not all matrices"
     width, out = qweight[0] * 32 // bits, scales[1]
     if qweight[1] != out:
@@ -37,14 +40,14 @@ def gptq_shapes(params: Params, bits: int, group_size: int) -> str | None:
         return f"qzeros is {list(zeros)}, {bits} bits need {[groups, (out * bits + 31) // 32]}"
     index = params.get("g_idx")
     if index is not None and index.shape not in {(width,), (0,)}:
-        return f"g_idx has {index.shape[0]} entries, qweight packs {width} inputs at {bits} bits"
+        return f"g_idx has {list(index.shape)} entries, qweight packs {width} inputs at {bits} bits"
     return None
 
 
 def awq_shapes(params: Params, bits: int, group_size: int) -> str | None:
     """AWQ: qweight [in, out·bits/32], scales [in/group, out], qzeros [in/group, out·bits/32]."""
     qweight, scales, zeros = (params[k].shape for k in ("qweight", "scales", "qzeros"))
-    if len(qweight) != 2 or len(scales) != 2 or len(zeros) != 2:
+    if not len(qweight) == len(scales) == len(zeros) == 2:
         return "qweight, scales and qzeros are not all matrices"
     width, out = qweight[0], scales[1]
     if qweight[1] * 32 // bits != out:
@@ -54,6 +57,17 @@ def awq_shapes(params: Params, bits: int, group_size: int) -> str | None:
         return f"{scales[0]} rows of scales; {width} inputs in groups of {group_size} need {groups}"
     if zeros != (groups, qweight[1]):
         return f"qzeros is {list(zeros)}, should be {[groups, qweight[1]]}"
+    return None
+
+
+def mlx_shapes(params: Params, bits: int, group_size: int) -> str | None:
+    """MLX: weight [out, in·bits/32] of 32-bit words, scales [out, in/group]; experts have one axis more."""
+    words, scales = params["weight"].shape, params["scales"].shape
+    if not words or words[:-1] != scales[:-1]:
+        return f"weight is {list(words)}, its scales are {list(scales)}"
+    if words[-1] * 32 != scales[-1] * group_size * bits:
+        stored = words[-1] * 32 / max(scales[-1] * group_size, 1)
+        return f"{words[-1]} words and {scales[-1]} scales a row hold {stored:g} bits in groups of {group_size}, not {bits}"
     return None
 
 
@@ -75,22 +89,18 @@ def compressed(params: Params, bits: int, group_size: int | None) -> str | None:
 
 def halves(params: Params, group_size: int, weight: str = "weight") -> str | None:
     """Two 4-bit values a byte along the inputs: weight [out, in/2] U8, weight_scale [out, in/group]."""
-    packed, scale = params[weight].shape, params["weight_scale"].shape
-    if len(packed) != 2 or len(scale) != 2:
+    packed, scale = params[weight].shape, params["weight_scale"].shape if "weight_scale" in params else ()
+    if len(packed) != 2 or len(scale) != 2 or group_size < 1:
         return None
     wanted = (packed[0], packed[1] * 2 // group_size)
-    return (
-        None
-        if scale == wanted
-        else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
-    )
+    return None if scale == wanted else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
 
 
 def blocks(params: Params, block: tuple[int, int]) -> str | None:
     """Block-scaled FP8: one scale per tile of `block` = (rows, columns)."""
-    scale = params.get("weight_scale_inv") or params.get("weight_scale") or params["scale"]
+    scale = next((params[p] for p in ("weight_scale_inv", "weight_scale", "scale") if p in params), None)
     shape = params["weight"].shape
-    if len(shape) != 2 or len(scale.shape) != 2:
+    if scale is None or len(shape) != 2 or len(scale.shape) != 2:
         return None
     wanted = (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     if scale.shape == wanted:
@@ -110,8 +120,9 @@ def grouped(rows: int, width: int, scale: tuple[int, ...], group_size: int | Non
 def four_bit_blocks(params: Params) -> str | None:
     """bitsandbytes: two values a byte, one absmax a block of 32 to 4096 values, all blocks of one size."""
     packed, absmax = params["weight"].elements, params["weight.absmax"].elements
-    sizes = [size for size in (32, 64, 128, 256, 512, 1024, 2048, 4096) if -(-2 * packed // size) == absmax]
-    return None if sizes else f"{absmax} block scales for {2 * packed} values fit no block size"
+    if any(-(-2 * packed // size) == absmax for size in (32, 64, 128, 256, 512, 1024, 2048, 4096)):
+        return None
+    return f"{absmax} block scales for {2 * packed} values fit no block size"
 
 
 def _groups(width: int, group_size: int) -> int:
@@ -120,9 +131,6 @@ def _groups(width: int, group_size: int) -> int:
 
 
 # -----------------------------------------------------------------------------
-
-_PLAIN = frozenset({Kind.PLAIN})
-
 
 Settings = Callable[[str], tuple[int | None, int | None]]
 """Module to (bits, group size)."""
@@ -134,31 +142,34 @@ def _word_geometry(settings: Settings) -> Geometry:
     def check(module: str, params: Params) -> str | None:
         bits, group_size = settings(module)
         kind = stored_kind(params)
-        if bits not in {2, 3, 4, 8} or group_size is None or kind not in {Kind.GPTQ, Kind.AWQ}:
-            return None
-        if "scales" not in params or "qzeros" not in params:
-            return None  # reported as missing, not as misshapen
+        if bits not in {2, 3, 4, 8} or group_size is None or not {"scales", "qzeros"} <= params.keys():
+            return None  # a part that is missing is reported as missing, not as misshapen
         if kind is Kind.GPTQ:
             return gptq_shapes(params, bits, group_size)
-        return awq_shapes(params, bits, group_size)
+        return awq_shapes(params, bits, group_size) if kind is Kind.AWQ else None
 
     return check
 
 
-def _overridden(
-    bits: int | None, group: int | None, entry: Callable[[str], Mapping[str, Any] | None]
-) -> Settings:
+def _overridden(raw: Mapping[str, Any], entry: Callable[[str], Mapping[str, Any] | None]) -> Settings:
     """Settings of the whole, with what a module's own entry changes."""
+    bits, group = integer(raw, "bits", "w_bit"), integer(raw, "group_size", "q_group_size")
 
     def settings(module: str) -> tuple[int | None, int | None]:
         own = entry(module) or {}
-        changed_bits, changed_group = integer(own, "bits"), integer(own, "group_size")
-        return (
-            bits if changed_bits is None else changed_bits,
-            group if changed_group is None else changed_group,
-        )
+        own_bits, own_group = integer(own, "bits"), integer(own, "group_size")
+        return bits if own_bits is None else own_bits, group if own_group is None else own_group
 
     return settings
+
+
+def _declared(found: Found, accepts: Any, settings: Settings, **rest: Any) -> Declared:
+    bits, group = settings("")
+    return Declared(
+        found.method, found.source, found.raw, accepts, _word_geometry(settings), bits, group,
+        bits_of=lambda module: settings(module)[0],
+        unexamined="" if bits in {2, 3, 4, 8, None} else f"{found.method} with {bits} bits", **rest,
+    )  # fmt: skip
 
 
 def gptq(found: Found) -> Declared:
@@ -167,16 +178,13 @@ def gptq(found: Found) -> Declared:
     A `dynamic` key is a pattern: `-:` leaves the modules out, `+:` or nothing changes their bits or group size.
     """
     raw = found.raw
-    bits, group = integer(raw, "bits"), integer(raw, "group_size")
     excluded = strings(raw.get("modules_to_not_convert"))
-    blocks = raw.get("modules_in_block_to_quantize")
-    inside = tuple(n for g in blocks for n in strings(g)) if isinstance(blocks, list) else ()
-    dynamic = raw.get("dynamic")
-    rules = [(k, v) for k, v in dynamic.items() if isinstance(k, str)] if isinstance(dynamic, Mapping) else []
-    skip = [p for key, _ in rules if key.startswith("-:") and (p := _pattern(key[2:]))]
+    inside = tuple(n for names in raw.get("modules_in_block_to_quantize") or () for n in strings(names))
+    rules = raw["dynamic"].items() if isinstance(raw.get("dynamic"), dict) else ()
+    skip = [p for key, _ in rules if key.startswith("-:") and (p := pattern(key[2:]))]
     change = [
-        (p, v) for key, v in rules
-        if not key.startswith("-:") and isinstance(v, Mapping) and (p := _pattern(key.removeprefix("+:")))
+        (p, value) for key, value in rules
+        if not key.startswith("-:") and isinstance(value, dict) and (p := pattern(key.removeprefix("+:")))
     ]  # fmt: skip
 
     def hits(module: str) -> bool:
@@ -184,36 +192,22 @@ def gptq(found: Found) -> Declared:
 
     def accepts(module: str) -> frozenset[Kind] | None:
         if listed(module, hits):
-            return _PLAIN
+            return PLAIN
         if module.endswith("lm_head"):
-            return frozenset({Kind.GPTQ}) if raw.get("lm_head") is True else _PLAIN
-        if inside and not module.endswith(inside):
-            return _PLAIN
-        return frozenset({Kind.GPTQ})
+            return frozenset({Kind.GPTQ}) if raw.get("lm_head") else PLAIN
+        return PLAIN if inside and not module.endswith(inside) else frozenset({Kind.GPTQ})
 
-    settings = _overridden(bits, group, lambda module: next((v for p, v in change if p.match(module)), None))
-    return Declared(
-        "gptq", found.source, raw, accepts, _word_geometry(settings), bits, group,
-        bits_of=lambda module: settings(module)[0],
-    )  # fmt: skip
+    def entry(module: str) -> Mapping[str, Any] | None:
+        return next((value for p, value in change if p.match(module)), None)
+
+    return _declared(found, accepts, _overridden(raw, entry))
 
 
 def awq(found: Found) -> Declared:
     """AWQ (AutoAWQ): every Linear of the layers, but for `modules_to_not_convert`."""
-    raw = found.raw
-    bits, group = integer(raw, "bits", "w_bit"), integer(raw, "group_size", "q_group_size")
-    excluded = strings(raw.get("modules_to_not_convert"))
-
-    def hits(module: str) -> bool:
-        return any(part in module for part in excluded)
-
-    def accepts(module: str) -> frozenset[Kind] | None:
-        if module.endswith("lm_head") or listed(module, hits):
-            return _PLAIN
-        return frozenset({Kind.AWQ})
-
-    geometry = _word_geometry(lambda module: (bits, group))
-    return Declared("awq", found.source, raw, accepts, geometry, bits, group, bits_of=lambda module: bits)
+    excluded = strings(found.raw.get("modules_to_not_convert"))
+    accepts = accepting(frozenset({Kind.AWQ}), lambda module: any(p in module for p in excluded), PLAIN)
+    return _declared(found, accepts, _overridden(found.raw, lambda module: None))
 
 
 _LAYOUTS = {
@@ -230,45 +224,34 @@ def auto_round(found: Found) -> Declared:
     A checkpoint without `packing_format` is decoded in GPTQ's layout, whatever its tensors are.
     """
     raw = found.raw
-    bits, group = integer(raw, "bits"), integer(raw, "group_size")
-    packing_format = str(raw.get("packing_format") or "auto_round:auto_gptq")
-    layout = packing_format.rpartition(":")[2]
-    kinds = _LAYOUTS.get(layout) or _LAYOUTS.get(packing_format.partition(":")[2])
-    names = raw.get("block_name_to_quantize") or raw.get("to_quant_block_names")
-    if isinstance(names, list):
-        names = ",".join(n for n in names if isinstance(n, str))
-    blocks = (
-        tuple(b.strip().rstrip(".") for b in names.split(",") if b.strip()) if isinstance(names, str) else ()
-    )
-    extra = raw.get("extra_config")
-    entry = _entries(extra if isinstance(extra, Mapping) else {})
-    settings = _overridden(bits, group, entry)
+    packing = raw.get("packing_format") or "auto_round:auto_gptq"
+    layout = packing.rpartition(":")[2]
+    kinds = _LAYOUTS.get(layout) or _LAYOUTS.get(packing.partition(":")[2])
+    names = ",".join(strings(raw.get("block_name_to_quantize") or raw.get("to_quant_block_names")))
+    inside = tuple(b.strip().rstrip(".") for b in names.split(",") if b.strip())
+    entry = _entries(raw.get("extra_config") or {})
 
     def accepts(module: str) -> frozenset[Kind] | None:
-        own = entry(module)
-        if own is not None and integer(own, "bits") is not None:
-            return _PLAIN if (integer(own, "bits") or 16) >= 16 else kinds
-        if blocks:
-            return kinds if any(_in_block(module, b) for b in blocks) else _PLAIN
-        return _PLAIN if module.endswith("lm_head") or module.startswith("mtp") else kinds
+        own = integer(entry(module) or {}, "bits")
+        if own is not None:
+            return PLAIN if own >= 16 else kinds
+        if inside:
+            return kinds if any(_in_block(module, b) for b in inside) else PLAIN
+        return PLAIN if module.endswith("lm_head") or module.startswith("mtp") else kinds
 
-    return Declared(
-        "auto-round", found.source, raw, accepts, _word_geometry(settings), bits, group, layout,
-        bits_of=lambda module: settings(module)[0],
-    )  # fmt: skip
+    made = _declared(Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout)
+    return made if kinds else replace(made, unexamined=f"the packing format {packing}")
 
 
 def _entries(extra: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
     """Look up `extra_config`: by exact name, else by the first pattern that is found in the name."""
-    patterns = [
-        (p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := _pattern(key))
-    ]
+    patterns = [(p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := pattern(key))]
 
     def entry(module: str) -> Mapping[str, Any] | None:
         own = extra.get(module)
         if own is None:
             own = next((v for p, v in patterns if p.search(module)), None)
-        return own if isinstance(own, Mapping) else None
+        return own if isinstance(own, dict) else None
 
     return entry
 
@@ -277,9 +260,20 @@ def _in_block(module: str, block: str) -> bool:
     return module.startswith((f"{block}.", f"model.{block}.")) or f".{block}." in module
 
 
-def _pattern(text: str) -> re.Pattern[str] | None:
-    """A regular expression from a config; a bare leading `*` or a bad one is taken as a glob or left out."""
-    try:
-        return re.compile(text)
-    except re.error:
-        return re.compile(re.escape(text).replace(r"\*", ".*"))
+def mlx(found: Found) -> Declared:
+    """mlx-lm: what has scales is packed, whatever else is plain; a module may have bits and group size of its own.
+
+    Only the packing is held against the declaration: engines other than MLX do not read this format.
+    """
+    raw = found.raw
+    settings = _overridden(raw, lambda module: own if isinstance(own := raw.get(module), dict) else None)
+
+    def geometry(module: str, params: Params) -> str | None:
+        bits, group_size = settings(module)
+        known = stored_kind(params) is Kind.MLX and bits and group_size and group_size > 0
+        return mlx_shapes(params, bits, group_size) if known and bits and group_size else None
+
+    return Declared(
+        "mlx", found.source, raw, lambda module: frozenset({Kind.MLX, Kind.PLAIN}), geometry, *settings(""),
+        bits_of=lambda module: settings(module)[0], unexamined="mlx, but for its packing",
+    )  # fmt: skip
