@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.open import open_checkpoint
+from assay.checkpoint.subject import open_checkpoint
 from assay.checkpoint.verify import verify
 from assay.demo.models import build_smollm2
 from assay.demo.servers import locked, run_pip

@@ -111,7 +111,7 @@ def row(name: str, jobs: list[Job]) -> dict[str, object]:
 
 
 def model(folder: Path) -> list[Job]:
-    from assay.checkpoint.open import open_checkpoint
+    from assay.checkpoint.subject import open_checkpoint
 
     opened = open_checkpoint(str(folder))
     layout = opened.layout

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.structure import aux_layers, check_draft, is_draft, is_eagle3
+from assay.checkpoint.draft import check_draft, draft_kind, hidden_states, is_draft
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.head_samples import Shapes, checkpoint, family, rows
 
@@ -86,14 +86,105 @@ def test_a_draft_of_another_width_may_read_a_wider_target() -> None:
 
 
 def test_how_many_hidden_states_are_read() -> None:
-    assert aux_layers({}) == 3
-    assert aux_layers({"num_aux_hidden_states": 5}) == 5
-    assert aux_layers({"eagle_aux_hidden_state_layer_ids": [2, 9]}) == 2
-    assert aux_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}) == 1
+    assert hidden_states({}, "eagle3") == 3
+    assert hidden_states({"num_aux_hidden_states": 5}, "eagle3") == 5
+    assert hidden_states({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "eagle3") == 2
+    assert hidden_states({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}}, "eagle3") == 1
+    assert hidden_states({"num_hidden_layers": 8}, "dflash") == 8
+    assert (
+        hidden_states({"num_hidden_layers": 8, "dflash_config": {"target_layer_ids": [1, 2]}}, "dflash") == 2
+    )
 
 
 def test_a_model_is_no_draft() -> None:
     config, backbone, head = family("qwen3_5")
     assert not is_draft(checkpoint(config, backbone, head))
-    assert is_eagle3(eagle3())
-    assert not is_eagle3(eagle())
+    assert draft_kind(eagle3()) == "eagle3"
+    assert draft_kind(eagle()) == "eagle"
+    vision = DIMENSIONS | {"architectures": ["Eagle2_5_VLForConditionalGeneration"]}
+    assert draft_kind(checkpoint(vision, {"model.norm.weight": ("BF16", (64,))})) is None
+
+
+# DFlash and DSpark: fc reads the hidden states of the layers that the config lists.
+
+FLASH = "fc.weight H {reads}*H\nhidden_norm.weight H\nnorm.weight H\n" + LAYER
+
+
+def dflash(config: dict[str, Any] | None = None, *, reads: int = 3, hidden: int = 64) -> Checkpoint:
+    settings = DIMENSIONS | {
+        "architectures": ["DFlashDraftModel"], "num_target_layers": 4,
+        "dflash_config": {"target_layer_ids": [0, 2, 3], "mask_token_id": 319},
+    }  # fmt: skip
+    shapes = {
+        name: (kind, (shape[0], reads * hidden) if name == "fc.weight" else shape)
+        for name, (kind, shape) in table(FLASH, at="layers.0", reads=1).items()
+    }
+    changed = settings | (config or {})
+    return checkpoint({k: v for k, v in changed.items() if v is not ...}, shapes)
+
+
+DSPARK = {"architectures": ["Qwen3DSparkModel"], "dflash_config": ..., "mask_token_id": 319}
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        dflash(),
+        dflash({"architectures": ["Qwen3DFlashDraftModel"]}),
+        dflash({"architectures": ["SomethingNew"]}),  # its settings say what it is
+        dflash({"dflash_config": {"mask_token_id": 3}, "num_hidden_layers": 1}, reads=1),  # one state a layer
+        dflash({"target_hidden_size": 96}, hidden=96),
+        dflash(DSPARK | {"target_layer_ids": [1, 2, 3]}),
+        dflash(DSPARK | {"dspark_target_layer_ids": [1, 3]}, reads=2),
+        dflash(
+            {"dflash_config": ..., "aux_hidden_state_layer_ids": [1, 3, 4], "mask_token_id": 7}
+        ),  # counted from 1
+    ],
+)
+def test_a_fitting_dflash_draft_raises_nothing(draft: Checkpoint) -> None:
+    assert draft_kind(draft) in {"dflash", "dspark"}
+    assert [f.title for f in check_draft(draft, None)] == []
+    if "target_hidden_size" not in draft.config:
+        assert [f.title for f in check_draft(draft, target())] == []
+
+
+@pytest.mark.parametrize(
+    ("draft", "says"),
+    [
+        (dflash(reads=2), "3 hidden states of 64"),
+        (
+            dflash({"dflash_config": {"target_layer_ids": [0, 2, 4]}}),
+            "names layer 4 of a target with 4 layers",
+        ),
+        (dflash({"dflash_config": {"target_layer_ids": [0, 2, 2]}}), "twice"),
+        (
+            dflash({"dflash_config": {"target_layer_ids": [0, 2, 3], "mask_token_id": 320}}),
+            "mask_token_id 320",
+        ),
+        (dflash({"num_target_layers": 36}), "num_hidden_layers 36, this target has 4"),
+        (dflash({"dflash_config": ..., "aux_hidden_state_layer_ids": [1, 3, 5]}), "names layer 5"),
+        (dflash(DSPARK | {"target_layer_ids": [1, 2, 9]}), "names layer 9"),
+        (dflash({"num_hidden_layers": 2}), "1 layer of 2 not stored"),
+    ],
+)
+def test_what_does_not_fit_a_dflash_draft_is_named(draft: Checkpoint, says: str) -> None:
+    assert any(says in f.title for f in check_draft(draft, target())), [
+        f.title for f in check_draft(draft, target())
+    ]
+
+
+# EAGLE-3 counts the embedding as 0, so a target of 4 layers has the ids 0 to 4.
+
+
+@pytest.mark.parametrize(
+    ("ids", "fits"), [([0, 1, 4], True), ([0, 1, 5], False), ([1, 2, 48], False), ([1, 1, 2], False)]
+)
+@pytest.mark.parametrize("place", ["top", "eagle_config"])
+def test_layer_ids_are_those_of_the_target(ids: list[int], fits: bool, place: str) -> None:
+    named = {"eagle_aux_hidden_state_layer_ids": ids}
+    draft = eagle3(named if place == "top" else {"eagle_config": named})
+    findings = list(check_draft(draft, target()))
+    assert (findings == []) is fits
+    assert {f.severity.value for f in findings} <= {"warning" if len(set(ids)) < 3 else "error"}
+    if len(set(ids)) == 3:
+        assert list(check_draft(draft, None)) == []  # nobody says how deep the target is

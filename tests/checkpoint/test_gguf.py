@@ -63,7 +63,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "web page": ("header_invalid", lambda p: p.write_bytes(b"<!DOCTYPE html>" + bytes(100))),
     "version 9": ("header_invalid", lambda p: p.write_bytes(b"GGUF" + struct.pack("<I", 9) + p.read_bytes()[8:])),
     "big-endian": ("header_invalid", lambda p: p.write_bytes(b"GGUF" + struct.pack(">I", 3) + p.read_bytes()[8:])),
-    "unknown type": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (32,), 99, bytes(32))])),
+    "unknown type": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (32,), 5000, bytes(32))])),
     "rows that are no whole blocks": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (33, 1), 8, bytes(64))])),
     "five dimensions": ("header_invalid", lambda p: write(p, [*llama_rows(), ("x", (1,) * (MAX_RANK + 1), 0, bytes(4))])),
     "one name twice": ("tensor_duplicate", lambda p: write(p, [*llama_rows(), llama_rows()[0]])),
@@ -235,3 +235,70 @@ def test_a_real_file_is_whole_and_a_cut_copy_is_not(ask: Ask, tmp_path: Path, na
     }
     (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:-4096])
     assert finding(ask(tmp_path / "cut.gguf", "--allow-unverified")[1], "truncated")
+
+
+# Another engine's tensor types, and a draft head that is a whole layer.
+
+
+def retyped(kind: int, nbytes: int) -> list[Row]:
+    """The rows with every matrix of the layers in a type of its own."""
+    return [
+        (name, dims, kind, bytes(nbytes))
+        if name.startswith("blk.") and len(dims) == 2
+        else (name, dims, old, data)
+        for name, dims, old, data in llama_rows()
+    ]
+
+
+@pytest.mark.parametrize("kind", [4, 36, 97, 139, 206, 340])
+def test_types_of_another_engine_are_said_once(ask: Ask, tmp_path: Path, kind: int) -> None:
+    path = write(tmp_path / "w.gguf", retyped(kind, 96))
+    code, report = ask(path, "--allow-unverified", "--values")
+    assert code == 0
+    (said,) = [f for f in report["findings"] if f["id"] != "checkpoint.unverified"]
+    assert (said["id"], said["evidence"]["types"]) == ("checkpoint.not_examined", [kind])
+    assert ("ik_llama.cpp" in said["title"]) is (kind >= 97)
+    assert ask(path)[0] == 3
+
+
+def test_what_can_be_seen_of_another_engines_file_is_still_judged(ask: Ask, tmp_path: Path) -> None:
+    rows = [row for row in retyped(139, 96) if row[0] != "blk.1.ffn_up.weight"]
+    code, report = ask(write(tmp_path / "w.gguf", rows), "--allow-unverified")
+    assert (code, finding(report, "tensor_missing")["evidence"]["tensors"]) == (1, ["ffn_up.weight"])
+    path = write(tmp_path / "x.gguf", retyped(139, 96))
+    os.truncate(path, path.stat().st_size // 2)
+    assert finding(ask(path, "--allow-unverified")[1], "truncated")
+
+
+def head_rows(*parts: str) -> list[Row]:
+    """A fourth layer that drafts: its glue, and of an ordinary layer the tensors that begin with one of `parts`."""
+    glue = ("eh_proj", "enorm", "hnorm", "shared_head_norm")
+    rows: list[Row] = [(f"blk.3.nextn.{n}.weight", (32,), 0, bytes(128)) for n in glue]
+    layer = [r for r in llama_rows() if r[0].startswith("blk.2.")]
+    return rows + [(n.replace("blk.2.", "blk.3."), *rest) for n, *rest in layer if n.startswith(parts, 6)]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "glm4moe", "deepseek2"])
+@pytest.mark.parametrize(
+    ("parts", "lost"),
+    [
+        (("attn_", "ffn_"), None), ((), "attention"), (("ffn_",), "attention"), (("attn_",), "MLP"),
+        (("attn_q", "attn_k", "attn_v", "attn_o", "ffn_"), "attn_norm"),
+    ],
+)  # fmt: skip
+def test_a_draft_layer_owes_attention_and_mlp(
+    ask: Ask, tmp_path: Path, architecture: str, parts: tuple[str, ...], lost: str | None
+) -> None:
+    keys = {
+        f"{architecture}.block_count": 4,
+        f"{architecture}.nextn_predict_layers": 1,
+        "general.architecture": architecture,
+    }
+    path = tmp_path / "w.gguf"
+    path.write_bytes(gguf(METADATA | keys, [*llama_rows(), *head_rows(*parts)]))
+    code, report = ask(path, "--allow-unverified")
+    if lost is None:
+        assert (code, report["results"]["mtp"]["status"]) == (0, "ok")
+    else:
+        assert (code, report["results"]["mtp"]["status"]) == (1, "partial")
+        assert any(lost in name for name in finding(report, "mtp_partial")["evidence"]["missing"])

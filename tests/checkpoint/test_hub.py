@@ -138,7 +138,7 @@ def test_a_remote_checkpoint_is_examined_without_its_bodies(
 def test_names_and_shapes_are_those_that_huggingface_hub_reads(hub: LoopbackHub, commit: str) -> None:
     from huggingface_hub import HfApi
 
-    from assay.checkpoint.open import open_checkpoint
+    from assay.checkpoint.subject import open_checkpoint
 
     theirs = HfApi(endpoint=hub.url).get_safetensors_metadata(REPO)
     mine = open_checkpoint(f"hub:{REPO}").checkpoint.tensors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from assay.checkpoint.layout import locate
 from assay.errors import AssayError
 from checkpoint.asking import Ask, finding, statuses
 from checkpoint.loopback_hub import git_oid
+from checkpoint_samples import rewrite
 
 COMMIT, OTHER = "a" * 40, "b" * 40
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -200,6 +202,86 @@ def test_only_pickles_is_a_warning(ask: Ask, model: Path) -> None:
     code, report = ask(model, "--allow-unverified")
     assert code == 0
     assert finding(report, "not_examined")["severity"] == "warning"
+
+
+# What is read is bounded, in size and in depth.
+
+
+def sparse(path: Path, size: int = 3 << 30) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as stream:
+        stream.truncate(size)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors.index.json", "chat_template.jinja"]
+)
+def test_a_document_of_three_gigabytes_is_not_read(ask: Ask, model: Path, name: str) -> None:
+    sparse(model / name)
+    code, report = ask(model, "--allow-unverified", "--hash", "none")
+    assert code == 1
+    assert any(words in f["title"] for f in report["findings"] for words in ("bytes long", "is not text"))
+
+
+def test_notes_and_references_of_three_gigabytes_are_not_read(ask: Ask, model: Path, tmp_path: Path) -> None:
+    sparse(model / ".cache" / "huggingface" / "download" / "config.json.metadata")
+    assert ask(model, "--allow-unverified", "--hash", "none")[0] == 0
+    repo = cached(tmp_path / "hub", model)
+    sparse(repo / "refs" / "main")
+    code, report = ask(repo)
+    assert (code, len(report["findings"])) == (2, 1)
+    assert "longer than" in report["findings"][0]["title"]
+
+
+@pytest.mark.parametrize("what", ["zero", "sparse"])
+def test_a_manifest_without_end(ask: Ask, model: Path, tmp_path: Path, what: str) -> None:
+    listing = Path("/dev/zero") if what == "zero" else tmp_path / "list.json"
+    if what == "sparse":
+        sparse(listing)
+    code, report = ask(model, "--manifest", listing)
+    assert code == 2
+    assert [f["title"] for f in report["findings"]] == [
+        f"cannot use the manifest {listing.name}: it is longer than 67108864 bytes"
+    ]
+
+
+def test_devices_among_the_files(ask: Ask, model: Path) -> None:
+    for name in ("config.json", "added.json"):
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to("/dev/zero")
+    code, report = ask(model, "--allow-unverified", "--hash", "none")
+    assert code == 2
+    assert {f["title"] for f in report["findings"] if "not a regular file" in f["title"]} == {
+        "cannot read config.json: not a regular file", "cannot read added.json: not a regular file",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["", ".cache/huggingface/download"])
+def test_folders_nested_without_end(ask: Ask, model: Path, place: str) -> None:
+    deep = model / place
+    deep.mkdir(parents=True, exist_ok=True)
+    here = os.open(deep, os.O_RDONLY)
+    for _ in range(1500):  # longer than any path may be
+        os.mkdir("d", dir_fd=here)
+        inner = os.open("d", os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = inner
+    os.close(here)
+    code, report = ask(model, "--allow-unverified", "--hash", "none")
+    said = [f["title"] for f in report["findings"] if "nested deeper" in f["title"]]
+    assert (code, len(said)) == ((2, 1) if not place else (0, 0))
+    subprocess.run(["rm", "-rf", str(deep / "d")], check=True)
+
+
+def test_a_document_of_very_many_objects(ask: Ask, model: Path) -> None:
+    (model / "tokenizer.json").write_text('{"model": [' + "[]," * 4_000_001 + "[]]}")
+    code, report = ask(model, "--allow-unverified", "--hash", "none")
+    assert (code, "more than 4000000 objects" in finding(report, "tokenizer_conflict")["title"]) == (1, True)
+
+
+def test_names_with_endless_numbers(ask: Ask, model: Path) -> None:
+    rewrite(model, lambda t: t | {f"model.layers.{'9' * 5000}.mlp.up_proj.weight": t["model.norm.weight"]})
+    assert ask(model, "--allow-unverified", "--hash", "none")[0] in {0, 1}
 
 
 # Bad input: exit 2 with one line.

@@ -51,7 +51,10 @@ def test_the_same_files_give_the_same_bytes_wherever_they_lie(ask: Ask, model: P
 
 def test_written_then_held_against(ask: Ask, model: Path, tmp_path: Path) -> None:
     listing = tmp_path / "list.json"
-    assert ask(model, "--write-manifest", listing)[0] == 3  # nothing vouched for the files yet
+    code, report = ask(model, "--write-manifest", listing)
+    assert code == 0  # nobody was asked to vouch for the files
+    assert finding(report, "manifest_written")["title"].endswith("written to list.json")
+    assert ask(model)[0] == 3
     code, report = ask(model, "--manifest", listing)
     assert (code, set(statuses(report).values())) == (0, {"verified"})
     data = bytearray((model / TWO).read_bytes())

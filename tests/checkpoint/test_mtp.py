@@ -251,3 +251,78 @@ def test_vllm_builds_the_draft_classes_that_the_table_names() -> None:
     for key in {key.rpartition(".")[2] for known in FAMILIES.values() for key in known.keys}:
         if key != "num_mtp_layers":  # Inkling's own, read by its model
             assert key in source, key
+
+
+# The entry projection is plain by design: vLLM builds it as a Linear of its own, and the official FP8 releases store it so.
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("plain", ["eh_proj", "none", "q_proj"])
+def test_the_entry_projection_may_be_plain_in_a_quantised_head(name: str, plain: str) -> None:
+    config, backbone, head = family(name)
+    config |= {"quantization_config": FP8_BLOCK | {"weight_block_size": [32, 32]}}
+
+    def pack(shapes: Shapes) -> Shapes:
+        packed: Shapes = {}
+        for tensor, (dtype, shape) in shapes.items():
+            module = tensor.removesuffix(".weight")
+            if len(shape) == 2 and "_proj" in module and not module.endswith(plain):
+                packed[tensor] = ("F8_E4M3", shape)
+                packed[f"{module}.weight_scale_inv"] = ("F32", (-(-shape[0] // 32), -(-shape[1] // 32)))
+            else:
+                packed[tensor] = (dtype, shape)
+        return packed
+
+    report = examined(config, pack(backbone), pack(head))
+    wanted = {"eh_proj": "declared_quantized", "none": "declared_quantized", "q_proj": "dtype_conflict"}[
+        plain
+    ]
+    if plain == "q_proj" and name == "deepseek_v3":  # which has none: q_a_proj and q_b_proj
+        wanted = "declared_quantized"
+    assert report.status == wanted, report.conflicts
+
+
+# A head of unknown layout is a whole block: it owes attention and MLP, and what the backbone's layers share.
+
+NEXTN = {"num_nextn_predict_layers": 1}
+
+
+def other_family(model_type: str, **changes: Any) -> tuple[dict[str, Any], Shapes, Shapes]:
+    """DeepSeek's layers and head under a model type whose layout is not known by heart."""
+    config, backbone, head = family("deepseek_v3")
+    return config | NEXTN | {"model_type": model_type} | changes, backbone, head
+
+
+@pytest.mark.parametrize("model_type", ["glm_moe_dsa", "deepseek_v32", "bailing_hybrid", "never_seen"])
+def test_a_head_of_unknown_layout_is_a_whole_block(model_type: str) -> None:
+    config, backbone, head = other_family(model_type)
+    assert examined(config, backbone, head).status == "ok"
+    for lost, says in (
+        (".self_attn.", "(attention)"), (".mlp.", "(MLP)"), ("self_attn.o_proj", "self_attn.o_proj"),
+        ("input_layernorm", "input_layernorm"),
+    ):  # fmt: skip
+        report = examined(config, backbone, {n: t for n, t in head.items() if lost not in n})
+        assert report.status == "partial", lost
+        assert any(says in name for name in report.missing)
+        assert report.complete is False
+
+
+@pytest.mark.parametrize("model_type", ["exaone_moe", "longcat_flash", "nemotron_h", "minimax_m3"])
+@pytest.mark.parametrize("parts", ["both", "attention", "mlp"])
+def test_a_head_in_a_place_of_its_own_owes_both_parts_too(model_type: str, parts: str) -> None:
+    config, backbone, _ = family("qwen3_next")
+    config |= {"model_type": model_type, "num_nextn_predict_layers": 1, "num_mtp_modules": 1}
+    at = "model.mtp.layers.0" if model_type == "longcat_flash" else "mtp.layers.0"
+    names = {"attention": "self_attn.q_proj", "mlp": "mlp.down_proj"}
+    head: Shapes = {
+        f"{at}.{n}.weight": ("BF16", (64, 64)) for part, n in names.items() if parts in {part, "both"}
+    }
+    head[f"{at}.eh_proj.weight"] = ("BF16", (64, 128))
+    assert examined(config, backbone, head).status == ("ok" if parts == "both" else "partial")
+
+
+def test_a_second_layer_that_was_announced_and_is_not_there() -> None:
+    config, backbone, head = other_family("glm_moe_dsa", num_nextn_predict_layers=2)
+    report = examined(config, backbone, head)
+    assert report.status == "partial"
+    assert all(name.startswith("model.layers.5.") for name in report.missing)

@@ -252,9 +252,140 @@ def test_a_lost_carrier_leaves_orphans() -> None:
         assert "orphan_scale" in ids(found(raw, shapes))
 
 
-def test_methods_known_by_name_are_not_examined() -> None:
-    (finding,) = found({"quant_method": "quark"}, llama(one_scale))
-    assert (finding.id, finding.severity.value) == ("checkpoint.not_examined", "info")
+@pytest.mark.parametrize(
+    ("raw", "name"),
+    [
+        ({"quant_method": "quark"}, "quark is known by name only"),
+        ({"quant_method": "tomorrow"}, "tomorrow is not known"),
+        (W4A16 | {"format": "spiral-packed"}, "format spiral-packed"),
+        (MODELOPT_NVFP4 | {"quant_algo": "INT3_SPIRAL"}, "algorithm INT3_SPIRAL"),
+        (AUTO_ROUND | {"packing_format": "auto_round:spiral"}, "format auto_round:spiral"),
+        (GPTQ | {"bits": 5}, "gptq with 5 bits"),
+    ],
+)
+def test_forms_that_assay_does_not_know_are_named_and_not_examined(raw: Raw, name: str) -> None:
+    (finding,) = [f for f in found(raw, llama(one_scale)) if f.id == "checkpoint.not_examined"]
+    assert finding.severity.value == "info"
+    assert name in finding.title
+    assert finding.evidence["unexamined"]
+
+
+# MLX: words of 32 bits with scales and biases; mlx-lm names no method.
+
+
+def mlx(out: int, width: int, bits: int = 4, group: int = 32) -> Shapes:
+    scales = dict.fromkeys(("scales", "biases"), ("BF16", (out, width // group)))
+    return {"weight": ("U32", (out, width * bits // 32)), **scales}
+
+
+def mlx_config(**own: Any) -> Raw:
+    return {"group_size": 32, "bits": 4} | own
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(
+    "keys", [("quantization", "quantization_config"), ("quantization",), ("quantization_config",)]
+)
+def test_mlx_is_known_by_its_packing(bits: int, keys: tuple[str, ...]) -> None:
+    settings = {key: mlx_config(bits=bits) for key in keys}
+    made = subject(None, llama(lambda out, width: mlx(out, width, bits)), **settings)
+    findings = [*check_quantization(made, parse(made)), *check_orphans(made)]
+    assert [(f.id, f.severity.value) for f in findings] == [("checkpoint.not_examined", "info")]
+    assert "mlx" in findings[0].title
+
+
+def test_a_module_of_mlx_may_have_bits_of_its_own() -> None:
+    shapes = llama(
+        mlx,
+        down_proj=lambda out, width: mlx(out, width, 8, 64),
+        o_proj=lambda o, w: {"weight": ("BF16", (o, w))},
+    )
+    downs = {f"model.layers.{i}.mlp.down_proj": {"bits": 8, "group_size": 64} for i in range(4)}
+    assert ids(found(mlx_config(**downs), shapes)) == {"not_examined"}
+    lost = found(mlx_config(**dict(list(downs.items())[1:])), shapes)
+    assert ids(lost) == {"not_examined", "quantization_conflict"}
+    assert any("model.layers.0.mlp.down_proj" in f.title for f in lost)
+
+
+def test_gptq_without_a_method_is_still_gptq() -> None:
+    raw = {k: v for k, v in GPTQ.items() if k != "quant_method"}
+    assert declared(raw).method == "gptq"
+    assert found(raw, llama(gptq)) == []
+
+
+# MXFP8: one power of two for 32 values. DeepSeek's tiles may have powers of two as well.
+
+
+def mx(name: str, kind: str) -> Pack:
+    return lambda out, width: {"weight": ("F8_E4M3", (out, width)), name: (kind, (out, width // 32))}
+
+
+def tiles(kind: str, tile: int = 32) -> Pack:
+    return lambda out, width: {
+        "weight": ("F8_E4M3", (out, width)), "weight_scale_inv": (kind, (-(-out // tile), -(-width // tile))),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["U8", "F8_E8M0"])
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv"])
+@pytest.mark.parametrize("method", ["mxfp8", "fp8"])
+def test_blocks_of_one_by_32_are_mxfp8(kind: str, name: str, method: str) -> None:
+    raw = {"quant_method": method, "weight_block_size": [1, 32], "ignored_layers": ["lm_head"]}
+    assert found(raw, llama(mx(name, kind))) == []
+    assert found({"quant_method": "mxfp8"}, llama(mx(name, kind))) == []
+    half = llama(lambda out, width: mx(name, kind)(out, width) | {name: (kind, (out, width // 64))})
+    assert ids(found(raw, half)) == {"quantization_conflict"}
+    assert ids(found(raw, llama(tiles(kind)))) == {"quantization_conflict"}
+
+
+@pytest.mark.parametrize("kind", ["F32", "F8_E8M0"])
+def test_tiles_stay_fp8_whatever_their_scales_are(kind: str) -> None:
+    raw = FP8 | {"weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    assert found(raw, llama(tiles(kind))) == []
+    assert ids(found(raw, llama(tiles(kind, 16)))) == {"quantization_conflict"}
+    assert ids(found(raw, llama(mx("weight_scale_inv", "U8")))) == {"quantization_conflict"}
+
+
+# Modules that engines build in full precision, whatever is declared.
+
+SPARSE_FP8 = FP8 | {"weight_block_size": [32, 32]}
+
+
+def indexer(weights: Shapes) -> Shapes:
+    """A sparse indexer as DeepSeek V3.2 and GLM-5 ship it: wk and wq_b in fp8, weights_proj plain."""
+    at = "model.layers.1.self_attn.indexer"
+    packed_part = {f"{at}.{m}.{p}": t for m in ("wk", "wq_b") for p, t in tiles("F32")(64, 64).items()}
+    return packed_part | {
+        f"{at}.k_norm.weight": ("BF16", (64,)),
+        **{f"{at}.weights_proj.{p}": t for p, t in weights.items()},
+    }
+
+
+@pytest.mark.parametrize("raw", [SPARSE_FP8, SPARSE_FP8 | {"modules_to_not_convert": ["lm_head"]}])
+def test_the_weighting_of_an_indexer_is_plain_by_design(raw: Raw) -> None:
+    plain: Shapes = {"weight": ("BF16", (4, 64))}
+    assert found(raw, llama(tiles("F32")) | indexer(plain)) == []
+    assert ids(
+        found(
+            raw,
+            llama(tiles("F32"), plain=("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj")) | indexer(plain),
+        )
+    ) == {"quantization_conflict"}
+    packed_one = found(raw, llama(tiles("F32")) | indexer(tiles("F32")(32, 64)))
+    assert [f.severity.value for f in packed_one] == ["warning"]  # no engine has a scale for it
+
+
+def test_a_buffer_of_the_quantiser_is_a_warning() -> None:
+    shapes = llama(nvfp4) | {f"{QUERY}.weight_quantizer._double_scale": ("F32", ())}
+    assert [(f.id, f.severity.value) for f in found(MODELOPT_NVFP4, shapes)] == [
+        ("checkpoint.orphan_scale", "warning")
+    ]
+
+
+def test_patterns_that_could_take_for_ever_are_left_out() -> None:
+    raw = W4A16 | {"ignore": ["re:(a+)+$", "re:" + "(.*)" * 9 + "x", "re:((x*)*)*y"]}
+    shapes = {("a" * 60 + "!." + n if "up_proj" in n else n): t for n, t in llama(packed).items()}
+    found(raw, shapes)
 
 
 def test_bad_patterns_and_types_do_no_harm() -> None:

@@ -271,6 +271,40 @@ def test_a_family_that_only_transformers_knows(ask: Ask, model: Path) -> None:
     )
 
 
+# Names that no engine maps into a text-only architecture.
+
+
+def renamed(folder: Path, prefix: str) -> None:
+    rewrite(
+        folder, lambda t: {n.replace("model.", prefix, 1) if "model." in n else n: v for n, v in t.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("prefix", "changes", "code"),
+    [
+        ("language_model.model.", {}, 1), ("model.language_model.", {}, 1), ("base_model.model.model.", {}, 1),
+        ("module.model.", {}, 1), ("_orig_mod.model.", {}, 1),
+        ("language_model.model.", {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"]}, 1),
+        ("model.language_model.", {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"]}, None),
+        ("language_model.model.", {"architectures": ["LlavaForConditionalGeneration"]}, 0),
+        ("language_model.model.", {"vision_config": {"hidden_size": 8}}, 0),
+        ("language_model.model.", {"auto_map": {"AutoModelForCausalLM": "m.M"}}, 0),
+        ("transformer.", {"model_type": "brand_new", "architectures": ["BrandNewForCausalLM"]}, 0),
+    ],
+)  # fmt: skip
+def test_names_of_another_architecture(
+    ask: Ask, model: Path, prefix: str, changes: dict[str, Any], code: int | None
+) -> None:
+    edit_json(model / "config.json", **changes)
+    renamed(model, prefix)
+    done, report = ask(model, "--allow-unverified")
+    said = [f for f in report["findings"] if "no engine maps" in f["detail"].lower()]
+    assert len(said) == (code == 1)
+    if code is not None:
+        assert done == code, [f["title"] for f in report["findings"]]
+
+
 # No local path outside `subject`.
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.checkpoint.open import open_checkpoint
+from assay.checkpoint.subject import open_checkpoint
 from assay.checkpoint.value_rules import NEGATIVE, POSITIVE, check_duplicates, check_norms, judge_values
 from assay.checkpoint.values import Statistics, scan
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,11 +92,26 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"auto|half|double|(torch\.)?(bfloat|float|u?int)\w*", value) is not None
+    return (
+        isinstance(value, str)
+        and re.fullmatch(r"auto|half|double|(torch\.)?(bfloat|float|u?int)\w*", value) is not None
+    )
 
 
 def _is_token(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and isinstance(value.get("content"), str))
+
+
+def _is_recipe(value: Any) -> bool:
+    """A torchao recipe: `{_type, _data}` throughout, down to plain values."""
+    if not isinstance(value, dict) or not isinstance(value.get("_type"), str):
+        return False
+    inner = value.get("_data")
+    return isinstance(inner, dict | str) and all(
+        _is_recipe(v)
+        for v in (inner.values() if isinstance(inner, dict) else ())
+        if isinstance(v, dict | list)
+    )
 
 
 def _is_vocabulary(value: Any) -> bool:
@@ -123,9 +138,17 @@ WIDTHS, IDS = either(WIDTH, several(WIDTH)), either(ID, several(ID))
 MAYBE, LAYER, LENGTH = whole(0, 1 << 22), whole(0, MOST_LAYERS), whole(1, MOST_POSITIONS)
 MAYBES, LAYERS = either(MAYBE, several(MAYBE)), several(LAYER)
 NUMBERS = several(number(-1e12, 1e12))
+RECIPES = Kind(
+    "text, or recipes by name",
+    lambda v: isinstance(v, str) or (isinstance(v, dict) and all(map(_is_recipe, v.values()))),
+)
 VOCABULARY = Kind("ids by token, or pairs of token and score", _is_vocabulary)
-FILES = Kind("an object of tensor names to file names", lambda v: OBJECT.holds(v) and TEXTS.holds([*v.values()]))
-TILE = Kind("two whole numbers above 0", lambda v: isinstance(v, list) and len(v) == 2 and all(map(WIDTH.holds, v)))
+FILES = Kind(
+    "an object of tensor names to file names", lambda v: OBJECT.holds(v) and TEXTS.holds([*v.values()])
+)
+TILE = Kind(
+    "two whole numbers above 0", lambda v: isinstance(v, list) and len(v) == 2 and all(map(WIDTH.holds, v))
+)
 
 
 def _optional(table: Table) -> Table:
@@ -150,18 +173,20 @@ ROPE: Table = {
 _BITS = number(0.5, 32)
 _GROUP = whole(-1, 1 << 20)
 _SCHEME: Table = {
-    "num_bits": whole(1, 32), "group_size": _GROUP, "type": TEXT, "strategy": TEXT, "symmetric": SWITCH,
-    "dynamic": either(SWITCH, TEXT), "block_structure": TILE,
+    "num_bits": whole(1, 32), "group_size": _GROUP, "type": one_of("int", "float"), "symmetric": SWITCH,
+    "strategy": one_of("tensor", "channel", "group", "block", "token", "tensor_group", "attn_head"),
+    "dynamic": either(SWITCH, one_of("local")), "block_structure": TILE,
 }  # fmt: skip
+_MODULES = Each({"bits": _BITS, "group_size": _GROUP, "sym": SWITCH, "desc_act": SWITCH})
 QUANTIZATION: Table = {
     "quant_method": TEXT, "bits": _BITS, "w_bit": _BITS, "group_size": _GROUP, "q_group_size": _GROUP, "mode": TEXT,
     "sym": SWITCH, "desc_act": SWITCH, "zero_point": SWITCH, "lm_head": SWITCH, "version": TEXT, "format": TEXT,
     "modules_to_not_convert": NAMES, "ignored_layers": NAMES, "ignore": NAMES, "exclude_modules": NAMES,
     "modules_in_block_to_quantize": LIST, "block_name_to_quantize": NAMES, "to_quant_block_names": either(TEXT, LIST),
-    "packing_format": TEXT, "dynamic": either(OBJECT, SWITCH), "extra_config": OBJECT, "weight_block_size": TILE,
+    "packing_format": TEXT, "dynamic": _MODULES, "extra_config": _MODULES, "weight_block_size": TILE,
     "activation_scheme": one_of("static", "dynamic"), "fmt": TEXT, "scale_fmt": TEXT, "quant_algo": TEXT, "kv_cache_quant_algo": TEXT,
     "kv_cache_scheme": _SCHEME, "load_in_4bit": SWITCH, "load_in_8bit": SWITCH, "llm_int8_skip_modules": TEXTS,
-    "quant_type": either(TEXT, OBJECT), "skip_modules": TEXTS, "producer": {"name": TEXT},
+    "quant_type": RECIPES, "skip_modules": TEXTS, "producer": {"name": TEXT},
     "quant_config": {"weight_quant_params": {"nbits": _BITS, "group_size": _GROUP}},
     "quantized_layers": Each({"quant_algo": TEXT, "group_size": _GROUP}),
     "config_groups": Each({
@@ -177,9 +202,9 @@ QUANTIZATION: Table = {
 _MODELOPT: Table = {**QUANTIZATION, "quantization": QUANTIZATION}
 
 _MODEL: Table = {
-    "architectures": TEXTS, "model_type": TEXT, "hidden_size": WIDTH, "intermediate_size": WIDTHS,
+    "architectures": several(TEXT), "model_type": TEXT, "hidden_size": WIDTH, "intermediate_size": WIDTHS,
     "num_hidden_layers": whole(1, MOST_LAYERS), "num_attention_heads": either(HEADS, several(HEADS)),
-    "num_key_value_heads": either(HEADS, several(HEADS)), "head_dim": WIDTH, "vocab_size": whole(1, MOST_TOKENS),
+    "num_key_value_heads": either(HEADS, several(HEADS)), "head_dim": MAYBE, "vocab_size": whole(1, MOST_TOKENS),
     "max_position_embeddings": LENGTH, "tie_word_embeddings": SWITCH, "attention_bias": SWITCH, "mlp_bias": SWITCH,
     "use_qk_norm": SWITCH, "layer_types": TEXTS, "torch_dtype": DTYPE, "dtype": DTYPE,
     "rope_theta": either(above(0, 1e18), NUMBERS), "rope_scaling": ROPE, "rope_parameters": ROPE,
@@ -215,7 +240,7 @@ _MODEL: Table = {
 }  # fmt: skip
 NESTED = ("text_config", "llm_config", "language_config", "transformer_layer_config")
 """Where a config keeps the language model's part, if not at its top."""
-CONFIG: Table = _MODEL | dict.fromkeys(NESTED, _MODEL) | {"vision_config": OBJECT, "audio_config": OBJECT}
+CONFIG: Table = {**_MODEL, **dict.fromkeys(NESTED, _MODEL), "vision_config": OBJECT, "audio_config": OBJECT}
 
 # -----------------------------------------------------------------------------
 # The other documents.
@@ -227,10 +252,11 @@ GENERATION: Table = {
     **_optional({"pad_token_id": IDS, "transformers_version": TEXT, "typical_p": number(0, 1), "num_beams": whole(1, 1024)}),
 }  # fmt: skip
 
+_MARKS = _optional(dict.fromkeys(("special", "lstrip", "rstrip", "normalized", "single_word"), SWITCH))
 _NAMED = Kind("text, or a list of named templates", lambda v: isinstance(v, str | list))
 TOKENIZER_CONFIG: Table = {
     "bos_token": TOKEN, "eos_token": TOKEN, "pad_token": TOKEN, "unk_token": TOKEN, "chat_template": _NAMED,
-    "added_tokens_decoder": Each({"content": TEXT}), "additional_special_tokens": TOKENS,
+    "added_tokens_decoder": Each({"content": TEXT, **_MARKS}), "additional_special_tokens": TOKENS,
     **_optional({
         "cls_token": TOKEN, "sep_token": TOKEN, "mask_token": TOKEN, "model_max_length": above(0, 1e31),
         "tokenizer_class": TEXT, "clean_up_tokenization_spaces": SWITCH, "add_bos_token": SWITCH, "add_eos_token": SWITCH,
@@ -246,8 +272,7 @@ TOKENIZER: Table = {
             "ignore_merges": SWITCH, "continuing_subword_prefix": TEXT, "end_of_word_suffix": TEXT,
         }),
     },
-    "added_tokens": Each({"id": ID, "content": TEXT, **_optional(dict.fromkeys(
-        ("special", "lstrip", "rstrip", "normalized", "single_word"), SWITCH))}, list),
+    "added_tokens": Each({"id": ID, "content": TEXT, **_MARKS}, list),
     **_optional({
         "version": TEXT, "normalizer": OBJECT, "pre_tokenizer": OBJECT, "post_processor": OBJECT, "decoder": OBJECT,
         "truncation": OBJECT, "padding": OBJECT,
@@ -276,7 +301,9 @@ def clean(document: Mapping[str, Any], table: Table, path: str = "") -> tuple[Do
     found: list[Nonsense] = []
     for key, value in document.items():
         where = f"{path}.{key}" if path else key
-        kind = ROPE if table is ROPE and key not in ROPE and isinstance(value, dict) else table.get(key)
+        kind = table.get(key)
+        if table is ROPE and (key.endswith("_attention") or (kind is None and isinstance(value, dict))):
+            kind = ROPE  # settings of one kind of attention
         if value is None:
             kept[key] = None
         elif isinstance(kind, Kind):
@@ -294,17 +321,20 @@ def clean(document: Mapping[str, Any], table: Table, path: str = "") -> tuple[Do
             found.extend(inner)
         else:
             kept[key] = value
-            found.extend(Nonsense(p, v, "a finite number of 64 bits", False) for p, v in _impossible(value, where))
+            found.extend(
+                Nonsense(p, v, "a finite number of 64 bits", False) for p, v in _impossible(value, where)
+            )
     return kept, found
 
 
 def _clean_each(value: Any, kind: Each, path: str) -> tuple[Any, list[Nonsense]]:
     """Each entry cleaned; what is no object is left out."""
-    if not isinstance(value, kind.form):
+    if not isinstance(value, dict | list) or not isinstance(value, kind.form):
         return None, [Nonsense(path, value, OBJECT.rule if kind.form is dict else LIST.rule)]
     kept: list[tuple[Any, Document]] = []
     found: list[Nonsense] = []
-    for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
+    entries: Iterable[tuple[Any, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, entry in entries:
         if isinstance(entry, dict):
             inner, nonsense = clean(entry, kind.table, f"{path}.{key}")
             kept.append((key, inner))
@@ -320,5 +350,7 @@ def _impossible(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, An
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(inner, dict | list | float | int):
                 yield from _impossible(inner, f"{path}.{key}", depth + 1)
-    elif (isinstance(value, float) and not math.isfinite(value)) or (type(value) is int and abs(value) >= 1 << 63):
+    elif (isinstance(value, float) and not math.isfinite(value)) or (
+        type(value) is int and abs(value) >= 1 << 63
+    ):
         yield path, value

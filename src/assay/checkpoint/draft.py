@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from assay.checkpoint.documents import Document
-from assay.checkpoint.findings import found
+from assay.checkpoint.findings import found, warned
 from assay.checkpoint.safetensors import Tensor
 from assay.checkpoint.structure import holes_among_peers
 from assay.checkpoint.subject import Checkpoint
@@ -47,7 +47,13 @@ def draft_kind(checkpoint: Checkpoint) -> Kind | None:
     if _named(checkpoint, "d2t") is not None:
         return "eagle3"
     if _named(checkpoint, "fc.weight") is not None:
-        return "dflash" if config.get("target_layer_ids") else "eagle3" if config.get("draft_vocab_size") else "eagle"
+        return (
+            "dflash"
+            if config.get("target_layer_ids")
+            else "eagle3"
+            if config.get("draft_vocab_size")
+            else "eagle"
+        )
     return None
 
 
@@ -111,7 +117,9 @@ def check_draft(draft: Checkpoint, target: Checkpoint | None) -> Iterator[Findin
 
 def _layer_ids(config: Document, target: Checkpoint | None) -> Iterator[Finding]:
     layers = read_layers(config)
-    depth = (target.dims("num_hidden_layers") if target is not None else None) or config.get("num_target_layers")
+    depth = (target.dims("num_hidden_layers") if target is not None else None) or config.get(
+        "num_target_layers"
+    )
     if layers is None:
         return
     outside = [i for i in layers.ids if depth and i >= depth + layers.first]
@@ -120,8 +128,9 @@ def _layer_ids(config: Document, target: Checkpoint | None) -> Iterator[Finding]
         title = f"{layers.key} names layer {outside[0]} of a target with {depth} layers"
         yield found("draft_mismatch", title, causes=causes, ids=layers.ids, target_layers=depth)
     if len(set(layers.ids)) < len(layers.ids):
-        title = f"{layers.key} names a layer twice: {list(layers.ids)}; an engine reads it once, and fc expects it twice"
-        yield found("draft_mismatch", title, causes=causes[1:], ids=layers.ids)
+        title = f"{layers.key} names a layer twice: {list(layers.ids)}"
+        detail = "vLLM reads such a layer once, and then finds fc wider than what it has read."
+        yield warned("draft_mismatch", title, detail=detail, causes=causes[1:], ids=layers.ids)
 
 
 def _attention(draft: Checkpoint, kind: Kind, hidden: int | None) -> Iterator[Finding]:

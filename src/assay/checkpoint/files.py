@@ -117,6 +117,8 @@ class Outcome:
     tensors: int = 0
     repo: str | None = None
     revision: str | None = None
+    written: int = 0
+    """Files in the manifest that was written."""
     hashed_bytes: int = 0
     cached_bytes: int = 0
     scanned_bytes: int = 0
@@ -142,10 +144,14 @@ class Outcome:
             return Verdict.ERROR
         if self.unreachable or self.interrupted:
             return Verdict.INCONCLUSIVE
+        if self.options.allow_unverified:
+            return Verdict.PASS
+        if any(f.evidence.get("unexamined") for f in self.findings):
+            return Verdict.INCONCLUSIVE
         statuses = {f.status for f in self.files}
         strangers = "extra" in statuses and "verified" not in statuses
-        loose = "unverified" in statuses or strangers
-        return Verdict.INCONCLUSIVE if loose and not self.options.allow_unverified else Verdict.PASS
+        asked = self.options.repo or self.options.manifest or not self.options.write_manifest
+        return Verdict.INCONCLUSIVE if asked and ("unverified" in statuses or strangers) else Verdict.PASS
 
 
 # -----------------------------------------------------------------------------
@@ -168,7 +174,7 @@ def examine_local(outcome: Outcome, stated: manifest.Manifest | None, show: Show
         outcome.findings[:0] = findings + judged
     outcome.add(_unhashed(outcome, digests))
     if options.write_manifest is not None:
-        _write_manifest(outcome)
+        _write_manifest(outcome, options.write_manifest)
 
 
 def _counted_files(layout: Layout, options: VerifyOptions) -> dict[str, int]:
@@ -266,18 +272,19 @@ def _unhashed(outcome: Outcome, digests: dict[str, Digest]) -> list[Finding]:
     return [noted("unverified", title, paths=names[:20], remedies=["--hash all hashes them anyway"])]
 
 
-def _write_manifest(outcome: Outcome) -> None:
-    path = outcome.options.write_manifest
+def _write_manifest(outcome: Outcome, path: Path) -> None:
     here = [f for f in outcome.files if f.status != "missing"]
     unread = [f.path for f in here if f.sha256 is None]
-    if path is None:
-        return
     if unread:
         title = f"no manifest written: {plural(len(unread), 'file')} could not be hashed"
         outcome.findings.append(found("not_examined", title, paths=unread[:20]))
         return
     files = {f.path: manifest.Entry(f.sha256, f.size) for f in here if f.sha256}
     manifest.write(path, manifest.Manifest(files, outcome.repo, outcome.revision))
+    outcome.written = len(files)
+    title = f"the digests of {plural(len(files), 'file')} were written to {path.name}"
+    remedies = [f"hold the files against it later: assay verify … --manifest {path.name}"]
+    outcome.findings.append(noted("manifest_written", title, remedies=remedies, count=len(files)))
 
 
 # -----------------------------------------------------------------------------

@@ -44,6 +44,11 @@ def noted(name: str, title: str, **rest: Any) -> Finding:
     return found(name, title, severity=Severity.INFO, **rest)
 
 
+def unexamined(title: str, *, severity: Severity = Severity.INFO, **rest: Any) -> Finding:
+    """The finding that a part of the checkpoint is of a form that assay does not know: it keeps the verdict from pass."""
+    return found("not_examined", title, severity=severity, unexamined=True, **rest)
+
+
 def some(names: Iterable[str], limit: int = 3) -> str:
     """`a, b, c and 7 more`."""
     listed = list(names)

@@ -1,7 +1,8 @@
-"""Tensor types of GGUF: elements a block, bytes a block, and where a block keeps its float16 scales."""
+"""GGUF files: their header, what it says of the model, and the scales of their quantised blocks."""
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections import Counter, defaultdict
@@ -10,9 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from assay.checkpoint.findings import SHOWN, found, plural, some
+import numpy as np
+
+from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined, warned
+from assay.checkpoint.mtp import MtpReport, Status
+from assay.checkpoint.rules.template import template_problem
 from assay.checkpoint.safetensors import Fault, Tensor
+from assay.checkpoint.structure import lost_parts
 from assay.verdict import Finding
+
+# -----------------------------------------------------------------------------
+# Tensor types: elements a block, bytes a block, and where a block keeps its float16 scales.
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,8 @@ TYPES: dict[int, GgmlType] = {
     40: GgmlType("NVFP4", 64, 36), 41: GgmlType("Q1_0", 128, 18, (0,)),
 }  # fmt: skip
 """By the number that a tensor table uses."""
-
+FOREIGN = range(1024)
+"""Other numbers up to here are another engine's types (ik_llama.cpp counts from 97), dropped or newer ones."""
 
 # -----------------------------------------------------------------------------
 # Read a GGUF header: magic, version, metadata and tensor table.
@@ -62,6 +72,7 @@ MAX_VALUES = 4_000_000
 MAX_HEADER_BYTES = 128 << 20
 MAX_RANK = 4
 """Dimensions of a tensor (GGML_MAX_DIMS)."""
+MAX_HEADS = 64
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -69,7 +80,10 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One row of the tensor table. `shape` is as stored: the fastest dimension first. Offsets count from the file."""
+    """One row of the tensor table. `shape` is as stored: the fastest dimension first. Offsets count from the file.
+
+    Of a type that is not in `TYPES` the length is not known, and `end` is `start`.
+    """
 
     name: str
     type: int
@@ -88,6 +102,27 @@ class Gguf:
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: tuple[GgufTensor, ...] = ()
     faults: tuple[Fault, ...] = ()
+
+    @property
+    def architecture(self) -> str:
+        """`general.architecture`, the prefix of the model's own keys."""
+        return str(self.metadata.get("general.architecture") or "")
+
+    def setting(self, key: str) -> int:
+        """A number among the architecture's keys, 0 if there is none."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        return value if type(value) is int and value >= 0 else 0
+
+    def blocks(self) -> dict[int, set[str]]:
+        """Names of tensors below `blk.N.`, by N."""
+        blocks: dict[int, set[str]] = defaultdict(set)
+        for tensor in self.tensors:
+            if matched := _BLOCK.match(tensor.name):
+                blocks[int(matched[1])].add(matched[2])
+        return blocks
+
+
+_BLOCK = re.compile(r"^blk\.(\d{1,7})\.(.+)$")
 
 
 class _Broken(Exception):
@@ -214,24 +249,23 @@ def _tensor(
     row: tuple[str, tuple[int, ...], int, int], base: int, alignment: int, file: str, faults: list[Fault]
 ) -> GgufTensor | None:
     name, shape, kind, offset = row
+    where = f"tensor {name[:80]} of {file}"
     ggml = TYPES.get(kind)
-    if ggml is None:
-        faults.append(Fault("header_invalid", f"tensor {name[:80]} of {file} has the unknown type {kind}"))
+    if ggml is None and kind not in FOREIGN:
+        faults.append(Fault("header_invalid", f"{where} has the unknown type {kind}"))
         return None
-    elements = 1
-    for dimension in shape:
-        elements *= dimension
-    if (shape and shape[0] % ggml.block) or elements >= 1 << 62:
-        problem = f"tensor {name[:80]} of {file}: {list(shape)} does not divide into blocks of {ggml.block} ({ggml.name})"
+    elements = math.prod(shape)
+    if elements >= 1 << 62 or (ggml is not None and shape and shape[0] % ggml.block):
+        blocks = f"blocks of {ggml.block} ({ggml.name})" if ggml is not None else "any blocks"
+        problem = f"{where}: {list(shape)} does not divide into {blocks}"
         faults.append(Fault("header_invalid", problem, {"tensor": name}))
         return None
     if offset % alignment:
-        faults.append(
-            Fault("header_invalid", f"tensor {name[:80]} of {file} is not aligned to {alignment} bytes")
-        )
+        faults.append(Fault("header_invalid", f"{where} is not aligned to {alignment} bytes"))
         return None
     start = base + offset
-    return GgufTensor(name, kind, shape, start, start + elements // ggml.block * ggml.nbytes)
+    nbytes = elements // ggml.block * ggml.nbytes if ggml is not None else 0
+    return GgufTensor(name, kind, shape, start, start + nbytes)
 
 
 def _aligned(position: int, alignment: int) -> int:
@@ -244,22 +278,128 @@ def _coverage(tensors: list[GgufTensor], name: str, size: int, base: int, alignm
     if repeated:
         message = f"{name} names {len(repeated)} tensors twice, first {repeated[0]}"
         yield Fault("tensor_duplicate", message, {"tensors": repeated[:20]})
-    end = base
+    end, known = base, True
     for tensor in sorted(tensors, key=lambda t: t.start):
         expected = _aligned(end, alignment)
-        if tensor.start != expected:
+        if tensor.start < expected or (known and tensor.start != expected):
             kind = "overlaps the one before" if tensor.start < end else "leaves a gap before it"
             message = f"tensor {tensor.name} of {name} {kind}"
             yield Fault("header_invalid", message, {"tensor": tensor.name})
             return
-        end = tensor.end
-    if end > size:
-        cut = [t.name for t in tensors if t.end > size]
+        end, known = tensor.end, tensor.type in TYPES
+    if end > size or (not known and end == size):
+        cut = [t.name for t in tensors if t.end > size or (t.end == size and t.type not in TYPES)]
         message = (
             f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
         )
         evidence = {"path": name, "size": size, "expected": end, "tensors": cut[:20]}
         yield Fault("truncated", message, evidence)
+
+
+# -----------------------------------------------------------------------------
+# What a file says about itself: layers, vocabulary, special tokens, template, draft head.
+
+
+def check_gguf(gguf: Gguf) -> Iterator[Finding]:
+    """Everything that a GGUF file says about itself."""
+    for fault in gguf.faults:
+        yield found(fault.id, fault.message, **fault.evidence)
+    foreign = Counter(t.type for t in gguf.tensors if t.type not in TYPES)
+    if foreign:
+        whose = "numbers of ik_llama.cpp's" if min(foreign) >= 97 else "of another engine or version"
+        types = ", ".join(map(str, sorted(foreign)))
+        title = f"{plural(foreign.total(), 'tensor')} of {gguf.file} not examined: types {types}, {whose}"
+        detail = "Their length is not known, so where they end was not checked either."
+        yield unexamined(title, detail=detail, path=gguf.file, types=sorted(foreign))
+    if not gguf.tensors or any(f.id == "header_invalid" for f in gguf.faults):
+        return
+    # A vision projector, an adapter or an importance matrix is no language model.
+    whole = gguf.metadata.get("general.type", "model") == "model" and gguf.architecture not in {
+        "clip",
+        "imatrix",
+    }
+    if whole and gguf.metadata.get("split.count", 1) in (0, 1):
+        yield from _blocks(gguf)
+        yield from _vocabulary(gguf)
+    text = gguf.metadata.get("tokenizer.chat_template")
+    if text is not None and (problem := template_problem(text)):
+        yield found("chat_template_invalid", f"the chat template in {gguf.file} {problem}", path=gguf.file)
+
+
+def _blocks(gguf: Gguf) -> Iterator[Finding]:
+    count, blocks = gguf.setting("block_count"), gguf.blocks()
+    if not gguf.architecture:
+        yield found("config_conflict", f"{gguf.file} does not name its architecture")
+        return
+    if not count or not blocks:
+        return
+    gaps = [i for i in range(min(count, 10_000)) if i not in blocks]
+    if gaps and gaps != list(range(count - gguf.setting("nextn_predict_layers"), count)):
+        title = f"{plural(len(gaps), 'layer')} of {count} not in {gguf.file}: {some(map(str, gaps))}"
+        yield found("tensor_missing", title, layers=gaps[:SHOWN])
+    if max(blocks) >= count:
+        title = f"{gguf.file} says {count} layers, its tensors go on to layer {max(blocks)}"
+        yield found("config_conflict", title, block_count=count, stored=max(blocks) + 1)
+    ordinary = {i: names for i, names in blocks.items() if not any(n.startswith("nextn.") for n in names)}
+    for index, lost in lost_parts(ordinary, 3).items():
+        yield found(
+            "tensor_missing", f"layer {index} of {gguf.file} lacks {some(lost)}", tensors=lost[:SHOWN]
+        )
+    if not any(t.name == "token_embd.weight" for t in gguf.tensors):
+        yield found("tensor_missing", f"{gguf.file} has no token_embd.weight", tensors=["token_embd.weight"])
+
+
+def _vocabulary(gguf: Gguf) -> Iterator[Finding]:
+    tokens = gguf.metadata.get("tokenizer.ggml.tokens")
+    embedding = next((t for t in gguf.tensors if t.name == "token_embd.weight"), None)
+    if not isinstance(tokens, list):
+        yield warned("tokenizer_conflict", f"{gguf.file} has no vocabulary")
+        return
+    if embedding is not None and len(embedding.shape) == 2 and embedding.shape[1] != len(tokens):
+        title = f"{gguf.file} has {len(tokens)} tokens and {embedding.shape[1]} rows of embedding"
+        yield found("tokenizer_conflict", title, tokens=len(tokens), rows=embedding.shape[1])
+    for key in ("bos", "eos", "unknown", "padding", "eot", "eom"):
+        value = gguf.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(value) is int and value >= len(tokens):
+            title = f"{key}_token_id {value} of {gguf.file} is outside its {len(tokens)} tokens"
+            yield found("tokenizer_conflict", title, key=key, value=value)
+    if gguf.metadata.get("tokenizer.ggml.model") == "gpt2" and not gguf.metadata.get("tokenizer.ggml.pre"):
+        title = f"{gguf.file} names no pre-tokeniser: digits and apostrophes are split by a default"
+        references = ["https://github.com/ggml-org/llama.cpp/pull/6920"]
+        yield warned("tokenizer_conflict", title, references=references)
+    for key in ("scores", "token_type"):
+        values = gguf.metadata.get(f"tokenizer.ggml.{key}")
+        if isinstance(values, list) and len(values) != len(tokens):
+            title = f"tokenizer.ggml.{key} of {gguf.file} has {len(values)} entries for {len(tokens)} tokens"
+            yield found("tokenizer_conflict", title)
+
+
+_GLUE = ("nextn.eh_proj.weight", "nextn.enorm.weight", "nextn.hnorm.weight")
+_LAYER_PART = re.compile(r"(attn|ffn|post)_")
+
+
+def examine_gguf(gguf: Gguf) -> MtpReport:
+    """The draft head of a GGUF file: the last `nextn_predict_layers` blocks, with their `nextn.*` tensors.
+
+    Each is a whole layer: it owes attention and MLP, and what all layers of the backbone have in common.
+    """
+    depth, count, blocks = gguf.setting("nextn_predict_layers"), gguf.setting("block_count"), gguf.blocks()
+    heads = {i: names for i, names in blocks.items() if any(n.startswith("nextn.") for n in names)}
+    name, key = f"gguf {gguf.architecture}", f"{gguf.architecture}.nextn_predict_layers" if depth else None
+    if not heads:
+        return MtpReport("absent" if depth else "none", name, depth, 0, False if depth else None, None, key)
+    backbone = [names for i, names in blocks.items() if i not in heads and i < count - depth]
+    owed = {n for n in set.intersection(*backbone) if _LAYER_PART.match(n)} if backbone else set()
+    missing: list[str] = []
+    for index in range(count - min(depth, MAX_HEADS), count):
+        own = blocks.get(index, set())
+        missing += [f"blk.{index}.{part}" for part in (*_GLUE, *sorted(owed)) if part not in own]
+        for part, start in (("attention", "attn_"), ("MLP", "ffn_")):
+            if not any(n.startswith(start) and "norm" not in n for n in own):
+                missing.append(f"blk.{index}.{start}* ({part})")
+    status: Status = "not_announced" if not depth else "partial" if missing else "ok"
+    present = sum(map(len, heads.values()))
+    return MtpReport(status, name, depth, present, not missing, None, key, missing=tuple(missing))
 
 
 # -----------------------------------------------------------------------------
@@ -323,7 +463,7 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
     nonfinite: dict[str, int] = {}
     zero: list[str] = []
     for tensor in gguf.tensors:
-        if TYPES[tensor.type].scales and tensor.end <= gguf.size:
+        if tensor.type in TYPES and TYPES[tensor.type].scales and tensor.end <= gguf.size:
             bad, used = _count(tensor, path)
             if bad:
                 nonfinite[tensor.name] = bad
@@ -342,15 +482,13 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
 
 def _count(tensor: GgufTensor, path: Path) -> tuple[int, bool]:
     """(scales that are Inf or NaN, whether any scale is nonzero)."""
-    import numpy as np
-
     kind = TYPES[tensor.type]
-    blocks = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(
+    stored = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(
         -1, kind.nbytes
     )
     bad, used = 0, False
-    for first in range(0, len(blocks), ROWS):
-        part = blocks[first : first + ROWS]
+    for first in range(0, len(stored), ROWS):
+        part = stored[first : first + ROWS]
         for offset in kind.scales:
             scale = np.ascontiguousarray(part[:, offset : offset + 2]).view(np.uint16) & 0x7FFF
             bad += int(np.count_nonzero(scale >= 0x7C00))

@@ -238,7 +238,9 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
             stray_file=_stray(checkpoint, prefixes), checked_since=family.checked_since,
         )  # fmt: skip
     owed = _owed(checkpoint, family, announced or 1)
-    missing = [n for n in owed if not is_stored(checkpoint, n)] if owed else _unlike(checkpoint, prefixes, present)
+    missing = (
+        [n for n in owed if not is_stored(checkpoint, n)] if owed else _unlike(checkpoint, prefixes, present)
+    )
     wrong = {
         n: (t.shape, shape)
         for n, shape in owed.items()
@@ -322,12 +324,19 @@ def _unlike(checkpoint: Checkpoint, prefixes: tuple[str, ...], present: list[str
     lacking = []
     for prefix in prefixes:
         own = [name.removeprefix(prefix) for name in present if name.startswith(prefix)]
+        matrices = [name for name in own if "norm" not in name]
         counted = prefix.startswith(start)
         if counted or own:
-            lacking += [f"{prefix}* ({part})" for part, names in _PARTS.items() if not any(map(names.search, own))]
+            lacking += [
+                f"{prefix}* ({part})"
+                for part, names in _PARTS.items()
+                if not any(map(names.search, matrices))
+            ]
         if counted:
             modules = tuple(f".{name.rpartition('.')[0]}" for name in own)
-            lacking += [prefix + tail for tail in sorted(shared) if not any(m.endswith(f".{tail}") for m in modules)]
+            lacking += [
+                prefix + tail for tail in sorted(shared) if not any(m.endswith(f".{tail}") for m in modules)
+            ]
     return lacking
 
 
@@ -463,7 +472,10 @@ def _partial(report: MtpReport, said: str) -> Iterator[Finding]:
         of = f" of {report.expected}" if report.expected else ""
         title = f"the multi-token-prediction head lacks {plural(len(report.missing), 'tensor')}{of}: {some(report.missing)}"
         causes = ["only part of the head was copied into a quantised folder", "a shard is missing"]
-        remedies = ["copy the missing tensors from the original repository", f"make vLLM say so at load: {TRACK}"]
+        remedies = [
+            "copy the missing tensors from the original repository",
+            f"make vLLM say so at load: {TRACK}",
+        ]
         yield found(
             "mtp_partial", title, detail=said, causes=causes, remedies=remedies, missing=report.missing[:SHOWN],
             count=len(report.missing), expected=report.expected,

@@ -88,14 +88,22 @@ def _headline(outcome: Outcome) -> list[Metric]:
             str(outcome.tensors),
             note=f"expected by {outcome.expected_from}" if outcome.expected_from else "",
         ),
-        Metric("quantisation", outcome.declared.method if outcome.declared else "none declared"),
+        Metric("quantisation", _method(outcome)),
     ]
     if outcome.mtp is not None and outcome.mtp.status != "none":
         healthy = outcome.mtp.status in {"ok", "declared_quantized"}
         metrics.append(Metric("draft head", outcome.mtp.status.replace("_", " "), healthy))
+    if outcome.written:
+        metrics.append(Metric("manifest written", str(outcome.options.write_manifest)))
     if outcome.revision:
         metrics.append(Metric("revision", outcome.revision))
     return metrics
+
+
+def _method(outcome: Outcome) -> str:
+    if outcome.declared is None:
+        return "none declared"
+    return outcome.declared.method + (" (not examined)" if outcome.declared.unexamined else "")
 
 
 def _files_table(files: list[FileResult]) -> Table:

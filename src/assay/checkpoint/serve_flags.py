@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from assay.checkpoint.documents import CONFIG, Document, clean
+from assay.checkpoint.draft import draft_kind
 from assay.checkpoint.findings import found, plural, warned
 from assay.checkpoint.mtp import MtpReport
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
 from assay.checkpoint.serve_args import TABLED, ServeArgs, Version
 from assay.checkpoint.serve_kv import KvChoice, choice, lint_kv
-from assay.checkpoint.draft import draft_kind
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 
@@ -111,7 +112,7 @@ def lint_known_bad(
     """A warning for every reported combination that this command line repeats."""
     sizes = (checkpoint.dims(key) or 0 for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     case = Case(
-        str(checkpoint.text_config.get("model_type") or ""),
+        checkpoint.model_type,
         declared.method if declared else None,
         kv.dtype,
         args.get("--dtype"),
@@ -141,7 +142,7 @@ METHODS = frozenset({
 DEPRECATED = frozenset({"fbgemm_fp8", "fp_quant"})
 ONLINE = frozenset({
     "fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8", "mxfp4", "int8_per_channel_weight_only",
-    "nvfp4_per_token", "online", "experts_int8",
+    "nvfp4_per_token", "online", "experts_int8", "humming",
 })  # fmt: skip
 """Methods that quantise a plain checkpoint while it loads; the others need quantised tensors."""
 
@@ -294,21 +295,17 @@ def _unknown(target: Target) -> Iterator[Finding]:
 
 def _quantization(target: Target) -> Iterator[Finding]:
     args, declared = target.args, target.declared
-    flag = args.get("--quantization")
+    flag, method = args.get("--quantization"), declared.method if declared else None
     outcome = resolve(
-        declared.method if declared else None,
-        flag,
-        algorithm=declared.algorithm if declared else None,
-        model_type=str(target.checkpoint.config.get("model_type")),
-        version=target.version,
+        method, flag, algorithm=declared.algorithm if declared else None,
+        model_type=target.checkpoint.config.get("model_type"), version=target.version,
         allow_deprecated="--allow-deprecated-quantization" in args.options,
-    )
-    subject = f"a {declared.method} checkpoint" if declared else "a checkpoint that is not quantised"
-    evidence: dict[str, Any] = {
-        "flag": flag,
-        "quant_method": declared.method if declared else None,
-        "resolved": outcome.method,
-    }
+    )  # fmt: skip
+    if method is None and outcome.status == "accepted" and outcome.method in METHODS - ONLINE:
+        reason = f"{outcome.method} reads quantised tensors and their settings, and no file declares any"
+        outcome = Outcome("rejected", None, reason)
+    subject = f"a {method} checkpoint" if method else "a checkpoint that declares no quantisation"
+    evidence: dict[str, Any] = {"flag": flag, "quant_method": method, "resolved": outcome.method}
     if outcome.status == "ignored":
         title = f"--quantization {flag} is ignored on {subject}: the engine uses {outcome.method}"
         yield warned("flag_ignored", title, remedies=["leave the flag out"], references=[_DOCS], **evidence)
@@ -317,14 +314,12 @@ def _quantization(target: Target) -> Iterator[Finding]:
         if flag is None:
             title = f"vLLM rejects {subject}: {outcome.reason}"
         remedies = ["leave the flag out; the engine reads the method from the checkpoint"] if flag else []
+        if method is None:
+            remedies.append("to quantise plain weights while they load: --quantization fp8_per_tensor")
         yield found("flag_rejected", title, remedies=remedies, references=[_DOCS], **evidence)
     elif outcome.status == "plugin":
-        yield found(
-            "flag_rejected",
-            outcome.reason,
-            remedies=["install the plugin, or use another engine"],
-            **evidence,
-        )
+        remedies = ["install the plugin, or use another engine"]
+        yield found("flag_rejected", outcome.reason, remedies=remedies, **evidence)
     lowest = MIN_CAPABILITY.get(outcome.method or "")
     if lowest and target.capability is not None and target.capability < lowest:
         title = f"{outcome.method} needs compute capability {lowest}, the GPU has {target.capability}"
@@ -388,21 +383,17 @@ def _rope(target: Target) -> Iterator[Finding]:
     overrides = target.args.structure("--hf-overrides")
     if not overrides:
         return
-    own = _theta(target.checkpoint.text_config)
-    given = _theta(overrides)
+    own, given = _theta(target.checkpoint.text_config), _theta(clean(overrides, CONFIG)[0])
     if own and given and own != given:
         title = f"--hf-overrides sets rope_theta to {given:g}, the model was trained with {own:g}"
         references = ["https://github.com/vllm-project/vllm-ascend/issues/5201"]
         yield warned("config_conflict", title, references=references, trained=own, override=given)
 
 
-def _theta(config: dict[str, object]) -> float | None:
-    for key in ("rope_parameters", "rope_scaling"):
-        nested = config.get(key)
-        if isinstance(nested, dict) and isinstance(nested.get("rope_theta"), int | float):
-            return float(nested["rope_theta"])
-    value = config.get("rope_theta")
-    return float(value) if isinstance(value, int | float) else None
+def _theta(config: Document) -> float | None:
+    nested = ((config.get(key) or {}).get("rope_theta") for key in ("rope_parameters", "rope_scaling"))
+    value = next((v for v in (*nested, config.get("rope_theta")) if v is not None), None)
+    return None if isinstance(value, list) else value
 
 
 # -----------------------------------------------------------------------------
@@ -418,14 +409,14 @@ def advise(
     version: Version | None,
 ) -> dict[str, object]:
     """`{command, notes}`: flags are named only where the checkpoint gives a reason for them."""
-    if is_draft(checkpoint):
+    if draft_kind(checkpoint) is not None:
         return _draft(checkpoint, model)
     words = ["vllm", "serve", model]
     notes: list[str] = []
     if declared is not None:
         outcome = resolve(
             declared.method, None, algorithm=declared.algorithm,
-            model_type=str(checkpoint.config.get("model_type")), version=version,
+            model_type=checkpoint.config.get("model_type"), version=version,
         )  # fmt: skip
         if outcome.status == "accepted":
             notes.append(
@@ -457,8 +448,7 @@ def advise(
 
 def _draft(checkpoint: Checkpoint, model: str) -> dict[str, object]:
     """A draft is served beside its target."""
-    method = "eagle3" if is_eagle3(checkpoint) else "eagle"
-    settings = f'{{"method":"{method}","model":"{model}","num_speculative_tokens":3}}'
+    settings = f'{{"method":"{draft_kind(checkpoint)}","model":"{model}","num_speculative_tokens":3}}'
     notes = [
         "a draft cannot be served alone: TARGET is the model that it was trained for",
         "hold the pair together first: assay verify TARGET --serve-args with this command",

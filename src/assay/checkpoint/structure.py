@@ -11,11 +11,11 @@ from typing import Any
 
 from assay.checkpoint.documents import INDEX
 from assay.checkpoint.expected import FAMILIES, TIED_BY_DEFAULT, Dims, fused_experts
-from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
+from assay.checkpoint.findings import SHOWN, found, noted, plural, some, unexamined, warned
 from assay.checkpoint.quantization.declared import carrier, stored_kind, weight_shape
 from assay.checkpoint.safetensors import layer_index
 from assay.checkpoint.subject import BrokenDocument, Checkpoint
-from assay.verdict import Finding
+from assay.verdict import Finding, Severity
 
 Shape = tuple[int, ...]
 MAX_PIECES = 200_000
@@ -87,7 +87,9 @@ def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Ite
     if promised is None or promised.problem:
         if promised is not None:
             title = f"{promised.problem}: the names and shapes of the tensors were not examined"
-            yield warned("not_examined", title, remedies=["take config.json from the original repository"])
+            yield unexamined(
+                title, severity=Severity.WARNING, remedies=["take config.json from the original repository"]
+            )
         yield from holes_among_peers(checkpoint)
         return
     missing = [name for name in promised.shapes if not is_stored(checkpoint, name)]
@@ -99,7 +101,10 @@ def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Ite
         title = f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
         title += f"{list(stored)} stored, {list(wanted)} expected"
         evidence = {n: {"stored": s, "expected": w} for n, (s, w) in list(wrong.items())[:SHOWN]}
-        causes = ["config.json belongs to another size of this model", "the tensor was resized without the config"]
+        causes = [
+            "config.json belongs to another size of this model",
+            "the tensor was resized without the config",
+        ]
         yield found("tensor_shape", title, causes=causes, tensors=evidence, count=len(wrong))
 
 
@@ -183,7 +188,9 @@ def holes_among_peers(checkpoint: Checkpoint) -> Iterator[Finding]:
         title = f"{plural(len(gaps), 'layer')} of {count} not stored: {some(map(str, gaps))}"
         yield found("tensor_missing", title, layers=gaps[:SHOWN], causes=["a shard is missing"])
     holes = [
-        f"{checkpoint.prefix}layers.{at}.{tail}" for at, lost in lost_parts(suffixes, 4).items() for tail in lost
+        f"{checkpoint.prefix}layers.{at}.{tail}"
+        for at, lost in lost_parts(suffixes, 4).items()
+        for tail in lost
     ]
     if holes:
         title = f"{plural(len(holes), 'module')} that the other layers have not stored: {some(holes)}"
@@ -231,7 +238,9 @@ def _numbering(checkpoint: Checkpoint) -> Iterator[Finding]:
         if numbered and "/" not in file:
             series[numbered[1], numbered[3]].add(int(numbered[2]))
     for (stem, total), present in series.items():
-        lost = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present]
+        lost = [
+            f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present
+        ]
         if lost:
             title = f"{plural(len(lost), 'shard')} missing: {some(lost)}"
             yield found("shard_missing", title, paths=lost[:SHOWN])
@@ -284,7 +293,9 @@ def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[
         yield found("index_mismatch", title, causes=causes, tensors=nowhere[:SHOWN], count=len(nowhere))
     unnamed = [t.name for f in files if f in shards for t in shards[f] if t.name not in mapped]
     if unnamed:
-        title = f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
+        title = (
+            f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
+        )
         yield found("index_mismatch", title, tensors=unnamed[:SHOWN], count=len(unnamed))
     if checkpoint.stray:
         unlisted = sorted(checkpoint.stray)

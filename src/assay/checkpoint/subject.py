@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from assay.checkpoint import hub
 from assay.checkpoint.documents import INDEX, NESTED, TABLES, Document, Nonsense, clean

@@ -11,31 +11,29 @@ from pathlib import Path
 from assay.checkpoint import digests, serve_args, serve_flags
 from assay.checkpoint import files as local_files
 from assay.checkpoint import files as remote_files
+from assay.checkpoint.draft import check_draft, is_draft
 from assay.checkpoint.expected import FAMILIES
 from assay.checkpoint.files import Outcome, Show, VerifyOptions, silent
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
-from assay.checkpoint.gguf import check_splits, read_gguf
+from assay.checkpoint.gguf import check_gguf, check_splits, examine_gguf, read_gguf
 from assay.checkpoint.layout import PICKLES, WEIGHTS, Layout
 from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
-from assay.checkpoint.open import open_checkpoint
 from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.rules import all_rules
-from assay.checkpoint.rules.gguf import check_gguf, examine_gguf
 from assay.checkpoint.safetensors import Tensor
 from assay.checkpoint.serve_args import ServeArgs
 from assay.checkpoint.serve_flags import advise
 from assay.checkpoint.structure import (
     Expectation,
-    check_draft,
     check_index,
     check_structure,
     expectation,
     head_name,
-    is_draft,
+    meta_expectation,
     tied,
 )
-from assay.checkpoint.subject import Checkpoint
+from assay.checkpoint.subject import Checkpoint, open_checkpoint
 from assay.errors import UsageError
 
 # -----------------------------------------------------------------------------
@@ -207,11 +205,9 @@ def _stored(outcome: Outcome, checkpoint: Checkpoint) -> None:
 
 def _promised(checkpoint: Checkpoint) -> Expectation | None:
     """From the config where assay knows the layout by heart (no torch to import), else from transformers."""
-    if str(checkpoint.text_config.get("model_type")) in FAMILIES:
+    if checkpoint.model_type in FAMILIES:
         return expectation(checkpoint)
     if checkpoint.config.get("architectures") and find_spec("torch") and find_spec("transformers"):
-        from assay.checkpoint.structure import meta_expectation
-
         return meta_expectation(checkpoint)
     return None
 
@@ -254,7 +250,7 @@ def _scan(outcome: Outcome, layout: Layout, show: Show) -> None:
         outcome.findings.append(found("not_examined", title, tensor=name))
     method = outcome.declared.method if outcome.declared else None
     outcome.add(judge_values(statistics, signed_scales=method in SIGNED_SCALES))
-    outcome.add(check_norms(statistics, str(checkpoint.text_config.get("model_type"))))
+    outcome.add(check_norms(statistics, checkpoint.model_type))
     same = _comparer(checkpoint.tensors, where)
     outcome.add(check_duplicates(statistics, same))
     by_name = {s.name: s for s in statistics}

@@ -83,8 +83,10 @@ def _flat(value: Any, name: str, labels: dict[str, str]) -> Iterator[Sample]:
     elif isinstance(value, list):
         yield from _flat_list(value, name, labels)
     elif isinstance(value, bool | int | float):
-        # An integer may be larger than any float.
-        number = float(value) if abs(value) < 1e300 else math.copysign(math.inf, value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer may be larger than any float
+            number = math.inf if value > 0 else -math.inf
         unit_name, factor = metric_name(name)
         yield Sample(unit_name, labels, number * factor)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.checkpoint.documents import SIDECARS
-from assay.checkpoint.findings import SHOWN, found, plural, some, warned
+from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined, warned
 from assay.checkpoint.quantization.declared import (
     CARRIERS,
     FUSED,
@@ -92,7 +92,13 @@ def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
 
 def _is_linear(module: str, params: Params) -> bool:
     last = module.rpartition(".")[2]
-    if last in _ROUTERS or last == "head" or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
+    if (
+        last in _ROUTERS
+        or last == "head"
+        or "norm" in last
+        or "embed" in last
+        or _OTHER_TOWERS.search(module)
+    ):
         return False
     inside = layer_index(module + ".") is not None or "mtp" in module
     return inside and len(params["weight"].shape) == 2
@@ -116,14 +122,16 @@ def check_quantization(
     if declared is not None:
         yield from _sidecars(checkpoint, declared)
         if declared.unexamined:
-            title = f"{declared.unexamined}: the tensors were not examined"
+            title = f"{declared.unexamined}; its tensors were not examined"
             remedies = ["compare the served model with its reference: assay compare"]
-            yield warned("not_examined", title, remedies=remedies, method=declared.method, source=declared.source)
+            yield unexamined(title, remedies=remedies, method=declared.method, source=declared.source)
         promised = expectation(checkpoint)
         yield from _disagreements(declared, stored, packed, promised.shapes if promised else {})
     elif set(packed) == {Kind.HQQ}:
         title = f"{packed[Kind.HQQ]} modules in HQQ's own format, which no config declares"
-        detail = "Each module carries its settings; the hqq library reads them, other engines find no weights."
+        detail = (
+            "Each module carries its settings; the hqq library reads them, other engines find no weights."
+        )
         yield warned("quantization_conflict", title, detail=detail, stored=packed)
     elif packed:
         names = ", ".join(f"{n} × {k}" for k, n in packed.items())
@@ -164,7 +172,8 @@ def _disagreements(
         title = f"{source} declares {method}, but no tensor is quantised"
         causes = ["the config of a quantised repository was copied to plain weights"]
         remedies = ["remove quantization_config, or download the quantised weights"]
-        yield _conflict(title, plain, causes, remedies, method=method)
+        evidence: dict[str, Any] = {"method": method, "plain": plain[:SHOWN], "count": len(plain)}
+        yield found("quantization_conflict", title, causes=causes, remedies=remedies, **evidence)
         return
     if other:
         module, (kind, wanted) = next(iter(other.items()))
@@ -172,7 +181,9 @@ def _disagreements(
         title += f"{kind} stored, {wanted} declared"
         causes = [f"the declaration in {source} belongs to another export of this model"]
         if method == "auto-round" and kind is Kind.AWQ:
-            causes.insert(0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed")
+            causes.insert(
+                0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed"
+            )
         yield _conflict(title, {m: {"stored": k, "declared": w} for m, (k, w) in other.items()}, causes)
     if plain:
         title = f"{plural(len(plain), 'module')} declared {method} and stored plain: {some(plain)}"
@@ -198,7 +209,13 @@ def _conflict(
     """A `quantization_conflict` with the first of its modules."""
     shown = modules[:SHOWN] if isinstance(modules, list) else dict(list(modules.items())[:SHOWN])
     return found(
-        "quantization_conflict", title, causes=causes, remedies=remedies, modules=shown, count=len(modules), **evidence
+        "quantization_conflict",
+        title,
+        causes=causes,
+        remedies=remedies,
+        modules=shown,
+        count=len(modules),
+        **evidence,
     )
 
 
@@ -238,12 +255,20 @@ def _missing_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | 
 def _unwanted_parts(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
     if declared is None:
         return
-    extra = [f"{m}.{p}" for m, kind, params in stored if kind is not Kind.PLAIN for p in declared.unwanted(m) if p in params]
+    extra = [
+        f"{m}.{p}"
+        for m, kind, params in stored
+        if kind is not Kind.PLAIN
+        for p in declared.unwanted(m)
+        if p in params
+    ]
     if extra:
         title = f"{plural(len(extra), 'zero-point')} of weights that are declared symmetric: {some(extra)}"
         causes = ["the scheme in the declaration is not the one that was used"]
         detail = "An engine drops them, and reads every weight as if its zero-point were 0."
-        yield found("orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra))
+        yield found(
+            "orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra)
+        )
 
 
 def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
@@ -258,7 +283,9 @@ def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | N
                 split.append(f"{parent}.({'|'.join((first, *rest))})")
     if split and (declared is None or declared.method != "mlx"):  # which fuses nothing
         title = f"{plural(len(split), 'fused group')} stored in more than one way: {some(split)}"
-        yield _conflict(title, split, detail="Engines load these projections as one matrix with one quantisation.")
+        yield _conflict(
+            title, split, detail="Engines load these projections as one matrix with one quantisation."
+        )
 
 
 def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -268,7 +295,9 @@ def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
     ]  # fmt: skip
     if names:
         title = f"{plural(len(names), 'router')} stored quantised: {some(names)}"
-        detail = "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
+        detail = (
+            "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
+        )
         remedies = ["leave routers (gate, shared_expert_gate) out when quantising"]
         references = ["https://github.com/vllm-project/llm-compressor/issues/69"]
         yield warned(
@@ -314,6 +343,9 @@ _FUSED = {
 }
 
 
+_QUANTIZER = re.compile(r"\.\w+_quantizer\.\w+$")
+
+
 def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Side information without a quantised weight beside it."""
     lost = [
@@ -322,6 +354,11 @@ def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
         if len(params) > 1 or "weight" not in params
         for parameter in _orphans(params)
     ]
+    leaked = [name for name in checkpoint.tensors if _QUANTIZER.search(name)]
+    if leaked:
+        title = f"{plural(len(leaked), 'buffer')} of a quantiser that no engine loads: {some(leaked)}"
+        causes = ["the quantised model was saved with save_pretrained, not exported"]
+        yield warned("orphan_scale", title, causes=causes, tensors=leaked[:SHOWN], count=len(leaked))
     if lost:
         title = f"{plural(len(lost), 'scale or zero-point')} without a quantised weight: {some(lost)}"
         causes = ["the weight was replaced by a plain one, or dropped, and its scales stayed"]

@@ -303,16 +303,21 @@ def named(names: tuple[str, ...]) -> Callable[[str], bool]:
                 found = pattern(name[3:])
                 if found is not None and found.match(module):
                     return True
-            elif module == name or module.startswith(name.rstrip("*") + ".") or module.endswith("." + name):
-                return True
-            elif "*" in name and fnmatch.fnmatchcase(module, name):
+            elif (
+                module == name
+                or module.startswith(name.rstrip("*") + ".")
+                or module.endswith("." + name)
+                or ("*" in name and fnmatch.fnmatchcase(module, name))
+            ):
                 return True
         return False
 
     return hits
 
 
-def accepting(kinds: frozenset[Kind] | None, hits: Callable[[str], bool], head: frozenset[Kind] | None = None) -> Accepts:
+def accepting(
+    kinds: frozenset[Kind] | None, hits: Callable[[str], bool], head: frozenset[Kind] | None = None
+) -> Accepts:
     """Plain for what an ignore list hits, `head` for the output head, and `kinds` for all the rest."""
 
     def accepts(module: str) -> frozenset[Kind] | None:

@@ -93,7 +93,11 @@ def halves(params: Params, group_size: int, weight: str = "weight") -> str | Non
     if len(packed) != 2 or len(scale) != 2 or group_size < 1:
         return None
     wanted = (packed[0], packed[1] * 2 // group_size)
-    return None if scale == wanted else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    return (
+        None
+        if scale == wanted
+        else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
+    )
 
 
 def blocks(params: Params, block: tuple[int, int]) -> str | None:
@@ -168,7 +172,7 @@ def _declared(found: Found, accepts: Any, settings: Settings, **rest: Any) -> De
     return Declared(
         found.method, found.source, found.raw, accepts, _word_geometry(settings), bits, group,
         bits_of=lambda module: settings(module)[0],
-        unexamined="" if bits in {2, 3, 4, 8, None} else f"{found.method} with {bits} bits", **rest,
+        unexamined="" if bits in {2, 3, 4, 8, None} else f"{found.method} with {bits} bits is not known", **rest,
     )  # fmt: skip
 
 
@@ -239,13 +243,17 @@ def auto_round(found: Found) -> Declared:
             return kinds if any(_in_block(module, b) for b in inside) else PLAIN
         return PLAIN if module.endswith("lm_head") or module.startswith("mtp") else kinds
 
-    made = _declared(Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout)
-    return made if kinds else replace(made, unexamined=f"the packing format {packing}")
+    made = _declared(
+        Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout
+    )
+    return made if kinds else replace(made, unexamined=f"the packing format {packing} is not known")
 
 
 def _entries(extra: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
     """Look up `extra_config`: by exact name, else by the first pattern that is found in the name."""
-    patterns = [(p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := pattern(key))]
+    patterns = [
+        (p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := pattern(key))
+    ]
 
     def entry(module: str) -> Mapping[str, Any] | None:
         own = extra.get(module)
@@ -275,5 +283,5 @@ def mlx(found: Found) -> Declared:
 
     return Declared(
         "mlx", found.source, raw, lambda module: frozenset({Kind.MLX, Kind.PLAIN}), geometry, *settings(""),
-        bits_of=lambda module: settings(module)[0], unexamined="mlx, but for its packing",
+        bits_of=lambda module: settings(module)[0], unexamined="the quantisation method mlx is known by its packing only",
     )  # fmt: skip

@@ -104,7 +104,7 @@ def modelopt(found: Found) -> Declared:
 
     used = {algorithm_of(m) for m in layers} if layers else {algorithm}
     strange = ", ".join(sorted(used - _ALGORITHMS.keys() - {""}))
-    unexamined = f"the ModelOpt algorithm {strange}" if strange else ""
+    unexamined = f"the ModelOpt algorithm {strange} is not known" if strange else ""
     return Declared(
         "modelopt", found.source, settings, accepts, geometry, algorithm=algorithm or None, needs=needs,
         unexamined=unexamined,
@@ -207,7 +207,7 @@ def compressed_tensors(found: Found) -> Declared:
     return Declared(
         "compressed-tensors", found.source, raw, accepts, geometry,
         bits_of=lambda module: integer(group_of(module).weights, "num_bits"), needs=needs, unwanted=unwanted,
-        unexamined=f"the compressed-tensors format {strange}" if strange else "",
+        unexamined=f"the compressed-tensors format {strange} is not known" if strange else "",
     )  # fmt: skip
 
 
@@ -261,11 +261,20 @@ def torchao(found: Found) -> Declared:
 
     def geometry(module: str, params: Params) -> str | None:
         data, scale = params.get("_weight_qdata"), params.get("_weight_scale")
-        if group == 0 or data is None or scale is None or len(data.shape) != 2 or data.dtype not in {"I8", *FP8}:
+        if (
+            group == 0
+            or data is None
+            or scale is None
+            or len(data.shape) != 2
+            or data.dtype not in {"I8", *FP8}
+        ):
             return None  # other types are packed for one kernel, whose layout is its own
         return grouped(data.shape[0], data.shape[1], scale.shape, group)
 
-    return Declared("torchao", found.source, raw, accepts, geometry, group_size=group or None)
+    unexamined = "" if isinstance(settings, dict) else "the torchao recipe is not one for all modules"
+    return Declared(
+        "torchao", found.source, raw, accepts, geometry, None, group or None, unexamined=unexamined
+    )
 
 
 def _granularity(settings: Mapping[str, Any]) -> int | None:
@@ -300,7 +309,7 @@ KNOWN_BY_NAME = frozenset({
 def unopened(found: Found) -> Declared:
     """A method that assay knows by name only, or not at all: nothing is said about single modules."""
     known = "known by name only" if found.method in KNOWN_BY_NAME else "not known"
-    text = f"the quantisation method {found.method or '(unnamed)'}, which is {known}"
+    text = f"the quantisation method {found.method or '(unnamed)'} is {known}"
     return Declared(found.method, found.source, found.raw, lambda module: None, unexamined=text)
 
 

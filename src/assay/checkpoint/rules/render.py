@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jinja2 import nodes
     from jinja2.parser import Parser
 
-CPU_S, WALL_S, MEMORY, MAX_CHARACTERS = 3, 30, 1 << 30, 1 << 18
+CPU_S, WALL_S, MEMORY, MAX_CHARACTERS = 2, 30, 1 << 30, 1 << 18
 BOUNDS_REACHED = 3
 """Exit code of a rendering that took too long or too much."""
 ANSWER = "ASSAYANSWER"
@@ -63,7 +63,11 @@ def render(template: str, special: tuple[tuple[str, str], ...]) -> tuple[str, ..
     given = json.dumps({"template": template, "special": dict(special)})
     try:
         done = subprocess.run(
-            [sys.executable, "-P", __file__], input=given.encode(), capture_output=True, timeout=WALL_S, check=False
+            [sys.executable, "-P", __file__],
+            input=given.encode(),
+            capture_output=True,
+            timeout=WALL_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise Runaway from error
@@ -80,7 +84,11 @@ def _texts(template: str, special: dict[str, str]) -> list[str]:
     for messages in ([asked, answered], [asked, answered, asked]):
         pieces: list[str] = []
         size = 0
-        for piece in environment().from_string(template).generate(messages=messages, add_generation_prompt=False, **special):
+        for piece in (
+            environment()
+            .from_string(template)
+            .generate(messages=messages, add_generation_prompt=False, **special)
+        ):
             size += len(piece)
             if size > MAX_CHARACTERS:
                 raise Runaway
@@ -101,7 +109,9 @@ def main() -> None:
         texts = _texts(given["template"], given["special"])
     except (Runaway, MemoryError):
         sys.exit(BOUNDS_REACHED)
-    except Exception:  # what a template may raise is its author's choice; it says nothing about the end of a turn
+    except (
+        Exception
+    ):  # what a template may raise is its author's choice; it says nothing about the end of a turn
         texts = []
     print(json.dumps({"texts": texts}))
 

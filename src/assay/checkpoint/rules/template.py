@@ -55,7 +55,9 @@ def check_chat_template(checkpoint: Checkpoint) -> Iterator[Finding]:
 def special_tokens(checkpoint: Checkpoint) -> Special:
     """(name, text) of the tokens that templates use by name."""
     settings = checkpoint.object("tokenizer_config.json")
-    named = ((key, token_text(settings.get(key))) for key in ("bos_token", "eos_token", "pad_token", "unk_token"))
+    named = (
+        (key, token_text(settings.get(key))) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
+    )
     return tuple((key, text) for key, text in named if text)
 
 
@@ -107,4 +109,6 @@ def turn_end(text: Any, special: Special, added: Collection[str]) -> tuple[str, 
             rest = rest.removeprefix(ends[-1]).lstrip()
             if at:  # what follows the first token belongs to the next turn
                 break
+        if not ends:  # the answer is the end; what follows it elsewhere begins the next turn
+            return ()
     return tuple(dict.fromkeys(ends))

@@ -47,7 +47,9 @@ def read_vocabulary(document: Document) -> Vocabulary | None:
     if isinstance(ids, list):  # Unigram: [token, score] by id
         ids = {row[0]: i for i, row in enumerate(ids)}
     entries = document.get("added_tokens") or ()
-    added = {e["content"]: e["id"] for e in entries if e.get("content") is not None and e.get("id") is not None}
+    added = {
+        e["content"]: e["id"] for e in entries if e.get("content") is not None and e.get("id") is not None
+    }
     return Vocabulary(ids, added, len(ids) - len(set(ids.values())))
 
 
@@ -77,7 +79,9 @@ def check_tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     vocabulary = read_vocabulary(document)
     if vocabulary is None:
         if not checkpoint.nonsense("tokenizer.json"):
-            yield found("tokenizer_conflict", "tokenizer.json cannot be used: it has no model with a vocabulary")
+            yield found(
+                "tokenizer_conflict", "tokenizer.json cannot be used: it has no model with a vocabulary"
+            )
         return
     yield from _against_embedding(checkpoint, vocabulary)
     yield from _inside(document, vocabulary)
@@ -104,8 +108,13 @@ def _against_embedding(checkpoint: Checkpoint, vocabulary: Vocabulary) -> Iterat
     if rows and highest >= rows:
         beyond = [t for t, i in (*vocabulary.ids.items(), *vocabulary.added.items()) if i >= rows]
         title = f"{plural(len(beyond), 'token')} with ids beyond the {rows} rows of the embedding (highest id {highest})"
-        causes = ["the tokenizer belongs to another model", "tokens were added without resizing the embedding"]
-        yield found("tokenizer_conflict", title, causes=causes, tokens=beyond[:SHOWN], highest=highest, rows=rows)
+        causes = [
+            "the tokenizer belongs to another model",
+            "tokens were added without resizing the embedding",
+        ]
+        yield found(
+            "tokenizer_conflict", title, causes=causes, tokens=beyond[:SHOWN], highest=highest, rows=rows
+        )
     elif rows and highest + 1 < SMALLEST_SHARE * rows:
         title = f"the tokenizer has {highest + 1} tokens, the embedding {rows} rows"
         causes = ["the tokenizer belongs to another model"]
@@ -124,7 +133,9 @@ def _inside(document: Document, vocabulary: Vocabulary) -> Iterator[Finding]:
     entries = document.get("added_tokens") or ()
     bare = [e for e in entries if e.get("id") is None or e.get("content") is None]
     if bare:
-        yield found("tokenizer_conflict", f"{plural(len(bare), 'added token')} without an id or without content")
+        yield found(
+            "tokenizer_conflict", f"{plural(len(bare), 'added token')} without an id or without content"
+        )
     model = document["model"]
     merges = model.get("merges") or () if model.get("type") in {None, "BPE"} else ()
     lost = _lost_merges(merges, vocabulary.ids)
@@ -166,7 +177,12 @@ def _against_config(settings: Document, vocabulary: Vocabulary) -> Iterator[Find
         text = token_text(settings.get(key))
         if text is not None and vocabulary.id_of(text) is None:
             write = found if key == "eos_token" else warned
-            yield write("tokenizer_conflict", f"{key} {text[:40]!r} is not in the vocabulary", key=key, token=text[:40])
+            yield write(
+                "tokenizer_conflict",
+                f"{key} {text[:40]!r} is not in the vocabulary",
+                key=key,
+                token=text[:40],
+            )
 
 
 # -----------------------------------------------------------------------------
@@ -178,12 +194,16 @@ _REFERENCE = "https://github.com/vllm-project/vllm/pull/5954"
 def check_end_of_text(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Engines stop at the generation config's tokens (else config.json's) and at the tokenizer's end token."""
     generation = _ids(checkpoint.object("generation_config.json").get("eos_token_id"))
-    configured = _ids(checkpoint.text_config.get("eos_token_id")) | _ids(checkpoint.config.get("eos_token_id"))
+    configured = _ids(checkpoint.text_config.get("eos_token_id")) | _ids(
+        checkpoint.config.get("eos_token_id")
+    )
     if generation and configured - generation:
         said, stops = sorted(configured), sorted(generation)
         title = f"config.json ends at {said}, generation_config.json at {stops}"
         if configured & generation:
-            title = f"generation_config.json drops end tokens of config.json: {sorted(configured - generation)}"
+            title = (
+                f"generation_config.json drops end tokens of config.json: {sorted(configured - generation)}"
+            )
         detail = "Engines stop at the tokens of generation_config.json only, and run on over the others."
         remedies = [f"set eos_token_id of generation_config.json to {sorted(configured | generation)}"]
         yield warned(
