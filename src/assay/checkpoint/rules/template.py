@@ -71,7 +71,7 @@ def template_problem(text: Any, special: Special = ()) -> str | None:
     import jinja2
     from jinja2 import nodes
 
-    from assay.checkpoint.rules import render
+    import assay.checkpoint.rules.render as render
 
     if not isinstance(text, str):
         return "is not text"
@@ -97,7 +97,7 @@ def template_problem(text: Any, special: Special = ()) -> str | None:
 
 def turn_end(text: Any, special: Special, added: Collection[str]) -> tuple[str, ...]:
     """The tokens that a template writes right after an answer; none if it writes none or cannot be rendered."""
-    from assay.checkpoint.rules import render
+    import assay.checkpoint.rules.render as render
 
     if template_problem(text, special):
         return ()
