@@ -195,6 +195,26 @@ def test_a_bug_is_one_line_and_exit_70(
     assert "RuntimeError: two lines" in captured.err
 
 
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")],
+    ids=["host", "GPU"],
+)
+def test_memory_that_runs_out_is_no_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def greedy(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("assay.coherence.check.run_check", greedy)
+    code, report = run(capsys, "check", "http://127.0.0.1:9")
+    assert (code, report["verdict"]) == (2, "error")
+    (finding,) = report["findings"]
+    assert finding["id"] == "server.out_of_memory"
+    assert finding["title"].startswith("out of memory: ")
+    assert finding["remedies"]
+
+
 def test_a_cache_that_cannot_be_made_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

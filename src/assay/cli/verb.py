@@ -22,6 +22,7 @@ from typing import Annotated, Any, TextIO, get_args, get_type_hints
 import typer
 import typer.core
 
+from assay.engines.machine import out_of_memory
 from assay.errors import AssayError, UsageError
 from assay.options import Declared, Options, declared_options, option
 from assay.plugins import Plugin, culprit, get, names
@@ -269,9 +270,12 @@ def run(name: str, output: Output, body: Callable[[], Report]) -> int:
         except KeyboardInterrupt:
             report = interrupted_report(name)
         except Exception as error:
-            if not (plugin := culprit(error.__traceback__)):
+            if out_of_memory(error):
+                report = error_report(name, _no_memory(error, area_of(name)))
+            elif plugin := culprit(error.__traceback__):
+                report = error_report(name, _failed(plugin, error, area_of(name)))
+            else:
                 return _bug(error, output.debug)
-            report = error_report(name, _failed(plugin, error, area_of(name)))
         from assay.environment import recorded
 
         report = recorded(with_usage_of(name, report))
@@ -298,6 +302,15 @@ def _bug(error: Exception, debug: bool) -> int:
     said = f"{type(error).__name__}: {_one_line(error)}"
     print(f"assay: bug: {said} (run again with --debug and report it)", file=sys.stderr)
     return EXIT_BUG
+
+
+def _no_memory(error: Exception, area: str) -> AssayError:
+    """The error for memory that ran out where nothing smaller could be tried."""
+    return AssayError(
+        f"out of memory: {_one_line(error) or 'the system gave no more'}",
+        finding_id=f"{area}.out_of_memory",
+        remedy="use fewer or shorter windows, a smaller model or type, or another device",
+    )
 
 
 def _failed(plugin: Plugin, error: Exception, area: str) -> AssayError:
