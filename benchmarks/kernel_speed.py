@@ -5,8 +5,8 @@
 
 A twin stays where it is twice as fast in use as the better of the two. Uses on a CPU: one stream of 1,024 tokens shaped
 like SmolLM2's (3 heads of 64) through a codec, the round trip of what a step of decoding codes (8 windows, one token
-each), fitting, and `assay kv eval` of SmolLM2-135M as a whole. Uses on a GPU: logits and statistics of scored tokens,
-the round trip of 32,768 tokens, and a forward pass of a model of SmolLM2's shape with the codec in it.
+each), fitting, and `assay kv eval` of SmolLM2-135M as a whole. Uses on a GPU: logits and statistics of scored tokens, and the
+round trip of 32,768 tokens.
 
 Forms take turns, in reverse order every other round. On a CPU one thread is used and the processor's time counts, which
 other programs disturb less than the clock; on a GPU the clock counts, after the device is done. `first_s` is what the
@@ -26,7 +26,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,15 +34,10 @@ import torch
 
 from assay.environment import describe
 from assay.fidelity import metrics
-from assay.lab.kv.cache_hook import CodecHook, Mode
-from assay.lab.kv.codec import Samples, cache_shape
-from assay.lab.kv.codecs import hadamard as hadamard_codec
+from assay.lab.kv.codec import Samples
 from assay.lab.kv.codecs import pca_entropy
-from assay.lab.kv.fit import Bench
 from assay.lab.kv.hook_plan import _BENCHES
-from assay.lab.kv.rope import Rotary
-from assay.lab.kv.spec import parse_recipe, parse_spec
-from assay.lab.kv.stream import from_halves, to_halves
+from assay.lab.kv.spec import parse_recipe
 from assay.lab.quant import trellis
 from kv_codec_speed import SITE, values
 
@@ -65,28 +59,6 @@ def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
         for owner, name, value in changes:
             stack.enter_context(mock.patch.object(owner, name, value))
         yield
-
-
-_analysed = torch.compile(lambda coder, x: coder._analysed(x)[1:], dynamic=True)
-_decoded = torch.compile(
-    lambda coder, low, high, factor: coder._rotation.inverse(coder._shape(low, high)) * factor[..., None],
-    dynamic=True,
-)
-
-
-def compiled_codec() -> AbstractContextManager[None]:
-    """The codec of the rotation by torch.compile."""
-
-    def quantise(coder: Any, x: torch.Tensor, side: Any = None) -> Any:
-        low, high, factor = _analysed(coder, x.float())
-        return low, high, *to_halves(factor)
-
-    def dequantise(coder: Any, parts: Any, side: Any = None) -> torch.Tensor:
-        found: torch.Tensor = _decoded(coder, parts[0], parts[1], from_halves(parts[2], parts[3]))
-        return found
-
-    kind = hadamard_codec.HadamardCoder
-    return replaced((kind, "quantise", quantise), (kind, "dequantise", dequantise))
 
 
 def plain_search() -> AbstractContextManager[None]:
@@ -312,31 +284,9 @@ def on_gpu(rounds: int) -> list[dict[str, Any]]:
         for rows_, vocab in ((4096, 49_152), (4096, 151_936))
     ]
     plans += [("trellis_kernel", searched, TRELLIS, gpu_round_trip(searched))]
-    if find_spec("assay.lab.quant.hadamard_kernel"):
-        plans += [
-            ("hadamard_kernel", "hadamard(bits=4)", ROTATION, gpu_round_trip("hadamard(bits=4)")),
-            ("hadamard_kernel", "hadamard(bits=4)", ROTATION, forward_use("hadamard(bits=4)")),
-        ]
     for twin, what, forms, prepare in plans:
         rows += [{"twin": twin, "codec": what, **row} for row in measured(forms, prepare, rounds)]
     return rows
-
-
-def plain_rotation() -> AbstractContextManager[None]:
-    return replaced((hadamard_codec.HadamardCoder, "_has_kernel", False))
-
-
-@contextmanager
-def compiled_rotation() -> Iterator[None]:
-    with plain_rotation(), compiled_codec():
-        yield
-
-
-ROTATION: dict[str, Form] = {
-    "twin": nullcontext,
-    "torch": plain_rotation,
-    "torch.compile": compiled_rotation,
-}
 
 
 def plain_statistics() -> AbstractContextManager[None]:
@@ -384,42 +334,6 @@ def gpu_round_trip(spec: str, tokens: int = 32_768) -> Callable[[], dict[str, Us
             f"round trip, {tokens} tokens": lambda: codec.reconstruct(x),
             "round trip, one token of 32 requests": lambda: codec.reconstruct(x[:, :32]),
         }
-
-    return prepare
-
-
-def forward_use(spec: str, layers: int = 30) -> Callable[[], dict[str, Use]]:
-    """A prefill of 8 × 1,024 tokens of a model of SmolLM2's shape with the codec in its forward pass."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    shape = LlamaConfig(
-        hidden_size=576, intermediate_size=1536, num_hidden_layers=layers, num_attention_heads=9,
-        num_key_value_heads=3, vocab_size=49_152,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(GPU):
-        model = LlamaForCausalLM(shape).to(torch.bfloat16).eval()
-    ids = torch.randint(0, 49_152, (8, 1024), device=GPU)
-
-    def prepare() -> dict[str, Use]:
-        chosen = parse_spec(spec)
-        bench = Bench(cache_shape(model), Rotary(model, 1024))
-        coders = bench.fit_all(lambda _, stream: chosen.of(stream)).by_stream
-        hook = CodecHook(coders, Mode.INFORWARD, 1024, measure_windows=0)
-
-        def forward() -> torch.Tensor:
-            with torch.inference_mode(), hook.attach(model):
-                found: torch.Tensor = model(
-                    input_ids=ids, past_key_values=hook.new_cache(8, 0), logits_to_keep=1
-                ).logits
-                return found
-
-        def bare() -> torch.Tensor:
-            with torch.inference_mode():
-                found: torch.Tensor = model(input_ids=ids, logits_to_keep=1).logits
-                return found
-
-        return {"prefill of 8 × 1,024 tokens": forward, "the same without a codec": bare}
 
     return prepare
 

@@ -1,20 +1,18 @@
-"""How fast KV codecs encode and decode on 2 CPU cores, against a copy of the same memory and against prefill.
+"""How fast KV codecs encode and decode on one CPU core, against a copy of the same memory and against prefill.
 
-    python benchmarks/kv_codec_speed.py benchmarks/results/kv_codec_speed.json [--rounds 5]
+    python benchmarks/kv_codec_speed.py benchmarks/results/kv_codec_speed.json [--rounds 8]
 
 One stream of one layer shaped like SmolLM2's (3 KV heads of 64, bf16), made-up values with channels of different
-spread. Speeds count the bytes of the bf16 tensor; the best of some runs, because other programs share the cores.
-`share_of_prefill`: encoding and decoding all 60 streams of SmolLM2-135M over the time of its forward pass, in bf16 and
-in float32, of one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes minutes.
-`reconstruct` is the round trip without the bytes, what a model's forward pass rides on in the tests of `assay kv eval`.
+spread. One thread; seconds of the processor, the best of some runs, because other programs share the cores. Speeds count
+the bytes of the bf16 tensor. `share_of_prefill`: encoding and decoding all 60 streams of SmolLM2-135M over the time of
+its forward pass, in bf16 and in float32, of one prompt of so many tokens. Of 1,024 tokens only: that of 8,192 takes
+minutes. `reconstruct` is the round trip without the bytes, what a model's forward pass rides on in `assay kv eval`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from assay.demo.models import build_smollm2
+from assay.environment import describe
 from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.spec import parse_recipe
 
@@ -57,9 +56,9 @@ def values(count: int, seed: int) -> torch.Tensor:
 def seconds(call: Callable[[], object], rounds: int = 5) -> float:
     best = float("inf")
     for _ in range(rounds):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     return best
 
 
@@ -103,11 +102,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     arguments = parser.parse_args()
     rounds = arguments.rounds
-    load = os.getloadavg()[0]
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     prefill = {name: prefill_seconds(getattr(torch, name), rounds) for name in ("bfloat16", "float32")}
     print(f"prefill of {PROMPT} tokens, seconds: {prefill}", flush=True)
     calibration = values(4096, 1).float()
@@ -123,12 +121,8 @@ def main() -> None:
     result = {
         "shape": {"heads": SITE.heads, "head_dim": SITE.head_dim, "dtype": "bfloat16"},
         "prefill": {"tokens": PROMPT, "seconds": prefill},
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "threads": 2,
-            "torch": torch.__version__,
-            "load_before": load,
-        },
+        "unit": "seconds of the processor, one thread",
+        "environment": describe(),
         "rows": rows,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -34,8 +34,6 @@ def start(job: dict[str, Any]) -> Any:
         "VLLM_NO_USAGE_STATS": "1",
     }
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    if engine["plain"]:
-        os.environ["ASSAY_NO_TRITON"] = "1"
     from vllm import LLM
 
     if engine["kv_cache_dtype"].startswith("turboquant") and engine["runner"] == "1":
@@ -168,9 +166,6 @@ class Bench:
             found |= {"coder_calls": turns.fires, "layers_coded": turns.layers}
             if not turns.fires:
                 raise RuntimeError("no coder was called")
-            from assay.lab.kv.codecs.hadamard import fused_kernels
-
-            found["fused"] = fused_kernels()
         return found | hardware()
 
 

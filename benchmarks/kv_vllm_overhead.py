@@ -41,12 +41,11 @@ TRELLIS = "prerope+sinks+pca(step=0.003, weights=measured, predict=all, trellis=
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine is started with. `runner` is vLLM's model runner; `plain` leaves out assay's fused kernels."""
+    """What an engine is started with. `runner` is vLLM's model runner."""
 
     kv_cache_dtype: str = "auto"
     eager: bool = True
     runner: str = "1"
-    plain: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,6 @@ FURTHER = {
     **{f"{name}-graphs": Configuration(replace(GRAPHS, kv_cache_dtype=name)) for name in PRESETS[1:]},
     "identity-snapshot": Configuration(mode="snapshot", codec="identity"),
     "bf16-v2": Configuration(Engine(runner="2")),
-    "hadamard-inforward-plain": Configuration(Engine(plain=True), mode="inforward"),
 }
 """Run only where they are asked for."""
 KNOWN = CONFIGURATIONS | FURTHER

@@ -25,10 +25,12 @@ from assay.lab.kv.codecs.lattice import (
 )
 from assay.lab.quant.hadamard import (
     Rotation,
+    lengths,
     normal_of_words,
     random_normal,
     random_signs,
     random_words,
+    signs_on,
     wht,
     words_of_keys,
 )
@@ -43,6 +45,25 @@ from assay.lab.quant.weights import (
     polar_round_trip,
     polar_weights,
 )
+
+
+@pytest.mark.parametrize("width", [1, 3, 64, 80, 256])
+def test_lengths_do_not_hang_on_the_order_of_adding(width: int) -> None:
+    x = torch.rand(500, width, generator=torch.Generator().manual_seed(width)) * 2 - 1
+    found = lengths(x)
+    exact = [math.sqrt(math.fsum(v * v for v in row)) for row in x.double().tolist()]
+    np.testing.assert_allclose(found.numpy(), exact, rtol=2e-7)
+    assert torch.equal(found, lengths(x.flip(-1))) and torch.equal(found[:7], lengths(x[:7]))
+    assert torch.equal(found, lengths(x.T.contiguous().T))
+
+
+def test_signs_are_those_of_their_seed() -> None:
+    device = torch.device("cpu")
+    with torch.inference_mode():
+        first = signs_on(5, 64, device)
+    assert torch.equal(first, random_signs(5, 64))
+    assert not torch.equal(first, signs_on(6, 64, device))
+    assert not first.is_inference()
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64])

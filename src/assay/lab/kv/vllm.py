@@ -20,7 +20,7 @@ from assay.lab.kv.hook_plan import HookPlan, bench_of
 from assay.lab.kv.live_stream import Coders, Key, StreamFacts, facts_of_window
 from assay.lab.kv.predictors import last_readers
 from assay.lab.kv.rope import Rotary
-from assay.lab.kv.vllm_stream import Joint, Lane, Spans, joint_of
+from assay.lab.kv.vllm_stream import Lane, Spans
 from assay.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:
@@ -46,8 +46,6 @@ class VllmCodecHook:
         self._started = 0
         self._second = False
         self._running: tuple[Request, ...] | None = None
-        self._earliest = 0
-        self._keeps = False
 
     def bind(self, model: Any, context: HookContext) -> None:
         """Fit the coders to the model; AssayError for a model whose cache they do not fit."""
@@ -67,10 +65,6 @@ class VllmCodecHook:
         self._last_readers = last_readers(self._coders)
         self._to_measure = frozenset() if serving else self._to_measure
         self._lanes = lanes_of(self._coders, shape.layers, self.mode)
-        self._joints = {
-            layer: joint_of(self._coders.get((layer, "k")), self._coders.get((layer, "v")))
-            for layer in range(shape.layers)
-        }
 
     def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:
         """Where a layer's keys are coded; those that others predict from are wanted before RoPE, exact ones too."""
@@ -92,10 +86,6 @@ class VllmCodecHook:
         if requests is not self._running:
             self._begin(requests)
         self._check_shapes(layer, k, v)
-        joint = self._joints[layer]
-        both = self._coded_together(layer, joint, requests, k, v) if joint and not self._keeps else None
-        if both is not None:
-            return both
         new: dict[str, torch.Tensor] = {}
         changed: dict[str, Spans] = {}
         for stream, x in (("k", k), ("v", v)):
@@ -107,20 +97,6 @@ class VllmCodecHook:
             if reader == layer:
                 self._lanes[key].release()
         return new["k"], new["v"]
-
-    def _coded_together(
-        self, layer: int, joint: Joint, requests: tuple[Request, ...], k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V in one go where all their tokens are coded as they come and there is a kernel; None elsewhere."""
-        lanes = self._lanes[layer, "k"], self._lanes[layer, "v"]
-        tokens = requests[-1].offset + requests[-1].count
-        if tokens != k.shape[0] or not all(lane.codes_all(requests, self._earliest) for lane in lanes):
-            return None
-        found = joint(k, v)
-        if found is not None:
-            for lane in lanes:
-                lane.coded_all(requests, tokens)
-        return found
 
     def _check_shapes(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         wanted = (self._shape.kv_heads, self._shape.head_dim)
@@ -182,8 +158,6 @@ class VllmCodecHook:
                 if self._started in self._to_measure:
                     self._measured.append(request.key)
                 self._started += 1
-        self._earliest = min((request.start for request in requests), default=0)
-        self._keeps = self._second or any(map(self._is_measured, requests))
 
     def _is_measured(self, request: Request) -> bool:
         return request.key in self._measured

@@ -20,9 +20,7 @@ from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.codec import StreamCoder
-from assay.lab.kv.codecs.hadamard import HadamardCoder
 from assay.lab.kv.live_stream import Growing, Key, Track
-from assay.lab.kv.stream_coder import FittedCodec
 
 if TYPE_CHECKING:
     import torch
@@ -120,25 +118,6 @@ class Lane:
                 rows = out[request.offset : request.offset + request.count].transpose(0, 1)
                 self.histories[request.key].held.append(rows)
         return out, changed
-
-    def codes_all(self, requests: Sequence[Request], earliest: int) -> bool:
-        """Whether every token of the step is coded as it comes and that is all: `earliest` is the first of all positions.
-
-        Then whoever can code them may do so and tell `coded_all`, instead of `feed`, unless some are kept for measuring.
-        """
-        if self._exact or self.coder is None or self.sides or self.handed or self.recorded:
-            return False
-        if self.settles:
-            return all(self._is_settled(request) for request in requests)
-        return not self.stateful and self.mode is Mode.INFORWARD and earliest >= self.coder.exact_first
-
-    def coded_all(self, requests: Sequence[Request], tokens: int) -> None:
-        """All tokens of these requests were coded."""
-        self.fires += 1
-        self.coded += tokens
-        if self.settles:
-            for request in requests:
-                self.histories[request.key].track.mark(request.end)
 
     def decoded(self, due: Sequence[Due]) -> torch.Tensor:
         """What a decoder has of these tokens, [h, all of them, d], float32: exact ones, or what was coded in this step.
@@ -340,42 +319,3 @@ def _rows_from(requests: tuple[Request, ...], first: int, device: torch.device) 
         np.arange(r.offset + min(r.count, max(0, first - r.start)), r.offset + r.count) for r in requests
     ]
     return torch.from_numpy(np.concatenate(spans)).to(device)
-
-
-# -----------------------------------------------------------------------------
-# K and V of a layer through one kernel, where both streams are coded alike: what the hook's speed hangs on.
-
-
-class Joint:
-    """The common round trip of a layer's K and V."""
-
-    def __init__(self, coder: HadamardCoder) -> None:
-        self._coder = coder
-
-    def __call__(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V [tokens, h, d] as the codec gives them back, in their type; None where there is no kernel for them."""
-        both = in_one(k, v)
-        if both is not None:
-            found = self._coder.round_trip(both, k.dtype)
-            return None if found is None else (found[0], found[1])
-        first = self._coder.round_trip(k[None], k.dtype)
-        second = None if first is None else self._coder.round_trip(v[None], v.dtype)
-        return None if first is None or second is None else (first[0], second[0])
-
-
-def joint_of(k: StreamCoder | None, v: StreamCoder | None) -> Joint | None:
-    """The round trip of two streams that one codec codes token by token; None where they are not alike."""
-    if not (isinstance(k, FittedCodec) and isinstance(v, FittedCodec)):
-        return None
-    coder = k.coder
-    return Joint(coder) if isinstance(coder, HadamardCoder) and coder.alike(v.coder) else None
-
-
-def in_one(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """Both as one view [2, tokens, h, d], which slices of a fused projection allow; None where they do not."""
-    apart = v.storage_offset() - k.storage_offset()
-    if apart < 0 or k.stride() != v.stride() or k.shape != v.shape or k.dtype != v.dtype:
-        return None
-    if k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():
-        return None
-    return k.as_strided((2, *k.shape), (apart, *k.stride()))

@@ -7,7 +7,6 @@ n log₂ n additions, keeps norms, and makes the coordinates of almost any vecto
 from __future__ import annotations
 
 from functools import lru_cache
-from math import frexp
 from typing import Any
 
 import numpy as np
@@ -77,24 +76,9 @@ def _signed(word: int) -> int:
     return word - 2**64 if word >= 2**63 else word
 
 
-def sum_of_squares(x: torch.Tensor, largest: float) -> torch.Tensor:
-    """Σx² over the last dimension in whole numbers, so that no order of adding changes a bit; float32.
-
-    `largest` bounds x². The unit is `squares_unit`, so that the sum is exact to 2⁻³¹ of what it can be at most.
-    """
-    unit = squares_unit(x.shape[-1], largest)
-    whole = x.square().mul_(1 / unit).add_(0.5).int()
-    return whole.sum(-1, dtype=torch.int32).float() * unit
-
-
-def correct_sqrt(x: torch.Tensor) -> torch.Tensor:
-    """√x rounded correctly, float32: `torch.sqrt` on a CPU may be off in the last bit, by the library it was built with."""
-    return x.double().sqrt().float()
-
-
-def squares_unit(count: int, largest: float) -> float:
-    """The power of two in which sums of `count` squares of at most `largest` stay below 2³⁰."""
-    return float(2.0 ** (frexp(count * largest)[1] - 30))
+def lengths(x: torch.Tensor) -> torch.Tensor:
+    """‖x‖ over the last dimension, float32, added up in float64: no order of adding changes it, on any device."""
+    return x.square().sum(-1, dtype=torch.float64).sqrt().float()
 
 
 def wht(x: torch.Tensor) -> torch.Tensor:
