@@ -2,8 +2,7 @@
 
 A draw is a vector of counts c_g ~ Multinomial(G; 1/G, …, 1/G). Everything below is a function of the counts, so both
 sides of a paired comparison are resampled by the same windows. Intervals are percentiles of the draws (Efron and
-Tibshirani, An Introduction to the Bootstrap (1993), ch. 13); `bootstrap_t_ratio` divides each draw by its own error
-(ch. 12), which repairs the skewness of few clusters. The seed determines the draws.
+Tibshirani, An Introduction to the Bootstrap (1993), ch. 13). The seed determines the draws.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from assay.stats.cluster import cluster_ratio
 from assay.stats.intervals import Interval, check_confidence
 
 _BLOCK = 1 << 21
@@ -44,50 +42,6 @@ def resampled_counts(clusters: int, resampling: Resampling) -> Iterator[NDArray[
         flat = picks + np.arange(size)[:, None] * clusters
         counts = np.bincount(flat.ravel(), minlength=size * clusters)
         yield counts.reshape(size, clusters).astype(np.float64)
-
-
-def bootstrap_ratio(
-    numerators: ArrayLike,
-    denominators: ArrayLike,
-    confidence: float = 0.95,
-    resampling: Resampling | None = None,
-) -> Interval:
-    """Percentile interval of Σ numerators / Σ denominators, one entry of each for a cluster of positive weight."""
-    y, w = _sums(numerators, denominators)
-    ratios = np.concatenate([(c @ y) / (c @ w) for c in resampled_counts(y.size, resampling or Resampling())])
-    return _percentiles(float(y.sum() / w.sum()), ratios, confidence)
-
-
-def bootstrap_t_ratio(
-    numerators: ArrayLike,
-    denominators: ArrayLike,
-    confidence: float = 0.95,
-    resampling: Resampling | None = None,
-) -> Interval:
-    """Studentised interval: [R − t*_hi · SE, R − t*_lo · SE] with t* = (R* − R) / SE* of the draws, SE by CR1.
-
-    Draws without spread have no t* and are left out; where none has, the interval is infinite.
-    """
-    y, w = _sums(numerators, denominators)
-    estimate = cluster_ratio(y, w, confidence)
-    clusters = y.size
-    scale = clusters / (clusters - 1) if clusters > 1 else math.nan
-    parts = []
-    for c in resampled_counts(clusters, resampling or Resampling()):
-        total = c @ w
-        ratio = (c @ y) / total
-        # Σ c (y − R* w)², multiplied out so that no [b, G] residuals are needed beside the counts.
-        squares = c @ (y * y) - 2 * ratio * (c @ (y * w)) + ratio**2 * (c @ (w * w))
-        se = np.sqrt(scale * np.maximum(squares, 0.0)) / total
-        some = se > 1e-9 * abs(estimate.se)
-        parts.append((ratio[some] - estimate.value) / se[some])
-    t = np.concatenate(parts)
-    if t.size == 0:
-        return Interval(estimate.value, -math.inf, math.inf)
-    spread = _percentiles(0.0, t, confidence)
-    return Interval(
-        estimate.value, estimate.value - spread.hi * estimate.se, estimate.value - spread.lo * estimate.se
-    )
 
 
 def bootstrap_quantiles(
@@ -166,15 +120,6 @@ def _target(total: NDArray[np.float64] | np.float64, p: float) -> NDArray[np.int
     """The rank of the p-quantile among `total`: ⌈p · total⌉, at least 1, safe from the rounding of p · total."""
     wanted = np.asarray(np.ceil(p * total * (1 - 1e-12)), dtype=np.int64)
     return np.maximum(wanted, 1)
-
-
-def _sums(numerators: ArrayLike, denominators: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    y, w = np.asarray(numerators, dtype=np.float64), np.asarray(denominators, dtype=np.float64)
-    if y.ndim != 1 or y.shape != w.shape or y.size == 0:
-        raise ValueError(f"need two equally long lists, got shapes {y.shape} and {w.shape}")
-    if not (np.isfinite(y).all() and np.isfinite(w).all() and (w > 0).all()):
-        raise ValueError("sums must be finite and weights positive")
-    return y, w
 
 
 def _percentiles(value: float, draws: NDArray[np.float64], confidence: float) -> Interval:

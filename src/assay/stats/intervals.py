@@ -86,19 +86,6 @@ def newcombe(
     return Interval(value, max(-1.0, lo), min(1.0, hi))
 
 
-def clopper_pearson(successes: int, n: int, confidence: float = 0.95) -> Interval:
-    """Exact interval of a proportion: quantiles of Beta(k, n − k + 1) and Beta(k + 1, n − k)."""
-    from scipy.special import betaincinv
-
-    _check_counts(successes, n)
-    tail = (1 - check_confidence(confidence)) / 2
-    if n == 0:
-        return Interval(math.nan, 0.0, 1.0)
-    lo = 0.0 if successes == 0 else float(betaincinv(successes, n - successes + 1, tail))
-    hi = 1.0 if successes == n else float(betaincinv(successes + 1, n - successes, 1 - tail))
-    return Interval(successes / n, lo, hi)
-
-
 def _check_counts(successes: float, n: float) -> None:
     if not (0 <= successes <= n and math.isfinite(n)):
         raise ValueError(f"{successes} successes out of {n} is not possible")
