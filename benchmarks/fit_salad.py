@@ -31,7 +31,7 @@ from legit_texts import (
 from split import is_table, is_tune
 from synthetic_salads import salads
 
-OUT = Path(salad.__file__).parent.parent / "data" / salad.MODEL
+OUT = Path(salad.__file__).parent / salad.MODEL
 
 DENSE, DENSER = 4, 10
 """Chunks of each source for one of the benchmark: false alarms need more text to be told apart than salads, those of other

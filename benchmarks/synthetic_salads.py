@@ -9,8 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from assay.coherence.detectors.loops import FUNCTION_WORDS
-from assay.coherence.text import TextView
+from assay.coherence.text import FUNCTION_WORDS, TextView
 from legit_texts import Legit
 
 

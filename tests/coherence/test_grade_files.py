@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import invoke
-from assay.coherence import grade_files as reading
-from assay.coherence.grade_files import decode, grade_completion, grade_files, is_completion, read_text
+from assay.coherence import reading
+from assay.coherence.grade_files import grade_completion, grade_files
+from assay.coherence.reading import decode, read_text
 from assay.errors import AssayError
 from assay.verdict import Verdict
 
@@ -53,14 +54,13 @@ def test_label_and_exit_code(tmp_path: Path, capsys, text: str, label: str, code
     assert row["coherent_chars"] >= 0 and report["exit_code"] == code and report["schema"] == "assay/1"
 
 
-@pytest.mark.parametrize("kind", ["chat.completion", "text_completion"])
-def test_a_response_without_a_choice_holds_no_text(tmp_path: Path, capsys, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["chat.completion", "text_completion", None])
+def test_a_response_without_a_choice_is_empty(tmp_path: Path, capsys, kind: str | None) -> None:
     path = tmp_path / "out.json"
-    path.write_text(json.dumps({"object": kind, "choices": [], "usage": None}))
+    path.write_text(json.dumps({"choices": [], **({"object": kind, "usage": None} if kind else {})}))
     code, report = run(capsys, str(path))
-    assert (code, report["results"]["files"]) == (2, [])
-    assert report["findings"][0]["id"] == "coherence.unreadable"
-    assert "without a choice" in report["findings"][0]["title"]
+    (row,) = report["results"]["files"]
+    assert (code, row["label"], row["kind"]) == (1, "empty", "no_choices")
     path.write_text(json.dumps({"object": "poll", "choices": []}))  # a model's own answer
     assert run(capsys, str(path))[0] == 0
 
@@ -87,14 +87,18 @@ def test_console_shows_the_text_around_the_onset(tmp_path: Path, capsys) -> None
     assert "the the the" in shown and "bad.txt" in shown
 
 
-def test_several_choices_are_graded_and_the_worst_is_told() -> None:
+def test_several_choices_are_graded_and_the_worst_is_told(tmp_path: Path, capsys) -> None:
     response = {
         "choices": [{"finish_reason": "stop", "text": GOOD}, {"finish_reason": "length", "text": LOOP}]
     }
-    assert is_completion(response) and grade_completion(response).kind == "the_the_the"
-    assert (
-        not is_completion({"choices": []}) and not is_completion({"choices": "ab"}) and not is_completion([1])
-    )
+    assert grade_completion(response).kind == "the_the_the"
+    assert grade_completion({"choices": "ab"}).label == "not_examined"
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps(response))
+    code, report = run(capsys, str(path))
+    (row,) = report["results"]["files"]
+    assert (code, row["label"], row["choices_total"]) == (1, "degenerate", 2)
+    assert [c["label"] for c in row["choices"]] == ["ok", "degenerate"]
 
 
 def test_content_parts_and_odd_fields_are_read() -> None:

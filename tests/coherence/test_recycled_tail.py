@@ -24,7 +24,7 @@ def changing_items(count: int, choices: int = 5) -> str:
 def test_a_loop_in_changing_copies_is_found_where_the_server_cut_it() -> None:
     text = "<ul>\n" + changing_items(40)
     found = recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT))
-    assert found is not None and found.onset < 200
+    assert found is not None and found.onset_char < 200
     assert grade(text, finish_reason="length").label is Label.DEGENERATE
 
 
@@ -65,7 +65,7 @@ def test_a_flood_shorter_than_a_rule_counts_where_the_server_cut_it() -> None:
     text = "The answer is " + "7" * 100
     assert floods.detect_flood(TextView(text, Ending.STOPPED)) is None
     found = floods.detect_flood(TextView(text, Ending.CUT))
-    assert found is not None and (found.kind, found.onset) == ("single_char_flood", 14)
+    assert found is not None and (found.kind, found.onset_char) == ("single_char_flood", 14)
 
 
 def test_a_line_to_fill_in_and_a_dotted_line_are_no_flood() -> None:
@@ -86,7 +86,7 @@ def mixed_table(rows: int, seed: int = 5) -> str:
 def test_an_end_of_characters_that_all_came_before() -> None:
     table = mixed_table(40)
     found = recycled_tail.detect_recycled_tail(TextView(table, Ending.CUT))
-    assert found is not None and found.kind == "recycled_tail" and found.onset < len(table) / 2
+    assert found is not None and found.kind == "recycled_tail" and found.onset_char < len(table) / 2
     assert recycled_tail.detect_recycled_tail(TextView(table, Ending.STOPPED)) is None
     records = "".join(
         f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60)

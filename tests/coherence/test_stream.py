@@ -38,7 +38,7 @@ LOOPS = {
 def test_loop_is_stopped_in_flight(start: str, loop: str) -> None:
     grader, seen = feed(start + loop)
     assert seen is not None and seen < len(start) + 2 * STRIDE + 1100
-    assert abs(grader.detection.onset - len(start)) < 60
+    assert abs(grader.detection.onset_char - len(start)) < 60
     assert grader.finish("length").label == "degenerate"
 
 

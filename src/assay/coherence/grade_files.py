@@ -2,210 +2,44 @@
 
 from __future__ import annotations
 
-import codecs
-import json
-import os
-import select
-import stat
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from assay.coherence.diagnosis import explain
+from assay.coherence.envelopes import Answer, Unpacked, unpack, unpack_values
 from assay.coherence.grading import Grade, Label, grade
+from assay.coherence.reading import MAX_BYTES, Parsed, Reading, read_text
 from assay.errors import AssayError
 from assay.verdict import Block, Finding, Metric, Quote, Report, Severity, Table, Verdict, worst
 
-# -----------------------------------------------------------------------------
-# Read one file of model output as text, in bounded memory, and say what was odd about it.
-
-MAX_BYTES = 16 * 2**20
-"""Bytes of one file that are read; of a longer one the beginning is graded, and the report says so."""
-FIFO_WAIT_S = 10.0
-"""Seconds that a named pipe may stay silent."""
-_ALLOWED_INVALID = 0.1
-_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The text of a file, and what was odd about its bytes."""
-
-    text: str
-    truncated: bool = False
-    invalid_bytes: int = 0
-    first_invalid: int | None = None
-    """Byte offset of the first byte that is not UTF-8."""
-
-
-def read_text(path: str) -> Reading:
-    """The text in `path`, or on stdin for `-`. Raises `AssayError` for what holds no text."""
-    try:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else _read_file(Path(path))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise unreadable(path, reason) from None
-    return decode(data[:MAX_BYTES], path, truncated=len(data) > MAX_BYTES)
-
-
-def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
-    """Bytes as text: UTF-8, with or without a byte order mark, or UTF-16 with one. Broken bytes become U+FFFD."""
-    bom, encoding = next(((b, name) for b, name in _BOMS if data.startswith(b)), (b"", "utf-8"))
-    data = data[len(bom) :]
-    if encoding == "utf-8" and data.count(0) > max(8, len(data) // 50):
-        raise unreadable(path, "a binary file, not text")
-    decoder = codecs.getincrementaldecoder(encoding)("strict")
-    try:
-        return Reading(decoder.decode(data, final=not truncated), truncated)
-    except UnicodeDecodeError as error:
-        first = error.start
-    text = codecs.getincrementaldecoder(encoding)("replace").decode(data, final=not truncated)
-    invalid = text.count("\ufffd")
-    if invalid > _ALLOWED_INVALID * len(text):
-        raise unreadable(path, f"not UTF-8 text (first invalid byte at offset {first})")
-    return Reading(text, truncated, invalid, first)
-
-
-def _read_file(path: Path) -> bytes:
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(0, "a directory, not a file")
-    if stat.S_ISFIFO(mode):
-        return _read_fifo(path)
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)
-
-
-def _read_fifo(path: Path) -> bytes:
-    """Read a pipe to its end. A plain open would wait for a writer for ever."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        chunks: list[bytes] = []
-        size = 0
-        poll = select.poll()
-        poll.register(fd, select.POLLIN | select.POLLHUP)
-        while size <= MAX_BYTES:
-            if not poll.poll(FIFO_WAIT_S * 1000):
-                raise OSError(0, f"a named pipe to which nothing was written for {FIFO_WAIT_S:g} s")
-            chunk = os.read(fd, 2**16)
-            if not chunk:
-                break
-            chunks.append(chunk)
-            size += len(chunk)
-        return b"".join(chunks)
-    finally:
-        os.close(fd)
-
-
-def unreadable(path: str, reason: str) -> AssayError:
-    """The error for a file (`-` is stdin) that holds no text."""
-    shown = "stdin" if path == "-" else path
-    return AssayError(
-        f"{shown}: {reason}",
-        finding_id="coherence.unreadable",
-        remedy="give a text file with one model output, or one chat-completion response as JSON",
-        evidence={"path": path},
-    )
-
-
-# -----------------------------------------------------------------------------
-# Grade one chat-completion (or text-completion) response, as the JSON object that a server sends.
-
-_WORST_FIRST = (Label.DEGENERATE, Label.EMPTY, Label.TRUNCATED_REASONING, Label.OK)
-
-
-RESPONSES = ("chat.completion", "text_completion")
-"""What a server writes as `object` into a response."""
-
-
-def is_completion(value: Any) -> bool:
-    """Whether a JSON value is a server's response, and not a model's answer that happens to be JSON."""
-    choices = value.get("choices") if isinstance(value, Mapping) else None
-    if not isinstance(choices, Sequence) or isinstance(choices, str) or not choices:
-        return False
-    return all(
-        isinstance(c, Mapping) and (isinstance(c.get("message"), Mapping) or "text" in c) for c in choices
-    )
-
-
-def grade_completion(response: Mapping[str, Any]) -> Grade:
-    """The grade of a response; of several choices the worst.
-
-    `reasoning` and `reasoning_content` are one field under two names. Text completions (`text`) are content.
-
-    >>> grade_completion({"choices": [{"finish_reason": "stop", "message": {"content": None}}]}).label.value
-    'empty'
-    """
-    grades = [_grade_choice(choice) for choice in response["choices"]]
-    return min(grades, key=lambda g: _WORST_FIRST.index(g.label))
-
-
-def _grade_choice(choice: Mapping[str, Any]) -> Grade:
-    message = _message(choice)
-    return grade(
-        _plain(message.get("content")),
-        reasoning=_reasoning(message),
-        tool_calls=_calls(message),
-        finish_reason=reason if isinstance(reason := choice.get("finish_reason"), str) else None,
-    )
-
-
-def _message(choice: Mapping[str, Any]) -> Mapping[str, Any]:
-    message = choice.get("message")
-    return message if isinstance(message, Mapping) else {"content": choice.get("text")}
-
-
-def _reasoning(message: Mapping[str, Any]) -> str:
-    return _plain(message.get("reasoning") or message.get("reasoning_content"))
-
-
-def _calls(message: Mapping[str, Any]) -> Sequence[Any]:
-    calls = message.get("tool_calls")
-    return calls if isinstance(calls, list) else ()
-
-
-def _plain(content: Any) -> str:
-    """Text of a content field: a string, or the text parts of a list of parts."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
-    return ""
-
-
-def graded_part(response: Mapping[str, Any], result: Grade) -> str:
-    """The text that decided `result`, a grade of this response."""
-    for choice in response["choices"]:
-        if _grade_choice(choice) == result:
-            message = _message(choice)
-            if result.part == "reasoning":
-                return _reasoning(message)
-            return _plain(message.get("content"))
-    return ""
-
-
-# -----------------------------------------------------------------------------
-
+_WORST_FIRST = (Label.DEGENERATE, Label.EMPTY, Label.NOT_EXAMINED, Label.TRUNCATED_REASONING, Label.OK)
 _VERDICTS = {
     Label.OK: Verdict.PASS,
     Label.DEGENERATE: Verdict.FAIL,
     Label.EMPTY: Verdict.FAIL,
     Label.TRUNCATED_REASONING: Verdict.INCONCLUSIVE,
+    Label.NOT_EXAMINED: Verdict.INCONCLUSIVE,
 }
 _SHOWN_BEFORE, _SHOWN_AFTER = 160, 240
 _MAX_QUOTES = 20
+MOST_CHOICES = 1000
+"""Answers of one file that are listed in the results, the worst first."""
 
 
 @dataclass(frozen=True)
 class GradedFile:
-    """One file with its grade. `shown` is the field that decided, for the report to quote."""
+    """One file with its grade: that of its worst answer, of which `shown` is the field that decided.
+
+    `choices` holds the name and grade of every answer where the file is a body or a stream, `notes` what was lost.
+    """
 
     path: str
     grade: Grade
     shown: str
     reading: Reading
+    choices: Sequence[tuple[str, Grade]] = ()
+    unpacked: Unpacked | None = None
 
 
 def grade_files(paths: Sequence[str]) -> Report:
@@ -233,30 +67,51 @@ def grade_files(paths: Sequence[str]) -> Report:
 
 
 def grade_file(path: str) -> GradedFile:
-    """Grade one file: raw text, or one completion response as JSON (JSON of another shape is itself the answer)."""
+    """Grade one file: the body or stream of a server (`envelopes`), or a text that is the answer itself."""
     reading = read_text(path)
-    response = _response(path, reading.text)
-    if response is None:
+    unpacked = unpack(reading.text)
+    if unpacked is None:
         return GradedFile(path, grade(reading.text), reading.text, reading)
-    result = grade_completion(response)
-    return GradedFile(path, result, graded_part(response, result), reading)
+    choices = [(answer.name, _grade_answer(answer)) for answer in unpacked.answers]
+    if not choices:
+        return GradedFile(path, _without_answer(unpacked), "", reading, (), unpacked)
+    worst_at = min(range(len(choices)), key=lambda i: _WORST_FIRST.index(choices[i][1].label))
+    answer, result = unpacked.answers[worst_at], choices[worst_at][1]
+    shown = "".join(answer.reasoning if result.part == "reasoning" else answer.content)
+    return GradedFile(path, result, shown, reading, choices, unpacked)
 
 
-def _response(path: str, text: str) -> dict[str, Any] | None:
-    if not text.lstrip().startswith("{"):
-        return None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if isinstance(value, dict) and value.get("choices") == [] and value.get("object") in RESPONSES:
-        raise unreadable(path, "a response of a server without a choice in it")
-    return value if is_completion(value) else None
+def grade_completion(response: Mapping[str, Any]) -> Grade:
+    """The grade of a response as JSON, of any API that `envelopes` knows; of several choices the worst.
+
+    >>> grade_completion({"choices": [{"finish_reason": "stop", "message": {"content": None}}]}).label.value
+    'empty'
+    """
+    unpacked = unpack_values(Parsed([response]))
+    if unpacked is None:
+        return Grade(Label.NOT_EXAMINED, "unknown_envelope")
+    grades = [_grade_answer(answer) for answer in unpacked.answers]
+    return min(grades, key=lambda g: _WORST_FIRST.index(g.label), default=_without_answer(unpacked))
+
+
+def _grade_answer(answer: Answer) -> Grade:
+    return grade(
+        "".join(answer.content),
+        reasoning="".join(answer.reasoning),
+        tool_calls=list(answer.calls.values()),
+        finish_reason=answer.finish_reason,
+    )
+
+
+def _without_answer(unpacked: Unpacked) -> Grade:
+    if unpacked.reason is None:
+        return Grade(Label.EMPTY, "no_choices", 0)
+    return Grade(Label.NOT_EXAMINED, unpacked.reason, evidence={"why": "; ".join(unpacked.notes)})
 
 
 def _row(file: GradedFile) -> dict[str, Any]:
     result = file.grade
-    return {
+    row = {
         "path": file.path,
         "label": result.label.value,
         "kind": result.kind,
@@ -267,19 +122,32 @@ def _row(file: GradedFile) -> dict[str, Any]:
         "examined_chars": result.examined_chars,
         "evidence": dict(result.evidence),
     }
+    if file.unpacked is None:
+        return row
+    worst_first = sorted(file.choices, key=lambda choice: _WORST_FIRST.index(choice[1].label))
+    kept = file.choices if len(file.choices) <= MOST_CHOICES else worst_first[:MOST_CHOICES]
+    choices = [
+        {"name": name, "label": g.label.value, "kind": g.kind, "onset_char": g.onset_char, "part": g.part,
+         "coherent_chars": g.coherent_chars}
+        for name, g in kept
+    ]  # fmt: skip
+    told = {"api": file.unpacked.api, "partial": file.unpacked.partial, "notes": list(file.unpacked.notes)}
+    return {**row, **told, "choices_total": len(file.choices), "choices": choices}
 
 
 def _findings(file: GradedFile) -> list[Finding]:
     found = []
     result, reading = file.grade, file.reading
-    if result.label is not Label.OK:
+    if result.label is Label.NOT_EXAMINED:
+        found.append(_not_examined(file))
+    elif result.label is not Label.OK:
         found.append(explain(file.path, result))
-    if reading.truncated or result.examined_chars < result.total_chars:
+    if part := _part(file):
         found.append(
             Finding(
                 id="coherence.not_all_examined",
                 severity=Severity.WARNING,
-                title=f"{file.path}: only the first {result.examined_chars:,} characters were examined",
+                title=f"{file.path}: only a part was examined: {part}",
                 evidence={"path": file.path, "examined_chars": result.examined_chars},
             )
         )
@@ -300,6 +168,39 @@ def _findings(file: GradedFile) -> list[Finding]:
     return found
 
 
+def _not_examined(file: GradedFile) -> Finding:
+    kind = file.grade.kind or ""
+    remedies = {
+        "error_body": "ask again; the server sent an error and no answer",
+        "stream_cut": "ask again; nothing of the answer had arrived when the stream broke off",
+        "interleaved_streams": "write each stream to a file of its own",
+    }
+    return Finding(
+        id="coherence.not_examined",
+        severity=Severity.WARNING,
+        title=f"{file.path}: not examined ({kind.replace('_', ' ')}): {file.grade.evidence['why']}",
+        evidence={"path": file.path, "kind": kind},
+        remedies=(
+            remedies.get(
+                kind, "save the body or the stream as the server sent it, or the answer as plain text"
+            ),
+        ),
+    )
+
+
+def _part(file: GradedFile) -> str:
+    """What is missing of the file, in words; empty where all of it was examined."""
+    reading, result, unpacked = file.reading, file.grade, file.unpacked
+    missing = [f"the first {MAX_BYTES // 2**20} MiB were read"] if reading.truncated else []
+    if result.examined_chars < result.total_chars:
+        missing.append(f"the first {result.examined_chars:,} of {result.total_chars:,} characters")
+    if reading.nul_bytes:
+        missing.append(f"{reading.nul_bytes:,} NUL bytes were left out")
+    if unpacked and unpacked.partial and result.label is not Label.NOT_EXAMINED:
+        missing += unpacked.notes
+    return "; ".join(missing)
+
+
 def _headline(graded: Sequence[GradedFile], unreadable: int) -> list[Metric]:
     counts = {label: sum(file.grade.label is label for file in graded) for label in Label}
     metrics = [Metric("files", str(len(graded)))]
@@ -315,9 +216,9 @@ def _blocks(graded: Sequence[GradedFile]) -> list[Block]:
     rows = [
         (
             file.path,
-            file.grade.label.value,
+            file.grade.label.value.replace("_", " "),
             file.grade.kind or "",
-            _shown(file.grade.onset_char),
+            "" if file.grade.onset_char is None else f"{file.grade.onset_char:,}",
             f"{file.grade.coherent_chars:,}",
         )
         for file in graded
@@ -338,7 +239,3 @@ def _quote(file: GradedFile) -> Quote:
     start = max(0, onset - _SHOWN_BEFORE)
     text = file.shown[start : onset + _SHOWN_AFTER]
     return Quote(f"{file.path} ({file.grade.part})", text, status=file.grade.label.value, onset=onset - start)
-
-
-def _shown(onset: int | None) -> str:
-    return "" if onset is None else f"{onset:,}"

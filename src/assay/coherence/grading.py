@@ -10,13 +10,16 @@ from enum import StrEnum
 from typing import Any
 
 from assay.coherence.detectors import all_detectors
-from assay.coherence.text import Detection, Ending, TextView, ending_of
+from assay.coherence.detectors.loops import without_request
+from assay.coherence.detectors.rotation import repeated_call
+from assay.coherence.text import Detection, Ending, TextView, ending_of, quote
 
 MAX_CHARS = 2_000_000
 """Code points of one field that are examined; a longer one is examined up to here, and the grade says so."""
 TOGETHER = 200
 """Faults that begin within so many code points are one fault, named by the most exact detector."""
 
+_ESCAPE = re.compile(r"\\([ntr\"\\/])")
 _OPEN_THINK = "<think>"
 _CLOSED_THINK = "</think>"
 
@@ -28,6 +31,8 @@ class Label(StrEnum):
     DEGENERATE = "degenerate"
     EMPTY = "empty"
     TRUNCATED_REASONING = "truncated_reasoning"
+    NOT_EXAMINED = "not_examined"
+    """Of a file: the envelope of a server from which no answer could be read."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,17 @@ def grade(
     ('degenerate', 'the_the_the', 24)
     """
     content = text or ""
-    fields = [("content", content), ("reasoning", reasoning or "")]
     calls = [_call(c) for c in tool_calls]
-    fields += [("tool_calls", f"{name} {arguments}".strip()) for name, arguments in calls]
-    found, coherent, examined = _detect_all(fields, ending_of(finish_reason))
-    if "tool_calls" not in found and (repeated := _repeated_call(calls)):
-        found["tool_calls"] = repeated
+    fields = [("content", content), ("reasoning", reasoning or "")]
+    fields += [("tool_calls", f"{name} {_unescaped(arguments)}".strip()) for name, arguments in calls]
+    ending = ending_of(finish_reason)
+    if ending is Ending.UNKNOWN and (
+        _open_think(content) is not None or (reasoning and not content and not calls)
+    ):
+        ending = Ending.CUT  # reasoning was never closed
+    found, coherent, examined = _detect_all(fields, ending)
+    if "tool_calls" not in found and (faulty := repeated_call(calls) or _malformed(calls, ending)):
+        found["tool_calls"] = faulty
     total = sum(len(value) for _, value in fields)
     common: dict[str, Any] = {"coherent_chars": coherent, "total_chars": total, "examined_chars": examined}
     if found:
@@ -82,7 +92,7 @@ def grade(
         return Grade(
             Label.DEGENERATE,
             first.kind,
-            first.onset,
+            first.onset_char,
             part=name,
             evidence=first.evidence,
             detections=found,
@@ -100,8 +110,11 @@ def first_fault(view: TextView) -> Detection | None:
     found = [d for detect in all_detectors() if (d := detect(view))]
     if not found:
         return None
-    earliest = min(d.onset for d in found)
-    return next(d for d in found if d.onset <= earliest + TOGETHER)
+    rest = without_request(view)
+    if rest is not None and first_fault(replace(view, text=rest)) is None:
+        return None
+    earliest = min(d.onset_char for d in found)
+    return next(d for d in found if d.onset_char <= earliest + TOGETHER)
 
 
 def _detect_all(fields: Sequence[tuple[str, str]], ending: Ending) -> tuple[dict[str, Detection], int, int]:
@@ -111,7 +124,7 @@ def _detect_all(fields: Sequence[tuple[str, str]], ending: Ending) -> tuple[dict
     for name, value in fields:
         head = value[:MAX_CHARS]
         detection = first_fault(TextView(head, ending)) if head else None
-        coherent += detection.onset if detection else len(head)
+        coherent += detection.onset_char if detection else len(head)
         examined += len(head)
         if detection and name not in found:
             found[name] = detection
@@ -122,8 +135,7 @@ def _unfinished(
     content: str, reasoning: str, called: bool, finish_reason: str | None
 ) -> tuple[Label, str, str, int] | None:
     """Label, kind, field and onset of an output with no answer in it; None where there is one."""
-    opened = content.rfind(_OPEN_THINK)
-    if opened >= 0 and _CLOSED_THINK not in content[opened:] and not content[:opened].strip():
+    if (opened := _open_think(content)) is not None:
         return Label.TRUNCATED_REASONING, "open_think_tag", "content", opened
     if content.strip() or called:
         return None
@@ -132,6 +144,13 @@ def _unfinished(
     if ending_of(finish_reason) is Ending.STOPPED:
         return Label.EMPTY, "answer_in_reasoning_field", "content", 0
     return Label.TRUNCATED_REASONING, "reasoning_cut", "reasoning", len(reasoning)
+
+
+def _open_think(content: str) -> int | None:
+    """Where reasoning begins that is never closed and before which nothing stands."""
+    opened = content.rfind(_OPEN_THINK)
+    whole = opened < 0 or _CLOSED_THINK in content[opened:] or content[:opened].strip()
+    return None if whole else opened
 
 
 def _call(call: Any) -> tuple[str, str]:
@@ -145,16 +164,27 @@ def _call(call: Any) -> tuple[str, str]:
     return str(name or ""), written
 
 
-def _repeated_call(calls: Sequence[tuple[str, str]]) -> Detection | None:
-    """Three identical calls in one message: a loop, since no plan needs the same answer three times."""
-    for index in range(len(calls) - 2):
-        if calls[index] == calls[index + 1] == calls[index + 2]:
-            evidence = {"name": calls[index][0], "calls": len(calls)}
-            return Detection("repeated_tool_call", 0, 0, evidence)
+def _unescaped(arguments: str) -> str:
+    """The arguments of a call as a reader sees them: JSON with its escapes undone."""
+    try:
+        written = json.dumps(json.loads(arguments, strict=False), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        written = arguments
+    return _ESCAPE.sub(lambda m: {"n": "\n", "t": "\t", "r": "\r"}.get(m[1], m[1]), written)
+
+
+def _malformed(calls: Sequence[tuple[str, str]], ending: Ending) -> Detection | None:
+    """Arguments that are no JSON, in a message of which the server says that it is whole."""
+    for name, arguments in calls if ending is Ending.STOPPED else ():
+        if arguments.strip()[:1] in ("{", "["):
+            try:
+                json.loads(arguments, strict=False)
+            except (ValueError, RecursionError) as error:
+                evidence = {"name": name, "arguments": quote(arguments), "error": str(error)}
+                return Detection("malformed_arguments", 0, len(arguments), evidence)
     return None
 
 
-# -----------------------------------------------------------------------------
 # Watch a text while it is written, so that a gateway can stop a loop in flight.
 #
 # Every `STRIDE` code points the same detectors that `grade` runs look at the last `TAIL` code points as an unfinished
@@ -212,7 +242,7 @@ class StreamingGrader:
         found = first_fault(TextView(self._tail, Ending.OPEN, in_fence=self._in_fence))
         if found:
             shift = self._tail_start
-            self.detection = replace(found, onset=found.onset + shift, end=found.end + shift)
+            self.detection = replace(found, onset_char=found.onset_char + shift, end=found.end + shift)
 
     def _trim(self) -> None:
         """Drop what lies before the tail, at a line break where there is one, and remember open code fences."""

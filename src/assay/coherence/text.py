@@ -6,16 +6,15 @@ Every view is computed once, on first use, in time linear in the length of the t
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+import numpy as np
+from numpy.typing import NDArray
 
 # A token is a run of letters, a run of digits, one character of a script written without spaces, or one
 # mark. The scripts: kana, Chinese characters, Thai, Lao, Khmer, Myanmar.
@@ -27,6 +26,16 @@ _DIGITS = re.compile(r"\d+")
 _SEGMENT_END = re.compile(r"\n+|(?<=[.!?;])[ \t]+|(?<=[。！？])")
 _FENCE = re.compile(r"^[ \t]{0,3}(```|~~~)", re.MULTILINE)
 _SENTENCE_END = ".!?。！？…\"'”’»)]}`>|*"
+
+_FUNCTION_WORDS = """
+the a an and or but if of to in on at by for from with as is are was were be been being it its this that
+these those i you he she we they them his her their our your my not so than then there here which who
+what when where how all any some no do does did has have had will would can could should may might must
+about into over after before between through during under up out more most such only also other very
+just
+"""
+FUNCTION_WORDS = frozenset(_FUNCTION_WORDS.split())
+"""English words that carry grammar and no content."""
 
 
 class Ending(StrEnum):
@@ -69,8 +78,6 @@ class TextView:
     @cached_property
     def codes(self) -> NDArray[np.uint32]:
         """Code points, shape (len(text),)."""
-        import numpy as np
-
         return np.frombuffer(self.text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
     @cached_property
@@ -105,8 +112,6 @@ class TextView:
     @cached_property
     def segments(self) -> Units:
         """Sentences and lines, stripped, in order; blank ones are left out."""
-        import numpy as np
-
         keys: list[str] = []
         spans: list[tuple[int, int]] = []
         at = 0
@@ -160,8 +165,6 @@ class TextView:
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Starts and ends of all tokens: where the kind of character changes, and around every single."""
-        import numpy as np
-
         kinds = mapped(self.codes, _kind)
         changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == _KIND_SINGLE)) + 1
         edges = np.concatenate(([0], changes, [len(kinds)])) if len(kinds) else np.zeros(1, dtype=np.int64)
@@ -182,14 +185,23 @@ def _kind(char: str) -> int:
 
 
 def _number(keys: Sequence[str]) -> NDArray[np.int64]:
-    import numpy as np
-
     known: dict[str, int] = {}
     return np.array([known.setdefault(k, len(known)) for k in keys], dtype=np.int64)
 
 
-# -----------------------------------------------------------------------------
-# A property of every character of a text, asked once for each different character.
+class Spans:
+    """Membership in a union of spans, by bisection."""
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        self._edges: list[int] = []
+        for start, end in sorted(spans):
+            if self._edges and start < self._edges[-1]:
+                self._edges[-1] = max(self._edges[-1], end)
+            else:
+                self._edges += (start, end)
+
+    def __contains__(self, position: int) -> bool:
+        return bisect_right(self._edges, position) % 2 == 1
 
 
 def mapped(codes: NDArray[np.uint32], function: Callable[[str], int]) -> NDArray[Any]:
@@ -197,8 +209,6 @@ def mapped(codes: NDArray[np.uint32], function: Callable[[str], int]) -> NDArray
 
     A long text looks its characters up in a table over all code points up to its highest; sorting would cost more.
     """
-    import numpy as np
-
     if len(codes) == 0:
         return np.zeros(0, dtype=np.int64)
     if int(codes.max()) > len(codes):
@@ -210,8 +220,26 @@ def mapped(codes: NDArray[np.uint32], function: Callable[[str], int]) -> NDArray
     return table[codes]
 
 
-# -----------------------------------------------------------------------------
-# What a detector is: a function from a text view to the first place where the text went wrong, or None.
+def has_stretch(flags: NDArray[np.bool_], length: int) -> bool:
+    """Whether the largest power of two ≤ `length` flags in a row are true: a cheap test by doubling."""
+    width = 1
+    while 2 * width <= length and len(flags) > width and flags.any():
+        flags = flags[:-width] & flags[width:]
+        width *= 2
+    return bool(flags.any())
+
+
+def true_stretches(flags: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Starts and ends of the stretches where `flags` is true."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
+    return edges[::2].astype(np.int64), edges[1::2].astype(np.int64)
+
+
+def running_count(flags: NDArray[Any]) -> NDArray[np.int64]:
+    """How many flags are true before each position, shape (len(flags) + 1,)."""
+    counts = np.zeros(len(flags) + 1, dtype=np.int64)
+    np.cumsum(flags, out=counts[1:])
+    return counts
 
 
 @dataclass(frozen=True)
@@ -222,7 +250,7 @@ class Detection:
     """
 
     kind: str
-    onset: int
+    onset_char: int
     end: int
     evidence: Mapping[str, Any] = field(default_factory=dict)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from assay.coherence.detectors import floods, loops, tails, tokens, words
-from assay.coherence.detectors import floods as poor_tail
-from assay.coherence.detectors import loops as near_loops
-from assay.coherence.salad import detector
+from assay.coherence.detectors import floods, loops, rotation, stutter, tails, tokens, words
+from assay.coherence.salad import detector as salad
 from assay.coherence.text import Detection, Detector
 from assay.plugins import load
 
@@ -17,16 +15,20 @@ DETECTORS: Sequence[Detector] = (
     tokens.detect_replacement,
     floods.detect_flood,
     loops.detect_loop,
-    near_loops.detect_near_loop,
+    loops.detect_near_loop,
+    rotation.detect_like_calls,
     tails.detect_copied_tail,
     tails.detect_recycled_tail,
-    poor_tail.detect_poor_tail,
-    words.detect_variety,
-    words.detect_stutter,
+    floods.detect_poor_tail,
+    rotation.detect_few_words,
+    rotation.detect_rotation,
+    stutter.detect_stutter,
     words.detect_digits,
     words.detect_identifiers,
     words.detect_drift,
-    detector.detect,
+    words.detect_strays,
+    words.detect_loose_words,
+    salad.detect,
 )
 """In order of precedence: of two detections with one onset the former names the kind."""
 

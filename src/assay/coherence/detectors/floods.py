@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 from math import log2
 
-from assay.coherence.detectors.loops import has_stretch, running_count, true_stretches
-from assay.coherence.text import Detection, Ending, TextView
+import numpy as np
+
+from assay.coherence.text import Detection, Ending, TextView, has_stretch, running_count, true_stretches
 
 MIN_RUN = 8
 _NEWLINES = re.compile(r"\n\s{7,}")
@@ -46,7 +47,7 @@ def detect_flood(view: TextView) -> Detection | None:
         _blank_flood(view),
     )
     found = [d for d in floods if d]
-    return min(found, key=lambda d: d.onset, default=None)
+    return min(found, key=lambda d: d.onset_char, default=None)
 
 
 def run_limit(char: str) -> int:
@@ -108,8 +109,6 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
 
 def _dominated(view: TextView) -> Detection | None:
     """A stretch in which one letter crowds out the others, as in `MMMMmMMmMMMM`."""
-    import numpy as np
-
     codes = view.codes
     if len(codes) < DOMINATED:
         return None
@@ -133,8 +132,6 @@ def _dominated(view: TextView) -> Detection | None:
 
 def _cut_flood(view: TextView) -> Detection | None:
     """One character that fills the end of a text that the server cut: rules and banners come to an end."""
-    import numpy as np
-
     if view.ending is not Ending.CUT or len(view.codes) < CUT_WINDOW:
         return None
     tail = view.codes[-CUT_WINDOW:]
@@ -342,8 +339,6 @@ def _is_data(main: list[str]) -> bool:
 
 def _onset(view: TextView, main: list[str], least: float = MAIN_SHARE) -> int:
     """Where the main characters take over, looking back from the end."""
-    import numpy as np
-
     text = view.text[: view.visible_end].casefold()
     if len(text) != view.visible_end:  # some letters fold into two
         text = view.text[: view.visible_end]

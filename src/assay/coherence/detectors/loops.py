@@ -10,346 +10,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from assay.coherence.text import Detection, Ending, TextView, Units, mapped, quote
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-
-# -----------------------------------------------------------------------------
-# Find where a sequence repeats itself with a fixed period: compare it with itself, shifted.
-#
-# A sequence x has period p on a stretch where x[i] = x[i − p]. For each p up to `max_period` one vectorised
-# comparison finds all such stretches, so the cost is max_period · n, linear in the length.
-
-
-@dataclass(frozen=True)
-class Run:
-    """A stretch [start, end) of a sequence, in units, that repeats with `period`."""
-
-    period: int
-    start: int
-    end: int
-
-    @property
-    def repeats(self) -> float:
-        """How many times the unit stands there, the last time perhaps in part."""
-        return (self.end - self.start) / self.period
-
-
-def periodic_runs(
-    ids: NDArray[Any], *, max_period: int = 64, min_repeats: int = 4, min_length: int = 1
-) -> Sequence[Run]:
-    """Maximal runs with period ≤ `max_period`, at least `min_repeats` periods and `min_length` units long.
-
-    A run already explained by a smaller period is left out (aaaa has period 1, not 2). Order: by period, start.
-    """
-    import numpy as np
-
-    covered = np.zeros(len(ids) + 1, dtype=np.int64)
-    runs: list[Run] = []
-    for period in range(1, min(max_period, len(ids) // min_repeats) + 1):
-        need = max(min_repeats * period, min_length)
-        same = ids[period:] == ids[:-period]
-        if not has_stretch(same, need - period):
-            continue
-        starts, ends = true_stretches(same)
-        ends = ends + period
-        keep = ends - starts >= need
-        if not keep.any():
-            continue
-        seen = np.concatenate(([0], np.cumsum(covered[:-1] > 0)))
-        for start, end in zip(starts[keep].tolist(), ends[keep].tolist(), strict=True):
-            if seen[end] - seen[start] < 0.9 * (end - start):
-                runs.append(Run(period, start, end))
-                covered[start:end] = 1
-    return runs
-
-
-def has_stretch(flags: NDArray[np.bool_], length: int) -> bool:
-    """Whether the largest power of two ≤ `length` flags in a row are true: a cheap test by doubling."""
-    width = 1
-    while 2 * width <= length and len(flags) > width and flags.any():
-        flags = flags[:-width] & flags[width:]
-        width *= 2
-    return bool(flags.any())
-
-
-def true_stretches(flags: NDArray[np.bool_]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Starts and ends of the stretches where `flags` is true."""
-    import numpy as np
-
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
-    return edges[::2].astype(np.int64), edges[1::2].astype(np.int64)
-
-
-def running_count(flags: NDArray[Any]) -> NDArray[np.int64]:
-    """How many flags are true before each position, shape (len(flags) + 1,)."""
-    import numpy as np
-
-    counts = np.zeros(len(flags) + 1, dtype=np.int64)
-    np.cumsum(flags, out=counts[1:])
-    return counts
-
-
-# -----------------------------------------------------------------------------
-# Loops with small changes: a counter that grows, a word swapped, a clause dropped now and then.
-#
-# Numbers are masked, and a stretch counts when at least 85 % of its tokens equal the token one period before. Data
-# does the same (logs, tables, JSON), so only running prose is judged: few marks, and copies that do not stand on lines
-# of their own. Copies on lines count only where the server says that the text was cut off.
-
-MIN_REPEATS = 8
-MIN_TOKENS = 48
-MIN_SAME = 0.85
-MIN_CHARS = 200
-LONG_PERIOD = 8
-"""Tokens from which a line says something: shorter ones must come again more often."""
-MAX_MARKS = 0.3
-MIN_LETTERS = 0.6
-
-
-def detect_near_loop(view: TextView) -> Detection | None:
-    """The first near-loop in running prose."""
-    ids = view.masked_tokens.ids
-    if len(ids) < MIN_TOKENS:
-        return None
-    counts = Counts(view)
-    found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, counts, ids, p))]
-    return min(found, key=lambda d: d.onset, default=None)
-
-
-def _with_period(view: TextView, counts: Counts, ids: NDArray[Any], period: int) -> Detection | None:
-    import numpy as np
-
-    width = max((MIN_REPEATS - 1) * period, MIN_TOKENS)
-    if len(ids) < width + period:
-        return None
-    same = running_count(ids[period:] == ids[:-period])
-    alike = same[width:] - same[:-width] >= MIN_SAME * width
-    if not alike.any():
-        return None
-    starts, ends = true_stretches(alike)
-    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        start = first + int(
-            np.argmax(np.diff(same[first : first + width + 1]))
-        )  # the first token that comes again
-        last = min(end + width + period - 2, len(ids) - 1)
-        a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
-        if _is_prose_loop(view, counts, a, b, start, last, period):
-            unit = view.text[a : int(view.tokens.starts[start + period])]
-            exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
-            kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
-            evidence = {
-                "unit": quote(unit),
-                "period_tokens": period,
-                "repeats": round((last + 1 - start) / period, 1),
-            }
-            return Detection(kind, a, b, evidence)
-    return None
-
-
-def _is_prose_loop(
-    view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int
-) -> bool:
-    tokens = last + 1 - first
-    marks = tokens - int(counts.words[last + 1] - counts.words[first])
-    letters = int(counts.letters[b] - counts.letters[a])
-    if b - a < MIN_CHARS or marks > MAX_MARKS * tokens or letters < MIN_LETTERS * (b - a):
-        return False
-    if int(counts.breaks[b] - counts.breaks[a]) * 4 * period < tokens:
-        return True
-    at_end = len(view.words) - 1 - last <= period
-    repeats = MIN_REPEATS if period >= LONG_PERIOD else 12
-    return view.ending is Ending.CUT and at_end and tokens >= repeats * period
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Running counts with a leading 0, so that a passage of any length is counted in one step."""
-
-    view: TextView
-
-    @cached_property
-    def words(self) -> NDArray[np.int64]:
-        """Tokens that are no marks, before each token."""
-        return running_count(self.view.is_word)
-
-    @cached_property
-    def letters(self) -> NDArray[np.int64]:
-        """Letters before each code point."""
-        return running_count(mapped(self.view.codes, str.isalpha))
-
-    @cached_property
-    def breaks(self) -> NDArray[np.int64]:
-        """Line breaks before each code point."""
-        return running_count(self.view.codes == ord("\n"))
-
-
-# -----------------------------------------------------------------------------
-# What the repeated unit of a loop is made of, and what such a loop is called.
-
-FUNCTION_WORDS = frozenset(
-    [
-        "the",
-        "a",
-        "an",
-        "and",
-        "or",
-        "but",
-        "if",
-        "of",
-        "to",
-        "in",
-        "on",
-        "at",
-        "by",
-        "for",
-        "from",
-        "with",
-        "as",
-        "is",
-        "are",
-        "was",
-        "were",
-        "be",
-        "been",
-        "being",
-        "it",
-        "its",
-        "this",
-        "that",
-        "these",
-        "those",
-        "i",
-        "you",
-        "he",
-        "she",
-        "we",
-        "they",
-        "them",
-        "his",
-        "her",
-        "their",
-        "our",
-        "your",
-        "my",
-        "not",
-        "so",
-        "than",
-        "then",
-        "there",
-        "here",
-        "which",
-        "who",
-        "what",
-        "when",
-        "where",
-        "how",
-        "all",
-        "any",
-        "some",
-        "no",
-        "do",
-        "does",
-        "did",
-        "has",
-        "have",
-        "had",
-        "will",
-        "would",
-        "can",
-        "could",
-        "should",
-        "may",
-        "might",
-        "must",
-        "about",
-        "into",
-        "over",
-        "after",
-        "before",
-        "between",
-        "through",
-        "during",
-        "under",
-        "up",
-        "out",
-        "more",
-        "most",
-        "such",
-        "only",
-        "also",
-        "other",
-        "very",
-        "just",
-    ]
+from assay.coherence.text import (
+    FUNCTION_WORDS,
+    Detection,
+    Ending,
+    TextView,
+    Units,
+    has_stretch,
+    mapped,
+    quote,
+    running_count,
+    true_stretches,
 )
-
-_BLANK = re.compile(r"(?:\s|&nbsp;|&#160;|<br ?/?>)*")
-_WORD = re.compile(r"[^\W\d_]+")
-_DATA = re.compile(r"(?:0x|[\s\d.,;:|+/\\()\[\]{}<>\"'%a-fA-F=*-])+")
-_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]")
-_SENTENCE_END = re.compile(r"[.!?。！？]|\n")
-
-
-class UnitClass(StrEnum):
-    """Blanks; marks without letters and digits; numbers; words."""
-
-    BLANK = "blank"
-    DECORATION = "decoration"
-    DATA = "data"
-    WORDS = "words"
-
-
-def classify(unit: str) -> UnitClass:
-    """The class of a repeated unit."""
-    if _BLANK.fullmatch(unit):
-        return UnitClass.BLANK
-    if not any(c.isalnum() for c in unit):
-        return UnitClass.DECORATION
-    if any(c.isdigit() for c in unit) and _DATA.fullmatch(unit):
-        return UnitClass.DATA
-    return UnitClass.WORDS
-
-
-def is_sentence(unit: str) -> bool:
-    """Whether the unit holds an end mark or a line break, so that a text may stop after it."""
-    return _SENTENCE_END.search(unit) is not None
-
-
-def word_count(unit: str) -> int:
-    """Words in the unit."""
-    return len(_WORD.findall(unit))
-
-
-def loop_kind(unit: str) -> str:
-    """The name of a loop of `unit`; the six patterns that the field's tool looks for keep names of their own."""
-    marks = "".join(unit.split()).lower()
-    if not marks:
-        return "newline_loop" if "\n" in unit else "blank_flood"
-    if set(marks) == {"*"}:
-        return "asterisk_attractor"
-    if classify(unit) is UnitClass.DECORATION:
-        return "delimiter_loop"
-    words = _WORD.findall(unit.lower())
-    if marks == "the":
-        return "the_the_the"
-    if marks == "a":
-        return "a_a_a"
-    if is_sentence(unit.strip().rstrip(".!?。！？")) or (is_sentence(unit) and len(words) > 2):
-        return "sentence_loop"
-    one_word = len(words) <= 1 and len(marks) < 24 and (len(marks) <= 2 or not _UNSPACED.search(marks))
-    return "single_token_loop" if one_word else "phrase_loop"
-
-
-# -----------------------------------------------------------------------------
 
 MAX_PERIOD = 64
 TOKEN_PERIOD = 80
@@ -360,6 +40,17 @@ _CODE = frozenset("<>{};=|")
 """Marks of code and markup, where equal items follow one another by right."""
 LOOK_BACK = 200
 """Code points looked at before a run to see what stands on its line."""
+MAX_GAP = 4
+"""Code points between two runs of one loop."""
+CONCLUSION = 3
+"""Words that follow a repetition which came to an end; lines that did so may come again"""
+CONCLUDED_LINES = 400
+"""fewer than so many times."""
+MIN_WHOLE, MAX_WHOLE, MIN_WHOLE_UNSPACED = 12, 400, 20
+"""Code points of a reply that is nothing but two or three characters over and over, more in a script without spaces."""
+_PARAGRAPH = re.compile(r"[^\n]+(?:\n[^\n]+)*")
+_RULE = frozenset("-=*_~.+#|/\\^:")
+_PAIRS = frozenset(("()", "[]", "{}", "<>", "><", ")(", "][", "}{"))
 
 
 @dataclass(frozen=True)
@@ -382,6 +73,8 @@ class Loop:
     """The whole run stands on one line."""
     inline: bool
     """Words stand before it on its line."""
+    concluded: bool = False
+    """Text of another kind follows: the repetition came to an end, and the writer went on."""
 
     @property
     def chars(self) -> int:
@@ -391,16 +84,81 @@ class Loop:
 
 def detect_loop(view: TextView) -> Detection | None:
     """The first exact loop that is a fault."""
-    faults = [loop for loop in candidates(view) if is_fault(loop, view.ending)]
+    loops = candidates(view)
+    faults = [loop for loop in loops if is_fault(loop, view.ending)]
     if not faults:
-        return None
+        return _whole_reply(view)
     first = min(faults, key=lambda loop: (loop.start, -loop.end))
     evidence = {
         "unit": quote(first.unit),
         "period_chars": len(first.unit),
         "repeats": round(first.repeats, 1),
     }
-    return Detection(loop_kind(first.unit), _line_start_in(first), first.end, evidence)
+    return Detection(loop_kind(first.unit), _line_start_in(_first_part(first, loops)), first.end, evidence)
+
+
+def _first_part(loop: Loop, loops: Sequence[Loop]) -> Loop:
+    """The run in which the loop really begins: a line break within it cuts one loop into runs of the same unit."""
+    around = 2 * "".join(loop.unit.split())
+    for other in sorted(loops, key=lambda o: -o.start):
+        unit = "".join(other.unit.split())
+        gap = loop.start - other.end
+        if (
+            gap <= max(MAX_GAP, len(unit))
+            and other.start < loop.start
+            and unit in around
+            and 2 * len(unit) == len(around)
+        ):
+            loop = other
+    return loop
+
+
+def _whole_reply(view: TextView) -> Detection | None:
+    """A reply that is two or three characters over and over, and nothing else."""
+    text = view.text.strip()
+    if not MIN_WHOLE <= len(text) <= MAX_WHOLE or view.ending is Ending.OPEN:
+        return None
+    for period in (2, 3):
+        unit = text[:period]
+        if (
+            len(set(unit)) > 1
+            and text == (unit * len(text))[: len(text)]
+            and not _said_by_right(unit, len(text))
+        ):
+            onset = len(view.text) - len(view.text.lstrip())
+            evidence = {"unit": unit, "period_chars": period, "repeats": round(len(text) / period, 1)}
+            return Detection(loop_kind(unit), onset, view.visible_end, evidence)
+    return None
+
+
+def _said_by_right(unit: str, length: int) -> bool:
+    """Whether someone may have asked for the unit: laughter, a rule, brackets, a row of numbers or of single words."""
+    visible = "".join(unit.split())
+    if any(map(str.isdigit, visible)) or (len(visible) == 1 and visible.isalpha()) or "," in visible:
+        return True
+    if visible.isalpha():
+        return visible.isascii() or length < MIN_WHOLE_UNSPACED
+    return set(visible) <= _RULE or visible in _PAIRS or not visible.isascii()
+
+
+def without_request(view: TextView) -> str | None:
+    """The text without a paragraph of copies that it announced with a colon and left again; None if it has none."""
+    if view.cut or view.ending is Ending.OPEN:
+        return None
+    paragraphs = list(_PARAGRAPH.finditer(view.text))
+    for before, block, after in zip(paragraphs, paragraphs[1:], paragraphs[2:], strict=False):
+        copies = block.group().strip("` \n")
+        announced = before.group().rstrip("` \n").endswith((":", "："))
+        if (
+            announced
+            and word_count(after.group()) >= CONCLUSION
+            and any(
+                copies[period:] == copies[:-period]
+                for period in range(1, min(MAX_PERIOD, len(copies) // 8) + 1)
+            )
+        ):
+            return view.text[: block.start()] + view.text[block.end() :]
+    return None
 
 
 def _line_start_in(loop: Loop) -> int:
@@ -409,12 +167,24 @@ def _line_start_in(loop: Loop) -> int:
     return loop.start + break_ + 1 if 0 <= break_ < len(loop.unit) - 1 else loop.start
 
 
-def candidates(view: TextView) -> Iterator[Loop]:
+def candidates(view: TextView) -> Sequence[Loop]:
     """Every run of repetition of the text that is long enough to be looked at."""
-    for run in periodic_runs(view.codes, max_period=MAX_PERIOD, min_repeats=4, min_length=20):
-        yield _loop(view, run.start, run.end, run.repeats, view.text[run.start : run.start + run.period])
-    yield from _unit_loops(view, view.tokens, TOKEN_PERIOD, 4)
-    yield from _unit_loops(view, view.segments, MAX_PERIOD, 3)
+    loops = [
+        _loop(view, run.start, run.end, run.repeats, view.text[run.start : run.start + run.period])
+        for run in periodic_runs(view.codes, max_period=MAX_PERIOD, min_repeats=4, min_length=20)
+    ]
+    loops += _unit_loops(view, view.tokens, TOKEN_PERIOD, 4)
+    loops += _unit_loops(view, view.segments, MAX_PERIOD, 3)
+    last = max((loop.start for loop in loops), default=0)
+    ended = view.ending is not Ending.CUT
+    return [replace(loop, concluded=True) if ended and _goes_on(view, loop, last) else loop for loop in loops]
+
+
+def _goes_on(view: TextView, loop: Loop, last: int) -> bool:
+    """Whether words follow the loop in which nothing is repeated."""
+    return (
+        last < loop.end < view.visible_end and word_count(view.text[loop.end : loop.end + 400]) >= CONCLUSION
+    )
 
 
 def is_fault(loop: Loop, ending: Ending) -> bool:
@@ -430,6 +200,8 @@ def is_fault(loop: Loop, ending: Ending) -> bool:
         return _data_fault(loop, ending)
     if ending is Ending.CUT and loop.open_ended and loop.repeats >= 4 and loop.chars >= CUT_COPIES:
         return True  # nobody knows when it would have ended, and four copies are no accident
+    if loop.line_aligned and loop.concluded:
+        return loop.repeats >= CONCLUDED_LINES
     if any(c in _CODE for c in loop.unit):
         return loop.repeats >= (8 if loop.cut else 40)
     if is_sentence(loop.unit):
@@ -509,3 +281,198 @@ def _loop(view: TextView, start: int, end: int, repeats: float, unit: str) -> Lo
         one_line=end <= line_end,
         inline=bool(before) and "\n" not in unit,
     )
+
+
+_BLANK = re.compile(r"(?:\s|&nbsp;|&#160;|<br ?/?>)*")
+_WORD = re.compile(r"[^\W\d_]+")
+_DATA = re.compile(r"(?:0x|[\s\d.,;:|+/\\()\[\]{}<>\"'%a-fA-F=*-])+")
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]")
+_SENTENCE_END = re.compile(r"[.!?。！？]|\n")
+
+
+class UnitClass(StrEnum):
+    """Blanks; marks without letters and digits; numbers; words."""
+
+    BLANK = "blank"
+    DECORATION = "decoration"
+    DATA = "data"
+    WORDS = "words"
+
+
+def classify(unit: str) -> UnitClass:
+    """The class of a repeated unit."""
+    if _BLANK.fullmatch(unit):
+        return UnitClass.BLANK
+    if not any(c.isalnum() for c in unit):
+        return UnitClass.DECORATION
+    if any(c.isdigit() for c in unit) and _DATA.fullmatch(unit):
+        return UnitClass.DATA
+    return UnitClass.WORDS
+
+
+def is_sentence(unit: str) -> bool:
+    """Whether the unit holds an end mark or a line break, so that a text may stop after it."""
+    return _SENTENCE_END.search(unit) is not None
+
+
+def word_count(unit: str) -> int:
+    """Words in the unit."""
+    return len(_WORD.findall(unit))
+
+
+def loop_kind(unit: str) -> str:
+    """The name of a loop of `unit`; the six patterns that the field's tool looks for keep names of their own."""
+    marks = "".join(unit.split()).lower()
+    if not marks:
+        return "newline_loop" if "\n" in unit else "blank_flood"
+    if set(marks) == {"*"}:
+        return "asterisk_attractor"
+    if classify(unit) is UnitClass.DECORATION:
+        return "delimiter_loop"
+    words = _WORD.findall(unit.lower())
+    if marks == "the":
+        return "the_the_the"
+    if marks == "a":
+        return "a_a_a"
+    if is_sentence(unit.strip().rstrip(".!?。！？")) or (is_sentence(unit) and len(words) > 2):
+        return "sentence_loop"
+    one_word = len(words) <= 1 and len(marks) < 24 and (len(marks) <= 2 or not _UNSPACED.search(marks))
+    return "single_token_loop" if one_word else "phrase_loop"
+
+
+# Loops with small changes: a counter that grows, a word swapped, a clause dropped now and then.
+#
+# Numbers are masked, and a stretch counts when at least 85 % of its tokens equal the token one period before. Data
+# does the same (logs, tables, JSON), so only running prose is judged: few marks, and copies that do not stand on lines
+# of their own. Copies on lines count only where the server says that the text was cut off.
+
+MIN_REPEATS = 8
+MIN_TOKENS = 48
+MIN_SAME = 0.85
+MIN_CHARS = 200
+LONG_PERIOD = 8
+"""Tokens from which a line says something: shorter ones must come again more often."""
+MAX_MARKS = 0.3
+MIN_LETTERS = 0.6
+
+
+def detect_near_loop(view: TextView) -> Detection | None:
+    """The first near-loop in running prose."""
+    ids = view.masked_tokens.ids
+    if len(ids) < MIN_TOKENS:
+        return None
+    counts = Counts(view)
+    found = [d for p in range(2, MAX_PERIOD + 1) if (d := _with_period(view, counts, ids, p))]
+    return min(found, key=lambda d: d.onset_char, default=None)
+
+
+def _with_period(view: TextView, counts: Counts, ids: NDArray[Any], period: int) -> Detection | None:
+    width = max((MIN_REPEATS - 1) * period, MIN_TOKENS)
+    if len(ids) < width + period:
+        return None
+    same = running_count(ids[period:] == ids[:-period])
+    alike = same[width:] - same[:-width] >= MIN_SAME * width
+    if not alike.any():
+        return None
+    starts, ends = true_stretches(alike)
+    for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        start = first + int(
+            np.argmax(np.diff(same[first : first + width + 1]))
+        )  # the first token that comes again
+        last = min(end + width + period - 2, len(ids) - 1)
+        a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
+        if _is_prose_loop(view, counts, a, b, start, last, period):
+            unit = view.text[a : int(view.tokens.starts[start + period])]
+            exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
+            kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
+            evidence = {
+                "unit": quote(unit),
+                "period_tokens": period,
+                "repeats": round((last + 1 - start) / period, 1),
+            }
+            return Detection(kind, a, b, evidence)
+    return None
+
+
+def _is_prose_loop(
+    view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int
+) -> bool:
+    tokens = last + 1 - first
+    marks = tokens - int(counts.words[last + 1] - counts.words[first])
+    letters = int(counts.letters[b] - counts.letters[a])
+    if b - a < MIN_CHARS or marks > MAX_MARKS * tokens or letters < MIN_LETTERS * (b - a):
+        return False
+    if int(counts.breaks[b] - counts.breaks[a]) * 4 * period < tokens:
+        return True
+    at_end = len(view.words) - 1 - last <= period
+    repeats = MIN_REPEATS if period >= LONG_PERIOD else 12
+    return view.ending is Ending.CUT and at_end and tokens >= repeats * period
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Running counts with a leading 0, so that a passage of any length is counted in one step."""
+
+    view: TextView
+
+    @cached_property
+    def words(self) -> NDArray[np.int64]:
+        """Tokens that are no marks, before each token."""
+        return running_count(self.view.is_word)
+
+    @cached_property
+    def letters(self) -> NDArray[np.int64]:
+        """Letters before each code point."""
+        return running_count(mapped(self.view.codes, str.isalpha))
+
+    @cached_property
+    def breaks(self) -> NDArray[np.int64]:
+        """Line breaks before each code point."""
+        return running_count(self.view.codes == ord("\n"))
+
+
+# Find where a sequence repeats itself with a fixed period: compare it with itself, shifted.
+#
+# A sequence x has period p on a stretch where x[i] = x[i − p]. For each p up to `max_period` one vectorised
+# comparison finds all such stretches, so the cost is max_period · n, linear in the length.
+
+
+@dataclass(frozen=True)
+class Run:
+    """A stretch [start, end) of a sequence, in units, that repeats with `period`."""
+
+    period: int
+    start: int
+    end: int
+
+    @property
+    def repeats(self) -> float:
+        """How many times the unit stands there, the last time perhaps in part."""
+        return (self.end - self.start) / self.period
+
+
+def periodic_runs(
+    ids: NDArray[Any], *, max_period: int = 64, min_repeats: int = 4, min_length: int = 1
+) -> Sequence[Run]:
+    """Maximal runs with period ≤ `max_period`, at least `min_repeats` periods and `min_length` units long.
+
+    A run already explained by a smaller period is left out (aaaa has period 1, not 2). Order: by period, start.
+    """
+    covered = np.zeros(len(ids) + 1, dtype=np.int64)
+    runs: list[Run] = []
+    for period in range(1, min(max_period, len(ids) // min_repeats) + 1):
+        need = max(min_repeats * period, min_length)
+        same = ids[period:] == ids[:-period]
+        if not has_stretch(same, need - period):
+            continue
+        starts, ends = true_stretches(same)
+        ends = ends + period
+        keep = ends - starts >= need
+        if not keep.any():
+            continue
+        seen = np.concatenate(([0], np.cumsum(covered[:-1] > 0)))
+        for start, end in zip(starts[keep].tolist(), ends[keep].tolist(), strict=True):
+            if seen[end] - seen[start] < 0.9 * (end - start):
+                runs.append(Run(period, start, end))
+                covered[start:end] = 1
+    return runs

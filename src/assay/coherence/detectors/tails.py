@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from assay.coherence.text import Detection, Ending, TextView, quote
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 MAX_PERIOD = 400
 MIN_PERIOD = 8
@@ -28,8 +26,6 @@ MIN_COPIED_LETTERS = 0.4
 
 def detect_copied_tail(view: TextView) -> Detection | None:
     """A tail that copies what stands one period before it, in a text that the server cut."""
-    import numpy as np
-
     if view.ending is not Ending.CUT or len(view.words) < MIN_COPIED + MIN_PERIOD:
         return None
     ids = view.tokens.ids[-4 * MAX_PERIOD :]
@@ -101,6 +97,8 @@ WHOLE = (Recycled(8, 200, 0.9, letters=0.6, marks=0.35, code=False),)
 CHARS = 8
 CHAR_TAIL, CHAR_REACH, MIN_KNOWN, MIN_LETTERS = 160, 4000, 0.9, 0.4
 """Code points of a cut end whose runs of `CHARS` stood twice before, how far one looks back, the share of such runs, and of letters."""
+LAST = 3
+"""Runs at the very end of a text that was not cut, of which one must have stood before."""
 MIN_DISTINCT = 20
 """Different tokens of the tail of a text that was not cut: one line said again and again may have been asked for."""
 MAX_CODE_DISTINCT = 0.2
@@ -120,8 +118,6 @@ def detect_recycled_tail(view: TextView) -> Detection | None:
 
 def _characters(view: TextView) -> Detection | None:
     """An end made of runs of characters that stood twice before."""
-    import numpy as np
-
     first = max(0, view.visible_end - CHAR_REACH)
     earlier = earlier_runs(view.codes[first : view.visible_end].astype(np.int64), CHARS)
     if len(earlier) < CHAR_TAIL + CHARS:
@@ -140,8 +136,6 @@ def _characters(view: TextView) -> Detection | None:
 
 def _tail(view: TextView, ids: NDArray[np.int64], kind: Recycled) -> Detection | None:
     """The longest tail of one kind, if it is a fault."""
-    import numpy as np
-
     if len(ids) < kind.runs + kind.gram:
         return None
     earlier = earlier_runs(ids, kind.gram)
@@ -151,7 +145,9 @@ def _tail(view: TextView, ids: NDArray[np.int64], kind: Recycled) -> Detection |
     share = np.cumsum(known[::-1]) / np.arange(1, len(known) + 1)
     long_enough = np.flatnonzero(share >= kind.known)
     runs = int(long_enough[-1]) + 1 if len(long_enough) else 0
-    if runs < kind.runs or not _is_fault(view, kind, runs):
+    # Where nothing says that the text was cut, a tail that ends in words of its own came to a conclusion.
+    concluded = view.ending is not Ending.CUT and not known[-LAST:].any()
+    if runs < kind.runs or concluded or not _is_fault(view, kind, runs):
         return None
     first = len(known) - runs + int(np.argmax(known[-runs:]))
     offset = len(view.tokens) - len(known) - kind.gram + 1
@@ -191,8 +187,6 @@ def earlier_runs(ids: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
     Shape (len(ids) − length + 1,). Runs are compared by a 64-bit polynomial hash.
     """
-    import numpy as np
-
     places = max(0, len(ids) - length + 1)
     hashed = np.zeros(places, dtype=np.uint64)
     for k in range(length):

@@ -1,62 +1,142 @@
-"""Tokens that no reader should see: padding, unknown, reserved and turn markers of chat templates.
+"""Tokens that no reader should see: padding, reserved and turn markers, tags of reasoning, broken bytes.
 
-A text may speak of such tokens, most often in code; so what stands in code spans or quotes does not count, and a
-single end-of-text marker at the very end is a setting of the server (`skip_special_tokens`), not a broken model.
+A text may speak of such tokens. What stands in code, in quotes or in an indented block does not count, and neither
+does a token that a sentence or a list *names*: it stands where a noun would, in a text about tokens. A single
+end-of-text marker at the very end is a setting of the server (`skip_special_tokens`), not a broken model.
 """
 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from collections import Counter
 
-from assay.coherence.text import Detection, TextView
+from assay.coherence.text import Detection, Spans, TextView
 
 _SPECIAL = re.compile(
-    r"<\|[A-Za-z][\w./ -]{0,40}\|>"  # <|im_start|>, <|reserved_special_token_7|>
+    r"<\|[A-Za-z][\w./ -]{0,40}\|>|<\|[a-z_]{2,30}>|<[a-z_]{2,30}\|>"  # <|im_start|>, <|turn>, <turn|>
     r"|<｜[^｜\n]{1,40}｜>"  # DeepSeek's full-width bars
-    r"|\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS|/?INST|unused\d+)\]"
-    r"|<(?:pad|PAD|unk|UNK|bos|eos|mask|unused\d+|extra_id_\d+|start_of_turn|end_of_turn|reserved_\d+)>"
+    r"|\[(?:PAD|UNK|CLS|SEP|MASK|BOS|EOS|/?INST|/?THINK|/?(?:TOOL_(?:CALLS|RESULTS)|AVAILABLE_TOOLS))\]"
+    r"|(?<![\w\])])\[(?:unused|control|reserved|special|SPECIAL|CONTROL)_?\d+\]"  # after a word it is an index
+    r"|\[(?:unused|control|reserved|special|SPECIAL|CONTROL)_\d\d+\]|\[\|[a-z]+\|\]"
+    r"|<(?:unused|reserved|control|special|SPECIAL|extra_id|placeholder|TOKENS_UNUSED)_?\d+>"
+    r"|<(?:pad|PAD|unk|UNK|bos|eos|mask|(?:start|end|begin)_of_[a-z]+|seed:[a-z_]+)>"
     r"|</?(?:s|SYS|think|tool_call|tool_response)>|<</?SYS>>"
-    r"|<0x[0-9A-F]{2}>"
+    r"|<0x[0-9A-F]{2}>|\]~!?b[\[\]]|\[e~\["  # bytes; MiniMax
     r"|\u2047"
 )
 _TURN = re.compile(
-    r"im_start|start_header|start_of_turn|INST|SYS|User|Assistant|<\|(?:user|assistant|system)\|>"
+    r"im_start|start_header|start_of_turn|inst\]|sys>|user|assistant|model|<\|system|turn[|>]|\]~!?b|\[\||channel|<\|return"
+    r"|<\|message|<\|call\|",
+    re.IGNORECASE,
 )
-_FILLER = re.compile(r"pad|unk|unused|reserved|extra_id|mask|0x|\u2047", re.IGNORECASE)
-_PLAIN = re.compile(r"</?(?:s|think|tool_call|tool_response)>")
+_FILLER = re.compile(
+    r"pad|unk|unused|reserved|extra_id|mask|0x|control|special|placeholder|\u2047", re.IGNORECASE
+)
+_NUMBERED = re.compile(r"(?:unused|reserved|control|special|placeholder)", re.IGNORECASE)
+"""Slots that nothing was trained on: one is enough, whereas `<unk>` may stand for a word."""
+_PLAIN = re.compile(r"</?(?:s|think|tool_call|tool_response)>", re.IGNORECASE)
+_CODE_SPAN = re.compile(r"`[^`\n]*`|\"[^\"\n]{0,40}\"|'[^'\n]{0,40}'|“[^”\n]{0,40}”|«[^»\n]{0,40}»")
+
+# Named, not leaked: where a noun stands, in a text that speaks of tokens.
+_NOUN_BEFORE = re.compile(
+    r"(?:(?:[^\W_]|[,;:–—-]|``)[ \t]+(?:and |or )?|[(/|=\u3000-\u9fff][ \t]*|^[ \t]*(?:(?:[-*•|>]|\d+[.)])[ \t]*)?)\Z"
+)
+_NOUN_AFTER = re.compile(
+    r"[ \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|[ \t]*\|[ \t]"
+)
+_ENDS_LINE = re.compile(r"[ \t]*(?:\n|\Z)")
+_ANNOUNCED = re.compile(r"(?:[:=|(]|\b(?:is|are|by|token|called|with|or|and|ist|est|es))[ \t]*\Z")
+_SUBJECT = re.compile(
+    r"token|vocab|template|marker|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"
+    r"|chatml|prompt|harmony|jeton|marcador|marqueur|токен|词元|标记|令牌|トークン|토큰",
+    re.IGNORECASE,
+)
+ABOUT = 300
+"""Code points before and after a token in which the text says that it speaks of tokens."""
+OFTEN = 30
+"""A token that comes so often is not named."""
+_INDENTED = re.compile(
+    r"^(?![ \t])[^\n]+\n(?:[ \t]*\n)+((?:(?: {4,}|\t)[^\n]*(?:\n|\Z)|[ \t]*\n)+)|((?:^> ?[^\n]*(?:\n|\Z))+)",
+    re.M,
+)
+_INTRODUCED = re.compile(r"^([^\n]{1,400}):[ \t]*\n+([<\[][^\n]+(?:\n[^\n]+)*)", re.MULTILINE)
+
+_HARMONY = re.compile(
+    r"\A\s*analysis(?=(?:We|The|User|I|Need|Okay|So|This|Let|It|They|Just|Simple|Question|You|He|There)\b)"
+    r"|(?<=[^\s`\"'(_/-])assistant(?:final|analysis|commentary)|^assistant(?:final|commentary)(?=\S)"
+    r"|(?:assistant|commentary)\s*to=functions\.\w+",
+    re.MULTILINE,
+)
+_GLUED_ROLE = re.compile(r"(?<=[.!?)\]}\"'`…。！？])(?:assistant|user|model)[ \t]*\n")
+_CODE_LINE = re.compile(r"[=(){};_<>]|\breturn\b|\bimport\b|\A\S*\.\Z")
+_ROLE_LINE = re.compile(r"^(user|assistant|model|system)[ \t]*$", re.MULTILINE)
+MIN_ROLE_LINES = 3
 _BYTE_LEVEL = re.compile(r"[A-Za-z][Ġ▁][A-Za-z]|Ċ")
-_CODE_SPAN = re.compile(r"`[^`\n]*`|\"[^\"\n]{0,40}\"|'[^'\n]{0,40}'")
 
 
 def detect_special_tokens(view: TextView) -> Detection | None:
-    """The first leak of special tokens or of a tokenizer's internal marks."""
-    found = [d for d in (_leak(view), _byte_level(view)) if d]
-    return min(found, key=lambda d: d.onset, default=None)
+    """The first leak of special tokens, of turns without their marks, or of a tokenizer's internal marks."""
+    found = [d for d in (_leak(view), _roles(view), _byte_level(view)) if d]
+    return min(found, key=lambda d: d.onset_char, default=None)
 
 
 def _leak(view: TextView) -> Detection | None:
-    if "<" not in view.text and "[" not in view.text and "\u2047" not in view.text:
+    text = view.text
+    if not any(mark in text for mark in "<[]\u2047"):
         return None
-    marks = list(_SPECIAL.finditer(view.text))
+    marks = list(_SPECIAL.finditer(text))
     if not marks:
         return None
-    hidden = _Spans([*view.fences, *(m.span() for m in _CODE_SPAN.finditer(view.text))])
-    marks = [m for m in marks if m.start() not in hidden]
+    quoted = _quoted(view)
+    marks = [m for m in marks if m.start() not in quoted]
     flood = _longest_row(view, marks)
     if flood:
         return flood
-    leaks = [m for m in marks if not _PLAIN.fullmatch(m.group())]
-    fillers = [m for m in leaks if _FILLER.search(m.group())]
+    if tag := _closing_tag(view, marks):
+        return tag
+    marks = [m for m in marks if not _PLAIN.fullmatch(m.group())]
+    often = Counter(m.group() for m in marks)
+    leaks = [m for m in marks if often[m.group()] > OFTEN or not _named(text, m)]
     turns = [m for m in leaks if _TURN.search(m.group())]
-    ends = [m for m in leaks if m not in fillers and m not in turns]
     if turns:
-        return _found("template_leak", turns, view)
-    if len(fillers) >= 3 or (fillers and len(view.text) < 40 * len(fillers)):
-        return _found("special_token_leak", fillers, view)
-    if len(ends) >= 2 or (ends and ends[0].end() < view.visible_end and view.text[ends[0].end() :].strip()):
-        return _found("special_token_leak", ends, view)
+        return _found("template_leak", turns)
+    fillers = [m for m in leaks if _FILLER.search(m.group())]
+    if len(fillers) >= 3 or any(_NUMBERED.search(m.group()) for m in fillers):
+        return _found("special_token_leak", fillers)
+    if fillers and len(text) < 40 * len(fillers):
+        return _found("special_token_leak", fillers)
+    ends = [m for m in leaks if m not in fillers]
+    if len(ends) >= 2 or (ends and ends[0].end() < view.visible_end and text[ends[0].end() :].strip()):
+        return _found("special_token_leak", ends)
     return None
+
+
+def _named(text: str, mark: re.Match[str]) -> bool:
+    """Whether a sentence, a list or a table names the token: a noun's place, in a text about tokens."""
+    line = text.rfind("\n", max(0, mark.start() - ABOUT), mark.start()) + 1
+    before = text[max(line, mark.start() - ABOUT) : mark.start()]
+    announced = _ENDS_LINE.match(text, mark.end()) and _ANNOUNCED.search(before)
+    if not announced and not (_NOUN_BEFORE.search(before) and _NOUN_AFTER.match(text, mark.end())):
+        return False
+    around = text[max(0, mark.start() - ABOUT) : mark.start()] + text[mark.end() : mark.end() + ABOUT]
+    return _SUBJECT.search(_SPECIAL.sub("", around)) is not None
+
+
+def _quoted(view: TextView) -> Spans:
+    """What a text shows and does not say: code, quotations, indented blocks, and those that a line about tokens introduces."""
+    text = view.text
+    spans = [*view.fences, *(m.span() for m in _CODE_SPAN.finditer(text))]
+    spans += [m.span(1) if m.group(1) else m.span(2) for m in _INDENTED.finditer(text)]
+    introduced = (m for m in _INTRODUCED.finditer(text) if _SUBJECT.search(_SPECIAL.sub("", m.group(1))))
+    return Spans([*spans, *(m.span(2) for m in introduced)])
+
+
+def _closing_tag(view: TextView, marks: list[re.Match[str]]) -> Detection | None:
+    """`</think>` that nothing opened: the reasoning before it was taken for the answer."""
+    tags = [m for m in marks if m.group().lower() in ("<think>", "</think>")]
+    if not tags or tags[0].group().lower() == "<think>" or _named(view.text, tags[0]):
+        return None
+    return _found("think_tag_leak", tags[:1])
 
 
 def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None:
@@ -68,7 +148,33 @@ def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None
                 break
             row = []
         row.append(mark)
-    return _found("special_token_flood", row, view) if len(row) >= 5 else None
+    return _found("special_token_flood", row) if len(row) >= 5 else None
+
+
+def _roles(view: TextView) -> Detection | None:
+    """Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, lines of roles alone."""
+    text = view.text
+    if "assistant" not in text and "analysis" not in text and "user" not in text:
+        return None
+    marks, lines = [*_HARMONY.finditer(text), *_GLUED_ROLE.finditer(text)], list(_ROLE_LINE.finditer(text))
+    if not marks and len(lines) < MIN_ROLE_LINES:
+        return None
+    quoted = _quoted(view)
+    marks = [m for m in marks if m.start() not in quoted and not _in_code(view, m)]
+    if marks:
+        return _found("template_leak", marks)
+    lines = [m for m in lines if m.start() not in quoted]
+    # A list of role names has nothing between them; turns have, and take turns.
+    turns = [m for i, m in enumerate(lines) if i == 0 or text[lines[i - 1].end() : m.start()].strip()]
+    if len(turns) >= MIN_ROLE_LINES and {"user"} < {m.group(1) for m in turns}:
+        return _found("template_leak", turns)
+    return None
+
+
+def _in_code(view: TextView, mark: re.Match[str]) -> bool:
+    """Whether a role stands at the end of a line of code, as in `return self.user`."""
+    line = view.text[view.line_at(mark.start())[0] : mark.start()]
+    return mark.re is _GLUED_ROLE and _CODE_LINE.search(line) is not None
 
 
 def _byte_level(view: TextView) -> Detection | None:
@@ -79,31 +185,13 @@ def _byte_level(view: TextView) -> Detection | None:
     return Detection("tokenizer_marks", marks[0].start(), marks[-1].end(), {"count": len(marks)})
 
 
-def _found(kind: str, marks: list[re.Match[str]], view: TextView) -> Detection:
-    evidence = {"token": marks[0].group(), "count": len(marks)}
+def _found(kind: str, marks: list[re.Match[str]]) -> Detection:
+    evidence = {"token": marks[0].group().strip(), "count": len(marks)}
     return Detection(kind, marks[0].start(), marks[-1].end(), evidence)
 
 
-class _Spans:
-    """Membership in a union of spans, by bisection."""
-
-    def __init__(self, spans: list[tuple[int, int]]) -> None:
-        self._edges: list[int] = []
-        for start, end in sorted(spans):
-            if self._edges and start < self._edges[-1]:
-                self._edges[-1] = max(self._edges[-1], end)
-            else:
-                self._edges += (start, end)
-
-    def __contains__(self, position: int) -> bool:
-        return bisect_right(self._edges, position) % 2 == 1
-
-
-# -----------------------------------------------------------------------------
-# Characters that stand for broken bytes: U+FFFD from half a UTF-8 sequence, and control characters.
-#
-# These name a decoding fault (bytes of one character split over tokens or chunks), not always a broken model.
-
+# Characters that stand for broken bytes name a decoding fault (the bytes of one character split over tokens or chunks),
+# not always a broken model.
 _BROKEN = re.compile("\ufffd+")
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1a\x1c-\x1f\x7f-\x84\x86-\x9f]")
 _LONE = re.compile("[\ud800-\udfff]")

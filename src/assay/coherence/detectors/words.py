@@ -1,15 +1,27 @@
-"""Digit salad: numbers glued to the words of a sentence, or lone digits strewn over blank lines."""
+"""Words that no writer puts so: numbers glued to them, names without end, other scripts, rows without grammar."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 
-from assay.coherence.detectors.loops import FUNCTION_WORDS
+import numpy as np
+from numpy.typing import NDArray
+
 from assay.coherence.salad import language
-from assay.coherence.text import Detection, TextView, quote
+from assay.coherence.text import (
+    FUNCTION_WORDS,
+    Detection,
+    Spans,
+    TextView,
+    quote,
+    running_count,
+    true_stretches,
+)
+
+# Digit salad: numbers glued to the words of a sentence, or lone digits strewn over blank lines.
 
 _GLUED = re.compile(
     r"\b(?:the|and|but|so|this|that|of|with|was|are|have|we|you|they|it|is|think|which)\d+", re.IGNORECASE
@@ -52,7 +64,6 @@ def _strewn(view: TextView) -> Detection | None:
     return Detection("digit_salad", gaps[0][0], len(text), {"gaps": len(gaps)})
 
 
-# -----------------------------------------------------------------------------
 # Identifier soup: one name that never ends, words glued with underscores, capitals or nothing at all.
 
 MIN_PARTS = 20
@@ -85,7 +96,6 @@ def detect_identifiers(view: TextView) -> Detection | None:
     return None
 
 
-# -----------------------------------------------------------------------------
 # Thesaurus drift: a long row of real words with no grammar between them, each a neighbour of the last.
 #
 # No word repeats and every word is real, so neither repetition nor spelling shows it. What is missing does: over forty
@@ -143,157 +153,161 @@ def _drift_start(words: list[str]) -> int | None:
     return None
 
 
-# -----------------------------------------------------------------------------
-# Stutter: words said twice or three times in a row, all over the text, as a cache with too few bits makes them.
+# Strays: short pieces of other scripts in the middle of sentences, where no quotation and no gloss asks for them.
 
-_TWICE = re.compile(r"(?<![\w'-])([a-z]{3,})(?: \1)+(?![\w'-])")
-# English (and C) says these twice.
-_ALLOWED = frozenset(
-    [
-        "again",
-        "and",
-        "beep",
-        "bit",
-        "blah",
-        "boo",
-        "bye",
-        "cha",
-        "choo",
-        "chop",
-        "day",
-        "ding",
-        "dong",
-        "down",
-        "duck",
-        "dum",
-        "false",
-        "far",
-        "goose",
-        "had",
-        "half",
-        "hear",
-        "hush",
-        "knock",
-        "left",
-        "long",
-        "many",
-        "more",
-        "much",
-        "nan",
-        "never",
-        "night",
-        "none",
-        "now",
-        "null",
-        "one",
-        "ooh",
-        "over",
-        "please",
-        "pom",
-        "really",
-        "right",
-        "round",
-        "row",
-        "rozenset",
-        "run",
-        "step",
-        "stop",
-        "tap",
-        "that",
-        "there",
-        "tick",
-        "tom",
-        "true",
-        "tut",
-        "two",
-        "up",
-        "very",
-        "void",
-        "wah",
-        "wait",
-        "well",
-        "who",
-        "yes",
-        "you",
-        "yum",
-    ]
+NEAR, FAR = 1000, 2000
+"""Code points among which so many strays must stand: in one script, glued to other letters, or of several scripts."""
+MANY, SOME, FEW_GLUED = 8, 5, 3
+MAX_STRAY = 8
+"""Code points of a stray: longer pieces are passages of another language."""
+BASE_SHARE, BILINGUAL = 0.7, 0.3
+"""Share of the letters that one script has of a text, and that others have of a line which is of two scripts by right."""
+_OPENING = frozenset("([{（「『《“\"'«‘`/:=—–-|：＝·•*")
+_CLOSING = frozenset(")]}）」』》”\"'»’`/:=—–|：＝*")
+_OF_LANGUAGE = re.compile(
+    r"languag|translat|\bwords?\b|character|script|letter|alphabet|pronounc|kanji|kana\b|pinyin|hanzi|particle|\bnoun|\bverb"
+    r"|grammar|chinese|japanese|korean|russian|arabic|greek|hebrew|hindi|thai\b|cyrillic|\bmeans?\b|meaning|symbol|unicode"
+    r"|emoji|idioma|palabra|\bmots?\b|langue|sprache|\bwort|übersetz|caract|zeichen",
+    re.IGNORECASE,
 )
-MIN_STUTTER_WORDS = 2
-"""Distinct words that stutter."""
-MAX_GAP = 120
-"""Code points per stutter, at most."""
 
 
-def detect_stutter(view: TextView) -> Detection | None:
-    """The first of several stutters that stand close together."""
-    doubled = [m for m in _TWICE.finditer(view.text) if m.group(1) not in _ALLOWED]
-    if len(doubled) < MIN_STUTTER_WORDS:
+def detect_strays(view: TextView) -> Detection | None:
+    """The first of several short pieces of other scripts that nothing accounts for."""
+    if view.text.isascii():
         return None
-    bloom = language.tables().bloom  # other languages double words as a matter of grammar
-    found = [m for m in doubled if language.is_known_word(m.group(1), bloom)]
-    for index in range(len(found) - MIN_STUTTER_WORDS + 1):
-        group = found[index : index + MIN_STUTTER_WORDS]
-        if len({m.group(1) for m in group}) == MIN_STUTTER_WORDS and group[-1].end() - group[
-            0
-        ].start() <= MAX_GAP * (MIN_STUTTER_WORDS - 1):
-            onset = group[0].start() + len(group[0].group(1))
-            return Detection(
-                "stutter",
-                onset,
-                found[-1].end(),
-                {"words": [m.group(1) for m in found[:5]], "count": len(found)},
-            )
+    group = _script_of_class()[language.character_classes(view.codes)]
+    lettered = group >= 0
+    if not lettered.any():
+        return None
+    counts = np.bincount(group[lettered])
+    base = int(counts.argmax())
+    if counts[base] < BASE_SHARE * counts.sum() or counts[base] == counts.sum():
+        return None
+    strays = list(_strays(view, group, base))
+    for size, reach, enough in ((SOME, NEAR, _several_scripts), (MANY, FAR, _unaccounted)):
+        for first in range(len(strays) - size + 1):
+            piece = strays[first : first + size]
+            if piece[-1][0] - piece[0][0] <= reach and enough(view, piece, base):
+                shown = [view.text[a:b] for a, b, _, _ in piece]
+                return Detection(
+                    "mixed_scripts", piece[0][0], strays[-1][1], {"strays": shown, "count": len(strays)}
+                )
     return None
 
 
-# -----------------------------------------------------------------------------
-# Few words: a passage on one line that gets along with a handful of words in no fixed order.
-#
-# Exact periods miss it ("SMS in the SMS SMS in the English and SMS"), as they miss the near-copies that a repetition
-# penalty makes of a loop.
-
-WINDOW = 60
-MAX_DISTINCT = 12
-MAX_MARKS = 0.15
-_LINE = re.compile(r"[^\n]+")
-MIN_LINE = 200
-_ANY_WORD = re.compile(r"[^\W\d_]+")
+def _several_scripts(view: TextView, piece: Sequence[tuple[int, int, int, bool]], base: int) -> bool:
+    scripts = len({script for _, _, script, _ in piece})
+    glued = sum(glued for _, _, _, glued in piece)
+    return scripts >= 3 or (scripts == 2 and glued >= FEW_GLUED)
 
 
-def detect_variety(view: TextView) -> Detection | None:
-    """The first passage of `WINDOW` words with at most `MAX_DISTINCT` different ones."""
-    for line in _LINE.finditer(view.text):
-        if line.end() - line.start() < MIN_LINE:
+def _unaccounted(view: TextView, piece: Sequence[tuple[int, int, int, bool]], base: int) -> bool:
+    if sum(glued for _, _, _, glued in piece) >= FEW_GLUED:
+        return True
+    around = view.text[max(0, piece[0][0] - NEAR) : piece[-1][1] + NEAR]
+    return base == LATIN and _OF_LANGUAGE.search(around) is None
+
+
+def _strays(view: TextView, group: NDArray[np.int64], base: int) -> Iterator[tuple[int, int, int, bool]]:
+    """Start, end, script, and whether it is glued to another letter, of each short piece of another script."""
+    text = view.text
+    other = (group >= 0) & (group != base) & (group != LATIN)
+    letters, others = running_count(group >= 0), running_count(other)
+    spans: list[list[int]] = []
+    for start, end in zip(*(edges.tolist() for edges in true_stretches(other)), strict=True):
+        if spans and _one_phrase(
+            text[spans[-1][1] : min(start, spans[-1][1] + MAX_STRAY)], start - spans[-1][1]
+        ):
+            spans[-1][1] = end
+        else:
+            spans.append([start, end])
+    fences = Spans(view.fences)
+    for start, end in spans:
+        before, after = text[max(0, start - 2) : start].rstrip()[-1:], text[end : end + 2].lstrip()[:1]
+        symbol = end - start <= 2 and int(group[start]) in (GREEK, OTHER)  # of a formula
+        if end - start > MAX_STRAY or symbol or before in _OPENING or after in _CLOSING or start in fences:
             continue
-        matches = list(_ANY_WORD.finditer(line.group()))
-        if len(matches) < WINDOW:
-            continue
-        words = [m.group().lower() for m in matches]
-        index = _first_poor_window(words)
-        if index is None:
-            continue
-        start, end = matches[index].start(), matches[index + WINDOW - 1].end()
-        passage = line.group()[start:end]
-        marks = sum(not c.isalnum() and not c.isspace() for c in passage)
-        if marks > MAX_MARKS * len(passage) or sum(c.isalpha() for c in passage) < 0.55 * len(passage):
-            continue  # code, a table, a list of numbers
-        window = Counter(words[index : index + WINDOW])
-        used = [word for word, _ in window.most_common(6)]
-        return Detection(
-            "few_words", line.start() + start, line.start() + end, {"words": used, "distinct": len(window)}
+        a, b = view.line_at(start)
+        if "|" not in text[a : min(b, a + NEAR)] and others[b] - others[a] < BILINGUAL * (
+            letters[b] - letters[a]
+        ):
+            glued = (start > 0 and group[start - 1] >= 0) or (end < len(text) and group[end] >= 0)
+            yield start, end, int(group[start]), bool(glued)
+
+
+def _one_phrase(between: str, gap: int) -> bool:
+    return gap < MAX_STRAY and "\n" not in between and not any(map(str.isalnum, between))
+
+
+LATIN, GREEK, OTHER = 0, 2, 9
+
+
+@cache
+def _script_of_class() -> NDArray[np.int64]:
+    """The script of each character class: Latin 0, Cyrillic 1, Greek 2, Chinese and Japanese 3, and so on; −1 for no letter."""
+    script = np.full(language.CLASSES, -1)
+    script[[language.LOWER, language.UPPER, language.LOWER_LATIN, language.UPPER_LATIN]] = LATIN
+    # cyrillic, greek, cjk, hiragana, katakana, hangul, thai, arabic, hebrew, devanagari, other
+    first = language.FIRST_SCRIPT
+    script[first : language.OTHER_LETTER + 1] = [1, GREEK, 3, 3, 3, 4, 5, 6, 7, 8, OTHER]
+    return script
+
+
+# Loose words: English words side by side that English never puts side by side, hardly a function word between them.
+
+LOOSE_WINDOW, LOOSE_PAIRS, KNOWN_PAIRS = 64, 14, 0.07
+"""Tokens of a window, pairs of known lower-case words in it, and the share of these that a salad may share with English."""
+LOOSE_FUNCTION, LOOSE_KNOWN, LOOSE_BREAKS = 0.2, 0.85, 0.15
+"""At most so many function words, at least so many known ones among the long words, and at most so many line breaks."""
+LONG_WORD = 5
+_LIST_ITEM = re.compile(r"^[ \t]*(?:[-*•+|]|\d+[.):]?(?=\s)).*$", re.MULTILINE)
+
+
+def detect_loose_words(view: TextView) -> Detection | None:
+    """The first window of words without grammar, marks and capitals between them or not."""
+    total = len(view.words)
+    if total < LOOSE_PAIRS * 2:
+        return None
+    distinct, which = view.distinct_words
+    latin = np.array([w.isascii() and w.isalpha() for w in distinct])[which]
+    if int(latin.sum()) < LOOSE_PAIRS + 1:
+        return None
+    bloom = language.tables().bloom
+    known = np.array([language.is_known_word(w.lower(), bloom) for w in distinct])[which] & latin
+    lower = np.array([w.islower() for w in distinct])[which] & known
+    function = np.array([w.lower() in FUNCTION_WORDS for w in distinct])[which]
+    long = np.array([len(w) >= LONG_WORD for w in distinct])[which] & latin
+    starts, ends = view.tokens.starts, view.tokens.ends
+    adjacent = (starts[1:] == ends[:-1] + 1) & (view.codes[ends[:-1]] == ord(" "))
+    keys = language.pair_numbers(language.word_keys(distinct)[which])
+    pairs = adjacent & lower[1:] & lower[:-1]
+    first_seen = np.zeros(len(keys), dtype=bool)
+    first_seen[np.unique(keys, return_index=True)[1]] = True
+    pairs &= first_seen
+    for item in _LIST_ITEM.finditer(view.text):  # a list names things, and needs no grammar
+        first, end = np.searchsorted(starts, item.span())
+        pairs[first : max(first, end - 1)] = False
+    usual = pairs & language.is_in(keys, language.tables().pairs)
+    breaks = np.append(view.codes[ends[:-1]] == ord("\n"), False)
+    window = min(LOOSE_WINDOW, total)
+    n, k, words, functions, longs, known_longs, lines = (
+        (sums := running_count(flags))[window - pad :] - sums[: len(sums) - window + pad]
+        for flags, pad in (
+            (pairs, 1), (usual, 1), (latin, 0), (function, 0), (long, 0), (long & known, 0), (breaks, 0),
         )
-    return None
-
-
-def _first_poor_window(words: list[str]) -> int | None:
-    counts: dict[str, int] = {}
-    for index, word in enumerate(words):
-        counts[word] = counts.get(word, 0) + 1
-        if index >= WINDOW:
-            old = words[index - WINDOW]
-            counts[old] -= 1
-            if not counts[old]:
-                del counts[old]
-        if index >= WINDOW - 1 and len(counts) <= MAX_DISTINCT:
-            return index - WINDOW + 1
-    return None
+    )  # fmt: skip
+    loose = (
+        (n >= LOOSE_PAIRS)
+        & (k <= KNOWN_PAIRS * n)
+        & (functions <= LOOSE_FUNCTION * words)
+        & (known_longs >= LOOSE_KNOWN * longs)
+        & (lines <= LOOSE_BREAKS * window)
+    )
+    if not loose.any():
+        return None
+    first = int(np.argmax(loose))
+    last = min(int(np.flatnonzero(loose)[-1]) + window, total) - 1
+    at = first + int(np.argmax(pairs[first:]))
+    evidence = {"pairs": int(n[first]), "usual_pairs": int(k[first])}
+    return Detection("word_salad", int(starts[at]), int(ends[last]), evidence)

@@ -12,20 +12,17 @@ the stretch (or if it is the whole of a short text), the lower the mean score th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING
 
-from assay.coherence.detectors.loops import true_stretches
+import numpy as np
+from numpy.typing import NDArray
+
 from assay.coherence.salad.measures import BRACKETS, running_sum, token_measures
-from assay.coherence.text import Detection, TextView
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+from assay.coherence.salad.notation import notation_spans
+from assay.coherence.text import Detection, TextView, true_stretches
 
 # -----------------------------------------------------------------------------
 # Measure a text in overlapping windows of tokens: how strange are its characters, letters, words and their order?
@@ -54,17 +51,18 @@ class Windows:
     end: NDArray[np.int64]
 
 
-def running_sums(view: TextView) -> Mapping[str, NDArray[np.float64]] | None:
+def running_sums(
+    view: TextView, notation: Iterable[tuple[int, int]] = ()
+) -> Mapping[str, NDArray[np.float64]] | None:
     """Running sums of all measures over the tokens, or None if there are too few to say anything."""
     if len(view.text) < MIN_CHARS or len(view.is_word) < MIN_TOKENS or int(view.is_word.sum()) < MIN_WORDS:
         return None
-    return {name: running_sum(values) for name, values in token_measures(view).items()}
+    sums = {name: running_sum(values) for name, values in token_measures(view, notation).items()}
+    return sums if sums["prose"][-1] >= MIN_TOKENS else None
 
 
 def measure(view: TextView, sums: Mapping[str, NDArray[np.float64]], window: int, stride: int) -> Windows:
     """All windows of `window` tokens, one every `stride`; a shorter text is one window."""
-    import numpy as np
-
     total = len(view.words)
     first = np.arange(0, max(total - window, 0) + stride, stride, dtype=np.int64)
     first = np.unique(np.minimum(first, max(total - window, 0)))
@@ -115,8 +113,6 @@ def _unmatched(
     end: NDArray[np.int64],
 ) -> NDArray[np.float64]:
     """Brackets of each window that have no partner in it, counted by kind and not by order."""
-    import numpy as np
-
     kinds = [np.abs(sums[f"open_{mark}"][end] - sums[f"open_{mark}"][first]) for mark, _ in BRACKETS]
     total: NDArray[np.float64] = np.sum(kinds, axis=0)
     return total
@@ -132,11 +128,13 @@ ROWS = 128
 """Windows that go through the trees together."""
 STRETCHES = ((20, 1.2), (10, 2.2))
 """Fine windows in a row, and the mean log-odds above which they are a salad."""
-SHORT, SHORT_LIMIT = 6, 2.5
-"""A text of fewer fine windows needs more."""
+FEW, FEW_MORE = 6, 1.3
+"""Where notation leaves fewer windows than this, they need so much more."""
 FOREIGN_WORDS, FOREIGN_KNOWN, FOREIGN_MORE = 0.6, 0.5, 1.0
 """A text that is mostly of Latin words, and of which fewer are English than this, is of a language that the tables do not
 know, and needs so much more."""
+LEAST_WEIGHT = 0.5
+"""Share of the tokens of a window that are no notation."""
 PATIENCE, STEP = 64, 0.25
 """The more windows, the more strange ones by chance: every doubling past so many asks for so much more."""
 
@@ -158,8 +156,6 @@ class Trees:
 @cache
 def trees(window: int) -> Trees:
     """The shipped trees for windows of so many tokens."""
-    import numpy as np
-
     with (
         resources.files("assay.coherence.salad").joinpath(MODEL).open("rb") as file,
         np.load(file) as stored,
@@ -175,8 +171,6 @@ def trees(window: int) -> Trees:
 
 def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
     """Log-odds of salad for every window: the sum of the leaves that its measures (windows, features) lead to."""
-    import numpy as np
-
     # Flat arrays and few rows at a time: everything stays in the cache, which makes this several times faster.
     children = np.stack([model.left, model.right], axis=1).ravel()
     parts = []
@@ -195,18 +189,25 @@ def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
 
 
 def detect(view: TextView) -> Detection | None:
-    """The first stretch of salad."""
-    import numpy as np
+    """The first stretch of salad. What looks like one is looked at again without its notation."""
+    found = _detect(view, running_sums(view))
+    return found and _detect(view, running_sums(view, notation_spans(view.text)))
 
-    sums = running_sums(view)
+
+def _detect(view: TextView, sums: Mapping[str, NDArray[np.float64]] | None) -> Detection | None:
     if sums is None:
         return None
-    fine = measure(view, sums, *FINE)
+    every = measure(view, sums, *FINE)
+    fine = _weighty(every, sums["prose"])
+    if not len(fine.start):
+        return None
     coarse = measure(view, sums, *COARSE)
     # Every fine window is seen together with the coarse one that begins at or before it.
     around = np.searchsorted(coarse.first_token, fine.first_token, side="right") - 1
     score = (scores(fine.values, trees(FINE[0])) + scores(coarse.values, trees(COARSE[0]))[around]) / 2
     more = STEP * max(0.0, float(np.log2(len(score) / PATIENCE)))
+    if len(fine.start) < min(FEW, len(every.start)):
+        more += FEW_MORE
     mean = dict(zip(FEATURES, fine.values.mean(axis=0).tolist(), strict=True))
     if mean["latin"] > FOREIGN_WORDS and mean["known"] < FOREIGN_KNOWN:
         more += FOREIGN_MORE
@@ -214,10 +215,15 @@ def detect(view: TextView) -> Detection | None:
     return _detection(fine, score, *min(found)) if found else None
 
 
+def _weighty(windows: Windows, weight: NDArray[np.float64]) -> Windows:
+    """The windows that are not mostly notation."""
+    tokens = windows.end_token - windows.first_token
+    kept = weight[windows.end_token] - weight[windows.first_token] >= LEAST_WEIGHT * tokens
+    return Windows(*(values[kept] for values in vars(windows).values()))
+
+
 def _stretch(score: NDArray[np.float64], length: int, limit: float) -> tuple[int, int] | None:
     """First and end of the windows of the first stretches whose mean is above the limit; a shorter text is one."""
-    import numpy as np
-
     length = min(length, len(score))
     sums = np.concatenate(([0.0], np.cumsum(score)))
     starts, ends = true_stretches((sums[length:] - sums[:-length]) / length > limit)
@@ -226,8 +232,6 @@ def _stretch(score: NDArray[np.float64], length: int, limit: float) -> tuple[int
 
 def _detection(fine: Windows, score: NDArray[np.float64], first: int, end: int) -> Detection:
     """The salad in the windows [first, end), without the sane ones at its beginning."""
-    import numpy as np
-
     # Where the sum of what follows is largest, salad became the likelier.
     before = np.concatenate(([0.0], np.cumsum(score[first:end])))[:-1]
     first += int(np.argmin(before))

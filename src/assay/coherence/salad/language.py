@@ -20,14 +20,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from assay.coherence.detectors.loops import FUNCTION_WORDS
-from assay.coherence.text import mapped
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from assay.coherence.text import FUNCTION_WORDS, mapped
 
 TABLES = "language_tables.npz"
 BITS_STEP = 16.0
@@ -99,8 +97,6 @@ def mark_class(mark: str) -> int:
 @cache
 def tables() -> Tables:
     """The tables, read once."""
-    import numpy as np
-
     with (
         resources.files("assay.coherence.salad").joinpath(TABLES).open("rb") as file,
         np.load(file) as stored,
@@ -139,16 +135,12 @@ def bloom_bits(word: str) -> list[int]:
 
 def word_keys(words: Sequence[str]) -> NDArray[np.uint64]:
     """A number for every token, alike for a word in any case, and for all numbers."""
-    import numpy as np
-
     plain = ("0" if w[0].isdigit() else w.lower() for w in words)
     return np.array([zlib.crc32(w.encode("utf-8", "replace")) for w in plain], dtype=np.uint64)
 
 
 def pair_numbers(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A number for every pair of neighbours, shape (len(keys) − 1,)."""
-    import numpy as np
-
     numbers: NDArray[np.uint64] = keys[:-1] * np.uint64(_ODD) + keys[1:] * np.uint64(_ODD_2)
     return numbers
 
@@ -160,8 +152,6 @@ def gram_numbers(
 
     Letters are alike in any case and with any accent, those of other scripts and digits by class.
     """
-    import numpy as np
-
     symbols = mapped(codes, _symbol).astype(np.uint64)
     kept = np.concatenate(([True], (symbols[1:] != symbols[:-1]) | (symbols[1:] > BREAK)))[: len(symbols)]
     symbols, places = symbols[kept], np.flatnonzero(kept)
@@ -174,8 +164,6 @@ def gram_numbers(
 
 def filter_bits(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The bits of every number in a filter, shape (len(numbers), FILTER_HASHES)."""
-    import numpy as np
-
     mixed = numbers ^ (numbers >> np.uint64(29))
     mixed *= np.uint64(_ODD_3)
     step = (mixed >> np.uint64(32)) | np.uint64(1)
@@ -186,8 +174,6 @@ def filter_bits(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 def is_in(numbers: NDArray[np.uint64], filter_: NDArray[np.uint8]) -> NDArray[np.bool_]:
     """For every number whether it is in a filter (some 2 % of all others pass too)."""
-    import numpy as np
-
     bits = filter_bits(numbers)
     set_ = filter_[(bits >> np.uint64(3)).astype(np.int64)] >> (bits & np.uint64(7)).astype(np.uint8) & 1
     return np.asarray(set_.all(axis=1), dtype=bool)
@@ -213,8 +199,6 @@ def word_class(word: str, known: bool) -> int:
 
 def word_classes(words: Sequence[str], known: Iterable[bool]) -> NDArray[Any]:
     """Classes of a sequence of tokens."""
-    import numpy as np
-
     return np.array([word_class(w, k) for w, k in zip(words, known, strict=True)], dtype=np.int64)
 
 

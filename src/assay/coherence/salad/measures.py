@@ -1,32 +1,29 @@
 """What is measured of every token: bits, counts and flags, from the tables of `language.py`.
 
-Blocks of encoded data (base64, hex digests, hex dumps) weigh nothing: they look like nothing and mean no harm.
+Encoded data weigh nothing, and so does notation where it is given (`notation.py`): they look like nothing and mean no
+harm.
 """
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
-from assay.coherence.detectors.loops import FUNCTION_WORDS
+import numpy as np
+from numpy.typing import NDArray
+
 from assay.coherence.salad import language
-from assay.coherence.text import TextView
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from assay.coherence.salad.notation import encoded_spans
+from assay.coherence.text import FUNCTION_WORDS, TextView
 
 BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
 ODD_SHAPE_BITS, BAD_PAIR_BITS = 7.0, -2.0
 """Bits from which a character is odd after the two before it, and below which two classes of words avoid each other."""
-_HEX_DUMP = re.compile(r"^[0-9a-fA-F]{4,16}:?[ \t]+(?:[0-9a-fA-F]{2,4}[ \t]+){4,}.*$", re.MULTILINE)
-_ENCODED = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
 
 
-def token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
-    """Per token: bits, counts and flags. Tokens of encoded data weigh nothing."""
-    import numpy as np
-
+def token_measures(
+    view: TextView, notation: Iterable[tuple[int, int]] = ()
+) -> dict[str, NDArray[np.float64]]:
+    """Per token: bits, counts and flags. Tokens of encoded data, and in the spans of notation, weigh nothing."""
     tables = language.tables()
     starts, ends = view.tokens.starts, view.tokens.ends
     classes = language.character_classes(view.codes)
@@ -35,7 +32,8 @@ def token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
     shape = running_sum(shape_bits)
     letter = running_sum(_letter_bits(letters, tables.letters))
     is_latin = running_sum((letters < language.EDGE).astype(float))
-    weight = _weights(view)
+    prose = _outside(view, notation)
+    weight = prose * _outside(view, encoded_spans(view.text))
 
     # A token owns the blanks before it.
     owned = np.concatenate(([0], ends[:-1]))
@@ -53,7 +51,7 @@ def token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
     syntax_class = language.word_classes(distinct, listed.tolist())[which]
     pair = np.concatenate(([0.0], tables.syntax[syntax_class[:-1], syntax_class[1:]]))
     breaks = running_sum((view.codes == ord("\n")).astype(float))[starts]
-    no_break = np.concatenate(([0.0], (breaks[1:] == breaks[:-1]).astype(float)))
+    no_break = np.concatenate(([0.0], (breaks[1:] == breaks[:-1]) * prose[:-1]))
     mixed = _neighbours(view, latin_word > 0, which, before, no_break)
     odd_shape = running_sum((shape_bits > ODD_SHAPE_BITS).astype(float))
     known_gram, all_grams = _known_grams(view.codes, tables.grams)
@@ -64,6 +62,7 @@ def token_measures(view: TextView) -> dict[str, NDArray[np.float64]]:
         np.append(classes, language.SPACE)[np.minimum(ends, len(classes))] == language.SPACE
     )
     return {
+        "prose": prose,
         "one": weight,
         "chars": (ends - owned) * weight,
         "shape_bits": (shape[ends] - shape[owned]) * weight,
@@ -107,8 +106,6 @@ def _neighbours(
     same_line: NDArray[np.float64],
 ) -> dict[str, NDArray[np.float64]]:
     """How every token goes with the one before it on its line: known pairs, sentence starts, capitals inside."""
-    import numpy as np
-
     distinct = view.distinct_words[0]
     keys = language.word_keys(distinct)[which]
     known = _after(language.is_in(language.pair_numbers(keys), language.tables().pairs))
@@ -131,8 +128,6 @@ def _neighbours(
 
 def _after(flags: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Flags of all tokens but the first, as one number for each token."""
-    import numpy as np
-
     return np.concatenate(([0.0], flags.astype(float)))
 
 
@@ -147,40 +142,28 @@ def _known_grams(
     codes: NDArray[np.uint32], filter_: NDArray[np.uint8]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Running sums over the code points: known runs of five characters that end there, and all of them."""
-    import numpy as np
-
     numbers, places = language.gram_numbers(codes)
     known, all_ = np.zeros(len(codes)), np.zeros(len(codes))
     known[places], all_[places] = language.is_in(numbers, filter_), 1.0
     return running_sum(known), running_sum(all_)
 
 
-def _weights(view: TextView) -> NDArray[np.float64]:
-    import numpy as np
-
-    weights = np.ones(len(view.words))
-    for match in _ENCODED.finditer(view.text):
-        block = match.group()
-        if any(c.isdigit() for c in block) or "/" in block or "+" in block:
-            a, b = np.searchsorted(view.tokens.starts, match.span())
-            weights[a:b] = 0.0
-    for match in _HEX_DUMP.finditer(view.text):
-        a, b = np.searchsorted(view.tokens.starts, match.span())
-        weights[a:b] = 0.0
-    return weights
+def _outside(view: TextView, spans: Iterable[tuple[int, int]]) -> NDArray[np.float64]:
+    """1 for every token outside the spans, 0 for those inside."""
+    outside = np.ones(len(view.words))
+    for span in spans:
+        first, end = np.searchsorted(view.tokens.starts, span)
+        outside[first:end] = 0.0
+    return outside
 
 
 def _shape_bits(classes: NDArray[np.int64], table: NDArray[np.float32]) -> NDArray[np.float64]:
-    import numpy as np
-
     padded = np.concatenate(([language.BREAK, language.BREAK], classes))
     return table[padded[:-2], padded[1:-1], padded[2:]].astype(float)
 
 
 def _letter_bits(letters: NDArray[np.int64], table: NDArray[np.float32]) -> NDArray[np.float64]:
     """Bits of every letter given the letters before it in its word; 0 for what is no Latin letter."""
-    import numpy as np
-
     padded = np.concatenate(([language.EDGE] * 3, letters))
     third, second, first, own = (
         padded[:-3].copy(),
@@ -201,8 +184,6 @@ def _inner_jumps(
     right: int,
 ) -> NDArray[np.float64]:
     """How often in each token a character of class `left` stands before one of class `right`."""
-    import numpy as np
-
     jumps = running_sum(np.concatenate(([0], (classes[:-1] == left) & (classes[1:] == right))).astype(float))
     return jumps[ends] - jumps[np.minimum(starts + 1, ends)]
 
@@ -211,8 +192,6 @@ def _script_jumps(
     classes: NDArray[np.int64], starts: NDArray[np.int64], ends: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Whether a token is of another script than the word before it (0.5), or mixes scripts itself (1)."""
-    import numpy as np
-
     script = np.full(language.CLASSES, -1)
     script[[language.LOWER, language.UPPER, language.LOWER_LATIN, language.UPPER_LATIN]] = 0
     script[language.FIRST_SCRIPT : language.OTHER_LETTER + 1] = np.arange(
@@ -235,8 +214,6 @@ def _script_jumps(
 
 def _seen_before(ids: NDArray[np.int64], span: int = 64) -> NDArray[np.float64]:
     """Whether a token stood among the `span` tokens before it."""
-    import numpy as np
-
     order = np.argsort(ids, kind="stable")
     gap = np.full(len(ids), span + 1)
     same = ids[order[1:]] == ids[order[:-1]]
@@ -245,13 +222,9 @@ def _seen_before(ids: NDArray[np.int64], span: int = 64) -> NDArray[np.float64]:
 
 
 def _alnum(classes: NDArray[np.int64]) -> NDArray[np.bool_]:
-    import numpy as np
-
     return np.isin(classes, [language.DIGIT, language.LOWER, language.UPPER])
 
 
 def running_sum(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Running sums with a leading 0: the sum over [a, b) is sums[b] − sums[a]."""
-    import numpy as np
-
     return np.concatenate(([0.0], np.cumsum(values, dtype=float)))

@@ -1,0 +1,389 @@
+"""Every API's body and stream is unpacked; what breaks is said, what is not understood is never ok."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from assay.cli.main import invoke
+from assay.coherence.envelopes import READERS, unpack
+from assay.coherence.grade_files import grade_file
+
+GOOD = "The mill by the river grinds rye until noon, and then the miller sleeps."
+FLOOD = "Well" + "!" * 90
+WORDS = [w + " " for w in GOOD.split()]
+
+
+def sse(*events: Any, done: bool = True) -> str:
+    return "".join(f"data: {json.dumps(e)}\n\n" for e in events) + ("data: [DONE]\n\n" if done else "")
+
+
+def lines(*values: Any) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def chunk(delta: dict[str, Any], finish: str | None = None, index: int = 0, id: str = "a") -> dict[str, Any]:
+    return {
+        "id": id,
+        "object": "chat.completion.chunk",
+        "choices": [{"index": index, "delta": delta, "finish_reason": finish}],
+    }
+
+
+def chat_stream(
+    text: str, field: str = "content", finish: str = "stop", id: str = "a"
+) -> list[dict[str, Any]]:
+    pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
+    return [
+        chunk({"role": "assistant"}, id=id),
+        *(chunk({field: p}, id=id) for p in pieces),
+        chunk({}, finish, id=id),
+    ]
+
+
+def anthropic_stream(text: str) -> str:
+    events: list[dict[str, Any]] = [
+        {"type": "message_start", "message": {"id": "m", "type": "message", "content": []}},
+        {"type": "content_block_start", "index": 0, "content_block": {"type": "thinking", "thinking": ""}},
+        {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
+        {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
+        {"type": "ping"},
+        *(
+            {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": c}}
+            for c in text
+        ),
+        {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 9}},
+        {"type": "message_stop"},
+    ]
+    return "".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events)
+
+
+def responses_stream(text: str) -> list[dict[str, Any]]:
+    return [
+        {"type": "response.created", "response": {"id": "r", "status": "in_progress", "output": []}},
+        {"type": "response.output_item.added", "item": {"id": "i", "type": "message", "content": []}},
+        *({"type": "response.output_text.delta", "item_id": "i", "delta": c} for c in text),
+    ]
+
+
+# fmt: off
+def forms(text: str) -> dict[str, tuple[str, str]]:
+    """The same answer as each API writes it: name, reader, file."""
+    body = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+    whole = {"id": "r", "object": "response", "status": "completed",
+             "output": [{"type": "message", "content": [{"type": "output_text", "text": text}]}]}
+    head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+    hm = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
+    parts = {"content": [hm, {"type": "text", "text": text}]}
+    said = {"role": "assistant", "content": text}
+    asked = {"role": "user", "content": "Hi" + "!" * 99}
+    tokens = [{"index": i, "token": {"text": c, "special": False}, "generated_text": None} for i, c in enumerate(text)]
+    slot = {"id_slot": 0, "index": 0}
+    about = {"id": "x", "finish_reason": None}
+    stopped = {"id": "x", "finish_reason": {"type": "stop"}}
+    thought = {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": text}]}
+    return {
+        "chat": ("openai", json.dumps({"id": "a", "choices": [body], "usage": {}})),
+        "chat, indented": ("openai", json.dumps({"id": "a", "choices": [body]}, indent=2)),
+        "chat with headers": ("openai", head + json.dumps({"choices": [body]})),
+        "completion": ("openai", json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": "stop"}]})),
+        "chat stream": ("openai", sse(*chat_stream(text))),
+        "chat stream without blank lines": ("openai", sse(*chat_stream(text)).replace("\n\n", "\n")),
+        "chat stream with comments": ("openai", ": PROCESSING\n\n" + sse(*chat_stream(text))),
+        "content parts": ("openai", json.dumps({"choices": [{"message": parts}]})),
+        "responses": ("openai responses", json.dumps(whole)),
+        "responses stream": ("openai responses", sse(*responses_stream(text), {"type": "response.completed", "response": whole})),
+        "anthropic": ("anthropic", json.dumps({"id": "m", "type": "message", **said, "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"})),
+        "anthropic stream": ("anthropic", anthropic_stream(text)),
+        "ollama chat": ("ollama", json.dumps({"model": "m", "message": said, "done": True})),
+        "ollama stream": ("ollama", lines(*({"model": "m", "response": c, "done": False} for c in text), {"model": "m", "response": "", "done": True, "done_reason": "stop"})),
+        "tgi": ("tgi", json.dumps({"generated_text": text, "details": {"finish_reason": "eos_token"}})),
+        "tgi list": ("tgi", json.dumps([{"generated_text": text}])),
+        "tgi stream": ("tgi", sse(*tokens, {"token": {"text": "</s>", "special": True}, "generated_text": text}, done=False)),
+        "pipeline": ("tgi", json.dumps([{"generated_text": [asked, said]}])),
+        "llama.cpp": ("llama.cpp", json.dumps({"content": text, "stop": True, "stop_type": "eos"})),
+        "llama.cpp stream": ("llama.cpp", sse(*({"content": c, "stop": False, **slot} for c in text), {"content": "", "stop": True, "stop_type": "eos", **slot}, done=False)),
+        "sglang": ("sglang", json.dumps({"text": text, "meta_info": stopped})),
+        "sglang stream": ("sglang", sse(*({"text": text[: i + 1], "meta_info": about} for i in range(len(text))), {"text": text, "meta_info": stopped})),
+        "gemini": ("gemini", json.dumps({"candidates": [{"content": thought, "finishReason": "STOP"}]})),
+        "message": ("message", json.dumps(said)),
+        "conversation": ("message", json.dumps({"messages": [asked, said]})),
+        "batch": ("batch", lines({"id": "b1", "custom_id": "q1", "response": {"status_code": 200, "body": {"choices": [body]}}, "error": None})),
+        "vllm demo": ("records", json.dumps({"text": [text]})),
+        "records": ("records", lines({"id": 1, "completion": text}, {"id": 2, "completion": GOOD})),
+        "plain stream": ("records", sse({"token": ""}, *({"token": c} for c in text))),
+    }
+# fmt: on
+
+
+@pytest.mark.parametrize("form", forms(""))
+def test_every_form_is_unpacked_and_graded(tmp_path: Path, form: str) -> None:
+    for text, label in ((GOOD, "ok"), (FLOOD, "degenerate"), ("", "empty")):
+        api, written = forms(text)[form]
+        found = unpack(written)
+        assert found is not None and (found.api, found.reason, found.partial) == (api, None, False), found
+        assert "".join(found.answers[0].content) == text
+        path = tmp_path / "out"
+        path.write_text(written)
+        result = grade_file(str(path)).grade
+        assert result.label == label or (label == "empty" and result.kind == "reasoning_cut")
+        if label == "degenerate":
+            assert (result.kind, result.onset_char) == ("single_char_flood", 4)
+
+
+def test_every_reader_is_tried() -> None:
+    assert {api for api, _ in forms("x").values()} | {"error"} >= set(READERS)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_graded_and_told_apart(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "out"
+    path.write_text(sse(*chat_stream("Wait. " * 60, field, "length")))
+    result = grade_file(str(path)).grade
+    assert (result.label, result.part) == ("degenerate", "reasoning")
+
+
+def test_a_refusal_is_the_text_and_tool_calls_are_put_together(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text(
+        json.dumps(
+            {
+                "choices": [
+                    {
+                        "message": {"content": None, "refusal": "I cannot help with that."},
+                        "finish_reason": "stop",
+                    }
+                ]
+            }
+        )
+    )
+    assert grade_file(str(path)).grade.label == "ok"
+    pieces = ['{"text": "', *["la la di "] * 80, '"}']
+    deltas = [{"tool_calls": [{"index": 0, "function": {"arguments": piece}}]} for piece in pieces]
+    start = {"tool_calls": [{"index": 0, "id": "c", "function": {"name": "write", "arguments": ""}}]}
+    path.write_text(sse(chunk(start), *map(chunk, deltas), chunk({}, "tool_calls")))
+    result = grade_file(str(path)).grade
+    assert (result.label, result.part) == ("degenerate", "tool_calls")
+    path.write_text(
+        json.dumps(
+            {
+                "choices": [
+                    {
+                        "message": {
+                            "content": None,
+                            "tool_calls": [{"function": {"name": "f", "arguments": '{"city": "Os'}}],
+                        },
+                        "finish_reason": "tool_calls",
+                    }
+                ]
+            }
+        )
+    )
+    assert grade_file(str(path)).grade.kind == "malformed_arguments"
+
+
+ERRORS = {
+    "openai": '{"error": {"message": "model overloaded", "type": "server_error", "code": 503}}',
+    "ollama": '{"error": "model overloaded"}',
+    "vllm": '{"object": "error", "message": "model overloaded", "type": "BadRequestError", "code": 400}',
+    "fastapi": '{"detail": "model overloaded"}',
+    "anthropic": '{"type": "error", "error": {"type": "overloaded_error", "message": "model overloaded"}}',
+    "nginx": "<html>\r\n<head><title>503 model overloaded</title></head>\r\n<body></body></html>",
+    "stream": 'data: {"error": {"message": "model overloaded", "code": 500}}\n\n',
+    "batch": '{"custom_id": "q", "response": null, "error": {"message": "model overloaded"}}',
+}
+
+
+@pytest.mark.parametrize("body", ERRORS.values(), ids=ERRORS)
+def test_an_error_body_is_not_examined_and_its_message_is_quoted(tmp_path: Path, capsys, body: str) -> None:
+    path = tmp_path / "out"
+    path.write_text(body)
+    assert invoke(["grade", str(path), "--json"]) == 3
+    report = json.loads(capsys.readouterr().out)
+    (row,), (finding,) = report["results"]["files"], report["findings"]
+    assert (row["label"], row["kind"], row["onset_char"]) == ("not_examined", "error_body", None)
+    assert finding["id"] == "coherence.not_examined" and "model overloaded" in finding["title"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        ('{"usage": {"prompt_tokens": 3, "completion_tokens": 8}, "result_ref": "s3"}', "unknown_envelope"),
+        ('{"output_ids": [1, 2], "meta_info": {"finish_reason": {"type": "stop"}}}', "unknown_envelope"),
+        (sse({"frame": 1}, {"frame": 2}), "unknown_envelope"),
+        ('{"messages": [{"role": "user", "content": "Hi"}]}', "no_answer"),
+        (sse(chunk({"role": "assistant"}), done=False), "stream_cut"),
+    ],
+)
+def test_what_is_not_understood_is_not_examined(tmp_path: Path, capsys, body: str, kind: str) -> None:
+    path = tmp_path / "out"
+    path.write_text(body)
+    assert invoke(["grade", str(path)]) == 3
+    assert "not examined" in capsys.readouterr().out
+    result = grade_file(str(path)).grade
+    assert (result.label, result.kind) == ("not_examined", kind)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"city": "Oslo", "population": 700000}',
+        "[1, 2, 3]",
+        '{"a": 1}\n{"a": 2}\n',
+        "data:\n  key: value\n  other: 3\n",
+        '{"question": "Which?", "choices": ["a", "b"], "answer": "a"}',
+        "{not json",
+        "",
+        "Not all who wander are lost.",
+        '{"error_rate": 0.5, "detail_level": 3}',
+        "event: the opening of the bridge\ndate: 3 May",
+    ],
+)
+def test_an_answer_that_is_json_itself_is_text(text: str) -> None:
+    assert unpack(text) is None
+
+
+# What is broken: one line each, and what can be read is graded.
+
+
+def part(path: Path) -> str:
+    report = json.loads(_json(path))
+    found = [f["title"] for f in report["findings"] if f["id"] == "coherence.not_all_examined"]
+    assert len(found) == 1 and "\n" not in found[0]
+    return found[0]
+
+
+def _json(path: Path) -> str:
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        invoke(["grade", str(path), "--json"])
+    return out.getvalue()
+
+
+def test_a_stream_that_breaks_off(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    stream = sse(*chat_stream(GOOD))
+    path.write_text(stream[: len(stream) // 2])
+    assert "breaks off" in part(path) and grade_file(str(path)).grade.label == "ok"
+    stream = sse(*chat_stream(FLOOD))
+    path.write_text(stream[: 9 * len(stream) // 10])
+    assert "breaks off" in part(path) and grade_file(str(path)).grade.label == "degenerate"
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_a_body_that_breaks_off(tmp_path: Path, share: float) -> None:
+    path = tmp_path / "out"
+    body = json.dumps(
+        {"choices": [{"message": {"content": "A line.\n" + "é!" + "!" * 900}, "finish_reason": "stop"}]}
+    )
+    path.write_text(body[: int(share * len(body))])
+    assert "breaks off" in part(path) and grade_file(str(path)).grade.kind == "single_char_flood"
+
+
+def test_interleaved_streams_are_told_apart_by_their_ids(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    one, two = chat_stream(GOOD, id="one"), chat_stream(FLOOD, id="two")
+    mixed = (
+        [event for pair in zip(one, two, strict=False) for event in pair] + one[len(two) :] + two[len(one) :]
+    )
+    path.write_text(sse(*mixed))
+    choices = dict(grade_file(str(path)).choices)
+    assert [g.label for g in choices.values()] == ["ok", "degenerate"]
+    events = anthropic_stream(GOOD).split("\n\n")
+    path.write_text("\n\n".join(event for event in events for _ in range(2)))
+    assert grade_file(str(path)).grade.kind == "interleaved_streams"
+
+
+def test_events_out_of_order_and_lines_that_are_no_json(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    events = chat_stream(GOOD)
+    path.write_text(sse(events[-1], *events[:-1]))
+    assert grade_file(str(path)).grade.label == "ok"
+    path.write_text(
+        sse(*events, done=False).replace('data: {"id"', 'data: {"id', 1) + "curl: (18) transfer closed\n"
+    )
+    assert "no whole JSON" in part(path) and grade_file(str(path)).grade.label == "ok"
+
+
+def test_an_error_in_the_middle_of_a_stream(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text(sse(*chat_stream(GOOD)[:-3], {"error": {"message": "engine died", "code": 500}}))
+    assert "engine died" in part(path) and grade_file(str(path)).grade.label == "ok"
+
+
+def test_nuls_and_broken_bytes_in_a_body(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    body = json.dumps(
+        {"choices": [{"message": {"content": GOOD + " caf@"}, "finish_reason": "stop"}]}
+    ).encode()
+    path.write_bytes(bytes(4096) + body + bytes(7))
+    assert "4,103 NUL bytes" in part(path) and grade_file(str(path)).grade.label == "ok"
+    path.write_bytes(body.replace(b"@", b"\xe9"))
+    assert grade_file(str(path)).grade.label == "ok"
+    assert [f["id"] for f in json.loads(_json(path))["findings"]] == ["coherence.invalid_utf8"]
+
+
+def test_a_large_body_is_bounded_and_says_what_was_left_out(tmp_path: Path, monkeypatch) -> None:
+    from assay.coherence import grading, reading
+
+    monkeypatch.setattr(reading, "MAX_BYTES", 200_000)
+    monkeypatch.setattr(grading, "MAX_CHARS", 50_000)
+    path = tmp_path / "out"
+    path.write_text(
+        json.dumps({"choices": [{"message": {"content": " ".join(WORDS) * 9000}, "finish_reason": "stop"}]})
+    )
+    title = part(path)
+    assert "were read" in title and "50,000 of" in title
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "choices",
+                    "message",
+                    "content",
+                    "delta",
+                    "text",
+                    "type",
+                    "done",
+                    "response",
+                    "output",
+                    "error",
+                    "role",
+                    "stop",
+                    "meta_info",
+                    "generated_text",
+                    "details",
+                    "candidates",
+                    "parts",
+                    "tool_calls",
+                    "function",
+                    "arguments",
+                    "id",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=25,
+)
+
+
+@given(st.lists(JSON, min_size=1, max_size=4), st.booleans(), st.integers(0, 400))
+@settings(deadline=None, max_examples=300)
+def test_any_json_is_taken_without_an_error(values: list[Any], stream: bool, cut: int) -> None:
+    written = sse(*values) if stream else lines(*values)
+    found = unpack(written[: len(written) - cut] if cut < len(written) else written)
+    assert found is None or found.answers or found.reason or found.api

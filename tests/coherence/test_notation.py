@@ -1,0 +1,70 @@
+"""Notation with a grammar of its own is text, plain, fenced, in a table or between prose; a salad with digits is none."""
+
+from __future__ import annotations
+
+import base64
+import random
+
+import pytest
+
+from assay.coherence.grading import Label, grade
+
+R = random.Random(5)
+SQUARE = [f"{c}{n}" for c in "abcdefgh" for n in range(1, 9)]
+
+
+def token(*sizes: int) -> str:
+    return ".".join(base64.urlsafe_b64encode(R.randbytes(n)).decode().rstrip("=") for n in sizes)
+
+
+NOTATION = {
+    "game": '[White "A"]\n[Black "B"]\n\n1. d4 d5 2. c4 e6 3. Nc3 Nf6 4. cxd5 exd5 5. Bg5 Be7 6. e3 c6 7. Bd3 Nbd7 8. Qc2 O-O '
+    "9. Nf3 Re8 10. O-O Nf8 11. Rab1 a5 12. a3 Ng6 13. b4 axb4 14. axb4 Bd6 15. b5 Bg4 16. bxc6 bxc6 17. Ne2 Bxf3 0-1",
+    "game with clocks": " ".join(f"{n}. Nf3 {{[%clk 0:0{n}:58]}} {n}... d{n % 8 + 1} {{[%clk 0:0{n}:12]}}" for n in range(1, 12)),
+    "moves": "position startpos moves " + " ".join(R.choice(SQUARE) + R.choice(SQUARE) for _ in range(40)),
+    "positions": "r1bqkb1r/pppp1ppp/2n2n2/4p3/2B1P3/5N2/PPPP1PPP/RNBQK2R w KQkq - 4 4\n8/5pk1/6p1/7p/3R3P/6P1/r4PK1/8 w - - 0 41\n"
+    "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1",
+    "tune": "X:7\nT:Lullaby\nM:6/8\nK:G\nD | G2A B2c | d2B G2B | A2F D2F | G3-G2D | G2A B2c | d2B G2B | c2A F2A | G3-G2 :|\n"
+    "d | g2f e2d | c2B A2G | F2G A2B | c3-c2d | g2f e2d | c2B A2G | B2G F2A | G3-G2 |]",
+    "molecules": "CC(C)NCC(O)COC1=CC=C(C=C1)CC(=O)N\nCN1CCC[C@H]1C2=CN=CC=C2\nO=C(O)C[C@H](N)C(=O)O\nClC1=CC=C(C=C1)C(=O)N2CCOCC2\n"
+    "CC1(C)SC2C(NC(=O)Cc3ccccc3)C(=O)N2C1C(O)=O\nN#CC1=CC=CC=C1\nCCN(CC)CC\nc1ccc2c(c1)ccc3c2cccc3",
+    "token": token(27, 90, 32),
+    "long token": token(60, 400, 256),
+    "block": base64.b64encode(R.randbytes(300)).decode(),
+    "hashes": "\n".join(f"{R.randbytes(32).hex()}  file{n}.bin" for n in range(8)),
+    "commits": " ".join(R.randbytes(4).hex()[:7] for _ in range(40)),
+    "addresses": "\n".join(":".join(f"{R.randrange(65536):x}" for _ in range(8)) for _ in range(10)),
+    "machine": "\n".join(f"G1 X{R.uniform(0, 200):.3f} Y{R.uniform(0, 200):.3f} E{R.uniform(0, 9):.5f}" for _ in range(25)),
+    "cube": "R U R' U' R' F R2 U' R' U' R U R' F' L' B2 D' F2 U R2 B' L D2 R U' F2 B L2 D' U2 R B' D L U' R2 F' U L'",
+    "chords": "C G Am F | C G F C\nAm Em F C | Dm7 G7 Cmaj7 A7\nDm G C Am | F G C C\nBm7b5 E7 Am7 D7 | Gsus4 G C F/C C",
+    "game of go": "(;GM[1]FF[4]SZ[19]" + "".join(f";{'BW'[n % 2]}[{R.choice('abcdefghi')}{R.choice('abcdefghi')}]" for n in range(30)),
+    "stitches": "Row 1: k2, p2, k2, yo, k2tog, p2, k2\nRow 2: p2, k2, p4, k2, p2\nRow 3: k2, p2, ssk, yo, k2, p2, k2\nRow 4: k1, m1l",
+    "reactions": "2H2 + O2 -> 2H2O\nCH4 + 2O2 -> CO2 + 2H2O\n2Na + Cl2 -> 2NaCl\nCaCO3 -> CaO + CO2\nFe2O3 + 3CO -> 2Fe + 3CO2",
+    "colours": "#ff0000 #00ff7f #1e90ff #ffd700 #8a2be2 #dc143c #00ced1 #ff8c00 #2e8b57 #6a5acd #b22222 #20b2aa",
+    "serials": " ".join("-".join("".join(R.choices("ABCDEFGHJK23456789", k=5)) for _ in range(2)) for _ in range(20)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NOTATION.values(), ids=NOTATION)
+def test_notation_is_left_alone(text: str) -> None:
+    rows = "\n".join(f"| {n} | {line} |" for n, line in enumerate(text.split("\n")))
+    for written in (
+        text,
+        f"Here it is:\n\n```\n{text}\n```\n",
+        f"This is what you asked for, in the usual notation.\n\n{text}\n\nLet me know if anything is unclear.\n",
+        f"| no | what |\n|---|---|\n{rows}",
+    ):
+        for finish_reason in (None, "stop"):
+            result = grade(written, finish_reason=finish_reason)
+            assert result.label is Label.OK, result
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_salads_with_digits_and_marks_are_found(seed: int) -> None:
+    rng = random.Random(seed)
+    common = ["the", "and", "I", "The", "but", "So", "Okay", "This", ".", ",", ")", "\n\n", "wh", "ed"]
+    pieces = [
+        str(rng.randrange(10 ** rng.randint(1, 6))) if rng.random() < 0.45 else rng.choice(common)
+        for _ in range(160)
+    ]
+    assert grade("".join((" " if rng.random() < 0.4 else "") + p for p in pieces)).label is Label.DEGENERATE
