@@ -11,7 +11,7 @@ from typing import Any
 
 from assay.coherence.detectors import all_detectors
 from assay.coherence.detectors.loops import without_request
-from assay.coherence.detectors.rotation import repeated_call
+from assay.coherence.detectors.tails import repeated_call
 from assay.coherence.text import Detection, Ending, TextView, ending_of, quote
 
 MAX_CHARS = 2_000_000

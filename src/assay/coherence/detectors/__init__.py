@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from assay.coherence.detectors import floods, loops, rotation, stutter, tails, tokens, words
+from assay.coherence.detectors import floods, loops, stutter, tails, tokens, words
 from assay.coherence.salad import detector as salad
 from assay.coherence.text import Detection, Detector
 from assay.plugins import load
@@ -16,12 +16,12 @@ DETECTORS: Sequence[Detector] = (
     floods.detect_flood,
     loops.detect_loop,
     loops.detect_near_loop,
-    rotation.detect_like_calls,
+    tails.detect_like_calls,
     tails.detect_copied_tail,
     tails.detect_recycled_tail,
     floods.detect_poor_tail,
-    rotation.detect_few_words,
-    rotation.detect_rotation,
+    tails.detect_few_words,
+    tails.detect_rotation,
     stutter.detect_stutter,
     words.detect_digits,
     words.detect_identifiers,

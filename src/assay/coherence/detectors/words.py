@@ -294,7 +294,7 @@ def detect_loose_words(view: TextView) -> Detection | None:
     n, k, words, functions, longs, known_longs, lines = (
         (sums := running_count(flags))[window - pad :] - sums[: len(sums) - window + pad]
         for flags, pad in (
-            (pairs, 1), (usual, 1), (latin, 0), (function, 0), (long, 0), (long & known, 0), (breaks, 0),
+            (pairs, 1), (usual, 1), (latin, 0), (function, 0), (long, 0), (long & known, 0), (breaks, 0)
         )
     )  # fmt: skip
     loose = (

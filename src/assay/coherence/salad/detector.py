@@ -20,8 +20,7 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.coherence.salad.measures import BRACKETS, running_sum, token_measures
-from assay.coherence.salad.notation import notation_spans
+from assay.coherence.salad.measures import BRACKETS, notation_spans, running_sum, token_measures
 from assay.coherence.text import Detection, TextView, true_stretches
 
 # -----------------------------------------------------------------------------
@@ -36,7 +35,7 @@ FEATURES = (
     "shape", "letters", "odd_words", "known", "function", "syntax", "script_jumps", "case_jumps", "digit_jumps",
     "loose_marks", "marks", "repeats", "lines", "word_length", "singles",
     "known_pairs", "known_joints", "odd_shapes", "bad_syntax", "unmatched", "low_starts", "inner_capitals", "stubs",
-    "latin", "known_grams",
+    "latin", "known_grams"
 )  # fmt: skip
 
 
@@ -108,9 +107,7 @@ def measure(view: TextView, sums: Mapping[str, NDArray[np.float64]], window: int
 
 
 def _unmatched(
-    sums: Mapping[str, NDArray[np.float64]],
-    first: NDArray[np.int64],
-    end: NDArray[np.int64],
+    sums: Mapping[str, NDArray[np.float64]], first: NDArray[np.int64], end: NDArray[np.int64]
 ) -> NDArray[np.float64]:
     """Brackets of each window that have no partner in it, counted by kind and not by order."""
     kinds = [np.abs(sums[f"open_{mark}"][end] - sums[f"open_{mark}"][first]) for mark, _ in BRACKETS]
@@ -156,16 +153,11 @@ class Trees:
 @cache
 def trees(window: int) -> Trees:
     """The shipped trees for windows of so many tokens."""
-    with (
-        resources.files("assay.coherence.salad").joinpath(MODEL).open("rb") as file,
-        np.load(file) as stored,
-    ):
+    with resources.files("assay.coherence.salad").joinpath(MODEL).open("rb") as file, np.load(file) as stored:
         names = ("roots", "feature", "threshold", "left", "right", "value")
         table = {name: stored[f"{name}_{window}"] for name in names}
         return Trees(
-            **table,
-            baseline=float(stored[f"baseline_{window}"]),
-            depth=int(stored[f"depth_{window}"]),
+            **table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"])
         )
 
 
@@ -176,10 +168,7 @@ def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
     parts = []
     for first in range(0, len(values), ROWS):
         rows = np.ascontiguousarray(values[first : first + ROWS])
-        flat, row = (
-            rows.ravel(),
-            (np.arange(len(rows), dtype=np.int32) * rows.shape[1])[:, None],
-        )
+        flat, row = (rows.ravel(), (np.arange(len(rows), dtype=np.int32) * rows.shape[1])[:, None])
         node = np.broadcast_to(model.roots, (len(rows), len(model.roots)))
         for _ in range(model.depth):
             goes_right = flat.take(row + model.feature.take(node)) > model.threshold.take(node)
@@ -266,6 +255,6 @@ def kind_of(measures: dict[str, float]) -> str:
 
 def _telling(measures: dict[str, float]) -> dict[str, float]:
     names = (
-        "shape", "letters", "odd_words", "known", "known_pairs", "known_grams", "function", "syntax", "repeats",
+        "shape", "letters", "odd_words", "known", "known_pairs", "known_grams", "function", "syntax", "repeats"
     )  # fmt: skip
     return {name: measures[name] for name in names}

@@ -34,7 +34,7 @@ BITS_STEP = 16.0
 # Character classes: blanks, digits, letters by script and case, and each ASCII mark by itself.
 _MARKS = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
 _SCRIPTS = (
-    "CYRILLIC", "GREEK", "CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "ARABIC", "HEBREW", "DEVANAGARI",
+    "CYRILLIC", "GREEK", "CJK", "HIRAGANA", "KATAKANA", "HANGUL", "THAI", "ARABIC", "HEBREW", "DEVANAGARI"
 )  # fmt: skip
 SPACE, BREAK, DIGIT, LOWER, UPPER, LOWER_LATIN, UPPER_LATIN = range(7)
 FIRST_SCRIPT = 7
@@ -56,7 +56,7 @@ _ODD, _ODD_2, _ODD_3 = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0xBF58476D1CE4E5B
 """Odd numbers without a pattern, for hashing."""
 
 _SUFFIXES = (
-    "ly", "ing", "ed", "tion", "ment", "ness", "ity", "able", "ive", "ous", "ful", "al", "er", "or", "est", "s",
+    "ly", "ing", "ed", "tion", "ment", "ness", "ity", "able", "ive", "ous", "ful", "al", "er", "or", "est", "s"
 )  # fmt: skip
 _PUNCTUATION = ".,;:?!()\"'-"
 WORD_CLASSES = [
@@ -145,9 +145,7 @@ def pair_numbers(keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return numbers
 
 
-def gram_numbers(
-    codes: NDArray[np.uint32],
-) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+def gram_numbers(codes: NDArray[np.uint32]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
     """A number for every run of `GRAM` characters, and the place of its last one; rows of equal blanks count as one.
 
     Letters are alike in any case and with any accent, those of other scripts and digits by class.
