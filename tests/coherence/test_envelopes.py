@@ -331,8 +331,7 @@ def test_nuls_and_broken_bytes_in_a_body(tmp_path: Path) -> None:
 
 
 def test_a_large_body_is_bounded_and_says_what_was_left_out(tmp_path: Path, monkeypatch) -> None:
-    from assay.coherence import grade_files as reading
-    from assay.coherence import grading
+    from assay.coherence import grading, reading
 
     monkeypatch.setattr(reading, "MAX_BYTES", 200_000)
     monkeypatch.setattr(grading, "MAX_CHARS", 50_000)

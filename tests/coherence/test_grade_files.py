@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import invoke
-from assay.coherence import grade_files as reading
-from assay.coherence.grade_files import decode, grade_completion, grade_files, read_text
+from assay.coherence import reading
+from assay.coherence.grade_files import grade_completion, grade_files
+from assay.coherence.reading import decode, read_text
 from assay.errors import AssayError
 from assay.verdict import Verdict
 

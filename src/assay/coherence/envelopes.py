@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
+
+from assay.coherence.reading import Parsed, json_values, without_http_head
 
 Value = Mapping[str, Any]
 TOKEN = 12
@@ -82,15 +84,17 @@ class Assembly:
     def answer(self, *key: Any) -> Answer:
         """The answer under `key`, begun where there is none."""
         key = tuple(map(str, key))
-        return self.answers.setdefault(key, Answer(" ".join(k for k in key if k not in ("None", ""))))
+        return self.answers.setdefault(
+            key, Answer(" ".join(k for k in key if k not in ("None", "", "turn 1")))
+        )
 
     def in_turn(self, *key: Any) -> Answer:
         """The answer under `key` that is still open; one that was finished is followed by a new one."""
         name = tuple(map(str, key))
-        found = self.answers.get((*name, str(self.turns.get(name))))
+        found = self.answers.get((*name, f"turn {self.turns.get(name)}"))
         if found is None or found.whole:
             self.turns[name] = self.turns.get(name, 0) + 1
-        return self.answer(*name, self.turns[name])
+        return self.answer(*name, f"turn {self.turns[name]}")
 
     def begin(self) -> None:
         """A stream without ids begins."""
@@ -482,124 +486,3 @@ def _has(value: Any, keys: Iterable[str] = ()) -> TypeGuard[Value]:
 
 def _said(message: str) -> str:
     return f"the server says: {' '.join(message.split())[:300]}"
-
-
-# From the text of a file to its JSON values.
-
-_HTTP_HEAD = re.compile(r"(?:HTTP/\d(?:\.\d)? \d{3}[^\n]*\n(?:[\w-]+:[^\n]*\n)*\r?\n)+")
-_SSE_LINE = re.compile(r"(?:data|event|id|retry)?:")
-_SSE_JSON = re.compile(r"^data: ?[{\[]", re.MULTILINE)
-_BETWEEN = re.compile(r"[\s,\0\x1e]*")
-_JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
-_DECODER = json.JSONDecoder(strict=False)
-MOST_SPREAD = 20
-"""Lines over which one event may be spread."""
-
-
-@dataclass
-class Parsed:
-    """The JSON values of a text; whether they are the events of a stream; how much of it could not be read."""
-
-    values: list[Any] = field(default_factory=list)
-    stream: bool = False
-    lost: int = 0
-    breaks_off: bool = False
-    """The text ends within a value, which was closed."""
-    ended: bool = False
-    """The stream says itself that it is done."""
-
-
-def without_http_head(text: str) -> str:
-    """The text without the header lines that `curl -i` saves, and without blanks around it."""
-    head = _HTTP_HEAD.match(text)
-    return text[head.end() if head else 0 :].strip(" \t\r\n\ufeff\0")
-
-
-def json_values(body: str) -> Parsed | None:
-    """The values of a JSON body, of JSON lines, or of server-sent events; None if the text is none of these."""
-    lines = [line for line in body[:8000].splitlines() if line.strip()][:50]
-    if _SSE_JSON.search(body[:8000]) and 2 * sum(map(bool, map(_SSE_LINE.match, lines))) > len(lines):
-        parsed = Parsed(stream=True)
-        parsed.values += _events(body, parsed)
-    elif body[:1] in ("{", "["):
-        parsed = Parsed()
-        parsed.values += _values(body, parsed)
-    else:
-        return None
-    return parsed
-
-
-def _events(body: str, parsed: Parsed) -> Iterator[Any]:
-    """The values of server-sent events. One event may be spread over several `data:` lines."""
-    pending: list[str] = []
-    for line in body.split("\n"):
-        payload = line[5:].strip() if line.startswith("data:") else line.strip() if line[:1] == "{" else ""
-        parsed.ended |= payload == "[DONE]"
-        if not payload or payload == "[DONE]":
-            if pending and not line.strip():
-                parsed.lost, pending = parsed.lost + 1, []
-            continue
-        for attempt in (payload, "\n".join([*pending, payload])) if pending else (payload,):
-            try:
-                yield json.loads(attempt, strict=False)
-            except (ValueError, RecursionError):
-                continue
-            parsed.lost, pending = parsed.lost + (len(pending) if attempt is payload else 0), []
-            break
-        else:
-            pending.append(payload)
-            if len(pending) > MOST_SPREAD:
-                parsed.lost, pending = parsed.lost + len(pending), []
-    parsed.lost += bool(pending)
-    parsed.breaks_off = bool(pending)
-
-
-def _values(body: str, parsed: Parsed) -> Iterator[Any]:
-    """Values one after the other: one body, or one a line. The last may break off."""
-    at = 0
-    while at < len(body):
-        try:
-            value, at = _DECODER.raw_decode(body, at)
-            yield value
-            between = _BETWEEN.match(body, at)
-            at = between.end() if between else at
-            continue
-        except ValueError:
-            following = body.find("\n{", at)
-        except RecursionError:
-            return
-        if following >= 0:
-            parsed.lost += 1
-            at = following + 1
-            continue
-        value = _closed(body[at:])
-        if value is None:
-            parsed.lost += 1
-        else:
-            parsed.breaks_off = True
-            yield value
-        return
-
-
-def _closed(text: str) -> Any:
-    """The value of a JSON text that breaks off, with its open strings and brackets closed; None if that fails."""
-    if text[:1] not in ("{", "["):
-        return None
-    stack: list[str] = []
-    inside = False
-    for token in _JSON_TOKEN.finditer(text):
-        mark = token.group()
-        if mark[0] == '"':
-            inside = not token.group(1)
-        elif mark in "{[":
-            stack.append("}" if mark == "{" else "]")
-        elif stack:
-            stack.pop()
-    closing = "".join(reversed(stack))
-    text = re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?\Z", "", text) + '"' if inside else text.rstrip().rstrip(",")
-    for ending in ("", ":null", "null", "e", "se", "lse", "alse", "ue", "rue", "l", "ll", "ull"):
-        try:  # it breaks off after a key, a colon, or within a word
-            return json.loads(text + ending + closing, strict=False)
-        except (ValueError, RecursionError):
-            continue
-    return None

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
-import os
-import re
-import select
-import stat
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from assay.coherence.diagnosis import explain
-from assay.coherence.envelopes import Answer, Parsed, Unpacked, unpack, unpack_values
+from assay.coherence.envelopes import Answer, Unpacked, unpack, unpack_values
 from assay.coherence.grading import Grade, Label, grade
+from assay.coherence.reading import MAX_BYTES, Parsed, Reading, read_text
 from assay.errors import AssayError
 from assay.verdict import Block, Finding, Metric, Quote, Report, Severity, Table, Verdict, worst
 
@@ -27,15 +21,6 @@ _VERDICTS = {
     Label.TRUNCATED_REASONING: Verdict.INCONCLUSIVE,
     Label.NOT_EXAMINED: Verdict.INCONCLUSIVE,
 }
-MAX_BYTES = 16 * 2**20
-"""Bytes of one file that are read; of a longer one the beginning is graded, and the report says so."""
-FIFO_WAIT_S = 10.0
-"""Seconds that a named pipe may stay silent."""
-_ALLOWED_INVALID = 0.1
-_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
-_HOLE = re.compile(rb"\A\0+|\0{16,}|\0+\Z")
-_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x7f]")
-LEAST_BESIDE_HOLES = 16
 _SHOWN_BEFORE, _SHOWN_AFTER = 160, 240
 _MAX_QUOTES = 20
 MOST_CHOICES = 1000
@@ -158,49 +143,34 @@ def _findings(file: GradedFile) -> list[Finding]:
     elif result.label is not Label.OK:
         found.append(explain(file.path, result))
     if part := _part(file):
-        found.append(
-            Finding(
-                id="coherence.not_all_examined",
-                severity=Severity.WARNING,
-                title=f"{file.path}: only a part was examined: {part}",
-                evidence={"path": file.path, "examined_chars": result.examined_chars},
-            )
-        )
+        title = f"{file.path}: only a part was examined: {part}"
+        evidence = {"path": file.path, "examined_chars": result.examined_chars}
+        found.append(Finding("coherence.not_all_examined", Severity.WARNING, title, evidence=evidence))
     if reading.invalid_bytes:
+        title = f"{file.path}: not valid UTF-8, first at byte {reading.first_invalid}; read with U+FFFD there"
+        evidence = {"path": file.path, "count": reading.invalid_bytes, "first_byte": reading.first_invalid}
+        remedies = ("write the output as UTF-8",)
         found.append(
-            Finding(
-                id="coherence.invalid_utf8",
-                severity=Severity.WARNING,
-                title=f"{file.path}: not valid UTF-8, first at byte {reading.first_invalid}; read with U+FFFD there",
-                evidence={
-                    "path": file.path,
-                    "count": reading.invalid_bytes,
-                    "first_byte": reading.first_invalid,
-                },
-                remedies=("write the output as UTF-8",),
-            )
+            Finding("coherence.invalid_utf8", Severity.WARNING, title, evidence=evidence, remedies=remedies)
         )
     return found
 
 
+_ASK_AGAIN = {
+    "error_body": "ask again; the server sent an error and no answer",
+    "stream_cut": "ask again; nothing of the answer had arrived when the stream broke off",
+    "interleaved_streams": "write each stream to a file of its own",
+}
+
+
 def _not_examined(file: GradedFile) -> Finding:
     kind = file.grade.kind or ""
-    remedies = {
-        "error_body": "ask again; the server sent an error and no answer",
-        "stream_cut": "ask again; nothing of the answer had arrived when the stream broke off",
-        "interleaved_streams": "write each stream to a file of its own",
-    }
-    return Finding(
-        id="coherence.not_examined",
-        severity=Severity.WARNING,
-        title=f"{file.path}: not examined ({kind.replace('_', ' ')}): {file.grade.evidence['why']}",
-        evidence={"path": file.path, "kind": kind},
-        remedies=(
-            remedies.get(
-                kind, "save the body or the stream as the server sent it, or the answer as plain text"
-            )
-        ),
+    title = f"{file.path}: not examined ({kind.replace('_', ' ')}): {file.grade.evidence['why']}"
+    remedy = _ASK_AGAIN.get(
+        kind, "save the body or the stream as the server sent it, or the answer as plain text"
     )
+    evidence = {"path": file.path, "kind": kind}
+    return Finding("coherence.not_examined", Severity.WARNING, title, evidence=evidence, remedies=(remedy,))
 
 
 def _part(file: GradedFile) -> str:
@@ -254,95 +224,3 @@ def _quote(file: GradedFile) -> Quote:
     start = max(0, onset - _SHOWN_BEFORE)
     text = file.shown[start : onset + _SHOWN_AFTER]
     return Quote(f"{file.path} ({file.grade.part})", text, status=file.grade.label.value, onset=onset - start)
-
-
-# One file as text, in bounded memory; what was odd about its bytes is kept beside it.
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The text of a file, and what was odd about its bytes."""
-
-    text: str
-    truncated: bool = False
-    invalid_bytes: int = 0
-    first_invalid: int | None = None
-    """Byte offset of the first byte that is not UTF-8."""
-    nul_bytes: int = 0
-    """NUL bytes that were left out: holes that a log rotation or a crash leaves."""
-
-
-def read_text(path: str) -> Reading:
-    """The text in `path`, or on stdin for `-`. Raises `AssayError` for what holds no text."""
-    try:
-        data = sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else _read_file(Path(path))
-    except (OSError, ValueError) as error:
-        raise unreadable(path, getattr(error, "strerror", None) or str(error)) from None
-    return decode(data[:MAX_BYTES], path, truncated=len(data) > MAX_BYTES)
-
-
-def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
-    """Bytes as text: UTF-8, with or without a byte order mark, or UTF-16 with one. Broken bytes become U+FFFD."""
-    bom, encoding = next(((b, name) for b, name in _BOMS if data.startswith(b)), (b"", "utf-8"))
-    data = data[len(bom) :]
-    holes = 0
-    if encoding == "utf-8" and 0 in data:
-        whole = _HOLE.sub(b"", data)
-        holes = len(data) - len(whole)
-        if holes and (len(whole) < LEAST_BESIDE_HOLES or _CONTROL.search(whole)):
-            raise unreadable(path, "a binary file, not text")
-        if whole.count(0) > max(8, len(whole) // 50):
-            raise unreadable(path, "a binary file, not text")
-        data = whole
-    decoder = codecs.getincrementaldecoder(encoding)("strict")
-    try:
-        return Reading(decoder.decode(data, final=not truncated), truncated, nul_bytes=holes)
-    except UnicodeDecodeError as error:
-        first = error.start
-    text = codecs.getincrementaldecoder(encoding)("replace").decode(data, final=not truncated)
-    invalid = text.count("\ufffd")
-    if invalid > _ALLOWED_INVALID * len(text):
-        raise unreadable(path, f"not UTF-8 text (first invalid byte at offset {first})")
-    return Reading(text, truncated, invalid, first, holes)
-
-
-def _read_file(path: Path) -> bytes:
-    mode = path.stat().st_mode
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(0, "a directory, not a file")
-    if stat.S_ISFIFO(mode):
-        return _read_fifo(path)
-    with path.open("rb") as file:
-        return file.read(MAX_BYTES + 1)
-
-
-def _read_fifo(path: Path) -> bytes:
-    """Read a pipe to its end. A plain open would wait for a writer for ever."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        chunks: list[bytes] = []
-        size = 0
-        poll = select.poll()
-        poll.register(fd, select.POLLIN | select.POLLHUP)
-        while size <= MAX_BYTES:
-            if not poll.poll(FIFO_WAIT_S * 1000):
-                raise OSError(0, f"a named pipe to which nothing was written for {FIFO_WAIT_S:g} s")
-            chunk = os.read(fd, 2**16)
-            if not chunk:
-                break
-            chunks.append(chunk)
-            size += len(chunk)
-        return b"".join(chunks)
-    finally:
-        os.close(fd)
-
-
-def unreadable(path: str, reason: str) -> AssayError:
-    """The error for a file (`-` is stdin) that holds no text."""
-    shown = "stdin" if path == "-" else path
-    return AssayError(
-        f"{shown}: {reason}",
-        finding_id="coherence.unreadable",
-        remedy="give a text file with one model output, or the body or stream that a server sent",
-        evidence={"path": path},
-    )

@@ -242,6 +242,22 @@ def running_count(flags: NDArray[Any]) -> NDArray[np.int64]:
     return counts
 
 
+def distinct_in_windows(words: Sequence[str], window: int) -> NDArray[np.int64]:
+    """How many different words each window of so many holds, shape (max(0, len(words) − window + 1),)."""
+    counts: dict[str, int] = {}
+    found = []
+    for index, word in enumerate(words):
+        counts[word] = counts.get(word, 0) + 1
+        if index >= window:
+            old = words[index - window]
+            counts[old] -= 1
+            if not counts[old]:
+                del counts[old]
+        if index >= window - 1:
+            found.append(len(counts))
+    return np.array(found, dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Detection:
     """A degenerate passage: its kind (a stable snake_case name) and where it begins, in code points.

@@ -10,13 +10,13 @@ import itertools
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.coherence.text import Detection, Ending, TextView, quote
+from assay.coherence.text import Detection, Ending, TextView, distinct_in_windows, quote
 
 MAX_PERIOD = 400
 MIN_PERIOD = 8
@@ -237,7 +237,7 @@ def detect_few_words(view: TextView) -> Detection | None:
             continue
         matches = list(_ANY_WORD.finditer(line.group()))
         words = [m.group().lower() for m in matches]
-        index = next(iter(np.flatnonzero(_distinct(words, WINDOW) <= MAX_DISTINCT).tolist()), None)
+        index = next(iter(np.flatnonzero(distinct_in_windows(words, WINDOW) <= MAX_DISTINCT).tolist()), None)
         if index is None:
             continue
         start, end = matches[index].start(), matches[index + WINDOW - 1].end()
@@ -324,21 +324,3 @@ def repeated_call(calls: Sequence[tuple[str, str]]) -> Detection | None:
         index = 0
     evidence = {"name": calls[index][0], "calls": len(calls), "distinct": len(set(calls))}
     return Detection("repeated_tool_call", 0, 0, evidence)
-
-
-def _distinct(words: Sequence[str], window: int) -> NDArray[np.int64]:
-    """How many different words each window of so many holds, shape (max(0, len(words) − window + 1),)."""
-    return np.fromiter(_distinct_counts(words, window), dtype=np.int64)
-
-
-def _distinct_counts(words: Sequence[str], window: int) -> Iterator[int]:
-    counts: dict[str, int] = {}
-    for index, word in enumerate(words):
-        counts[word] = counts.get(word, 0) + 1
-        if index >= window:
-            old = words[index - window]
-            counts[old] -= 1
-            if not counts[old]:
-                del counts[old]
-        if index >= window - 1:
-            yield len(counts)

@@ -16,6 +16,7 @@ from assay.coherence.text import (
     Detection,
     Spans,
     TextView,
+    distinct_in_windows,
     quote,
     running_count,
     true_stretches,
@@ -114,43 +115,31 @@ _WORD = re.compile("[a-zA-Z]+")
 
 def detect_drift(view: TextView) -> Detection | None:
     """The first row of words without grammar."""
+    bloom = language.tables().bloom
     for row in _ROW.finditer(view.text):
         if row.end() - row.start() < MIN_ROW:
             continue
         spans = [m.span() for m in _WORD.finditer(row.group())]
         words = [row.group()[a:b].lower() for a, b in spans]
-        start = _drift_start(words)
-        if start is not None:
-            onset = row.start() + spans[start][0]
-            return Detection("thesaurus_drift", onset, row.end(), {"words": len(words) - start})
+        known = {w: language.is_known_word(w, bloom) for w in set(words)}
+        distinct = distinct_in_windows(words, MIN_WORDS)
+        function = _in_windows([w in FUNCTION_WORDS for w in words], MIN_WORDS)
+        familiar = _in_windows([known[w] for w in words], MIN_WORDS)
+        drift = np.flatnonzero(
+            (function <= MAX_FUNCTION * MIN_WORDS)
+            & (familiar >= MIN_KNOWN * MIN_WORDS)
+            & (distinct >= MIN_DISTINCT * MIN_WORDS)
+        )
+        if len(drift):
+            onset = row.start() + spans[drift[0]][0]
+            return Detection("thesaurus_drift", onset, row.end(), {"words": len(words) - int(drift[0])})
     return None
 
 
-def _drift_start(words: list[str]) -> int | None:
-    """Index of the first stretch of `MIN_WORDS` words that is drift; running sums keep it linear."""
-    bloom = language.tables().bloom
-    known = {w: language.is_known_word(w, bloom) for w in set(words)}
-    function = familiar = 0
-    counts: dict[str, int] = {}
-    for index, word in enumerate(words):
-        function += word in FUNCTION_WORDS
-        familiar += known[word]
-        counts[word] = counts.get(word, 0) + 1
-        if index >= MIN_WORDS:
-            old = words[index - MIN_WORDS]
-            function -= old in FUNCTION_WORDS
-            familiar -= known[old]
-            counts[old] -= 1
-            if not counts[old]:
-                del counts[old]
-        if (
-            index >= MIN_WORDS - 1
-            and function <= MAX_FUNCTION * MIN_WORDS
-            and familiar >= MIN_KNOWN * MIN_WORDS
-            and len(counts) >= MIN_DISTINCT * MIN_WORDS
-        ):
-            return index - MIN_WORDS + 1
-    return None
+def _in_windows(flags: Sequence[bool] | NDArray[np.bool_], window: int) -> NDArray[np.int64]:
+    """How many flags are true in each window of so many."""
+    counts = running_count(np.asarray(flags, dtype=bool))
+    return counts[window:] - counts[:-window]
 
 
 # Strays: short pieces of other scripts in the middle of sentences, where no quotation and no gloss asks for them.
@@ -291,12 +280,10 @@ def detect_loose_words(view: TextView) -> Detection | None:
     usual = pairs & language.is_in(keys, language.tables().pairs)
     breaks = np.append(view.codes[ends[:-1]] == ord("\n"), False)
     window = min(LOOSE_WINDOW, total)
-    n, k, words, functions, longs, known_longs, lines = (
-        (sums := running_count(flags))[window - pad :] - sums[: len(sums) - window + pad]
-        for flags, pad in (
-            (pairs, 1), (usual, 1), (latin, 0), (function, 0), (long, 0), (long & known, 0), (breaks, 0)
-        )
-    )  # fmt: skip
+    n, k = _in_windows(pairs, window - 1), _in_windows(usual, window - 1)
+    words, functions, longs, known_longs, lines = (
+        _in_windows(flags, window) for flags in (latin, function, long, long & known, breaks)
+    )
     loose = (
         (n >= LOOSE_PAIRS)
         & (k <= KNOWN_PAIRS * n)

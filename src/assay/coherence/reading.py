@@ -1,0 +1,240 @@
+"""Read one file of model output in bounded memory: its bytes as text, and the JSON values of a body or a stream.
+
+What was odd (broken bytes, NULs, an event that is no JSON, a value that breaks off) is kept beside what was read.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+import re
+import select
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from assay.errors import AssayError
+
+MAX_BYTES = 16 * 2**20
+"""Bytes of one file that are read; of a longer one the beginning is graded, and the report says so."""
+FIFO_WAIT_S = 10.0
+"""Seconds that a named pipe may stay silent."""
+_ALLOWED_INVALID = 0.1
+_BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
+_HOLE = re.compile(rb"\A\0+|\0{16,}|\0+\Z")
+_CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x7f]")
+LEAST_BESIDE_HOLES = 16
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The text of a file, and what was odd about its bytes."""
+
+    text: str
+    truncated: bool = False
+    invalid_bytes: int = 0
+    first_invalid: int | None = None
+    """Byte offset of the first byte that is not UTF-8."""
+    nul_bytes: int = 0
+    """NUL bytes that were left out: holes that a log rotation or a crash leaves."""
+
+
+def read_text(path: str) -> Reading:
+    """The text in `path`, or on stdin for `-`. Raises `AssayError` for what holds no text."""
+    try:
+        data = sys.stdin.buffer.read(MAX_BYTES + 1) if path == "-" else _read_file(Path(path))
+    except (OSError, ValueError) as error:
+        raise unreadable(path, getattr(error, "strerror", None) or str(error)) from None
+    return decode(data[:MAX_BYTES], path, truncated=len(data) > MAX_BYTES)
+
+
+def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
+    """Bytes as text: UTF-8, with or without a byte order mark, or UTF-16 with one. Broken bytes become U+FFFD."""
+    bom, encoding = next(((b, name) for b, name in _BOMS if data.startswith(b)), (b"", "utf-8"))
+    data = data[len(bom) :]
+    holes = 0
+    if encoding == "utf-8" and 0 in data:
+        whole = _HOLE.sub(b"", data)
+        holes = len(data) - len(whole)
+        if holes and (len(whole) < LEAST_BESIDE_HOLES or _CONTROL.search(whole)):
+            raise unreadable(path, "a binary file, not text")
+        if whole.count(0) > max(8, len(whole) // 50):
+            raise unreadable(path, "a binary file, not text")
+        data = whole
+    decoder = codecs.getincrementaldecoder(encoding)("strict")
+    try:
+        return Reading(decoder.decode(data, final=not truncated), truncated, nul_bytes=holes)
+    except UnicodeDecodeError as error:
+        first = error.start
+    text = codecs.getincrementaldecoder(encoding)("replace").decode(data, final=not truncated)
+    invalid = text.count("\ufffd")
+    if invalid > _ALLOWED_INVALID * len(text):
+        raise unreadable(path, f"not UTF-8 text (first invalid byte at offset {first})")
+    return Reading(text, truncated, invalid, first, holes)
+
+
+def _read_file(path: Path) -> bytes:
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(0, "a directory, not a file")
+    if stat.S_ISFIFO(mode):
+        return _read_fifo(path)
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
+def _read_fifo(path: Path) -> bytes:
+    """Read a pipe to its end. A plain open would wait for a writer for ever."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        chunks: list[bytes] = []
+        size = 0
+        poll = select.poll()
+        poll.register(fd, select.POLLIN | select.POLLHUP)
+        while size <= MAX_BYTES:
+            if not poll.poll(FIFO_WAIT_S * 1000):
+                raise OSError(0, f"a named pipe to which nothing was written for {FIFO_WAIT_S:g} s")
+            chunk = os.read(fd, 2**16)
+            if not chunk:
+                break
+            chunks.append(chunk)
+            size += len(chunk)
+        return b"".join(chunks)
+    finally:
+        os.close(fd)
+
+
+def unreadable(path: str, reason: str) -> AssayError:
+    """The error for a file (`-` is stdin) that holds no text."""
+    shown = "stdin" if path == "-" else path
+    return AssayError(
+        f"{shown}: {reason}",
+        finding_id="coherence.unreadable",
+        remedy="give a text file with one model output, or the body or stream that a server sent",
+        evidence={"path": path},
+    )
+
+
+# From the text of a file to its JSON values.
+
+_HTTP_HEAD = re.compile(r"(?:HTTP/\d(?:\.\d)? \d{3}[^\n]*\n(?:[\w-]+:[^\n]*\n)*\r?\n)+")
+_SSE_LINE = re.compile(r"(?:data|event|id|retry)?:")
+_SSE_JSON = re.compile(r"^data: ?[{\[]", re.MULTILINE)
+_BETWEEN = re.compile(r"[\s,\0\x1e]*")
+_JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
+_DECODER = json.JSONDecoder(strict=False)
+MOST_SPREAD = 20
+"""Lines over which one event may be spread."""
+
+
+@dataclass
+class Parsed:
+    """The JSON values of a text; whether they are the events of a stream; how much of it could not be read."""
+
+    values: list[Any] = field(default_factory=list)
+    stream: bool = False
+    lost: int = 0
+    breaks_off: bool = False
+    """The text ends within a value, which was closed."""
+    ended: bool = False
+    """The stream says itself that it is done."""
+
+
+def without_http_head(text: str) -> str:
+    """The text without the header lines that `curl -i` saves, and without blanks around it."""
+    head = _HTTP_HEAD.match(text)
+    return text[head.end() if head else 0 :].strip(" \t\r\n\ufeff\0")
+
+
+def json_values(body: str) -> Parsed | None:
+    """The values of a JSON body, of JSON lines, or of server-sent events; None if the text is none of these."""
+    lines = [line for line in body[:8000].splitlines() if line.strip()][:50]
+    if _SSE_JSON.search(body[:8000]) and 2 * sum(map(bool, map(_SSE_LINE.match, lines))) > len(lines):
+        parsed = Parsed(stream=True)
+        parsed.values += _events(body, parsed)
+    elif body[:1] in ("{", "["):
+        parsed = Parsed()
+        parsed.values += _values(body, parsed)
+    else:
+        return None
+    return parsed
+
+
+def _events(body: str, parsed: Parsed) -> Iterator[Any]:
+    """The values of server-sent events. One event may be spread over several `data:` lines."""
+    pending: list[str] = []
+    for line in body.split("\n"):
+        payload = line[5:].strip() if line.startswith("data:") else line.strip() if line[:1] == "{" else ""
+        parsed.ended |= payload == "[DONE]"
+        if not payload or payload == "[DONE]":
+            if pending and not line.strip():
+                parsed.lost, pending = parsed.lost + 1, []
+            continue
+        for attempt in (payload, "\n".join([*pending, payload])) if pending else (payload,):
+            try:
+                yield json.loads(attempt, strict=False)
+            except (ValueError, RecursionError):
+                continue
+            parsed.lost, pending = parsed.lost + (len(pending) if attempt is payload else 0), []
+            break
+        else:
+            pending.append(payload)
+            if len(pending) > MOST_SPREAD:
+                parsed.lost, pending = parsed.lost + len(pending), []
+    parsed.lost += bool(pending)
+    parsed.breaks_off = bool(pending)
+
+
+def _values(body: str, parsed: Parsed) -> Iterator[Any]:
+    """Values one after the other: one body, or one a line. The last may break off."""
+    at = 0
+    while at < len(body):
+        try:
+            value, at = _DECODER.raw_decode(body, at)
+            yield value
+            between = _BETWEEN.match(body, at)
+            at = between.end() if between else at
+            continue
+        except ValueError:
+            following = body.find("\n{", at)
+        except RecursionError:
+            return
+        if following >= 0:
+            parsed.lost += 1
+            at = following + 1
+            continue
+        value = _closed(body[at:])
+        if value is None:
+            parsed.lost += 1
+        else:
+            parsed.breaks_off = True
+            yield value
+        return
+
+
+def _closed(text: str) -> Any:
+    """The value of a JSON text that breaks off, with its open strings and brackets closed; None if that fails."""
+    if text[:1] not in ("{", "["):
+        return None
+    stack: list[str] = []
+    inside = False
+    for token in _JSON_TOKEN.finditer(text):
+        mark = token.group()
+        if mark[0] == '"':
+            inside = not token.group(1)
+        elif mark in "{[":
+            stack.append("}" if mark == "{" else "]")
+        elif stack:
+            stack.pop()
+    closing = "".join(reversed(stack))
+    text = re.sub(r"\\(?:u[0-9a-fA-F]{0,3})?\Z", "", text) + '"' if inside else text.rstrip().rstrip(",")
+    for ending in ("", ":null", "null", "e", "se", "lse", "alse", "ue", "rue", "l", "ll", "ull"):
+        try:  # it breaks off after a key, a colon, or within a word
+            return json.loads(text + ending + closing, strict=False)
+        except (ValueError, RecursionError):
+            continue
+    return None
