@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 
+import numpy as np
+
 from assay.checkpoint.findings import SHOWN, found, plural, some, warned
 from assay.checkpoint.safetensors import FLOATS, layer_index, layer_role
 from assay.checkpoint.values import Statistics
@@ -193,8 +195,6 @@ def _scales(statistics: Sequence[Statistics], signed: bool) -> Iterator[Finding]
 
 
 def _typical(s: Statistics) -> float:
-    import numpy as np
-
     return float(np.median(np.abs(s.sample))) or s.rms
 
 

@@ -9,13 +9,11 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from assay.checkpoint.safetensors import DTYPE_BITS, Tensor
-
-if TYPE_CHECKING:
-    import numpy as np
-
 
 # -----------------------------------------------------------------------------
 # Bit patterns of stored floats: enough to find NaN, Inf, zeros and the largest value by integer comparison.
@@ -68,30 +66,21 @@ INTEGER_WORDS: Mapping[str, str] = {
 
 def to_float(words: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
     """Stored words as float64 (for samples; Inf and NaN stay what they are)."""
-    import numpy as np
-
     if dtype == "BF16":
-        wide: np.ndarray[Any, Any] = (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        return wide
-    if dtype == "F16":
-        half: np.ndarray[Any, Any] = words.view(np.float16).astype(np.float64)
-        return half
-    if dtype == "F32":
-        single: np.ndarray[Any, Any] = words.view(np.float32).astype(np.float64)
-        return single
-    if dtype == "F64":
-        double: np.ndarray[Any, Any] = words.astype(np.uint64).view(np.float64)
-        return double
+        return (words.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if dtype in _VIEWS:
+        return words.view(_VIEWS[dtype]).astype(np.float64)
     if dtype == "F8_E8M0":
         powers: np.ndarray[Any, Any] = np.exp2(words.astype(np.float64) - 127)
         return powers
     return _small_float(words, *((3, 7) if dtype == "F8_E4M3" else (2, 15)))
 
 
+_VIEWS = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
+
+
 def _small_float(words: np.ndarray[Any, Any], mantissa: int, bias: int) -> np.ndarray[Any, Any]:
     """Eight-bit floats: value = ± (1 + m/2^mantissa) · 2^(e − bias), without the hidden one where e is zero."""
-    import numpy as np
-
     word = words.astype(np.int64)
     exponent, fraction = (word & 0x7F) >> mantissa, (word & ((1 << mantissa) - 1)) / (1 << mantissa)
     value = np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * np.exp2(exponent - bias))
@@ -149,8 +138,6 @@ def _whole_blocks(
     words: np.ndarray[Any, Any], candidates: np.ndarray[Any, Any], step: int
 ) -> np.ndarray[Any, Any]:
     """Those of the candidate blocks that hold nothing but zeros."""
-    import numpy as np
-
     at = np.flatnonzero(candidates)
     flags = np.zeros_like(candidates)
     if at.size:
@@ -172,8 +159,6 @@ def _zeros_at(words: np.ndarray[Any, Any]) -> int:
 
 def _longest(flags: np.ndarray[Any, Any]) -> tuple[int, int]:
     """(first index, length) of the longest run of true flags."""
-    import numpy as np
-
     if not flags.any():
         return 0, 0
     edges = np.flatnonzero(np.diff(np.concatenate(([False], flags, [False])).astype(np.int8)))
@@ -216,8 +201,6 @@ class Statistics:
 
     def add(self, data: memoryview) -> None:
         """Take in the next bytes (whole elements)."""
-        import numpy as np
-
         form = FLOAT_FORMATS.get(self.dtype)
         word = form.word if form else INTEGER_WORDS.get(self.dtype, "u1")
         words = np.frombuffer(data, dtype=word)
@@ -242,8 +225,6 @@ class Statistics:
 
     def _no_numbers(self, words: np.ndarray[Any, Any], form: FloatFormat) -> int:
         """Count Inf and NaN; returns the largest pattern of the others."""
-        import numpy as np
-
         magnitude = words & words.dtype.type(form.magnitude)
         bad = magnitude > form.finite
         infinite = int(np.count_nonzero(magnitude == form.infinity)) if form.infinity else 0
@@ -266,8 +247,6 @@ class Statistics:
 
     def finish(self) -> None:
         """Close the statistics once all bytes were added."""
-        import numpy as np
-
         words = np.concatenate(self._samples) if self._samples else np.zeros(0, "u1")
         form = FLOAT_FORMATS.get(self.dtype)
         if form is not None:
