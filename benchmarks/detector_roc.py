@@ -4,7 +4,8 @@
 
 Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled by rules of their own
 (`broken_outputs.py`). Everything was tuned on the tune half of the sources; the figures are
-of the report half. The six regular expressions of the field's tool run on the same texts.
+of the report half. The six regular expressions of the field's tool run on the same texts. `results/detector_roc_before.json`
+keeps what the detectors of commit ba7355e gave, for a comparison side by side. Stutter is judged over all texts of a cause.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+from assay.coherence.detectors.stutter import judge_stutter, stutter_counts
 from assay.coherence.grading import Grade, Label, grade
 from assay.stats.intervals import wilson
 from broken_outputs import Output, broken
@@ -50,6 +52,7 @@ def main() -> None:
         "unsure": sum(o.label == "unsure" for o in outputs),
         "by_cause": by_cause(outputs),
         "kinds": kinds(outputs),
+        "stutter": stutter(legit, outputs),
         "tune": {
             "legitimate": sum(is_tune(i.source) for i in legitimate()),
             "outputs": sum(is_tune(o.source) for o in broken()),
@@ -101,6 +104,34 @@ def recall(outputs: list[Output]) -> dict[str, Any]:
     return {**rates(pairs), "missed": missed[:40]}
 
 
+def stutter(legit: list[Legit], outputs: list[Output]) -> list[dict[str, Any]]:
+    """Stutters for 1,000 words of all texts of a kind together, and what follows from the interval."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for item in legit:
+        groups[item.category].append(item.text)
+    for output in outputs:
+        whole = output.cause.startswith("healthy") and output.label == "ok"
+        groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(
+            output.text
+        )
+    rows = []
+    for name, texts in sorted(groups.items()):
+        found = judge_stutter([stutter_counts(text) for text in texts])
+        if found.words >= 300:
+            scaled = {k: 1000 * getattr(found, k) for k in ("rate", "lo", "hi")}
+            rows.append(
+                {
+                    "texts": name,
+                    "n": len(texts),
+                    "words": found.words,
+                    "stutters": found.stutters,
+                    **scaled,
+                    "verdict": found.verdict,
+                }
+            )
+    return rows
+
+
 def rates(pairs: list[tuple[bool, bool]]) -> dict[str, Any]:
     n = len(pairs)
     ours, field = sum(a for a, _ in pairs), sum(b for _, b in pairs)
@@ -140,6 +171,7 @@ def markdown(result: dict[str, Any]) -> str:
     lines.append(row("legitimate, flagged", everything))
     lines.append(row("the same, with finish_reason `length`", result["legitimate"]["said_to_be_cut"]))
     lines += [row(f"{label}, found", result["recall"][label]) for label in LABELS]
+    lines += ["", *side_by_side(result)]
     lines += [
         "",
         f"Left out because the label is unsure: {result['unsure']}.",
@@ -157,12 +189,39 @@ def markdown(result: dict[str, Any]) -> str:
         f"| {cause} | {r['n']} | {r['flagged']} | {', '.join(f'{k} {v}' for k, v in sorted(r['labels'].items()))} |"
         for cause, r in result["by_cause"].items()
     ]
+    lines += [
+        "",
+        "## Stutter over all texts of a kind",
+        "",
+        "| texts | n | words | for 1,000 words | 95 % | verdict |",
+    ]
+    lines.append("|---|---:|---:|---:|---|---|")
+    lines += [
+        f"| {r['texts']} | {r['n']} | {r['words']} | {r['rate']:.2f} | {r['lo']:.2f} to {r['hi']:.2f} | {r['verdict']} |"
+        for r in result["stutter"]
+    ]
     lines += ["", "## Kinds named, by label", "", "| label | kinds |", "|---|---|"]
     lines += [
         f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |"
         for label, counts in result["kinds"].items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def side_by_side(result: dict[str, Any]) -> list[str]:
+    """The detectors of commit ba7355e and these."""
+    before = json.loads((RESULTS / "detector_roc_before.json").read_text(encoding="utf-8"))
+    lines = ["## Before and now", "", "| texts | ba7355e | now |", "|---|---:|---:|"]
+    for name, path in (
+        ("legitimate, flagged", ("legitimate", "all")),
+        ("the same, with finish_reason `length`", ("legitimate", "said_to_be_cut")),
+        *((f"{label}, found", ("recall", label)) for label in LABELS),
+    ):
+        old, new = before[path[0]][path[1]], result[path[0]][path[1]]
+        lines.append(
+            f"| {name} | {old['assay']['count']} of {old['n']} | {new['assay']['count']} of {new['n']} |"
+        )
+    return lines
 
 
 def row(name: str, rates_: dict[str, Any]) -> str:

@@ -178,3 +178,12 @@ def test_deeply_nested_json_is_text(tmp_path: Path) -> None:
     path = tmp_path / "deep.json"
     path.write_text('{"a":' * 20_000)
     assert grade_files([str(path)]).verdict in {Verdict.PASS, Verdict.FAIL}
+
+
+def test_junit_has_a_case_for_a_good_file_too(tmp_path: Path) -> None:
+    from assay.report import junit
+
+    (tmp_path / "good.txt").write_text(GOOD)
+    (tmp_path / "bad.txt").write_text(LOOP)
+    written = junit.render(grade_files([str(tmp_path / "good.txt"), str(tmp_path / "bad.txt")]))
+    assert f'name="{tmp_path / "good.txt"}"' in written and 'tests="2" failures="1"' in written

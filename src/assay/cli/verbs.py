@@ -28,9 +28,9 @@ def check(url: str, **given: Any) -> Report:
 
 @verb("grade", files="FILE... :: Model outputs; `-` reads stdin.")
 def grade(files: list[str]) -> Report:
-    """Label finished model outputs: ok, degenerate, empty or truncated_reasoning.
+    """Label finished model outputs: ok, degenerate, empty, truncated_reasoning or not_examined.
 
-    A file holds raw text, or one chat-completion response as JSON. Exit code 1 if any text is degenerate or
+    A file holds raw text, or the body or stream of a server. Exit code 1 if any text is degenerate or
     empty, 3 if the worst is truncated reasoning, 2 if a file cannot be read.
     """
     from assay.coherence.grade_files import grade_files

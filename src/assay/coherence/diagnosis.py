@@ -286,6 +286,10 @@ _CAUSES: dict[str, tuple[str, ...]] = {
     "special_token_flood": (_NAN, _TOKENIZER),
     "special_token_leak": (_TOKENIZER, "special tokens that the server does not skip"),
     "template_leak": (_TOKENIZER, "an end-of-turn token that is missing from the stop tokens"),
+    "think_tag_leak": (
+        "the template opens the reasoning and the server's reasoning parser is off or does not fit",
+    ),
+    "malformed_arguments": ("a tool parser that does not fit the model", "a KV cache with too few bits"),
     "tokenizer_marks": ("ids turned into text without the tokenizer's decoder", _TOKENIZER),
     "replacement_characters": (
         "a character's bytes split over tokens or chunks and decoded apart",

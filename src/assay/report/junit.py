@@ -7,6 +7,7 @@
 | verdict `pass` | a passed case `verdict` |
 | verdict `inconclusive` | `error` on the case `verdict`, as the exit code is not 0 either; `skipped` on request |
 | a step that was skipped | a `skipped` case with its reason |
+| a file that `grade` labels ok | a passed case with the file's name |
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def render(report: Report, inconclusive: Inconclusive = "error") -> str:
         # The name stays the same from run to run, so that CI can follow it; the title may hold figures.
         name = finding.id if seen[finding.id] == 1 else f"{finding.id} ({seen[finding.id]})"
         _finding_case(suite, finding, report.verdict, {"classname": classname, "name": _legal(name)})
+    for row in report.results.get("files", ()) if command == "grade" else ():
+        if row.get("label") == "ok":  # the others are told by their findings
+            ET.SubElement(suite, "testcase", classname=classname, name=_legal(one_line(str(row["path"]))))
     for name, reason in skipped(jsonable(report.results)):
         case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(name))
         ET.SubElement(case, "skipped", message=_legal(reason))

@@ -45,7 +45,8 @@ ENGLISH = 0.7
 """Share of known words from which a text is taken for English."""
 OFTEN = 4
 """Times that a word of another language stands in a text which doubles it by fault."""
-LEAST_LONG = 5
+LEAST_LONG, LONGEST = 5, 24
+"""Letters of a word without the syllable that it doubles, and of the longest word that is no sequence of letters."""
 HEALTHY = 0.0004
 """Stutters a word that healthy models stay below: benchmarks/results/detector_roc.md."""
 TIMES = 3.0
@@ -103,7 +104,7 @@ def stutter_counts(text: str) -> Counts:
     english = sum(known[w] for w in words) >= ENGLISH * len(words)
     doubled = [m.group() for m in _TWICE.finditer(text) if _is_stutter(m, often, known, english)]
     pieces = [m.group() for m in _BEGUN.finditer(text) if _is_begun_twice(m, often, english)]
-    syllables = [word for word in often if _doubles_syllable(word, often, known)]
+    syllables = [word for word in often if _doubles_syllable(word, often, known, english)]
     commas = len(_COMMA.findall(text))
     return Counts(
         len(words),
@@ -131,15 +132,15 @@ def _is_begun_twice(match: re.Match[str], often: Counter[str], english: bool) ->
     return english and often[begun] == 1 and not language.is_known_word(begun, language.tables().bloom)
 
 
-def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool]) -> bool:
-    """Whether a word says one of its syllables twice, and without that is a word of English or of this text."""
-    if len(word) < LEAST_LONG + 2 or known[word]:
+def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool], english: bool) -> bool:
+    """Whether a word says one of its syllables twice, and without that is a word of English or one this text repeats."""
+    if not LEAST_LONG + 2 <= len(word) <= LONGEST or known[word]:
         return False
     for match in _SYLLABLE.finditer(word):
         once = word[: match.start(1)] + word[match.end(1) :]
-        if len(once) >= LEAST_LONG and (
-            once in often or language.is_known_word(once, language.tables().bloom)
-        ):
+        if len(once) < LEAST_LONG:
+            continue
+        if often[once] >= 2 or (english and language.is_known_word(once, language.tables().bloom)):
             return True
     return False
 
