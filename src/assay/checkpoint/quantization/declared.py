@@ -295,22 +295,23 @@ def pattern(text: str) -> re.Pattern[str] | None:
 
 
 def named(names: tuple[str, ...]) -> Callable[[str], bool]:
-    """Whether a module is on a list: by its name, below it, by the end of its name, by a glob or an `re:` pattern."""
+    """Whether a module is on a list: by its name, below it, by the end of its name, by a glob or an `re:` pattern.
+
+    Official lists have hundreds of names and models 100,000 modules, so that plain names are looked up by parts.
+    """
+    patterns = [p for n in names if n.startswith("re:") and (p := pattern(n[3:])) is not None]
+    globs = [n for n in names if "*" in n and not n.startswith("re:")]
+    exact, below = set(names), {n.rstrip("*") for n in names}
 
     def hits(module: str) -> bool:
-        for name in names:
-            if name.startswith("re:"):
-                found = pattern(name[3:])
-                if found is not None and found.match(module):
-                    return True
-            elif (
-                module == name
-                or module.startswith(name.rstrip("*") + ".")
-                or module.endswith("." + name)
-                or ("*" in name and fnmatch.fnmatchcase(module, name))
-            ):
+        if module in exact:
+            return True
+        at = module.find(".")
+        while at >= 0:
+            if module[at + 1 :] in exact or module[:at] in below:
                 return True
-        return False
+            at = module.find(".", at + 1)
+        return any(fnmatch.fnmatchcase(module, g) for g in globs) or any(p.match(module) for p in patterns)
 
     return hits
 
