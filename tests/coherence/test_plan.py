@@ -105,9 +105,10 @@ def test_the_pace_is_learnt_from_what_was_done() -> None:
     pace.write = None
     first, *_ = stages()
     assert pace.seconds(first) is None
-    pace.learn(first, own=10.0, both=15.0, written=400)
+    pace.learn(first, 10.0, written=400)
+    pace.learn_reference(5.0, own=10.0)
     assert pace.write == pytest.approx(40.0) and pace.reference == pytest.approx(0.5)
-    pace.learn(stages()[1], own=3.0, both=3.0, written=0)
+    pace.learn(stages()[1], 3.0, written=0)
     assert pace.read == pytest.approx(500, rel=0.3)
     assert (pace.seconds(stages()[2]) or 0) > (pace.seconds(stages()[2], lambda stage: True) or 0)
 

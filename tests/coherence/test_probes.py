@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from assay.coherence.conversation import GREEDY, Context, to_request
-from assay.coherence.measure import Plan, passages, timed_requests
+from assay.coherence.measure import timed_requests
 from assay.coherence.needle import Needle, filler, needle_lengths
+from assay.coherence.passages import passages
+from assay.coherence.plan import Plan
 from assay.coherence.probes import (
     NAMES,
     SecondTurn,

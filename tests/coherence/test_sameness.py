@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from assay.coherence.diagnosis import judge
 from assay.coherence.record import CheckRecord, ProbeResult
-from assay.coherence.rules import same_answers
+from assay.coherence.rules import Ruling, Rulings, same_answers
 from assay.verdict import Severity, Verdict
 
 
@@ -20,12 +20,17 @@ def asked(*answers: str, label: str = "ok") -> CheckRecord:
     )
 
 
+def one(found: Rulings) -> Ruling:
+    assert isinstance(found, Ruling)
+    return found
+
+
 DIFFERENT = asked(*(f"{TEXT} {i}" for i in range(6)))
 SAME = asked(*[TEXT] * 5, f"{TEXT} 5")
 
 
 def test_one_answer_to_most_questions_is_a_warning_alone() -> None:
-    (ruling,) = same_answers(SAME, None)
+    ruling = one(same_answers(SAME, None))
     assert (ruling.state, ruling.findings[0].severity) == ("good", Severity.WARNING)
     assert ruling.says.startswith("5 of 6 different questions")
     assert ruling.findings[0].detail == TEXT
@@ -35,7 +40,7 @@ def test_it_fails_against_a_reference_that_told_the_questions_apart() -> None:
     judgement = judge(SAME, DIFFERENT)
     assert judgement.verdict is Verdict.FAIL
     assert "coherence.same_answer" in {f.id for f in judgement.findings}
-    (ruling,) = same_answers(SAME, SAME)
+    ruling = one(same_answers(SAME, SAME))
     assert ruling.state == "good"
 
 

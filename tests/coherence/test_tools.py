@@ -10,7 +10,7 @@ from scipy.stats import binom
 
 from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
 from assay.coherence.report import record_json
-from assay.coherence.rules import tools
+from assay.coherence.rules import Ruling, tools
 from assay.coherence.tools import answer_of, cases, conforms, mcnemar, paired, same
 from assay.engines.base import Reply, ToolCall
 from assay.verdict import Severity, jsonable
@@ -173,16 +173,22 @@ def measured(*levels: ToolLevel) -> CheckRecord:
     return CheckRecord(tools=levels)
 
 
+def ruled(record: CheckRecord, reference: CheckRecord | None) -> Ruling:
+    ruling = tools(record, reference)
+    assert isinstance(ruling, Ruling)
+    return ruling
+
+
 def test_fewer_right_answers_than_the_reference_fail() -> None:
-    (ruling,) = tools(measured(level(1, 30), level(8, 30)), measured(level(0, 44)))
+    ruling = ruled(measured(level(1, 30), level(8, 30)), measured(level(0, 44)))
     assert ruling.state == "bad" and {f.id for f in ruling.findings} == {"coherence.tools_wrong"}
     assert ruling.findings[0].evidence["levels"][0]["lost"] == 14
-    (ruling,) = tools(measured(level(1, 43), level(8, 42)), measured(level(0, 44)))
+    ruling = ruled(measured(level(1, 43), level(8, 42)), measured(level(0, 44)))
     assert ruling.state == "good" and not ruling.findings
 
 
 def test_what_breaks_only_under_load_is_named_so_without_a_reference() -> None:
-    (ruling,) = tools(measured(level(1, 40), level(8, 38), level(32, 22)), None)
+    ruling = ruled(measured(level(1, 40), level(8, 38), level(32, 22)), None)
     assert ruling.state == "bad"
     (finding,) = ruling.findings
     assert finding.id == "coherence.tools_under_load" and finding.severity is Severity.ERROR
@@ -190,13 +196,13 @@ def test_what_breaks_only_under_load_is_named_so_without_a_reference() -> None:
 
 
 def test_nothing_right_and_no_reference_is_unclear_and_a_weak_model_served_faithfully_is_good() -> None:
-    assert tools(measured(level(1, 0), level(8, 0)), None)[0].state == "unclear"
-    assert tools(measured(level(1, 0), level(8, 0)), measured(level(0, 0)))[0].state == "good"
+    assert ruled(measured(level(1, 0), level(8, 0)), None).state == "unclear"
+    assert ruled(measured(level(1, 0), level(8, 0)), measured(level(0, 0))).state == "good"
 
 
 def test_a_server_without_tools_was_not_examined() -> None:
-    assert tools(CheckRecord(tools_skipped="no tools"), None)[0].state == "not_examined"
-    assert tools(CheckRecord(), None) == ()
+    assert ruled(CheckRecord(tools_skipped="no tools"), None).state == "not_examined"
+    assert tools(CheckRecord(), None) is None
 
 
 def test_pairs_are_of_the_same_cases() -> None:

@@ -18,6 +18,7 @@ from assay.coherence.diagnosis import Judgement, judge
 from assay.coherence.measure import Measurement
 from assay.coherence.plan import (
     EVIDENCE_SECONDS,
+    LEAST_EXTENSION,
     LOOKS,
     QUICK_SECONDS,
     QUICK_SECONDS_SLOW,
@@ -130,6 +131,8 @@ class Check:
     engine: EngineReference | None = None
     ended: AssayError | KeyboardInterrupt | None = None
     """What ended the run early."""
+    pending: list[Stage] = field(default_factory=list)
+    """Stages that the reference has not answered yet."""
     look: int = 1
     stopped: str = ""
     """Why the run ended before its plan was done."""
@@ -174,13 +177,26 @@ class Check:
             fatal = self.server.fatal
             if fatal is not None and not self.record.samples and stage.kind == "texts":
                 raise fatal
-            if not self.options.all and rest and self.judge(EARLY).verdict is Verdict.FAIL:
+            if not self.options.all and rest and self._is_certain():
                 self._show_evidence(rest)
                 return
             if not self.expected and self.pace.write:
                 self._say_plan(rest)
+        self._catch_up()
         if not self.options.only and self.options.suite == "text":
             self._extend()
+
+    def _is_certain(self) -> bool:
+        """Whether what was measured fails beyond doubt. The reference's texts are asked for only where the server's are bad."""
+        if self.engine is None:
+            return self.judge(EARLY).verdict is Verdict.FAIL
+        scores = replace(self.record, probes=(), timed=())
+        if judge(scores, self.engine.record, EARLY).verdict is Verdict.FAIL:
+            return True
+        if judge(self.record, None, EARLY).verdict is not Verdict.FAIL:
+            return False
+        self._catch_up()
+        return self.judge(EARLY).verdict is Verdict.FAIL
 
     def _show_evidence(self, rest: list[Stage]) -> None:
         """End the run with a certain verdict; texts of the probes that were not asked are added if they cost next to nothing."""
@@ -202,27 +218,45 @@ class Check:
                 return
             stage = extension(self.options, self.server.probes, self.look + 1)
             chosen, _ = fit([stage], self.pace, self._left(), self._has_kept)
-            if not stage.tasks or not chosen:
+            if not chosen or len(chosen[0].tasks) < LEAST_EXTENSION:
                 self.left_out.append((stage, "the budget is spent"))
                 return
             self._measure(chosen[0])
+            self._catch_up()
             self.look += 1
 
     def _measure(self, stage: Stage) -> None:
-        """Measure a stage of the server, then of the reference."""
-        deadline = float("inf") if self.budget is None else self.began + self.budget
+        """Measure a stage of the server. The reference scores its fixed texts at once and writes its texts later."""
+        reserve = self.pace.reference * sum(self.pace.took[other.name] for other in self.pending)
         begun, written = time.monotonic(), _tokens(self.record)
-        self.server.run(stage, stage.name + self._eta(stage), deadline)
-        own = time.monotonic() - begun
-        if self.engine is not None:
-            try:
-                self.engine.run(stage, self.record, deadline)
-            except AssayError as error:  # what the server has shown stays, and the server can be asked on
-                self.ended, self.engine = error, None
-        both = time.monotonic() - begun
-        self.pace.learn(stage, own, both, _tokens(self.record) - written)
+        self.server.run(stage, stage.name + self._eta(stage), begun + self._left() - reserve)
+        self.pace.learn(stage, time.monotonic() - begun, _tokens(self.record) - written)
         if self.options.quick and self.budget is None and self.pace.write:
             self.budget = QUICK_SECONDS if self.pace.write >= SLOW else QUICK_SECONDS_SLOW
+        if self.engine is not None:
+            self.pending.append(stage)
+            if stage.kind in ("scores", "tools"):
+                self._catch_up((stage,))
+
+    def _catch_up(self, only: tuple[Stage, ...] = ()) -> None:
+        """Measure the reference's side of the stages that wait for it; all texts as one batch, which is much faster."""
+        stages = only or tuple(self.pending)
+        self.pending = [stage for stage in self.pending if stage not in stages]
+        if self.engine is None or not stages:
+            return
+        tasks = tuple(task for stage in stages for task in stage.tasks)
+        together = [Stage("texts", "texts", "", tasks)] if tasks else []
+        together += [stage for stage in stages if not stage.tasks]
+        took = 0.0
+        try:
+            for stage in together:
+                self.engine.prepare(stage)
+                begun = time.monotonic()
+                self.engine.run(stage, self.record, begun + self._left())
+                took += time.monotonic() - begun
+        except AssayError as error:  # what the server has shown stays, and the server can be asked on
+            self.ended, self.engine = error, None
+        self.pace.learn_reference(took, sum(self.pace.took[stage.name] for stage in stages))
 
     def _left(self) -> float:
         return float("inf") if self.budget is None else self.began + self.budget - time.monotonic()

@@ -37,8 +37,6 @@ class Context:
     """What a probe may need to know of the subject."""
 
     chat: bool = True
-    max_model_len: int | None = None
-    chars_per_token: float = 4.0
     token_budget: float = 1.0
     """Factor on the length limit of every answer, for models that reason at length."""
     thinking: bool = True
@@ -50,30 +48,24 @@ class Probe(Protocol):
     @property
     def name(self) -> str:
         """Stable name in results."""
-        ...
 
     @property
     def title(self) -> str:
         """What a person reads."""
-        ...
 
     @property
     def needs(self) -> frozenset[Capability]:
         """Capabilities without which the probe is skipped."""
-        ...
 
     @property
     def variants(self) -> Sequence[str]:
         """Forms that are asked once each, greedily; empty for a probe that is sampled several times."""
-        ...
 
     def talk(self, context: Context, variant: str) -> Talk:
         """The conversation; every reply of it is graded."""
-        ...
 
     def check(self, replies: Sequence[Reply], variant: str) -> tuple[AnswerCheck, ...]:
         """Checks of the answer beyond its form."""
-        ...
 
 
 def user(text: str) -> Message:
@@ -133,7 +125,6 @@ class BatchEngine(Protocol):
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Reply]:
         """Answer all requests, in order."""
-        ...
 
 
 def run_tasks(

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from assay.coherence.grading import Grade, Label
 from assay.coherence.record import CheckRecord, Sample
@@ -44,27 +43,28 @@ class Judgement:
     verdict: Verdict
     rulings: tuple[Ruling, ...]
     throughput_valid: bool
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = ()
 
 
 def judge(record: CheckRecord, reference: CheckRecord | None = None, confidence: float = 0.95) -> Judgement:
     """Judge `record`, against `reference` where there is one, by intervals of this confidence."""
-    rulings = [
-        *prompts(record, reference),
-        *hard_texts(record, reference, confidence),
-        *degenerate_rate(record, reference, confidence),
-        *hidden_tokens(record, reference, confidence),
-        *bits(record, reference, confidence),
-        *depth(record, reference, confidence),
-        *counters(record),
-        *truncated(record),
-        *unfinished(record),
-        *same_answers(record, reference),
-        *tool_form(record, reference, confidence),
-        *tools(record, reference),
-        *answers(record, reference),
-        *throughput(record, reference, confidence),
+    found = [
+        prompts(record, reference),
+        hard_texts(record, reference, confidence),
+        degenerate_rate(record, reference, confidence),
+        hidden_tokens(record, reference, confidence),
+        bits(record, reference, confidence),
+        depth(record, reference, confidence),
+        counters(record),
+        truncated(record),
+        unfinished(record),
+        same_answers(record, reference),
+        tool_form(record, reference, confidence),
+        tools(record, reference),
+        answers(record, reference),
+        throughput(record, reference, confidence),
     ]
+    rulings = [r for one in found if one for r in (one if isinstance(one, list) else [one])]
     states = {ruling.state for ruling in rulings}
     if "bad" in states:
         verdict = Verdict.FAIL
@@ -91,12 +91,12 @@ def _too_little(record: CheckRecord, rulings: Sequence[Ruling]) -> Finding:
     )
 
 
-# -----------------------------------------------------------------------------
 # Why might it be broken, in order of likelihood, with the evidence; what to run next; the known-coherent way back.
 
 ROLLBACK_CONTEXT = 8000
 LATE_ONSET_CHARS = 300
 """A text that was sane for so long before it broke speaks of something that grows with the context."""
+LEAST_WEIGHT = 0.15
 
 
 @dataclass(frozen=True)
@@ -109,127 +109,23 @@ class Subject:
     kind: str | None = None
 
 
-@dataclass(frozen=True)
-class Cause:
-    """One possible cause: what would make it likely, as a weight and the evidence in words."""
-
-    text: str
-    weigh: Callable[[Signs], tuple[float, str]]
-
-
-@dataclass(frozen=True)
-class Signs:
-    """The evidence of a record, counted once for all causes."""
-
-    subject: Subject
-    record: CheckRecord
-    bad: tuple[Sample, ...]
-    kinds: Mapping[str, int]
-
-    def share(self, *words: str) -> float:
-        """Share of the bad texts whose kind holds one of the words."""
-        if not self.bad:
-            return 0.0
-        return sum(count for kind, count in self.kinds.items() if any(word in kind for word in words)) / len(
-            self.bad
-        )
-
-    def late(self) -> list[Sample]:
-        """Bad texts that began well."""
-        return [s for s in self.bad if s.onset_char is not None and s.onset_char >= LATE_ONSET_CHARS]
-
-    def early(self) -> list[Sample]:
-        """Bad texts that were bad from the start."""
-        return [s for s in self.bad if not s.onset_char]
-
-    def only_in(self, name: str) -> bool:
-        """Whether the probe `name` is bad and the others are not."""
-        rates = {
-            probe.name: sum(s.degenerate for s in probe.samples) / len(probe.samples)
-            for probe in self.record.probes
-            if probe.samples
-        }
-        others = [rate for probe, rate in rates.items() if probe != name]
-        return rates.get(name, 0.0) >= 0.5 and bool(others) and max(others) < 0.25
-
-
-def _nan(signs: Signs) -> tuple[float, str]:
-    flood = signs.share("flood", "exclamation", "single_char")
-    counters = ", ".join(f"{name} +{value:g}" for name, value in signs.record.counters.items() if value)
-    weight = 0.9 * flood + (0.5 if counters else 0.0)
-    return weight, counters or f"{flood:.0%} of the bad texts are floods of one character"
-
-
-def _corrupt(signs: Signs) -> tuple[float, str]:
-    # A flood of special tokens is what broken logits pick; a few that leak point to the template instead.
-    salad = signs.share("salad", "soup", "special_token_flood", "script", "replacement", "empty", "reserved")
-    early = len(signs.early()) / len(signs.bad) if signs.bad else 0.0
-    return (
-        0.8 * salad + 0.2 * early,
-        f"{early:.0%} of the bad texts are bad from the first character, {salad:.0%} are no language",
-    )
-
-
-def _kv_dtype(signs: Signs) -> tuple[float, str]:
-    late = len(signs.late()) / len(signs.bad) if signs.bad else 0.0
-    dtype = signs.subject.kv_cache_dtype
-    low = dtype is not None and dtype not in ("auto", "bfloat16", "float16", "half")
-    words = f"{late:.0%} of the bad texts began well" + (
-        f"; the server runs kv_cache_dtype {dtype}" if dtype else ""
-    )
-    return 0.5 * late + (0.5 if low else 0.0), words
-
-
-def _parser(signs: Signs) -> tuple[float, str]:
-    eaten = [s for s in signs.bad if s.label == "empty" and (s.completion_tokens or 0) > 0]
-    share = len(eaten) / len(signs.bad) if signs.bad else 0.0
-    return 0.6 * share, f"{len(eaten)} answers were billed and came without text"
-
-
-def _template(signs: Signs) -> tuple[float, str]:
-    share = signs.share("template", "special", "tag")
-    return 0.9 * share, f"{share:.0%} of the bad texts leak template or special tokens"
-
-
-def _batching(signs: Signs) -> tuple[float, str]:
-    return (1.0 if signs.only_in("burst") else 0.0), "only the burst of concurrent requests is bad"
-
-
-def _second_turn(signs: Signs) -> tuple[float, str]:
-    return (1.0 if signs.only_in("second_turn") else 0.0), "only the second turn is bad"
-
-
-def _weak(signs: Signs) -> tuple[float, str]:
-    loops = sum(is_loop(s.kind) for s in signs.bad) / len(signs.bad) if signs.bad else 0.0
-    return 0.55 * loops, f"{loops:.0%} of the bad texts are loops, which small models write on their own"
-
-
-CAUSES = (
-    Cause("NaN or infinity in the logits: overflow in float16, a faulty kernel, a corrupt tensor", _nan),
-    Cause("weights are not what the model was: corrupt shard, wrong quantisation flag or layout, wrong tokenizer", _corrupt),
-    Cause("the KV cache or the positions lose too much: KV dtype too aggressive, wrong rope_theta or rope_scaling", _kv_dtype),
-    Cause("a reasoning or tool parser takes the text away, or special tokens are stripped", _parser),
-    Cause("chat template, tokenizer or end-of-text token do not belong to this model", _template),
-    Cause("batching: CUDA graphs, attention kernel or scheduler mix up requests", _batching),
-    Cause("prefix cache: what the first turn left there is read back wrong", _second_turn),
-    Cause("the model itself: too small, a base model, or quantised too far", _weak),
-)  # fmt: skip
-
-LEAST_WEIGHT = 0.15
-
-
 def diagnose(judgement: Judgement, record: CheckRecord, subject: Subject) -> tuple[Finding, ...]:
     """The findings of a judgement; failing ones get causes with their evidence, next steps and the rollback."""
-    bad = tuple(sample for sample in record.samples if sample.degenerate)
-    signs = Signs(subject, record, bad, Counter(sample.kind or sample.label for sample in bad))
-    causes = likely_causes(signs) if bad else ()
-    steps = next_steps(subject)
+    bad = [sample for sample in record.samples if sample.degenerate]
+    causes = likely_causes(bad, record, subject) if bad else ()
+    examples = {
+        "onset_chars": sorted(s.onset_char for s in bad if s.onset_char is not None)[:20],
+        "finish_reasons": dict(Counter(s.finish_reason or "none" for s in bad)),
+    }
     return tuple(
         replace(
             finding,
             causes=tuple(finding.causes) or causes,
-            remedies=(*finding.remedies, *steps),
-            evidence={**finding.evidence, **_examples(finding, bad)},
+            remedies=(*finding.remedies, *next_steps(subject)),
+            evidence={
+                **finding.evidence,
+                **(examples if finding.id == "coherence.degenerate" and bad else {}),
+            },
         )
         if finding.severity is Severity.ERROR
         else finding
@@ -237,11 +133,56 @@ def diagnose(judgement: Judgement, record: CheckRecord, subject: Subject) -> tup
     )
 
 
-def likely_causes(signs: Signs) -> tuple[str, ...]:
-    """The causes that the evidence supports, the likeliest first, each with that evidence."""
-    weighed = [(cause.text, *cause.weigh(signs)) for cause in CAUSES]
+def likely_causes(bad: Sequence[Sample], record: CheckRecord, subject: Subject) -> tuple[str, ...]:
+    """The causes that the bad texts support, the likeliest first, each with its evidence."""
+    kinds = Counter(sample.kind or sample.label for sample in bad)
+
+    def share(*words: str) -> float:
+        """Share of the bad texts whose kind holds one of the words."""
+        return sum(count for kind, count in kinds.items() if any(word in kind for word in words)) / len(bad)
+
+    flood = share("flood", "exclamation", "single_char")
+    moved = ", ".join(f"{name} +{value:g}" for name, value in record.counters.items() if value)
+    # A flood of special tokens is what broken logits pick; a few that leak point to the template instead.
+    salad = share("salad", "soup", "special_token_flood", "script", "replacement", "empty", "reserved")
+    early = sum(not s.onset_char for s in bad) / len(bad)
+    late = sum((s.onset_char or 0) >= LATE_ONSET_CHARS for s in bad) / len(bad)
+    dtype = subject.kv_cache_dtype
+    low = dtype is not None and dtype not in ("auto", "bfloat16", "float16", "half")
+    eaten = sum(s.label == "empty" and (s.completion_tokens or 0) > 0 for s in bad)
+    leaks = share("template", "special", "tag")
+    loops = sum(is_loop(s.kind) for s in bad) / len(bad)
+    weighed = [
+        ("NaN or infinity in the logits: overflow in float16, a faulty kernel, a corrupt tensor",
+         0.9 * flood + (0.5 if moved else 0.0), moved or f"{flood:.0%} of the bad texts are floods of one character"),
+        ("weights are not what the model was: corrupt shard, wrong quantisation flag or layout, wrong tokenizer",
+         0.8 * salad + 0.2 * early,
+         f"{early:.0%} of the bad texts are bad from the first character, {salad:.0%} are no language"),
+        ("the KV cache or the positions lose too much: KV dtype too aggressive, wrong rope_theta or rope_scaling",
+         0.5 * late + (0.5 if low else 0.0),
+         f"{late:.0%} of the bad texts began well" + (f"; the server runs kv_cache_dtype {dtype}" if dtype else "")),
+        ("a reasoning or tool parser takes the text away, or special tokens are stripped",
+         0.6 * eaten / len(bad), f"{eaten} answers were billed and came without text"),
+        ("chat template, tokenizer or end-of-text token do not belong to this model",
+         0.9 * leaks, f"{leaks:.0%} of the bad texts leak template or special tokens"),
+        ("batching: CUDA graphs, attention kernel or scheduler mix up requests",
+         float(_bad_only_in("burst", record)), "only the burst of concurrent requests is bad"),
+        ("prefix cache: what the first turn left there is read back wrong",
+         float(_bad_only_in("second_turn", record)), "only the second turn is bad"),
+        ("the model itself: too small, a base model, or quantised too far",
+         0.55 * loops, f"{loops:.0%} of the bad texts are loops, which small models write on their own"),
+    ]  # fmt: skip
     weighed.sort(key=lambda item: -item[1])
     return tuple(f"{text} ({evidence})" for text, weight, evidence in weighed if weight >= LEAST_WEIGHT)
+
+
+def _bad_only_in(name: str, record: CheckRecord) -> bool:
+    """Whether the probe `name` is bad and the others are not."""
+    rates = {
+        p.name: sum(s.degenerate for s in p.samples) / len(p.samples) for p in record.probes if p.samples
+    }
+    others = [rate for probe, rate in rates.items() if probe != name]
+    return rates.get(name, 0.0) >= 0.5 and bool(others) and max(others) < 0.25
 
 
 def next_steps(subject: Subject) -> tuple[str, ...]:
@@ -264,16 +205,6 @@ def rollback_command(subject: Subject) -> str:
     )
 
 
-def _examples(finding: Finding, bad: Sequence[Sample]) -> dict[str, Any]:
-    if finding.id != "coherence.degenerate" or not bad:
-        return {}
-    return {
-        "onset_chars": sorted(s.onset_char for s in bad if s.onset_char is not None)[:20],
-        "finish_reasons": dict(Counter(s.finish_reason or "none" for s in bad)),
-    }
-
-
-# -----------------------------------------------------------------------------
 # What a fault in a text most likely comes from, and what to do: the words of a finding for each kind.
 
 _NAN = "NaN or infinite logits: every step then picks one fixed token"

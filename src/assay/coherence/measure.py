@@ -28,7 +28,7 @@ from assay.coherence.conversation import (
 )
 from assay.coherence.grading import Grade, grade
 from assay.coherence.needle import filler
-from assay.coherence.passages import passages, score_alone, score_in_context
+from assay.coherence.passages import score_alone, score_in_context
 from assay.coherence.plan import FIRST, Plan, Stage
 from assay.coherence.probes import FIBONACCI, extract_code, standard_probes
 from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText
@@ -256,14 +256,8 @@ class Measurement:
             count_tokens=(lambda text: len(self.engine.tokenize(text))) if counts else None,
         )
         wanted = [probe for probe in probes if not self.plan.only or probe.name in self.plan.only]
-        reasons = [self.skip_reason(probe) for probe in wanted]
-        self._add(
-            probes=tuple(
-                ProbeResult(probe.name, probe.title, skipped=reason)
-                for probe, reason in zip(wanted, reasons, strict=True)
-            )
-        )
-        return tuple(probe for probe, reason in zip(wanted, reasons, strict=True) if reason is None)
+        self._add(probes=tuple(ProbeResult(p.name, p.title, skipped=self.skip_reason(p)) for p in wanted))
+        return tuple(probe for probe in wanted if self.skip_reason(probe) is None)
 
     def run(
         self, stage: Stage, what: str = "", deadline: float = float("inf"), *, untimed: bool = False
@@ -278,13 +272,9 @@ class Measurement:
 
     def _texts(self, stage: Stage, what: str, deadline: float) -> None:
         """Run conversations; those of the first stage all at once, since they ask whether streams mix."""
-        context = Context(
-            chat=self.chat,
-            max_model_len=self.max_model_len,
-            token_budget=self.plan.token_budget,
-            thinking=self.plan.thinking,
-        )
-        parallel = len(stage.tasks) if stage.name == FIRST else self.plan.parallel
+        plan = self.plan
+        context = Context(self.chat, token_budget=plan.token_budget, thinking=plan.thinking)
+        parallel = len(stage.tasks) if stage.name == FIRST else plan.parallel
         with self.progress(what, len(stage.tasks)) as advance:
 
             def done(outcome: Outcome) -> None:
@@ -301,11 +291,11 @@ class Measurement:
             return
         if stage.context and (Capability.TOKENIZE not in able or self.record.passages_failed):
             return
-        scores = score_in_context(self.engine, stage.context) if stage.context else score_alone(self.engine)
-        with (
-            self.progress(what, len(passages()) * (2 if stage.context else 1)) as advance,
-            self._noting("passages"),
-        ):
+        alone = not stage.context
+        scores = (
+            score_alone(self.engine, stage.texts) if alone else score_in_context(self.engine, stage.context)
+        )
+        with self.progress(what, stage.texts * (1 if alone else 2)) as advance, self._noting("passages"):
             for score in scores:
                 self._add(passages=(score,))
                 advance()

@@ -67,7 +67,7 @@ class Needle:
         """Ask for the fact after the text."""
         length, depth = _parse(variant)
         place, _ = self._fact(variant)
-        text = self._haystack(variant, length, depth, context.chars_per_token)
+        text = self._haystack(variant, length, depth)
         question = f"According to the text, which word opens the store room of the {place}?"
         yield Step(
             messages=(user(f"{text}\n\n{question} Answer with that one word."),),
@@ -85,11 +85,11 @@ class Needle:
         rng = random.Random(f"{self.seed}/{variant}/fact")
         return rng.choice(_PLACES), rng.choice(_CODES)
 
-    def _haystack(self, variant: str, length: int, depth: float, chars_per_token: float) -> str:
+    def _haystack(self, variant: str, length: int, depth: float) -> str:
         place, code = self._fact(variant)
         needle = f"The word that opens the store room of the {place} is {code}."
         sentences = _sentences(f"{self.seed}/{variant}/filler", length)
-        count = self.count_tokens or (lambda text: int(len(text) / chars_per_token))
+        count = self.count_tokens or (lambda text: len(text) // _CHARS_PER_TOKEN)
         # Tokens grow with sentences; two corrections bring the text close to the length that was asked for.
         keep = len(sentences)
         for _ in range(2):

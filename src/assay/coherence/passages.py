@@ -18,6 +18,8 @@ LONGEST_CONTEXT = 4096
 """Deepest position, in tokens, at which texts are scored."""
 LEAST_CONTEXT = 512
 """A shorter context says nothing of depth."""
+LEAST_TEXTS = 8
+"""So many texts must be scored on both sides for a comparison."""
 MARGIN_TOKENS = 32
 CHARS_PER_TOKEN = 4.2
 """Of the texts, in the tokenizers of the field: for planning only."""
@@ -33,20 +35,18 @@ def passages() -> tuple[str, ...]:
     return tuple(block.strip("\n") for block in body.split("\n----\n"))
 
 
-def planned_tokens(context: int) -> int:
+def planned_tokens(texts: int, context: int) -> int:
     """About how many tokens `score_alone` (context 0) or `score_in_context` sends."""
-    if context:
-        return 2 * context
-    return round(sum(map(len, passages())) / CHARS_PER_TOKEN)
+    alone = round(sum(map(len, passages()[:texts])) / CHARS_PER_TOKEN)
+    return min(alone, context) + context if context else alone
 
 
-def score_alone(engine: Engine) -> Iterator[PassageScore]:
-    """Score every text by itself, a few in one request where the engine takes that."""
-    texts = passages()
-    for begin in range(0, len(texts), _TOGETHER):
-        part = texts[begin : begin + _TOGETHER]
+def score_alone(engine: Engine, count: int) -> Iterator[PassageScore]:
+    """Score the first `count` texts, each by itself; a few in one request where the engine takes that."""
+    for begin in range(0, count, _TOGETHER):
+        part = passages()[begin : min(begin + _TOGETHER, count)]
         for index, scores in enumerate(score_all(engine, part), begin):
-            yield PassageScore(_name(index), 0, scores.nll, len(texts[index].encode()))
+            yield PassageScore(_name(index), 0, scores.nll, len(passages()[index].encode()))
 
 
 def score_in_context(engine: Engine, context: int) -> Iterator[PassageScore]:

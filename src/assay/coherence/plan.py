@@ -13,6 +13,8 @@ from assay.coherence.probes import NAMES
 from assay.coherence.tools import LEVELS, cases
 from assay.options import Options, option
 
+LEAST_EXTENSION = 12
+"""Fewer further texts than this decide nothing, and would use up a look."""
 LOOKS = 4
 """How often the verdict is asked for at most: after the plan, and after each extension of it."""
 EXTENSION = 6
@@ -69,8 +71,8 @@ class Plan(Options):
 class Stage:
     """A part of the plan that is measured on both sides and judged before the next one.
 
-    `texts` runs `tasks`, `scores` scores the fixed texts (by themselves, or in a `context` of so many tokens), `speed`
-    times `repeats` rounds, `tools` runs the tools suite with `streams` requests at once.
+    `texts` runs `tasks`, `scores` scores the first `texts` of the fixed texts (by themselves, or in a `context` of so
+    many tokens), `speed` times `repeats` rounds, `tools` runs the tools suite with `streams` requests at once.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Stage:
     without: str
     """What the verdict cannot say where this stage is left out."""
     tasks: tuple[Task, ...] = ()
+    texts: int = 0
     context: int = 0
     repeats: int = 0
     streams: int = 1
@@ -86,8 +89,10 @@ class Stage:
         """A form of it that takes about half as long; None where there is none."""
         if self.kind == "texts" and len(self.tasks) > 1 and self.name != FIRST:
             return replace(self, tasks=self.tasks[: len(self.tasks) // 2])
-        if self.kind == "scores" and self.context >= 2 * passages.LEAST_CONTEXT:
+        if self.context >= 2 * passages.LEAST_CONTEXT:
             return replace(self, context=self.context // 2)
+        if self.kind == "scores" and not self.context and self.texts > passages.LEAST_TEXTS:
+            return replace(self, texts=passages.LEAST_TEXTS)
         if self.kind == "speed" and self.repeats > 1:
             return replace(self, repeats=self.repeats // 2)
         return None
@@ -116,7 +121,8 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
 
     if "burst" in by_name:
         texts(FIRST, "whether requests at the same moment mix", _variants(by_name["burst"]))
-    stages.append(Stage("fixed texts", "scores", "how well the model predicts plain text"))
+    fixed = len(passages.passages())
+    stages.append(Stage("fixed texts", "scores", "how well the model predicts plain text", texts=fixed))
     texts("short texts", "whether short answers are sane", _drawn(plan, short, 0, 1))
     texts("long texts", "whether long answers are sane", _drawn(plan, long, 0, 1))
     if plan.throughput:
@@ -127,7 +133,7 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
     )
     if context >= passages.LEAST_CONTEXT:
         without = "whether the model loses its way deep in the context"
-        stages.append(Stage("texts in context", "scores", without, context=context))
+        stages.append(Stage("texts in context", "scores", without, texts=fixed, context=context))
     texts("more texts", "small differences in the rate of bad texts", _drawn(plan, sampled, 1, plan.samples))
     needle = by_name.get("needle")
     if isinstance(needle, Needle):
@@ -177,25 +183,27 @@ class Pace:
     reference: float = 0.0
     """Seconds of the reference for each second of the subject; 0 where none is run."""
     took: dict[str, float] = field(default_factory=dict)
-    """Seconds that each stage took, the reference's included."""
+    """Seconds that each stage took."""
     _written: int = 0
     _writing_s: float = 0.0
     _own_s: float = 0.0
-    _other_s: float = 0.0
 
-    def learn(self, stage: Stage, own: float, both: float, written: int) -> None:
-        """Take what a stage took: seconds of the subject, of both sides, and tokens that the subject wrote."""
-        self.took[stage.name] = both
-        if stage.kind == "texts" and written and own > 0:
+    def learn(self, stage: Stage, seconds: float, written: int) -> None:
+        """Take the seconds that the subject took for a stage, and the tokens that it wrote."""
+        self.took[stage.name] = seconds
+        if stage.kind == "texts" and written and seconds > 0:
             self._written += written
-            self._writing_s += own
+            self._writing_s += seconds
             self.write = self._written / self._writing_s
-        elif stage.kind == "scores" and own > 0:
-            self.read = passages.planned_tokens(stage.context) / own
-        if self.reference and both > own > 0:
-            self._own_s += own
-            self._other_s += both - own
-            self.reference = self._other_s / self._own_s
+        elif stage.kind == "scores" and seconds > 0:
+            self.read = passages.planned_tokens(stage.texts, stage.context) / seconds
+
+    def learn_reference(self, seconds: float, own: float) -> None:
+        """Take the seconds that the reference took for what took the subject `own` seconds."""
+        self.took["reference"] = self.took.get("reference", 0.0) + seconds
+        self._own_s += own
+        if self._own_s > 0:
+            self.reference = self.took["reference"] / self._own_s
 
     def seconds(self, stage: Stage, kept: Callable[[Stage], bool] = lambda stage: False) -> float | None:
         """Expected seconds of a stage on both sides; None before the first answers. `kept`: the reference has it already."""
@@ -217,14 +225,14 @@ class Pace:
 
     def _reading(self, stage: Stage) -> float:
         if stage.kind == "scores":
-            return passages.planned_tokens(stage.context)
+            return passages.planned_tokens(stage.texts, stage.context)
         if stage.kind == "tools":
             return _TOOL_PROMPT * len(cases())
         needles = (task.variant.partition("@")[0] for task in stage.tasks if task.probe.name == "needle")
         return sum(map(int, needles))
 
 
-_SHARE = {"scores": 0.25, "speed": 0.25}
+_SHARE = {"scores": 0.3, "speed": 0.25}
 """Of the time that is left, the most that one stage of a kind may take: fixed texts must not cost the probes."""
 
 

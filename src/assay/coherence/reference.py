@@ -111,6 +111,11 @@ class EngineReference:
         """Whether its answers to a stage are there already."""
         return self._place(stage).exists() or (stage.kind == "tools" and bool(self.record.tools))
 
+    def prepare(self, stage: Stage) -> None:
+        """Load the model where it will be needed for a stage, so that the stage's own time can be told."""
+        if not self.has_kept(stage):
+            self._measurement()
+
     def run(self, stage: Stage, server: CheckRecord, deadline: float = float("inf")) -> None:
         """Answer a stage: the probes that the server answered in `server`, the tools suite once for all concurrencies."""
         if stage.kind == "tools" and (self.record.tools or not server.tools):
@@ -165,6 +170,7 @@ class EngineReference:
         asked = (
             stage.kind,
             tasks,
+            stage.texts,
             stage.context,
             stage.repeats,
             plan.seed,

@@ -199,44 +199,30 @@ def _compact(record: CheckRecord) -> dict[str, Any]:
 
 
 def _headline(record: CheckRecord, reference: Reference | None, judgement: Judgement) -> tuple[Metric, ...]:
+    """The figures that a person reads first; those of speed are invalid where the text is not sane."""
+    valid = judgement.throughput_valid
     metrics: list[Metric] = []
-    speed = summary([text.decode_tokens_per_s for text in record.timed])
-    if speed["median"] is not None:
-        valid = judgement.throughput_valid
-        metrics.append(
-            Metric("decode", f"{_spread(speed, 1)} tok/s", valid, "" if valid else "the text is not coherent")
-        )
-        useful = summary([text.useful_tokens_per_s for text in record.timed])
-        reason = "tokens before the onset" if valid else "the text is not coherent"
-        metrics.append(Metric("useful", f"{_spread(useful, 1)} tok/s", valid, reason))
-        ttft = summary([text.ttft_s for text in record.timed])
-        metrics.append(
-            Metric(
-                "time to first token",
-                f"{_spread(ttft, 3)} s",
-                valid,
-                "" if valid else "the text is not coherent",
-            )
-        )
+
+    def speed(name: str, text: str, note: str = "") -> None:
+        metrics.append(Metric(name, text, valid, note if valid else "the text is not coherent"))
+
+    decode, useful, ttft = (
+        summary([getattr(text, name) for text in record.timed])
+        for name in ("decode_tokens_per_s", "useful_tokens_per_s", "ttft_s")
+    )
+    if decode["median"] is not None:
+        speed("decode", f"{_spread(decode, 1)} tok/s")
+        speed("useful", f"{_spread(useful, 1)} tok/s", "tokens before the onset")
+        speed("time to first token", f"{_spread(ttft, 3)} s")
     if record.concurrency > 1 and (total := aggregate_tokens_per_s(record.timed)) is not None:
-        metrics.append(
-            Metric(f"all {record.concurrency} streams", f"{total:.1f} tok/s", judgement.throughput_valid)
-        )
+        speed(f"all {record.concurrency} streams", f"{total:.1f} tok/s")
     if record.prefill_tokens_per_s is not None:
-        metrics.append(
-            Metric("prefill", f"{record.prefill_tokens_per_s:.0f} tok/s", judgement.throughput_valid)
-        )
-    texts = record.samples
-    if texts:
-        rate = wilson(sum(s.degenerate for s in texts), len(texts))
-        bad = sum(s.degenerate for s in texts)
-        metrics.append(
-            Metric(
-                "degenerate texts",
-                f"{bad} of {len(texts)} ({rate.lo:.0%} to {rate.hi:.0%})",
-                note="95 % interval",
-            )
-        )
+        speed("prefill", f"{record.prefill_tokens_per_s:.0f} tok/s")
+    if n := len(record.samples):
+        bad = sum(s.degenerate for s in record.samples)
+        rate = wilson(bad, n)
+        text = f"{bad} of {n} ({rate.lo:.0%} to {rate.hi:.0%})"
+        metrics.append(Metric("degenerate texts", text, note="95 % interval"))
     if (bits := _mean_bits(record)) is not None:
         theirs = _mean_bits(reference.record) if reference else None
         against = "" if theirs is None else f", reference {theirs:.3f}"
@@ -311,17 +297,9 @@ def _seconds(value: float | None) -> str:
 
 
 def _probe_table(record: CheckRecord, reference: Reference | None) -> Table:
-    columns = [
-        "probe",
-        "texts",
-        "ok",
-        "degenerate",
-        "empty",
-        "truncated",
-        "onset",
-        "right",
-        "reference degenerate",
-    ]
+    columns = (
+        "probe", "texts", "ok", "degenerate", "empty", "truncated", "onset", "right", "reference degenerate",
+    )  # fmt: skip
     rows = []
     for probe in record.probes:
         if probe.skipped is not None:
@@ -341,9 +319,6 @@ def _probe_table(record: CheckRecord, reference: Reference | None) -> Table:
                 f"{sum(s.degenerate for s in theirs.samples)}/{len(theirs.samples)}" if theirs else "",
             )
         )
-    if reference is None:
-        columns.pop()
-        rows = [row[:-1] for row in rows]
     return Table(
         "Probes", columns, rows, numeric=frozenset({1, 2, 3, 4, 5, 6}), detail=True,
         note="onset: median character at which degenerate texts went wrong; right: answer checks passed",
@@ -363,12 +338,8 @@ def _rate_chart(record: CheckRecord, reference: Reference | None) -> Chart:
     if reference is not None:
         all_series.append(series("reference", reference.record.probes))
     return Chart(
-        "Share of degenerate texts by probe, 95 % Wilson intervals",
-        "forest",
-        all_series,
-        x_label="probe",
-        y_label="share",
-    )
+        "Share of degenerate texts by probe, 95 % Wilson intervals", "forest", all_series, x_label="probe", y_label="share",
+    )  # fmt: skip
 
 
 def _speed_table(record: CheckRecord, valid: bool) -> Table:
@@ -390,14 +361,8 @@ def _speed_table(record: CheckRecord, valid: bool) -> Table:
         f"server's usage; tokens of the first chunk: {', '.join(how)}"
     )
     title = "Speed" if valid else "Speed (invalid: the text that was timed, or the server, is not coherent)"
-    return Table(
-        title,
-        ("figure", "median", "min", "max", "unit"),
-        rows,
-        numeric=frozenset({1, 2, 3}),
-        note=note,
-        detail=True,
-    )
+    columns = ("figure", "median", "min", "max", "unit")
+    return Table(title, columns, rows, numeric=frozenset({1, 2, 3}), note=note, detail=True)
 
 
 def _bits_chart(record: CheckRecord, reference: Reference | None) -> Chart:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from assay.coherence.passages import LEAST_TEXTS
 from assay.coherence.record import CheckRecord, Sample, ToolLevel
 from assay.coherence.tools import paired
 from assay.stats.cluster import cluster_mean, mean_interval
@@ -31,12 +32,12 @@ class Ruling:
     findings: tuple[Finding, ...] = ()
 
 
-Rulings = Sequence[Ruling]
+Rulings = Ruling | list[Ruling] | None
+"""What a rule returns: one ruling, several, or none where it has nothing to say."""
 
 
-def kinds_of(samples: Sequence[Sample]) -> dict[str, int]:
-    """How often each kind occurs, the most frequent first."""
-    return dict(Counter(sample.kind or sample.label for sample in samples).most_common())
+def _finding(id_: str, severity: Severity, title: str, evidence: Mapping[str, Any], **more: Any) -> Finding:
+    return Finding(id=f"coherence.{id_}", severity=severity, title=title, evidence=evidence, **more)
 
 
 def interval_json(interval: Interval) -> dict[str, float]:
@@ -53,6 +54,8 @@ def percent(interval: Interval) -> str:
 
 HARD_RATE = 0.05
 """Without a reference: the rate of floods, salads and empty answers must not lie above this (lower bound)."""
+HARD_MARGIN = 0.02
+"""With a reference: so much above its rate (lower bound of the difference); a whole weak model writes one in forty."""
 MAJORITY = 0.5
 """Without a reference: more degenerate texts than this (lower bound) is a failure, whatever their kind."""
 TOLERATED = 1 / 3
@@ -63,7 +66,9 @@ RATE_CLEAR = 0.25
 """If the rate of hard texts, or the difference to the reference, may be larger than this (upper bound), it is unclear."""
 HIDDEN_TOKENS = 20
 """Tokens that must have been billed before missing text is held against the server."""
-_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "few_words", "repeated_tool_call"})
+_LOOPS_BY_NAME = frozenset(
+    {"the_the_the", "a_a_a", "few_words", "repeated_tool_call", "recycled_tail", "copied_tail"}
+)
 _HARD_LOOPS = frozenset({"newline_loop", "delimiter_loop"})
 """Loops of nothing but blanks and marks: no model that is whole ends there, so they count as floods."""
 
@@ -82,54 +87,56 @@ def hard_texts(record: CheckRecord, reference: CheckRecord | None, confidence: f
     """Floods, salads and empty answers: no model that is whole writes them."""
     n = len(record.samples)
     if not n:
-        return (Ruling("hard_texts", "not_examined", "no text was graded"),)
+        return Ruling("hard_texts", "not_examined", "no text was graded")
     hard = [sample for sample in record.samples if is_hard(sample)]
     rate = wilson(len(hard), n, confidence)
     says = f"{len(hard)} of {n} are floods, salads or empty"
-    evidence: dict[str, Any] = {
-        "texts": n, "hard": len(hard), "rate": interval_json(rate), "kinds": kinds_of(hard),
-    }  # fmt: skip
+    evidence = _rate_evidence("hard", hard, n, rate)
     if reference is not None and reference.samples:
         theirs = sum(map(is_hard, reference.samples))
         difference = newcombe(len(hard), n, theirs, len(reference.samples), confidence)
         evidence |= {"reference_hard": theirs, "difference": interval_json(difference)}
         says += f", of the reference {theirs} of {len(reference.samples)}: difference {percent(difference)}"
-        bad, open_ = difference.lo > 0, difference.hi > RATE_CLEAR
+        bad, open_ = difference.lo > HARD_MARGIN, difference.hi > RATE_CLEAR
     else:
         says += f": {percent(rate)}"
         bad, open_ = rate.lo > HARD_RATE, rate.hi > RATE_CLEAR
     if not (bad and len(hard) >= 3):
-        return (Ruling("hard_texts", "unclear" if open_ else "good", says),)
+        return Ruling("hard_texts", "unclear" if open_ else "good", says)
     title = f"the server writes text that no sane model writes: {len(hard)} of {n} texts, {percent(rate)}"
-    return (Ruling("hard_texts", "bad", says, (_degenerate(Severity.ERROR, title, evidence),)),)
+    return Ruling("hard_texts", "bad", says, (_finding("degenerate", Severity.ERROR, title, evidence),))
+
+
+def _rate_evidence(name: str, bad: Sequence[Sample], n: int, rate: Interval) -> dict[str, Any]:
+    kinds = Counter(sample.kind or sample.label for sample in bad)
+    return {"texts": n, name: len(bad), "rate": interval_json(rate), "kinds": dict(kinds.most_common())}
 
 
 def degenerate_rate(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Rulings:
     """All degenerate texts, loops included; a weak model loops too, so only a large share or a difference counts."""
     n = len(record.samples)
     if not n:
-        return (Ruling("degenerate_rate", "not_examined", "no text was graded"),)
+        return Ruling("degenerate_rate", "not_examined", "no text was graded")
     bad = [sample for sample in record.samples if sample.degenerate]
     rate = wilson(len(bad), n, confidence)
-    evidence: dict[str, Any] = {
-        "texts": n, "degenerate": len(bad), "rate": interval_json(rate), "kinds": kinds_of(bad),
-    }  # fmt: skip
+    evidence = _rate_evidence("degenerate", bad, n, rate)
     if reference is not None and reference.samples:
         return _rate_against(record, reference, confidence, len(bad), evidence)
     says = f"{len(bad)} of {n} texts: {percent(rate)}"
     if rate.lo > MAJORITY:
-        finding = _degenerate(Severity.ERROR, f"most texts are degenerate: {says}", evidence)
-        return (Ruling("degenerate_rate", "bad", says, (finding,)),)
+        finding = _finding("degenerate", Severity.ERROR, f"most texts are degenerate: {says}", evidence)
+        return Ruling("degenerate_rate", "bad", says, (finding,))
     if rate.hi > TOLERATED:
-        return (Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence, False),)),)
+        compare = "compare with the model itself: --reference-engine hf:PATH, or --reference run.json from a healthy server"
+        return Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence, compare),))
     title = f"{len(bad)} of {n} texts are degenerate; a small model does that on its own"
-    findings = (_degenerate(Severity.WARNING, title, evidence),) if bad else ()
-    return (Ruling("degenerate_rate", "good", says, findings),)
+    findings = (_finding("degenerate", Severity.WARNING, title, evidence),) if bad else ()
+    return Ruling("degenerate_rate", "good", says, findings)
 
 
 def _rate_against(
     record: CheckRecord, reference: CheckRecord, confidence: float, bad: int, evidence: dict[str, Any]
-) -> Rulings:
+) -> Ruling:
     """The rate of degenerate texts against the reference's; where it is too coarse, equal fixed texts decide."""
     n, m = len(record.samples), len(reference.samples)
     theirs = sum(sample.degenerate for sample in reference.samples)
@@ -140,47 +147,39 @@ def _rate_against(
     says = f"{bad} of {n} texts, of the reference {theirs} of {m}: difference {percent(difference)}"
     if difference.lo > RATE_MARGIN:
         title = f"the server degenerates more than the model itself does: {bad} of {n} texts against {theirs} of {m}"
-        return (Ruling("degenerate_rate", "bad", says, (_degenerate(Severity.ERROR, title, evidence),)),)
+        return Ruling(
+            "degenerate_rate", "bad", says, (_finding("degenerate", Severity.ERROR, title, evidence),)
+        )
     if difference.hi <= RATE_CLEAR:
-        return (Ruling("degenerate_rate", "good", says),)
-    if difference.lo <= 0 and (equal := _same_bits(record, reference, confidence)):
-        says += f"; the fixed texts, which resolve more, are equal ({equal})"
-        return (Ruling("degenerate_rate", "good", says),)
-    return (Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence, True),)),)
+        return Ruling("degenerate_rate", "good", says)
+    loss = _bit_loss(record, reference, confidence)
+    if difference.lo <= 0 and loss is not None and -BITS_MARGIN < loss.lo <= loss.hi <= BITS_EQUAL:
+        says += f"; the fixed texts, which resolve more, are equal ([{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte)"
+        return Ruling("degenerate_rate", "good", says)
+    return Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence),))
 
 
-def _degenerate(severity: Severity, title: str, evidence: Mapping[str, Any]) -> Finding:
-    return Finding(id="coherence.degenerate", severity=severity, title=title, evidence=evidence)
-
-
-def _thin(says: str, evidence: Mapping[str, Any], against: bool) -> Finding:
-    compare = "compare with the model itself: --reference-engine hf:PATH, or --reference run.json from a healthy server"
-    return Finding(
-        id="coherence.unclear",
-        severity=Severity.WARNING,
-        title=f"too few texts to tell a weak model from a broken server: {says}",
-        evidence=evidence,
-        remedies=(*([] if against else [compare]), "give it more time (--budget), or more --samples"),
-    )
+def _thin(says: str, evidence: Mapping[str, Any], *remedies: str) -> Finding:
+    title = f"too few texts to tell a weak model from a broken server: {says}"
+    more = (*remedies, "give it more time (--budget), or more --samples")
+    return _finding("unclear", Severity.WARNING, title, evidence, remedies=more)
 
 
 def hidden_tokens(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Rulings:
     """Tokens that were billed, and no text that was received: special tokens, stripped on their way out."""
     hidden = [s for s in record.samples if _is_hidden(s)]
     if len(hidden) < 2 or wilson(len(hidden), len(record.samples), confidence).lo <= HARD_RATE / 2:
-        return ()
+        return None
     if reference is not None and sum(map(_is_hidden, reference.samples)) >= len(hidden):
-        return ()
+        return None
     billed = sum(s.completion_tokens or 0 for s in hidden)
     received = sum(s.text_chars for s in hidden)
     title = (
         f"{billed} tokens were billed in {len(hidden)} answers, {received} characters of text were received"
     )
-    finding = Finding(
-        id="coherence.empty",
-        severity=Severity.ERROR,
-        title=title,
-        evidence={"answers": len(hidden), "tokens_billed": billed, "chars_received": received},
+    finding = _finding(
+        "empty", Severity.ERROR, title,
+        {"answers": len(hidden), "tokens_billed": billed, "chars_received": received},
         causes=(
             "the model emits special or reserved tokens only, which the server strips from the text",
             "a reasoning or tool parser swallows the text",
@@ -189,8 +188,8 @@ def hidden_tokens(record: CheckRecord, reference: CheckRecord | None, confidence
             "ask one question with skip_special_tokens=false and look at the raw tokens",
             "start the server without --reasoning-parser and --tool-call-parser, and ask again",
         ),
-    )
-    return (Ruling("hidden_tokens", "bad", title, (finding,)),)
+    )  # fmt: skip
+    return Ruling("hidden_tokens", "bad", title, (finding,))
 
 
 def _is_hidden(sample: Sample) -> bool:
@@ -202,51 +201,44 @@ def truncated(record: CheckRecord) -> Rulings:
     """Answers that ended inside their reasoning say nothing about the answer."""
     cut = [s for s in record.samples if s.label == "truncated_reasoning"]
     if not cut:
-        return ()
+        return None
     says = f"{len(cut)} of {len(record.samples)} answers ended inside their reasoning"
-    finding = Finding(
-        id="coherence.truncated_reasoning",
-        severity=Severity.WARNING,
-        title=f"{says}: the answer itself was never seen",
-        evidence={"truncated": len(cut), "texts": len(record.samples)},
+    finding = _finding(
+        "truncated_reasoning", Severity.WARNING, f"{says}: the answer itself was never seen",
+        {"truncated": len(cut), "texts": len(record.samples)},
         causes=(
             "the model reasons longer than the probe allows",
             "the reasoning parser missed the end of the reasoning",
         ),
         remedies=("run again with --token-budget 4, or switch reasoning off with --no-thinking",),
+    )  # fmt: skip
+    return Ruling(
+        "truncated_reasoning", "unclear" if len(cut) > len(record.samples) / 3 else "good", says, (finding,)
     )
-    state: State = "unclear" if len(cut) > len(record.samples) / 3 else "good"
-    return (Ruling("truncated_reasoning", state, says, (finding,)),)
 
 
 def unfinished(record: CheckRecord) -> Rulings:
     """Steps that the server can do and did not finish leave the verdict open."""
-    steps = [
-        ("coherence.probe_unfinished", f"the probe {probe.name}", probe.failed, len(probe.samples))
-        for probe in record.probes
+    steps = [("coherence.probe", f"the probe {p.name}", p.failed, len(p.samples)) for p in record.probes]
+    steps += [
+        ("coherence.scores", "scoring fixed texts", record.passages_failed, len(record.passages)),
+        ("throughput.", "timing", record.timed_failed, len(record.timed)),
     ]
     steps += [
-        ("coherence.scores_unfinished", "scoring fixed texts", record.passages_failed, len(record.passages)),
-        ("throughput.unfinished", "timing", record.timed_failed, len(record.timed)),
+        ("coherence.tools", f"the tools suite with {v.concurrency} at a time", v.error, len(v.answers))
+        for v in record.tools
     ]
-    steps += [
-        ("coherence.tools_unfinished", f"the tools suite with {level.concurrency} at a time", level.error, len(level.answers))
-        for level in record.tools
-    ]  # fmt: skip
     return [
-        Ruling("unfinished", "unclear", f"{step}: {reason}", (_unfinished(id_, step, reason, samples),))
-        for id_, step, reason, samples in steps
+        Ruling("unfinished", "unclear", f"{step}: {reason}", (_unfinished(area, step, reason, samples),))
+        for area, step, reason, samples in steps
         if reason
     ]
 
 
-def _unfinished(id_: str, step: str, reason: str, samples: int) -> Finding:
-    return Finding(
-        id=id_,
-        severity=Severity.WARNING,
-        title=f"{step} could not be finished: {reason}",
-        evidence={"step": step, "samples": samples},
-    )
+def _unfinished(area: str, step: str, reason: str, samples: int) -> Finding:
+    id_ = f"{area}unfinished" if area.endswith(".") else f"{area}_unfinished"
+    title = f"{step} could not be finished: {reason}"
+    return Finding(id_, Severity.WARNING, title, evidence={"step": step, "samples": samples})
 
 
 def timed_too_bad(record: CheckRecord, reference: CheckRecord | None) -> bool:
@@ -264,18 +256,19 @@ def throughput(record: CheckRecord, reference: CheckRecord | None, confidence: f
     """The speed does not count where its text is not sane."""
     n, bad = len(record.timed), sum(text.degenerate for text in record.timed)
     if not n:
-        return (Ruling("throughput", "not_examined", record.timed_skipped or "nothing was timed"),)
+        return Ruling("throughput", "not_examined", record.timed_skipped or "nothing was timed")
     says = f"{bad} of {n} timed texts are degenerate"
     if not timed_too_bad(record, reference):
-        return (Ruling("throughput", "good", says),)
-    certain = (reference is not None and bool(reference.timed)) or wilson(bad, n, confidence).lo > TOLERATED
+        return Ruling("throughput", "good", says)
+    rate = wilson(bad, n, confidence)
+    certain = (reference is not None and bool(reference.timed)) or rate.lo > TOLERATED
     finding = Finding(
         id="throughput.invalid",
         severity=Severity.ERROR if certain else Severity.WARNING,
         title=f"the speed does not count: {says}",
-        evidence={"timed": n, "degenerate": bad, "rate": interval_json(wilson(bad, n, confidence))},
+        evidence={"timed": n, "degenerate": bad, "rate": interval_json(rate)},
     )
-    return (Ruling("throughput", "bad" if certain else "unclear", says, (finding,)),)
+    return Ruling("throughput", "bad" if certain else "unclear", says, (finding,))
 
 
 # Were the answers right?
@@ -291,21 +284,16 @@ def answers(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
         rate = wilson(passed, total)
         right, asked, _ = theirs.get((probe, check), (0, 0, ""))
         broken = passed == 0 and total >= 3 and asked >= 3 and right == asked
+        title = f"{probe}: {check} passed {passed} of {total}, {percent(rate)}"
+        if broken:
+            title = f"{probe}: {check} never passed ({total} tries); the reference passed {right} of {asked}"
+        evidence = {
+            "probe": probe, "check": check, "passed": passed, "total": total, "rate": interval_json(rate),
+            "reference_passed": right, "reference_total": asked,
+        }  # fmt: skip
+        severity = Severity.ERROR if broken else Severity.WARNING
+        finding = _finding("wrong_answer", severity, title, evidence, detail=detail)
         says = f"{probe}/{check}: {passed} of {total} right"
-        finding = Finding(
-            id="coherence.wrong_answer",
-            severity=Severity.ERROR if broken else Severity.WARNING,
-            title=(
-                f"{probe}: {check} never passed ({total} tries); the reference passed {right} of {asked}"
-                if broken
-                else f"{probe}: {check} passed {passed} of {total}, {percent(rate)}"
-            ),
-            detail=detail,
-            evidence={
-                "probe": probe, "check": check, "passed": passed, "total": total, "rate": interval_json(rate),
-                "reference_passed": right, "reference_total": asked,
-            },
-        )  # fmt: skip
         rulings.append(Ruling("answers", "bad" if broken else "good", says, (finding,)))
     return rulings
 
@@ -334,22 +322,20 @@ def same_answers(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
     """
     questions, shared, text = _most_shared(record)
     if not shared:
-        return ()
+        return None
     says = f"{shared} of {questions} different questions got the same answer, word for word"
     told_apart = reference is not None and bool(reference.samples) and not _most_shared(reference)[1]
-    finding = Finding(
-        id="coherence.same_answer",
-        severity=Severity.ERROR if told_apart else Severity.WARNING,
-        title=says,
+    finding = _finding(
+        "same_answer", Severity.ERROR if told_apart else Severity.WARNING, says,
+        {"questions": questions, "same_answer": shared},
         detail=text,
-        evidence={"questions": questions, "same_answer": shared},
         causes=(
             "something between here and the model answers: a proxy, a cache, a page of an error",
             "the chat template drops the question, or requests that run together get each other's answers",
         ),
         remedies=("ask two different questions by hand, and compare the prompt_tokens of both answers",),
-    )
-    return (Ruling("same_answers", "bad" if told_apart else "good", says, (finding,)),)
+    )  # fmt: skip
+    return Ruling("same_answers", "bad" if told_apart else "good", says, (finding,))
 
 
 def _most_shared(record: CheckRecord) -> tuple[int, int, str]:
@@ -376,53 +362,46 @@ def tool_form(record: CheckRecord, reference: CheckRecord | None, confidence: fl
     offered, theirs = _offered(record), _offered(reference) if reference else []
     if not offered:
         probe = record.probe("tool_call")
-        return (Ruling("tool_form", "not_examined", (probe and probe.skipped) or "no tool was offered"),)
+        return Ruling("tool_form", "not_examined", (probe and probe.skipped) or "no tool was offered")
     broken = [text for form, text in offered if form == "remains"]
     unread = [text for form, text in offered if form == "unread"]
     parsed = sum(form == "parsed" for form, _ in offered)
-    says = f"{parsed} of {len(offered)} answers to offered tools hold a parsed call, {len(broken)} parts of one as text"
-    if unread:
-        says += f", {len(unread)} a whole one as text"
+    says = f"{parsed} of {len(offered)} calls were parsed, {len(broken)} came as broken text"
+    says += f", {len(unread)} as whole ones in the text" if unread else ""
     if not broken and not unread:
-        return (Ruling("tool_form", "good", says),)
+        return Ruling("tool_form", "good", says)
     their_broken = sum(form == "remains" for form, _ in theirs)
     evidence: dict[str, Any] = {
         "answers": len(offered), "parsed": parsed, "broken": len(broken), "unread": len(unread),
         "texts": (broken or unread)[:3], "reference_answers": len(theirs), "reference_broken": their_broken,
     }  # fmt: skip
     if not broken:
-        finding = Finding(
-            id="coherence.tool_form",
-            severity=Severity.WARNING,
-            title=f"the server's tool parser does not read the model's calls: {len(unread)} of {len(offered)} came as text",
+        finding = _finding(
+            "tool_form", Severity.WARNING,
+            f"the server's tool parser does not read the model's calls: {len(unread)} of {len(offered)} came as text",
+            evidence,
             detail=unread[0],
-            evidence=evidence,
             causes=("the model writes its calls without the marks that the parser looks for",),
-            remedies=(
-                "choose the --tool-call-parser that reads this form, or give the model's own --chat-template",
-            ),
-        )
-        return (Ruling("tool_form", "good", says, (finding,)),)
+            remedies=("choose the --tool-call-parser that reads this form, or the model's own --chat-template",),
+        )  # fmt: skip
+        return Ruling("tool_form", "good", says, (finding,))
     # The model itself may be too weak to write a call: then the reference leaves parts of them as often.
     alike = (
         bool(theirs) and newcombe(len(broken), len(offered), their_broken, len(theirs), confidence).lo <= 0
     )
     own = (alike and their_broken > 0) or len(broken) == 1 < len(offered)
-    finding = Finding(
-        id="coherence.tool_form",
-        severity=Severity.WARNING if own else Severity.ERROR,
-        title=f"tool calls come as broken text: {len(broken)} of {len(offered)} answers hold parts of a call, and nothing was parsed",
+    finding = _finding(
+        "tool_form", Severity.WARNING if own else Severity.ERROR,
+        f"tool calls come as broken text: {len(broken)} of {len(offered)} answers hold parts of one, and nothing was parsed",
+        evidence,
         detail=broken[0],
-        evidence=evidence,
         causes=(
             "the model writes broken calls: a KV cache with too few bits, wrong weights or scales",
             "the tool parser does not belong to the model, or the chat template asks for another form",
         ),
-        remedies=(
-            "ask the same with --kv-cache-dtype auto, and with the model's own tool parser and template",
-        ),
-    )
-    return (Ruling("tool_form", "good" if own else "bad", says, (finding,)),)
+        remedies=("ask the same with --kv-cache-dtype auto, and with the model's own tool parser and template",),
+    )  # fmt: skip
+    return Ruling("tool_form", "good" if own else "bad", says, (finding,))
 
 
 def _offered(record: CheckRecord) -> list[tuple[str, str]]:
@@ -440,69 +419,60 @@ def tools(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
     """The tools suite: as many right answers as the reference, and as many under load as one at a time."""
     levels = [level for level in record.tools if level.answers]
     if not levels:
-        return (Ruling("tools", "not_examined", record.tools_skipped),) if record.tools_skipped else ()
-    right = ", ".join(
-        f"{level.count('right')} of {len(level.answers)} at {level.concurrency}" for level in levels
-    )
-    says = f"right answers by requests at once: {right}"
+        return Ruling("tools", "not_examined", record.tools_skipped) if record.tools_skipped else None
+    says = ", ".join(f"{v.count('right')} of {len(v.answers)} right at {v.concurrency}" for v in levels)
     findings = []
     if reference is not None and reference.tools:
         theirs = reference.tools[0]
-        says += f"; reference {theirs.count('right')} of {len(theirs.answers)}"
-        findings += _worse(
-            levels,
-            theirs,
-            "coherence.tools_wrong",
-            "gives fewer right calls and objects than the model itself",
-        )
+        says += f"; of the reference {theirs.count('right')} of {len(theirs.answers)}"
+        findings += _worse(levels, theirs, under_load=False)
     alone = next((level for level in levels if level.concurrency == 1), None)
     if alone is not None:
-        loaded = [level for level in levels if level.concurrency > 1]
-        title = "breaks calls and objects under load that are right one at a time"
-        findings += _worse(loaded, alone, "coherence.tools_under_load", title)
+        findings += _worse([level for level in levels if level.concurrency > 1], alone, under_load=True)
     if findings:
-        return (Ruling("tools", "bad", says, tuple(findings)),)
-    if not any(level.count("right") for level in levels) and reference is None:
-        finding = Finding(
-            id="coherence.unclear",
-            severity=Severity.WARNING,
-            title=f"no answer of the tools suite is right: the model is too weak for it, or the server is broken ({right})",
-            remedies=("compare with the model itself: --reference-engine hf:PATH",),
+        return Ruling("tools", "bad", says, tuple(findings))
+    if reference is None and not any(level.count("right") for level in levels):
+        title = f"no answer of the tools suite is right: the model is too weak for it, or the server is broken ({says})"
+        compare = ("compare with the model itself: --reference-engine hf:PATH",)
+        return Ruling(
+            "tools", "unclear", says, (_finding("unclear", Severity.WARNING, title, {}, remedies=compare),)
         )
-        return (Ruling("tools", "unclear", says, (finding,)),)
-    return (Ruling("tools", "good", says),)
+    return Ruling("tools", "good", says)
 
 
-def _worse(levels: Sequence[ToolLevel], other: ToolLevel, id_: str, what: str) -> list[Finding]:
+def _worse(levels: Sequence[ToolLevel], other: ToolLevel, *, under_load: bool) -> list[Finding]:
     """A finding where cases are wrong at some level that `other` answered right, more than chance makes them."""
     compared = [(level, *paired(level, other)) for level in levels]
-    worse = [
-        (level, ours, theirs, p) for level, ours, theirs, p in compared if theirs > ours and p < TOOLS_LEVEL
-    ]
+    worse = [row for row in compared if row[2] > row[1] and row[3] < TOOLS_LEVEL]
     if not worse:
         return []
-    level, ours, theirs, p = worse[0]
-    known = {answer.case for answer in other.answers if answer.right}
-    lost = [answer for answer in level.answers if answer.case in known and not answer.right]
-    load = id_ == "coherence.tools_under_load"
-    return [
-        Finding(
-            id=id_,
-            severity=Severity.ERROR,
-            title=f"the server {what}: with {level.concurrency} at a time {theirs} cases are lost and {ours} gained (p = {p:.2g})",
-            detail="; ".join(f"{answer.case}: {answer.text_head[:80]}" for answer in lost[:3]),
-            evidence={
-                "levels": [{"concurrency": v.concurrency, "lost": b, "gained": a, "p_value": q} for v, a, b, q in compared],
-                "cases": [answer.case for answer in lost],
-            },
-            causes=(
-                ("batching: attention kernel, CUDA graphs or scheduler mix up requests", "the KV cache is evicted or overwritten when it is full")
-                if load
-                else ("a KV cache with too few bits, wrong weights or scales", "the tool parser or the chat template is not the model's own")
-            ),
-            remedies=("run the suite with --enforce-eager, without prefix caching, and with --max-num-seqs 1" if load else "run the suite with --kv-cache-dtype auto",),
+    level, gained, lost, p = worse[0]
+    right = {answer.case for answer in other.answers if answer.right}
+    cases = [answer for answer in level.answers if answer.case in right and not answer.right]
+    evidence = {
+        "levels": [
+            {"concurrency": v.concurrency, "gained": a, "lost": b, "p_value": q} for v, a, b, q in compared
+        ],
+        "cases": [answer.case for answer in cases],
+    }
+    counts = f"with {level.concurrency} at a time {lost} cases are lost and {gained} gained (p = {p:.2g})"
+    shown = "; ".join(f"{answer.case}: {answer.text_head[:80]}" for answer in cases[:3])
+    if under_load:
+        title = f"the server breaks calls and objects under load that are right one at a time: {counts}"
+        causes = (
+            "batching: attention kernel, CUDA graphs or scheduler mix up requests",
+            "the KV cache is evicted or overwritten when it is full",
         )
-    ]  # fmt: skip
+        remedy = "run the suite with --enforce-eager, without prefix caching, and with --max-num-seqs 1"
+        id_ = "tools_under_load"
+    else:
+        title = f"the server gives fewer right calls and objects than the model itself: {counts}"
+        causes = (
+            "a KV cache with too few bits, wrong weights or scales",
+            "the tool parser or the chat template is not the model's own",
+        )
+        remedy, id_ = "run the suite with --kv-cache-dtype auto", "tools_wrong"
+    return [_finding(id_, Severity.ERROR, title, evidence, detail=shown, causes=causes, remedies=(remedy,))]
 
 
 # How well does the model predict plain text, near the start and deep in the context?
@@ -521,99 +491,79 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
     """A model that is whole needs few bits for plain text, and as many as its reference."""
     values = [p.bits_per_byte for p in record.passages if not p.depth]
     if len(values) < 2:
-        return (
-            Ruling("bits_per_byte", "not_examined", record.passages_skipped or "no fixed text was scored"),
-        )
+        return Ruling("bits_per_byte", "not_examined", record.passages_skipped or "no fixed text was scored")
     absolute = mean_interval(values, confidence)
     evidence: dict[str, Any] = {"bits_per_byte": interval_json(absolute), "passages": len(record.passages)}
-    says = f"{absolute.value:.3f} bits per byte of plain text over {len(values)} texts"
+    says = f"{absolute.value:.3f} bits per byte"
+    loss = _bit_loss(record, reference, confidence)
+    title = ""
     if not absolute.lo < SANE_BITS:
         title = f"the model cannot predict plain English: {absolute.value:.2f} bits per byte, a sane one needs well under 2"
-        return (Ruling("bits_per_byte", "bad", says, (_bits_finding(title, evidence),)),)
-    pairs = _bit_losses(record, reference)
-    if len(pairs) < 8:
-        return (Ruling("bits_per_byte", "good", says),)
-    loss = cluster_mean(pairs, confidence).interval
-    count = sum(map(len, pairs))
-    evidence |= {"difference": interval_json(loss), "paired_passages": count, "margin": BITS_MARGIN}
-    says += f", {loss.value:+.4f} [{loss.lo:+.4f}, {loss.hi:+.4f}] against the reference over {count} scores"
-    if loss.lo > BITS_MARGIN:
+    elif loss is None:
+        return Ruling("bits_per_byte", "good", f"{says} of plain text over {len(values)} texts")
+    else:
+        between = f"{loss.value:+.4f} [{loss.lo:+.4f}, {loss.hi:+.4f}]"
+        says += f", {between} against the reference"
+        evidence |= {"difference": interval_json(loss), "margin": BITS_MARGIN}
+        if loss.lo > BITS_MARGIN:
+            title = f"the server predicts plain text worse than the model itself: {between} bits per byte"
+    if title:
+        return Ruling(
+            "bits_per_byte", "bad", says, (_finding("bits_per_byte", Severity.ERROR, title, evidence),)
+        )
+    if loss is not None and loss.hi < -BITS_MARGIN:
         title = (
-            f"the server predicts plain text worse than the model itself: {loss.value:+.3f} bits per byte "
-            f"[{loss.lo:+.3f}, {loss.hi:+.3f}]"
+            f"the server predicts plain text better than the reference ({says}): they are not the same model"
         )
-        return (Ruling("bits_per_byte", "bad", says, (_bits_finding(title, evidence),)),)
-    if loss.hi < -BITS_MARGIN:
-        finding = Finding(
-            id="coherence.other_model",
-            severity=Severity.WARNING,
-            title=f"the server predicts plain text better than the reference ({says}): they are not the same model",
-            evidence=evidence,
-            remedies=("check that server and reference hold the same model and revision",),
-        )
-        return (Ruling("bits_per_byte", "unclear", says, (finding,)),)
-    return (Ruling("bits_per_byte", "good" if loss.hi <= BITS_MARGIN else "unclear", says),)
+        remedy = ("check that server and reference hold the same model and revision",)
+        finding = _finding("other_model", Severity.WARNING, title, evidence, remedies=remedy)
+        return Ruling("bits_per_byte", "unclear", says, (finding,))
+    return Ruling("bits_per_byte", "unclear" if loss is not None and loss.hi > BITS_MARGIN else "good", says)
 
 
-def _bit_losses(record: CheckRecord, reference: CheckRecord | None) -> list[list[float]]:
-    """Bits per byte that the server loses, for each text a list over the depths at which both sides scored it."""
+def _bit_loss(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Interval | None:
+    """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides."""
     theirs = {(p.passage, p.depth): p.bits_per_byte for p in reference.passages} if reference else {}
     losses: dict[str, list[float]] = defaultdict(list)
     for p in record.passages:
         if (p.passage, p.depth) in theirs:
             losses[p.passage].append(p.bits_per_byte - theirs[p.passage, p.depth])
-    return list(losses.values())
-
-
-def _same_bits(record: CheckRecord, reference: CheckRecord, confidence: float) -> str:
-    """The interval in words where the fixed texts are predicted as well as by the reference; empty where they are not."""
-    losses = _bit_losses(record, reference)
-    if len(losses) < 8:
-        return ""
-    loss = cluster_mean(losses, confidence).interval
-    return (
-        f"[{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte"
-        if loss.lo > -BITS_MARGIN and loss.hi <= BITS_EQUAL
-        else ""
-    )
-
-
-def _bits_finding(title: str, evidence: Mapping[str, Any]) -> Finding:
-    return Finding(id="coherence.bits_per_byte", severity=Severity.ERROR, title=title, evidence=evidence)
+    return cluster_mean(list(losses.values()), confidence).interval if len(losses) >= LEAST_TEXTS else None
 
 
 def depth(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Rulings:
     """Text before a text helps to predict it, or does nothing. Where it harms, the model loses its way at depth."""
-    shallow = {p.passage: p.bits_per_byte for p in record.passages if p.depth == 0}
-    harm: dict[str, list[float]] = defaultdict(list)
-    for p in record.passages:
-        if p.depth and p.passage in shallow:
-            harm[p.passage].append(p.bits_per_byte - shallow[p.passage])
-    if len(harm) < 4:
-        return (
-            Ruling(
-                "depth", "not_examined", record.passages_skipped or "no text was scored deep in a context"
-            ),
+    harm = _harm(record, confidence)
+    if harm is None:
+        return Ruling(
+            "depth", "not_examined", record.passages_skipped or "no text was scored deep in a context"
         )
-    interval = cluster_mean(list(harm.values()), confidence).interval
-    count = sum(map(len, harm.values()))
-    says = f"{interval.value:+.3f} [{interval.lo:+.3f}, {interval.hi:+.3f}] bits per byte from depth over {count} scores"
-    if interval.lo <= DEPTH_MARGIN:
-        return (Ruling("depth", "good", says),)
-    if reference is not None and depth(reference, None, confidence)[0].state == "bad":
-        return (Ruling("depth", "good", f"{says}; the reference does the same"),)
-    finding = Finding(
-        id="coherence.lost_at_depth",
-        severity=Severity.ERROR,
-        title=f"the deeper in the context, the worse the prediction: {says}",
-        evidence={"difference": interval_json(interval), "passages": count, "margin": DEPTH_MARGIN},
+    says = f"{harm.value:+.3f} [{harm.lo:+.3f}, {harm.hi:+.3f}] bits per byte from depth"
+    if harm.lo <= DEPTH_MARGIN:
+        return Ruling("depth", "good", says)
+    their_harm = _harm(reference, confidence) if reference is not None else None
+    if their_harm is not None and their_harm.lo > DEPTH_MARGIN:
+        return Ruling("depth", "good", f"{says}; the reference does the same")
+    finding = _finding(
+        "lost_at_depth", Severity.ERROR, f"the deeper in the context, the worse the prediction: {says}",
+        {"difference": interval_json(harm), "margin": DEPTH_MARGIN},
         causes=(
             "rope_theta or rope_scaling differs from what the model was trained with",
             "the KV cache loses too much (fp8 without scales, low-bit cache)",
             "a sliding window is missing or wrong",
         ),
-    )
-    return (Ruling("depth", "bad", says, (finding,)),)
+    )  # fmt: skip
+    return Ruling("depth", "bad", says, (finding,))
+
+
+def _harm(record: CheckRecord, confidence: float) -> Interval | None:
+    """Bits per byte by which texts are harder in a context than by themselves, clustered by text."""
+    alone = {p.passage: p.bits_per_byte for p in record.passages if p.depth == 0}
+    harm: dict[str, list[float]] = defaultdict(list)
+    for p in record.passages:
+        if p.depth and p.passage in alone:
+            harm[p.passage].append(p.bits_per_byte - alone[p.passage])
+    return cluster_mean(list(harm.values()), confidence).interval if len(harm) >= 4 else None
 
 
 # What the server counts itself, and the prompts that it builds.
@@ -621,23 +571,16 @@ def depth(record: CheckRecord, reference: CheckRecord | None, confidence: float)
 
 def counters(record: CheckRecord) -> Rulings:
     """A counter of corrupted requests that moved during the run."""
+    if not record.counters:
+        return Ruling("server_counters", "not_examined", "the server counts no corrupted answers")
     moved = {name: value for name, value in record.counters.items() if value > 0}
     if not moved:
-        why = (
-            "the server's counters did not move"
-            if record.counters
-            else "the server counts no corrupted answers"
-        )
-        return (Ruling("server_counters", "good" if record.counters else "not_examined", why),)
+        return Ruling("server_counters", "good", "the server's counters did not move")
     text = ", ".join(f"{name} +{value:g}" for name, value in sorted(moved.items()))
-    finding = Finding(
-        id="coherence.corrupted_requests",
-        severity=Severity.ERROR,
-        title=f"the server itself counted corrupted answers during the run: {text}",
-        evidence={"counters": moved},
-        causes=("NaN in the logits: overflow in float16, a corrupt shard, a faulty kernel",),
-    )
-    return (Ruling("server_counters", "bad", text, (finding,)),)
+    title = f"the server itself counted corrupted answers during the run: {text}"
+    causes = ("NaN in the logits: overflow in float16, a corrupt shard, a faulty kernel",)
+    finding = _finding("corrupted_requests", Severity.ERROR, title, {"counters": moved}, causes=causes)
+    return Ruling("server_counters", "bad", text, (finding,))
 
 
 _LATER_TURNS = frozenset({"second_turn", "tool_call"})
@@ -647,36 +590,29 @@ _LATER_TURNS = frozenset({"second_turn", "tool_call"})
 def prompts(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
     """The same messages must become the same number of prompt tokens: else template or tokenizer differ."""
     if reference is None:
-        return (Ruling("prompts", "not_examined", "there is no reference to compare prompts with"),)
+        return Ruling("prompts", "not_examined", "there is no reference to compare prompts with")
     ours, theirs = _prompt_tokens(record), _prompt_tokens(reference)
     shared = sorted(ours.keys() & theirs.keys())
     if len(shared) < 3:
-        return (
-            Ruling(
-                "prompts", "not_examined", f"{len(shared)} prompts were counted on both sides, 3 are needed"
-            ),
+        return Ruling(
+            "prompts", "not_examined", f"{len(shared)} prompts were counted on both sides, 3 are needed"
         )
     other = {key: (ours[key], theirs[key]) for key in shared if ours[key] != theirs[key]}
     says = f"{len(shared) - len(other)} of {len(shared)} prompts have the reference's number of tokens"
     if len(other) <= len(shared) / 2:
-        return (Ruling("prompts", "good", says),)
-    examples = {
-        f"{probe} {variant}".strip(): list(counts) for (probe, variant), counts in list(other.items())[:5]
-    }
-    finding = Finding(
-        id="coherence.prompt_mismatch",
-        severity=Severity.ERROR,
-        title=f"the server builds other prompts from the same messages than the reference: {says}",
-        evidence={"prompts": len(shared), "different": len(other), "tokens_server_and_reference": examples},
+        return Ruling("prompts", "good", says)
+    examples = {f"{probe} {form}".strip(): list(counts) for (probe, form), counts in list(other.items())[:5]}
+    finding = _finding(
+        "prompt_mismatch", Severity.ERROR,
+        f"the server builds other prompts from the same messages than the reference: {says}",
+        {"prompts": len(shared), "different": len(other), "tokens_server_and_reference": examples},
         causes=(
             "the chat template is not the model's own",
             "the tokenizer is another, or does not add the start token (BOS) that the model was trained with",
         ),
-        remedies=(
-            "compare chat_template, tokenizer.json and bos_token of the served checkpoint with the original",
-        ),
-    )
-    return (Ruling("prompts", "bad", says, (finding,)),)
+        remedies=("compare chat_template, tokenizer.json and bos_token of the served checkpoint with the original",),
+    )  # fmt: skip
+    return Ruling("prompts", "bad", says, (finding,))
 
 
 def _prompt_tokens(record: CheckRecord) -> dict[tuple[str, str], int]:
