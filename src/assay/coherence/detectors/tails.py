@@ -207,7 +207,7 @@ def earlier_runs(ids: NDArray[np.int64], length: int) -> NDArray[np.int64]:
 
 WINDOW, MAX_DISTINCT = 60, 12
 """Words of a passage on one line, and how many different ones it may get along with."""
-MAX_MARKS, MIN_LETTERS, MIN_LINE = 0.15, 0.55, 200
+LINE_MARKS, LINE_LETTERS, LEAST_LINE = 0.15, 0.55, 200
 LONG, LONG_DISTINCT = 300, 56
 """The same for prose over any number of lines that breaks off; sane prose has 75 and more different words among so many."""
 CLOSE = 12
@@ -233,7 +233,7 @@ _TOOL = re.compile(
 def detect_few_words(view: TextView) -> Detection | None:
     """The first passage on one line of `WINDOW` words with at most `MAX_DISTINCT` different ones."""
     for line in _LINE.finditer(view.text):
-        if line.end() - line.start() < MIN_LINE:
+        if line.end() - line.start() < LEAST_LINE:
             continue
         matches = list(_ANY_WORD.finditer(line.group()))
         words = [m.group().lower() for m in matches]
@@ -243,7 +243,7 @@ def detect_few_words(view: TextView) -> Detection | None:
         start, end = matches[index].start(), matches[index + WINDOW - 1].end()
         passage = line.group()[start:end]
         marks = sum(not c.isalnum() and not c.isspace() for c in passage)
-        if marks > MAX_MARKS * len(passage) or sum(map(str.isalpha, passage)) < MIN_LETTERS * len(passage):
+        if marks > LINE_MARKS * len(passage) or sum(map(str.isalpha, passage)) < LINE_LETTERS * len(passage):
             continue  # code, a table, a list of numbers
         window = Counter(words[index : index + WINDOW])
         used = [word for word, _ in window.most_common(6)]

@@ -1,6 +1,6 @@
 """What is measured of every token: bits, counts and flags, from the tables of `language.py`.
 
-Encoded data weigh nothing, and so does notation where it is given (`notation.py`): they look like nothing and mean no
+Encoded data weigh nothing, and so does notation where it is given: they look like nothing and mean no
 harm.
 """
 
