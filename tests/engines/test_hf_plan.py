@@ -14,6 +14,8 @@ from assay.errors import UsageError
 def test_engine_strings() -> None:
     assert parse_spec("hf:./model") == HfSpec("./model")
     assert parse_spec("hf:m?kv_cache_dtype=fp8") == parse_spec("hf:m?kv_cache_dtype=fp8_e4m3")
+    assert parse_spec("hf:m?threads=3&attention=assay") == HfSpec("m", attention="assay", threads=3)
+    assert parse_spec("hf:m?threads=auto") == parse_spec("hf:m") == HfSpec("m", device="auto", attention="sdpa")
     assert parse_spec("./model?device=cuda&dtype=float32") == HfSpec("./model", "float32", "cuda")
 
 
@@ -26,6 +28,8 @@ def test_engine_strings() -> None:
         ("hf:m?dtype=int4", "unknown dtype 'int4'"),
         ("hf:m?kv_cache_dtype=fp8_e4m2", "unknown kv_cache_dtype 'fp8_e4m2'"),
         ("hf:m?kv_cache_dtype=", "unknown kv_cache_dtype ''"),
+        ("hf:m?threads=many", "threads=many is not a whole number"),
+        ("hf:m?threads=-1", "threads=-1 is not a whole number"),
         ("hf:m?speed=9", "the unknown option 'speed'"),
     ],
 )

@@ -102,6 +102,7 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
             else Floors()
         )
         greedy = _greedy(plan, engine, windows, folder, progress)
+        facts |= engine.describe()  # by now also how many windows ran together
         return Reference(
             windows, store, check, facts, text_facts, floors, probe, greedy, fingerprint=own_print
         )

@@ -107,10 +107,12 @@ def parse_spec(spec: str) -> HfSpec:
             )
     if options["kv_cache_dtype"] == "fp8":
         options["kv_cache_dtype"] = "fp8_e4m3"
+    if options["threads"] == "auto":
+        options["threads"] = 0
     if not str(options["threads"]).isdecimal():
         raise UsageError(
             f"{spec!r}: threads={options['threads']} is not a whole number",
-            remedy="leave it out, or write 1 or more",
+            remedy="write a number, or auto",
             finding_id="fidelity.usage",
         )
     options["threads"] = int(options["threads"])
