@@ -9,7 +9,7 @@ import pytest
 from assay.engines.base import Capability, Message, MissingCapability, Reply, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.errors import ModelUnknown, RequestRefused
-from assay.engines.server.scoring import by_echo
+from assay.engines.server.scoring import by_echo, score_prompts
 
 pytestmark = pytest.mark.engine
 
@@ -114,8 +114,12 @@ def test_vllm_scores_the_same_by_every_route(vllm: ServerEngine) -> None:
     assert by_text.token_ids == by_ids.token_ids == ids
     assert by_text.token_count == len(ids) == len(by_text.scored) + 1
     assert by_text.nll == pytest.approx(by_ids.nll, rel=1e-3)
-    echoed = by_echo(vllm._transport, vllm.model, TEXT)
+    (echoed,) = score_prompts(vllm._transport, vllm.model, [TEXT], by_echo)
     assert echoed.scored == pytest.approx(by_text.scored, abs=0.3)
+    together = vllm.score_many([TEXT, "Hello, world. " + TEXT, TEXT])
+    for scores in (together[0], together[2]):
+        assert (scores.token_ids, scores.bytes) == (by_text.token_ids, by_text.bytes)
+        assert scores.scored == pytest.approx(by_text.scored, abs=0.3)
     # "The" is not scored, so its bytes do not count.
     assert by_text.bytes == len(TEXT) - len("The")
     assert by_text.bits_per_byte is not None

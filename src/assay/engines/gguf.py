@@ -337,7 +337,8 @@ class GgufScorer:
             "llama_cpp_python": self._library.__version__,
             "kv_cache": {"k": self.spec.k, "v": self.spec.v},
             "ubatch": self.spec.ubatch,
-            "gpu_layers": self.spec.gpu_layers,
+            "gpu_layers": self.spec.gpu_layers if self._library.llama_supports_gpu_offload() else 0,
+            "threads": self.spec.threads or choose_threads(),
             **describe_model(self._library, self._model),
         }
 
