@@ -301,7 +301,9 @@ def _nothing(judged: Judged) -> Finding:
 def _hidden(judged: Judged) -> Iterator[Finding]:
     """What totals hide."""
     a = judged.assessment
-    for name in a.dead_engines if len(a.dead_engines) < len(a.per_engine) else []:
+    for name in (
+        a.dead_engines if a.health is not Health.BROKEN or len(a.dead_engines) < len(a.per_engine) else []
+    ):
         own = a.per_engine[name]
         yield Finding(
             "speculation.engine_dead",

@@ -38,7 +38,9 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
         re.I,
     ),
     "weights_skipped": re.compile(rf"{_HEAD_NAMES}.*not found in params_dict", re.I),
-    "weights_uninitialised": re.compile(rf"weights? .*(?:were|was) not initialized.*{_HEAD_NAMES}", re.I),
+    "weights_uninitialised": re.compile(
+        rf"weights? .{{0,400}}(?:were|was) not initialized.*{_HEAD_NAMES}", re.I
+    ),
     "weights_cast": re.compile(
         rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype \S+)", re.I
     ),
@@ -48,7 +50,7 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
     ),
     "draft_context": re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
     "draft_vocab": re.compile(
-        r"(?:draft|target).*vocab.*(?:not compatible|incompatible|mismatch|must match)", re.I
+        r"(?:draft|target).{0,200}vocab.{0,200}(?:not compatible|incompatible|mismatch|must match)", re.I
     ),
     "speculation_on": re.compile(
         r"(speculative_config=SpeculativeConfig\([^)]*\)|speculative_algorithm='[^']+'|creating MTP draft context"
@@ -66,8 +68,8 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
     "quantization": re.compile(r"\b(quantization='?(?!None)[\w-]+)'?[,)\s]"),
     "kv_cache_dtype": re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]"),
     "replies": re.compile(
-        r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt )\beval time\s*=.*"
-        r"|Decode batch.*gen throughput.*)"
+        r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt )\beval time\s{0,20}=.*"
+        r"|Decode batch.{0,400}gen throughput.*)"
     ),
 }
 _SPEED = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (\d+) reqs")
@@ -129,11 +131,11 @@ _NAMES_DRAFTING = re.compile(
     r"draft|specul|spec[_ -]?dec|\bspec[ _-]|mtp|eagle|medusa|dflash|nextn|n-?gram|lookahead", re.I
 )
 _COUNTS = re.compile(
-    r"acc(?:ept\w*)?\b[^.;]{0,40}?(?:\d+\s*/\s*\d+|\d[\d.]*\s*%|[=:]\s*\d)"
-    r"|(?:\d+\s*(?:/|of)\s*\d+|\d[\d.]*\s*%)[^.;]{0,30}\baccept",
+    r"acc(?:ept\w{0,20})?\b[^.;]{0,40}?(?:\d{1,15}\s?/\s?\d|\d[\d.]{0,15}\s?%|[=:]\s*\d)"
+    r"|(?<!\d)(?:\d{1,15}\s?(?:/|of)\s?\d{1,15}|\d[\d.]{0,15}\s?%)[^.;]{0,30}\baccept",
     re.I,
 )
-_SETTING = re.compile(r"\w*(?:threshold|sampler|alpha|method)\w*['\"]?\s*[=:]\s*\S+", re.I)
+_SETTING = re.compile(r"\b\w{0,60}?(?:threshold|sampler|alpha|method)\w{0,60}['\"]?\s?[=:]\s?\S+", re.I)
 
 
 def looks_like_drafting(text: str) -> bool:

@@ -274,7 +274,8 @@ def combine(observations: Sequence[Observation]) -> Evidence:
     record = replace(record, per_implementation=_implementations(own))
     if len(by_engine) > 1:
         others = ", ".join(sorted(e for e in by_engine if e != main))
-        per_engine |= {e: summarise(choose(o)) for e, o in by_engine.items() if e != main}
+        apart = {e: summarise(choose(o)) for e, o in by_engine.items() if e != main}
+        per_engine = (per_engine or {main: record}) | apart
         record = replace(record, notes=(*record.notes, f"lines of other engines are judged apart: {others}"))
     totals = [o for o in own if o.kind is Kind.TOTAL and o.has_counts]
     lifetime = (
@@ -339,7 +340,7 @@ def summarise(observations: Sequence[Observation]) -> Record:
         drafted = accepted = None
         positions = None
     depth = _depth(used, drafted, drafts, positions)
-    rate = accepted / drafted if drafted and accepted is not None else None
+    rate = min(1.0, accepted / drafted) if drafted and accepted is not None else None
     mean = _mean_length(used, accepted, drafts, emitted)
     if not counted and rate is None:
         rate = _weighted(used, "acceptance_rate")

@@ -1,4 +1,4 @@
-"""Figures, tables and pictures of a judged source, for `report/` to draw."""
+"""Figures, tables and pictures of a judged source, for `report/` to draw; the table that decides comes first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from assay.speculation.benefit import Benefit
 from assay.speculation.findings import Judged
 from assay.speculation.health import WORTH, Rate, proportion
-from assay.speculation.record import Observation, Record
+from assay.speculation.record import Observation
 from assay.verdict import Band, Block, Chart, Metric, Point, Series, Table
 
 PROSE = Band("usual for prose", 0.4, 0.7)
@@ -21,15 +21,14 @@ def headline(judged: Judged) -> list[Metric]:
     a, record, b = judged.assessment, judged.record, judged.benefit
     metrics = [Metric("health", a.health.value, note=a.reason)]
     if a.pooled is not None:
-        metrics.append(
-            Metric("acceptance", a.pooled.percent(), note="of all draft tokens; prose 40–70 %, code 20–50 %")
-        )
+        note = "of all draft tokens; prose 40–70 %, code 20–50 %"
+        metrics.append(Metric("acceptance", a.pooled.percent(), note=note))
     elif record.acceptance_rate is not None:
         metrics.append(
             Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval")
         )
     if record.tokens_per_step is not None:
-        metrics.append(_tokens_per_step(record, judged.evidence.steps))
+        metrics.append(_tokens_per_step(judged, record.tokens_per_step))
     if b is not None and a.judged:
         metrics += _multiplier(b)
     if judged.advice:
@@ -39,24 +38,25 @@ def headline(judged: Judged) -> list[Metric]:
 
 def blocks(judged: Judged) -> list[Block]:
     """Tables and charts, where there is something to show."""
-    found: list[Block | None] = [
-        _positions(judged),
+    bad = judged.assessment.health.bad
+    tables = [_baseline(judged), _positions(judged), _engines(judged), _implementations(judged)]
+    if judged.assessment.dead_engines:
+        tables.insert(0, tables.pop(2))
+    charts = [
         _position_chart(judged),
         _over_time(judged),
-        _multiplier_chart(judged.benefit) if judged.benefit and not judged.assessment.health.bad else None,
-        _engines(judged),
-        _implementations(judged),
-        _baseline(judged),
+        _multiplier_chart(judged.benefit) if judged.benefit and not bad else None,
     ]
-    return [b for b in found if b is not None]
+    return [b for b in (*tables, *charts) if b is not None]
 
 
-def _tokens_per_step(record: Record, steps: Record) -> Metric:
+def _tokens_per_step(judged: Judged, length: float) -> Metric:
     """Over all steps, where the source counts those without a draft too: that is what is paid for."""
-    length, share = steps.tokens_per_step or record.tokens_per_step or 1.0, steps.coverage
-    if share is None or share > 0.98 or steps.overall is None:
-        return Metric("tokens per step", f"{record.tokens_per_step or 1.0:.2f}", note="bonus token included")
-    note = f"over all steps; {length:.2f} at the {100 * share:.3g} % that drafted"
+    steps = judged.evidence.steps
+    if steps.coverage is None or steps.coverage > 0.98 or steps.overall is None:
+        return Metric("tokens per step", f"{length:.2f}", note="bonus token included")
+    drafted = steps.tokens_per_step or length
+    note = f"over all steps; {drafted:.2f} at the {100 * steps.coverage:.3g} % that drafted"
     return Metric("tokens per step", f"{steps.overall:.2f}", note=note)
 
 
@@ -71,32 +71,25 @@ def _multiplier(b: Benefit) -> list[Metric]:
 
 
 def _positions(judged: Judged) -> Table | None:
-    positions = judged.record.positions
-    if not positions:
-        return None
+    a = judged.assessment
     rows = []
     before: int | None = None
-    for i, ((accepted, drafts), rate) in enumerate(zip(positions, judged.assessment.positions, strict=False)):
+    for i, ((accepted, drafts), rate) in enumerate(
+        zip(judged.record.positions or (), a.positions, strict=False)
+    ):
         given = "" if not before else f"{100 * min(1.0, accepted / before):.1f} %"
         rows.append((str(i), f"{accepted:,}", f"{drafts:,}", rate.percent(), given))
         before = accepted
-    return Table(
-        "Draft positions",
-        ("position", "accepted", "drafts", "rate [95 %]", "given the one before"),
-        rows,
-        frozenset({0, 1, 2, 3, 4}),
-        note=""
-        if judged.assessment.design_effect == 1
-        else f"design effect {judged.assessment.design_effect:.1f}",
-    )
+    columns = ("position", "accepted", "drafts", "rate [95 %]", "given the one before")
+    note = "" if a.design_effect == 1 else f"design effect {a.design_effect:.1f}"
+    return Table("Draft positions", columns, rows, frozenset(range(5)), note=note) if rows else None
 
 
 def _position_chart(judged: Judged) -> Chart | None:
     rates = judged.assessment.positions
-    if len(rates) < 2:
-        return None
     points = [Point(f"position {i}", r.value, r.lo, r.hi) for i, r in enumerate(rates)]
-    return Chart("Acceptance per draft position", "bar", [Series("acceptance", points)], "", "rate")
+    series = [Series("acceptance", points)]
+    return Chart("Acceptance per draft position", "bar", series, "", "rate") if len(rates) > 1 else None
 
 
 def _over_time(judged: Judged) -> Chart | None:
@@ -121,17 +114,15 @@ def _series(
 ) -> Series:
     """The rate in each window; long runs are summed into at most 120 points."""
     size = max(1, -(-len(windows) // _POINTS))
-    starts = range(0, len(windows), size)
-    return Series(name, [_point(float(1 + i), rate(windows[i : i + size])) for i in starts])
-
-
-def _point(x: float | str, rate: Rate) -> Point:
-    return Point(x, rate.value, rate.lo, rate.hi)
+    points = []
+    for start in range(0, len(windows), size):
+        own = rate(windows[start : start + size])
+        points.append(Point(float(1 + start), own.value, own.lo, own.hi))
+    return Series(name, points)
 
 
 def _pooled(group: Sequence[Observation]) -> Rate:
-    drafted = sum(w.drafted or 0 for w in group)
-    return proportion(min(drafted, sum(w.accepted or 0 for w in group)), drafted)
+    return proportion(sum(w.accepted or 0 for w in group), sum(w.drafted or 0 for w in group))
 
 
 def _first(group: Sequence[Observation]) -> Rate:
@@ -146,46 +137,36 @@ def _multiplier_chart(b: Benefit) -> Chart:
     series = [Series("measured positions", points[:known])]
     if known < len(points):
         series.append(Series("extrapolated", points[known - 1 :]))
-    return Chart(
-        "Predicted net multiplier",
-        "line",
-        series,
-        "speculative tokens",
-        "times as fast",
-        [Band("costs more than it earns", 0.0, 1.0), Band("hardly worth it", 1.0, WORTH)],
-        note=f"a draft token costs {b.cost} target steps ({b.cost.source})",
-    )
+    bands = [Band("costs more than it earns", 0.0, 1.0), Band("hardly worth it", 1.0, WORTH)]
+    note = f"a draft token costs {b.cost} target steps ({b.cost.source})"
+    title = "Predicted net multiplier"
+    return Chart(title, "line", series, "speculative tokens", "times as fast", bands, note=note)
 
 
 def _engines(judged: Judged) -> Table | None:
-    own = judged.assessment.per_engine
-    if not own:
-        return None
     rows = []
-    for name, a in own.items():
+    for name, a in judged.assessment.per_engine.items():
         record = judged.evidence.per_engine[name]
         length = "" if record.tokens_per_step is None else f"{record.tokens_per_step:.2f}"
-        counts = "" if record.drafted is None else f"{record.accepted:,} / {record.drafted:,}"
+        counts = f"{_count(record.accepted)} / {_count(record.drafted)}"
         rows.append((name, a.health.value, counts, a.rate.percent() if a.rate else "", length))
-    return Table(
-        "Engines", ("engine", "health", "accepted / drafted", "judged rate [95 %]", "tokens per step"), rows,
-        frozenset({2, 3, 4}),
-    )  # fmt: skip
+    columns = ("engine", "health", "accepted / drafted", "judged rate [95 %]", "tokens per step")
+    return Table("Engines", columns, rows, frozenset({2, 3, 4})) if rows else None
 
 
 def _implementations(judged: Judged) -> Table | None:
-    own = judged.record.per_implementation
-    if not own:
-        return None
-    rows = [
-        (name, f"{c['drafts']:,}", f"{c['drafted']:,}", f"{c['accepted']:,}",
-         proportion(c["accepted"] or 0, c["drafted"]).percent() if c["drafted"] else "")
-        for name, c in own.items()
-    ]  # fmt: skip
-    return Table(
-        "Drafting methods since start", ("method", "drafts", "drafted", "accepted", "acceptance [95 %]"), rows,
-        frozenset({1, 2, 3, 4}), note="lifetime statistics; not added to the request lines",
-    )  # fmt: skip
+    rows = []
+    for name, c in judged.record.per_implementation.items():
+        rate = proportion(c["accepted"] or 0, c["drafted"]).percent() if c["drafted"] else ""
+        rows.append((name, *(_count(c[key]) for key in ("drafts", "drafted", "accepted")), rate))
+    columns = ("method", "drafts", "drafted", "accepted", "acceptance [95 %]")
+    note = "lifetime statistics; not added to the request lines"
+    title = "Drafting methods since start"
+    return Table(title, columns, rows, frozenset({1, 2, 3, 4}), note=note) if rows else None
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
 
 
 def _baseline(judged: Judged) -> Table | None:

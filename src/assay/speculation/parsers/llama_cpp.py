@@ -20,11 +20,11 @@ _REQUEST = re.compile(
 _LENGTH = re.compile(r"mean (?:acceptance )?len(?:gth)?\s*=\s*([\d.]+)")
 _POSITIONS = re.compile(r"(?:acceptance rate per position|#acc rate/pos)\s*=\s*\(([\d.,\s]+)\)")
 _EVAL = re.compile(
-    r"(?<!prompt )\beval time\s*=\s*([\d.]+)\s*ms\s*/\s*(\d+)\s*(?:tokens|runs).*?([\d.]+) tokens per second"
+    r"(?<!prompt )\beval time\s*=\s*([\d.]+)\s*ms\s*/\s*(\d+)\s*(?:tokens|runs).{0,80}?([\d.]+) tokens per second"
 )
 # `#calls(b,g,a) = 6 1690 26`: sequences begun, steps that were asked for a draft, drafts that were verified.
 _STATISTICS = re.compile(
-    r"statistics\s+([\w-]+):.*?#calls(?:\(b,g,a\) =\s*\d+| =)\s*(\d+).*?#gen drafts\s*=\s*(\d+),\s*#acc drafts\s*=\s*(\d+),"
+    r"statistics\s{1,20}([\w-]+):.{0,80}?#calls(?:\(b,g,a\) =\s*\d+| =)\s*(\d+).{0,80}?#gen drafts\s*=\s*(\d+),\s*#acc drafts\s*=\s*(\d+),"
     r"\s*#gen tokens\s*=\s*(\d+),\s*#acc tokens\s*=\s*(\d+)"
 )
 # llama-speculative and llama-lookup print one figure a line.

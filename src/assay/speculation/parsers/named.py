@@ -52,14 +52,15 @@ _GENERATED = re.compile(
 )
 _AT = re.compile(r"(accepted|drafted)(?:_tokens)?_(?:by_depth|by_position|per_pos(?:ition)?)(?:_total)?$")
 
-_NUMBER = r"(?:nan|n/a|\d[\d,]*(?:\.\d+)?)"
+_NUMBER = r"(?:nan|n/a|\d[\d,]{0,20}(?:\.\d{0,20})?)"
 _PAIR = re.compile(
-    rf"([A-Za-z#][\w/# ().%-]*?)[\"']?\s*([=:])\s*[\"']?({_NUMBER})(?![\w:])\s*(%|/\s*\d[\d,]*)?(?![\w:])",
+    rf"([A-Za-z#][\w/# ().%-]{{0,60}}?)[\"']?\s{{0,9}}([=:])\s*[\"']?({_NUMBER})(?![\w:])\s*(%|/\s*\d[\d,]{{0,20}})?(?![\w:])",
     re.I,
 )
-_OF = re.compile(r"(\d[\d,]*)\s*(?:/|of|out of)\s*(\d[\d,]*)")
+_OF = re.compile(r"(?<![\d,.])(\d[\d,]{0,20})\s?(?:/|of|out of)\s?(\d[\d,]{0,20})(?!\d)")
 _NOUN = re.compile(
-    r"(\d[\d,]*)\s+(?:draft(?:ed)?\s+)?(?:tokens?\s+)?(accepted|drafted|proposed|rejected|generated)\b", re.I
+    r"(?<![\d,.])(\d[\d,]{0,20})\s+(?:draft(?:ed)?\s+)?(?:tokens?\s+)?(accepted|drafted|proposed|rejected|generated)\b",
+    re.I,
 )
 _DEPTHS = re.compile(r"\bd(\d{1,3})=(\d+)/(\d+)")
 _LIST = re.compile(r"\b(\w+)=\[([\d,\s]+)\]")
@@ -85,7 +86,7 @@ UNKNOWN = "other"
 
 def role_of(key: str, whole: bool = False) -> str | None:
     """What a key counts: `totalDraftTokensCount` is "drafted". Words before it are left out unless `whole`."""
-    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.strip()).lower()
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", key.strip()[:80]).lower()
     name = re.sub(r"[^a-z0-9]+", "_", name.replace("/", "_per_")).strip("_")
     if _GENERATED.fullmatch(name):
         return "generated"
@@ -321,7 +322,7 @@ def _repeats(o: Observation, of: Sequence[Observation]) -> bool:
 
 
 _FIGURE = re.compile(
-    rf"^\W*([A-Za-z#][\w /()%#.-]*?)[\"']?\s*[:=]\s*[\"']?({_NUMBER})\s*(%?)[\"',]*\s*$", re.I
+    rf"^\W*([A-Za-z#][\w /()%#.-]{{0,60}}?)[\"']?\s*[:=]\s*[\"']?({_NUMBER})\s*(%?)[\"',]*\s*$", re.I
 )
 _POSITION = re.compile(
     r"^\W*(?:(pos(?:ition)?)|acceptance (?:rate )?at token) (\d{1,3}):\s*(\d[\d.]*)\s*%?\s*(?:\((\d+)/(\d+)\))?\s*$",

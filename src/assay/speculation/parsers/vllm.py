@@ -26,13 +26,13 @@ from assay.speculation.record import Kind, Observation, exact_counts, infer_draf
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
 _ENGINE = re.compile(
-    r"(?:Engine (\d+)|Engines Aggregated):.*?Avg generation throughput:\s*([\d.]+).*?Running:\s*(\d+)"
+    r"(?:Engine (\d{1,9})|Engines Aggregated):.{0,200}?Avg generation throughput:\s?([\d.]{1,20}).{0,200}?Running:\s?(\d{1,9})"
 )
 
 # The wording since 0.9, read in one go; every other one is taken apart field by field.
 _USUAL = re.compile(
     r" Mean acceptance length: ([\d.]+), (?:Current speculative depth: \d+, )?Accepted throughput: ([\d.]+) tokens/s, "
-    r"Drafted throughput: ([\d.]+) tokens/s, Accepted: (\d+) tokens, Drafted: (\d+) tokens, Per-position acceptance "
+    r"Drafted throughput: ([\d.]+) tokens/s, Accepted: (\d{1,15}) tokens, Drafted: (\d{1,15}) tokens, Per-position acceptance "
     r"rate: (\d\.\d+(?:, \d\.\d+)*), Avg Draft acceptance rate: [\d.]+%$"
 )
 USUAL_INTERVAL = 10.0
@@ -83,7 +83,7 @@ class VllmV1Parser(Parser):
         """A window in any wording, or the values that a cut line still prints."""
         accepted = _first_count(fields, "Accepted", "Number of accepted tokens")
         drafted = _first_count(fields, "Drafted", "Number of draft tokens", "Number of draft tokens tokens")
-        mean = number(fields.get("Mean acceptance length", ("",))[0])
+        mean = number(next(iter(fields.get("Mean acceptance length", ())), None))
         rates = _rates(fields.get("Per-position acceptance rate", ()))
         if accepted is not None and drafted is not None:
             yield self._window(mean, accepted, drafted, rates, line)
