@@ -7,10 +7,8 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from assay.speculation.benefit import Benefit, Comparison, Measured
 from assay.speculation.health import (
@@ -18,7 +16,6 @@ from assay.speculation.health import (
     MIN_DRAFTS,
     WORTH,
     Assessment,
-    HeadEvidence,
     HeadState,
     Health,
     head_evidence,
@@ -28,94 +25,108 @@ from assay.speculation.read import Clue
 from assay.speculation.record import Evidence, Record
 from assay.verdict import Finding, Severity
 
-VLLM = "https://github.com/vllm-project/vllm/"
-REFERENCES: Mapping[HeadState, tuple[str, ...]] = {
-    HeadState.DEAD: (
-        f"{VLLM}pull/35548",
-        "https://github.com/sgl-project/sglang/issues/35797",
-        "https://github.com/z-lab/paroquant/issues/47",
-        "https://github.com/vllm-project/llm-compressor/issues/1843",
-    ),
-    HeadState.NOISE: (f"{VLLM}issues/41789", f"{VLLM}pull/38494", f"{VLLM}pull/43304"),
-    HeadState.DIVERGED: (f"{VLLM}pull/41044", f"{VLLM}issues/47602", "https://arxiv.org/abs/2211.17192"),
-    HeadState.UNCLEAR: (),
-}
+if TYPE_CHECKING:
+    from assay.checkpoint.serve_args import Version
 
+VLLM = "https://github.com/vllm-project/vllm/"
 _SILENT = (
     "the engine left the head's parameters uninitialised without saying so: the config announces a head that the "
     "checkpoint does not hold (older vLLM, and quantized checkpoints up to today, load on in silence)"
 )
-_GENERIC: Mapping[HeadState, tuple[str, ...]] = {
-    HeadState.DEAD: (
-        _SILENT,
-        "the head's tensors were skipped or cast at load: their names or dtype differ from the quantization scheme",
-        "an engine fault in the draft path (KV-cache group, block table, attention backend)",
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is said of a head in one state; its usual causes come in order of likelihood."""
+
+    name: str
+    title: str
+    causes: tuple[str, ...]
+    remedies: tuple[str, ...]
+    references: tuple[str, ...] = ()
+
+
+DIAGNOSES: Mapping[HeadState, Diagnosis] = {
+    HeadState.DEAD: Diagnosis(
+        "head_dead",
+        "no draft token is accepted: the head proposes nothing that fits",
+        (
+            _SILENT,
+            "the head's tensors were skipped or cast at load: their names or dtype differ from the quantization scheme",
+            "an engine fault in the draft path (KV-cache group, block table, attention backend)",
+        ),
+        (
+            "disable speculation until it is fixed: every draft costs time and earns nothing",
+            "assay verify CHECKPOINT says whether the head's tensors are there and of the declared dtype",
+            "make a missing head loud: vLLM --model-loader-extra-config '{\"enable_weights_track\": true}'",
+        ),
+        (
+            f"{VLLM}pull/35548",
+            "https://github.com/sgl-project/sglang/issues/35797",
+            "https://github.com/z-lab/paroquant/issues/47",
+            "https://github.com/vllm-project/llm-compressor/issues/1843",
+        ),
     ),
-    HeadState.NOISE: (
-        "the draft does not belong to this target (another base model, another tokenizer, a wrong shared head)",
-        "the head was quantized, or its scales or norm convention were read wrongly",
-        "the head's parameters are partly uninitialised",
+    HeadState.NOISE: Diagnosis(
+        "head_noise",
+        "draft tokens are accepted at chance level",
+        (
+            "the draft does not belong to this target (another base model, another tokenizer, a wrong shared head)",
+            "the head was quantized, or its scales or norm convention were read wrongly",
+            "the head's parameters are partly uninitialised",
+        ),
+        (
+            "disable speculation until it is fixed",
+            "compare with a run of the unquantized checkpoint: --baseline SOURCE",
+            "keep the head in BF16 when quantizing, and list it in the config's ignore list under its fused names",
+        ),
+        (f"{VLLM}issues/41789", f"{VLLM}pull/38494", f"{VLLM}pull/43304"),
     ),
-    HeadState.DIVERGED: (
-        "the draft is weak for this text: other domain, chat template, high temperature with greedy proposals",
-        "the target changed under the draft (fine-tuning, strong quantization)",
-        "an engine fault that hits later draft steps only",
+    HeadState.DIVERGED: Diagnosis(
+        "head_diverged",
+        "draft and target disagree too often for drafting to pay",
+        (
+            "the draft is weak for this text: other domain, chat template, high temperature with greedy proposals",
+            "the target changed under the draft (fine-tuning, strong quantization)",
+            "an engine fault that hits later draft steps only",
+        ),
+        (
+            "lower the number of speculative tokens, or use a draft made for this target",
+            "assay compare measures how far the target itself moved",
+        ),
+        (f"{VLLM}pull/41044", f"{VLLM}issues/47602", "https://arxiv.org/abs/2211.17192"),
     ),
-    HeadState.UNCLEAR: (
-        "the head proposes tokens that the target rejects; there are too few hits to tell why",
+    HeadState.UNCLEAR: Diagnosis(
+        "low_acceptance",
+        "too few draft tokens are accepted for drafting to pay",
+        ("the head proposes tokens that the target rejects; there are too few hits to tell why",),
+        ("collect more drafts",),
     ),
 }
-REMEDIES: Mapping[HeadState, tuple[str, ...]] = {
-    HeadState.DEAD: (
-        "disable speculation until it is fixed: every draft costs time and earns nothing",
-        "assay verify CHECKPOINT says whether the head's tensors are there and of the declared dtype",
-        "make a missing head loud: vLLM --model-loader-extra-config '{\"enable_weights_track\": true}'",
-    ),
-    HeadState.NOISE: (
-        "disable speculation until it is fixed",
-        "compare with a run of the unquantized checkpoint: --baseline SOURCE",
-        "keep the head in BF16 when quantizing, and list it in the config's ignore list under its fused names",
-    ),
-    HeadState.DIVERGED: (
-        "lower the number of speculative tokens, or use a draft made for this target",
-        "assay compare measures how far the target itself moved",
-    ),
-    HeadState.UNCLEAR: ("collect more drafts",),
+_SEEN_AT_START = {
+    "weights_missing": "the engine says that the head's weights are missing",
+    "weights_skipped": "head weights were skipped at load",
+    "weights_uninitialised": "head weights were not initialised",
+    "weights_cast": "head weights were cast to another dtype without a scale",
+    "draft_vocab": "the draft's vocabulary does not fit the target's",
 }
+PERFECT_DRAFTS = 50
 
 
 def likely_causes(state: HeadState, clues: Sequence[Clue], checkpoint: Sequence[Finding] = ()) -> list[str]:
     """Causes in order of likelihood: what was seen comes before what is usual."""
     seen = [f"the checkpoint: {f.title}" for f in checkpoint if f.severity.value != "info"]
     by_id = {c.id: c for c in clues}
-    for name, text in (
-        ("weights_missing", "the engine says that the head's weights are missing"),
-        ("weights_skipped", "head weights were skipped at load"),
-        ("weights_uninitialised", "head weights were not initialised"),
-        ("weights_cast", "head weights were cast to another dtype without a scale"),
-        ("draft_vocab", "the draft's vocabulary does not fit the target's"),
-    ):
-        if name in by_id:
-            clue = by_id[name]
+    for name, text in _SEEN_AT_START.items():
+        if clue := by_id.get(name):
             seen.append(f"{text} ({clue.count} lines, the first: {clue.text})")
-    usual = list(_GENERIC[state])
-    if any(f.id == "speculation.head_file" and f.evidence.get("status") == "ok" for f in checkpoint):
-        usual = [c for c in usual if c is not _SILENT]
-    return seen + usual
+    complete = any(f.id == "speculation.head_file" and f.evidence.get("status") == "ok" for f in checkpoint)
+    return seen + [c for c in DIAGNOSES[state].causes if not (complete and c is _SILENT)]
 
 
 def quoted(clues: Sequence[Clue]) -> dict[str, str]:
     """Start-up messages that bear on speculation, as evidence."""
     return {c.id: c.text for c in clues}
-
-
-_TITLES = {
-    HeadState.DEAD: ("head_dead", "no draft token is accepted: the head proposes nothing that fits"),
-    HeadState.NOISE: ("head_noise", "draft tokens are accepted at chance level"),
-    HeadState.DIVERGED: ("head_diverged", "draft and target disagree too often for drafting to pay"),
-    HeadState.UNCLEAR: ("low_acceptance", "too few draft tokens are accepted for drafting to pay"),
-}
-PERFECT_DRAFTS = 50
 
 
 @dataclass(frozen=True)
@@ -164,25 +175,22 @@ def _state(judged: Judged) -> Iterator[Finding]:
     if a.health is Health.OFF or (a.health is Health.INSUFFICIENT and judged.record.engine is None):
         yield _nothing(judged)
     elif a.health is Health.INSUFFICIENT:
-        partial = judged.record.partial
+        name, title, remedy = (
+            ("partial", "the source shows only some of the counters", "give the whole metrics page")
+            if judged.record.partial
+            else (
+                "insufficient",
+                "too little evidence to judge",
+                "let the server answer more requests, then look again",
+            )
+        )
         yield Finding(
-            "speculation.partial" if partial else "speculation.insufficient",
-            Severity.WARNING,
-            "the source shows only some of the counters" if partial else "too little evidence to judge",
-            detail=a.reason,
-            evidence=_figures(a),
-            remedies=(
-                "give the whole metrics page"
-                if partial
-                else "let the server answer more requests, then look again",
-            ),
+            f"speculation.{name}", Severity.WARNING, title, a.reason, evidence=_figures(a), remedies=(remedy,)
         )
     elif a.seldom or (a.judged and judged.benefit is not None and judged.benefit.seldom):
         yield _seldom(judged)
-    if a.health.bad and not a.seldom and not a.all_or_nothing:
-        own = judge_head(judged)
-        if own is not None:
-            yield own
+    if a.health.bad and not a.seldom and not a.all_or_nothing and (own := judge_head(judged)) is not None:
+        yield own
 
 
 def _seldom(judged: Judged) -> Finding:
@@ -229,81 +237,62 @@ def _unread(judged: Judged) -> Iterator[Finding]:
 def judge_head(judged: Judged) -> Finding | None:
     """The finding about the head itself; None where another finding (a dead engine, a collapse) says it all."""
     a, record = judged.assessment, judged.record
-    if a.health is Health.DEGRADED and (a.dead_engines or _only_late(a)):
+    only_late = a.collapse is not None and a.collapse.before.lo >= 0.5
+    if a.health is Health.DEGRADED and (a.dead_engines or only_late):
         return None
     head = head_evidence(record)
     if a.health is Health.DEGRADED and head.state is not HeadState.DIVERGED:
-        head = HeadEvidence(
-            HeadState.UNCLEAR, head.drafts, head.upper, head.first, head.continued, head.geometric
-        )
-    name, title = _TITLES[head.state]
-    if head.state is HeadState.UNCLEAR and a.health is Health.BROKEN and not record.leading:
-        name, title = _TITLES[HeadState.DEAD]
+        head = replace(head, state=HeadState.UNCLEAR)
+    own = DIAGNOSES[head.state]
+    dead = head.state is HeadState.UNCLEAR and a.health is Health.BROKEN and not record.leading
+    shown = DIAGNOSES[HeadState.DEAD] if dead else own
     bound = f" over {head.drafts:,} drafts (true rate at most {head.upper:.2g})" if head.upper else ""
     return Finding(
-        f"speculation.{name}",
+        f"speculation.{shown.name}",
         Severity.ERROR,
-        title,
+        shown.title,
         detail=f"{a.reason}{bound}",
         evidence={**_figures(a), **head.to_json(), **quoted(judged.clues)},
         causes=likely_causes(head.state, judged.clues, judged.checkpoint),
-        remedies=REMEDIES[head.state],
-        references=REFERENCES[head.state],
+        remedies=own.remedies,
+        references=own.references,
     )
 
 
 def _figures(a: Assessment) -> dict[str, object]:
     """The figures that a finding quotes; `results.evidence` holds all of them."""
-    return {
-        "basis": a.basis,
-        "rate": a.rate,
-        "tokens_per_step": a.tokens_per_step,
-    }
-
-
-def _only_late(a: Assessment) -> bool:
-    """Whether the health rests on the collapse alone."""
-    return a.collapse is not None and a.collapse.before.lo >= 0.5
+    return {"basis": a.basis, "rate": a.rate, "tokens_per_step": a.tokens_per_step}
 
 
 def _nothing(judged: Judged) -> Finding:
     """Nothing was drafted, or nothing tells whether anything was."""
     clues = {c.id for c in judged.clues}
     off = judged.assessment.health is Health.OFF
+    remedy = "start it with speculation"
     if judged.record.engine is not None:
-        title, remedy = (
-            "nothing was drafted: speculation is off, or never came to a draft",
-            "send some requests, then look again; if text is generated and drafts stay 0, drafting never happens",
-        )
+        title = "nothing was drafted: speculation is off, or never came to a draft"
+        remedy = "send some requests, then look again; if text is generated and drafts stay 0, drafting never happens"
     elif off and "speculation_off" in clues:
-        title, remedy = "speculation is off in the engine's configuration", "start it with speculation"
+        title = "speculation is off in the engine's configuration"
     elif off:
-        title, remedy = (
-            "speculation is off: requests were answered, and nothing counts drafts",
-            "start it with speculation",
-        )
+        title = "speculation is off: requests were answered, and nothing counts drafts"
     elif "speculation_on" in clues or "depth" in clues:
-        title, remedy = (
-            "speculation is configured, but no line counts any drafts",
-            "check that statistics are logged (vLLM: no --disable-log-stats), and that requests were answered",
+        title = "speculation is configured, but no line counts any drafts"
+        remedy = (
+            "check that statistics are logged (vLLM: no --disable-log-stats), and that requests were answered"
         )
     else:
-        title, remedy = (
-            "nothing in the source counts drafts, nor says that speculation is off",
-            "give the log of the server process, or its /metrics page",
-        )
-    return Finding(
-        "speculation.off" if off else "speculation.no_evidence", Severity.WARNING, title,
-        evidence=quoted(judged.clues), remedies=(remedy,),
-    )  # fmt: skip
+        title = "nothing in the source counts drafts, nor says that speculation is off"
+        remedy = "give the log of the server process, or its /metrics page"
+    name = "speculation.off" if off else "speculation.no_evidence"
+    return Finding(name, Severity.WARNING, title, evidence=quoted(judged.clues), remedies=(remedy,))
 
 
 def _hidden(judged: Judged) -> Iterator[Finding]:
     """What totals hide."""
     a = judged.assessment
-    for name in (
-        a.dead_engines if a.health is not Health.BROKEN or len(a.dead_engines) < len(a.per_engine) else []
-    ):
+    all_dead = a.health is Health.BROKEN and len(a.dead_engines) == len(a.per_engine)
+    for name in () if all_dead else a.dead_engines:
         own = a.per_engine[name]
         yield Finding(
             "speculation.engine_dead",
@@ -327,26 +316,20 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
         )
     if a.collapse is not None:
         c = a.collapse
+        dummies = (
+            "a sequence grew past the draft's own context limit (drafts become dummies for the whole batch)"
+        )
+        corrupt = "the target's state is corrupt: acceptance falls before the text turns into salad"
+        longer = "longer contexts than the draft head was trained for"
         yield Finding(
             "speculation.collapsing",
             Severity.ERROR if a.health.bad else Severity.WARNING,
             f"acceptance fell from {c.before.percent()} to {c.after.percent()} at window {c.at + 1} of {c.windows}",
             detail="every window after it is exactly zero: a switch, not a drift" if c.zero else "",
             evidence={
-                "window": c.at + 1, "time": c.time, "engine": c.replica, "before": c.before,
-                "after": c.after,
+                "window": c.at + 1, "time": c.time, "engine": c.replica, "before": c.before, "after": c.after,
             },
-            causes=(
-                "a sequence grew past the draft's own context limit (drafts become dummies for the whole batch)",
-                "the target's state is corrupt: acceptance falls before the text turns into salad",
-                "the traffic changed",
-            )
-            if c.zero
-            else (
-                "the target's state is corrupt: acceptance falls before the text turns into salad",
-                "longer contexts than the draft head was trained for",
-                "the traffic changed",
-            ),
+            causes=(*((dummies, corrupt) if c.zero else (corrupt, longer)), "the traffic changed"),
             remedies=("assay check, now: is the text still sane?", "compare max_model_len of draft and target"),
             references=(f"{VLLM}issues/58080", "https://github.com/LMCache/LMCache/issues/4247"),
         )  # fmt: skip
@@ -378,34 +361,26 @@ def _depth(judged: Judged) -> Iterator[Finding]:
     b, a = judged.benefit, judged.assessment
     dead = dead_positions(a)
     deep = b is not None and b.too_deep and a.health is Health.HEALTHY and not a.seldom
-    if (deep or dead) and a.health is not Health.BROKEN and b is not None and b.depth:
-        best = min(b.best, dead[0]) if dead else b.best
-        gain = f"{best} give {b.multipliers[best - 1]:.2f} times the speed, {b.depth} give {b.multiplier or 0:.2f}, over all steps"
-        note = (
-            f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
-            if b.cost.source == "assumed"
-            else ""
-        )
-        where = (
-            f"positions {dead[0]} to {dead[-1]}" if len(dead) > 1 else f"position {dead[0]}" if dead else ""
-        )
+    if b is not None and b.depth and (deep or dead) and a.health is not Health.BROKEN:
+        best = min([b.best, *dead[:1]])
+        title = f"{b.depth} speculative tokens are too many: the tail costs more than it earns"
+        if not deep:
+            title = f"positions {dead[0]} to {dead[-1]} of {b.depth} accept next to nothing"
+        detail = f"{best} give {b.multipliers[best - 1]:.2f} times the speed over all steps, {b.depth} give {b.multiplier or 0:.2f}"
+        if b.cost.source == "assumed":
+            detail += f" (assuming that a draft token costs {b.cost.ratio:g} target steps)"
         yield Finding(
             "speculation.k_too_deep",
             Severity.WARNING,
-            f"{b.depth} speculative tokens are too many: the tail costs more than it earns"
-            if deep
-            else f"{where} of {b.depth} accept next to nothing",
-            detail=gain + note,
+            title,
+            detail=detail,
             evidence={
-                "per_position": list(b.rates[: b.measured_depth]),
-                "dead_positions": dead,
-                "best": best,
-                "cost_ratio": b.cost.ratio,
+                "per_position": b.rates[: b.measured_depth], "dead_positions": dead, "best": best, "cost_ratio": b.cost.ratio,
             },
             causes=("one head is run several times, or the draft loses the text after a few tokens",),
             remedies=(f"set the number of speculative tokens to {best}",),
             references=(f"{VLLM}issues/47602",),
-        )
+        )  # fmt: skip
     measured = None if b is None else b.measured_multiplier
     if measured is None and judged.record.multiplier is not None:
         measured = Measured(judged.record.multiplier)
@@ -434,17 +409,16 @@ def _mismatch(judged: Judged) -> Iterator[Finding]:
     depths = sorted({w.num_speculative_tokens for w in judged.evidence.windows if w.num_speculative_tokens})
     stated = {int(n) for c in judged.clues if c.id == "depth" for n in c.text.split(", ")}
     wrong = []
-    for name, wanted in (
-        ("the start-up lines say", stated),
-        ("you said", {judged.asked} if judged.asked else set()),
-    ):
-        deepest = max(wanted, default=0)
+    for name, wanted in ("the start-up lines say", stated), ("you said", {judged.asked} - {None}):
+        deepest = max((n for n in wanted if n), default=0)
         if wanted and ((printed and printed not in wanted) or seen > deepest or reached > deepest + 0.01):
-            wrong.append(f"{name} {', '.join(map(str, sorted(wanted)))}")
+            wrong.append(f"{name} {', '.join(map(str, sorted(n for n in wanted if n)))}")
     if wrong:
-        title = f"the source shows {max(seen, math.ceil(reached - 0.01))} speculative tokens a draft, and {' and '.join(wrong)}"
+        most = max(seen, math.ceil(reached - 0.01))
+        title = f"the source shows {most} speculative tokens a draft, and {' and '.join(wrong)}"
     elif printed and len(depths) > 1:
-        title = f"windows of {', '.join(map(str, depths))} draft positions in one source: two runs, or a depth that changed"
+        shown = ", ".join(map(str, depths))
+        title = f"windows of {shown} draft positions in one source: two runs, or a depth that changed"
     else:
         return
     yield Finding(
@@ -505,53 +479,36 @@ def _against_baseline(judged: Judged) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class HeadFile:
-    """The head as the checkpoint stores it: a status of `results.mtp` (None where not examined), and findings."""
+    """The head as the checkpoint stores it: a status of `results.mtp`, and findings."""
 
-    status: str | None
+    status: str
     findings: tuple[Finding, ...]
 
     def softened(self) -> HeadFile:
         """The same with errors as warnings: for a run whose acceptance is fine whatever the file says."""
-        return replace(
-            self,
-            findings=tuple(
-                replace(f, severity=Severity.WARNING) if f.severity is Severity.ERROR else f
-                for f in self.findings
-            ),
-        )
+        soft = [
+            replace(f, severity=max(f.severity, Severity.WARNING, key=list(Severity).index))
+            for f in self.findings
+        ]
+        return replace(self, findings=tuple(soft))
 
 
 def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
-    """The multi-token-prediction head in the checkpoint at `path`. What cannot be examined is said, never left out."""
-    if find_spec("assay.checkpoint") is None:
-        return HeadFile(None, (_not_examined("this build of assay has no checkpoint area"),))
-    report = import_module("assay.checkpoint.mtp").examine(path)
-    check = import_module("assay.checkpoint.mtp").check_mtp
+    """The multi-token-prediction head in the checkpoint at `path`."""
+    from assay.checkpoint.mtp import check_mtp, examine
+
+    report = examine(path)
     status = str(report.status)
-    found: list[Finding] = list(check(report, _quantized(path), _version(clues)))
-    return HeadFile(status, (*found, *_plain(status)))
-
-
-def _plain(status: str) -> list[Finding]:
-    """Statuses that are no fault but tell something about a dead head."""
-    text = {
+    found = list(check_mtp(report, _quantized(path), _version(clues)))
+    # Statuses that are no fault but tell something about a dead head.
+    plain = {
         "ok": "the checkpoint holds a complete head of the declared dtype: look at the engine, not at the file",
         "none": "the checkpoint announces no head: the draft comes from elsewhere",
-    }.get(status)
-    return (
-        []
-        if text is None
-        else [Finding("speculation.head_file", Severity.INFO, text, evidence={"status": status})]
-    )
-
-
-def _not_examined(reason: str) -> Finding:
-    return Finding(
-        "speculation.head_not_examined",
-        Severity.INFO,
-        f"the head in the checkpoint was not examined: {reason}",
-        remedies=("assay verify CHECKPOINT",),
-    )
+    }
+    if status in plain:
+        evidence = {"status": status}
+        found.append(Finding("speculation.head_file", Severity.INFO, plain[status], evidence=evidence))
+    return HeadFile(status, tuple(found))
 
 
 def _quantized(path: str) -> bool:
@@ -564,10 +521,12 @@ def _quantized(path: str) -> bool:
     return any(isinstance(p, dict) and p.get("quantization_config") for p in parts)
 
 
-def _version(clues: Sequence[Clue]) -> Any:
+def _version(clues: Sequence[Clue]) -> Version | None:
     """The engine's version in the form that the checkpoint rules take; None where no start-up line names it."""
+    from assay.checkpoint.serve_args import Version
+
     text = next((c.text for c in clues if c.id == "version"), "")
     match = re.search(r"\d+\.\d+(?:\.\d+)?", text)
     if match is None or "sglang" in text.lower() or text.startswith("build"):
         return None
-    return import_module("assay.checkpoint.serve_args").Version.parse(match[0])
+    return Version.parse(match[0])

@@ -42,18 +42,24 @@ def proportion(successes: int, trials: int, design_effect: float = 1.0) -> Rate:
     return Rate(interval.value, interval.lo, interval.hi, trials)
 
 
-def design_effect(clusters: Sequence[tuple[int, int]]) -> float:
-    """Variance of a pooled proportion over its binomial variance, from (successes, trials) of each window.
+def overdispersion(*parts: Sequence[tuple[int, int]], least: int = MIN_CLUSTERS - 1) -> float:
+    """Variance of pooled proportions over their binomial variance, from (successes, trials) of the windows of each part.
 
-    Pearson's overdispersion: sum((x − n·p)² / (n·p·(1 − p))) / (G − 1), at least 1. 1 for fewer than 5 windows.
+    Pearson's Σ (x − n·p)² / (n·p·(1 − p)) over the degrees of freedom, at least 1; 1 for fewer than `least` of these.
     """
-    used = [(x, n) for x, n in clusters if n]
-    successes, trials = sum(x for x, _ in used), sum(n for _, n in used)
-    if len(used) < MIN_CLUSTERS or not 0 < successes < trials:
-        return 1.0
-    p = successes / trials
-    chi2 = sum((x - n * p) ** 2 / (n * p * (1 - p)) for x, n in used)
-    return max(1.0, chi2 / (len(used) - 1))
+    chi2, freedom = 0.0, 0
+    for part in parts:
+        x, n = _total(part)
+        freedom += max(0, len(part) - 1)
+        if 0 < x < n:
+            p = x / n
+            chi2 += sum((a - m * p) ** 2 / (m * p * (1 - p)) for a, m in part if m)
+    return max(1.0, chi2 / freedom) if freedom >= least else 1.0
+
+
+def design_effect(clusters: Sequence[tuple[int, int]]) -> float:
+    """What the intervals of a run widen by because its windows differ; 1 for fewer than five."""
+    return overdispersion([c for c in clusters if c[1]])
 
 
 def difference(a: Rate, b: Rate) -> Rate:
@@ -98,7 +104,7 @@ def find_collapse(windows: Sequence[Observation]) -> Collapse | None:
             continue
         at, ratio = split
         before, after = proportion(*_total(pairs[:at])), proportion(*_total(pairs[at:]))
-        ratio /= _dispersion(pairs[:at], pairs[at:])
+        ratio /= overdispersion(pairs[:at], pairs[at:], least=3)
         if after.hi < _FALL * before.lo and ratio > _LIKELIHOOD_RATIO and (best is None or ratio > best[0]):
             zero = after.value == 0.0
             best = (ratio, Collapse(at, len(own), before, after, own[at].time, replica, zero))
@@ -141,26 +147,17 @@ def all_or_nothing(windows: Sequence[Observation]) -> bool:
 
     No text does that; NaN logits do (nothing compares as greater, or everything does).
     """
-    states = set()
-    for w in windows:
-        state = _extreme(w)
-        if state is None:
-            return False
-        states.add(state)
-    return states == {0, 1}
+    return {_extreme(w) for w in windows} == {0, 1}
 
 
 def _extreme(w: Observation) -> int | None:
+    """0 for a window that accepted nothing, 1 for one that accepted everything, else None."""
     if w.drafted is not None and w.accepted is not None:
-        if w.drafted < 20 or 0 < w.accepted < w.drafted:
-            return None
-        return int(w.accepted == w.drafted)
+        return int(w.accepted > 0) if w.drafted >= 20 and w.accepted in (0, w.drafted) else None
     length, depth = w.mean_acceptance_length, w.num_speculative_tokens
-    if length is None or not depth:
-        return None
     if length == 1.0:
-        return 0
-    return 1 if length in (float(depth), depth + 1.0) else None
+        return 0 if depth else None
+    return 1 if depth and length in (depth, depth + 1) else None
 
 
 def _series(windows: Sequence[Observation]) -> dict[str | None, list[Observation]]:
@@ -188,18 +185,6 @@ def _loglik(x: int, n: int) -> float:
     if not 0 < x < n:
         return 0.0
     return x * math.log(x / n) + (n - x) * math.log(1 - x / n)
-
-
-def _dispersion(*parts: Sequence[tuple[int, int]]) -> float:
-    """Pearson overdispersion inside the parts, at least 1."""
-    chi2, freedom = 0.0, 0
-    for part in parts:
-        x, n = _total(part)
-        freedom += len(part) - 1
-        if 0 < x < n:
-            p = x / n
-            chi2 += sum((a - m * p) ** 2 / (m * p * (1 - p)) for a, m in part)
-    return max(1.0, chi2 / freedom) if freedom >= 3 else 1.0
 
 
 BROKEN_RATE, BROKEN_UPPER = 0.05, 0.10
@@ -313,13 +298,11 @@ def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record 
         pooled = proportion(min(max(record.leading, 0), record.drafted), record.drafted, effect)
     first, basis = _position_0(record, positions, pooled, lifetime, effect)
     length = record.tokens_per_step
+    health = Health.INSUFFICIENT
     if record.impossible:
-        health, reason = (
-            Health.INSUFFICIENT,
-            "more tokens were accepted than drafted: these counters do not fit together",
-        )
+        reason = "more tokens were accepted than drafted: these counters do not fit together"
     elif pooled is not None and pooled.n < MIN_DRAFT_TOKENS:
-        health, reason = Health.INSUFFICIENT, f"only {pooled.n} tokens were drafted"
+        reason = f"only {pooled.n} tokens were drafted"
     elif first is not None:
         health, reason = _by_first_position(first, length)
         if health is Health.DEGRADED and _at_chance(record, first, pooled):
@@ -329,7 +312,7 @@ def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record 
     elif length is not None and not record.partial and (record.drafts or 0) >= MIN_DRAFT_TOKENS:
         return _judge_values(record)
     else:
-        health, reason, basis = Health.INSUFFICIENT, "the source does not hold what a rate needs", "nothing"
+        reason, basis = "the source does not hold what a rate needs", "nothing"
     found = Assessment(health, reason, basis, first or pooled, length, positions, pooled, effect)
     counted = lifetime if lifetime is not None and record.coverage is None else record
     return found if counted.steps_estimated or basis == "nothing" else by_all_steps(counted, found)
@@ -343,24 +326,22 @@ def with_words(found: Assessment, record: Record, clues: Collection[str], unread
     if found.health is not Health.OFF:
         return by_all_steps(record, found) if "sparse_method" in clues else found
     if unread:
-        form = "line names" if unread == 1 else "lines name"
-        return replace(
-            found, health=Health.UNKNOWN, reason=f"{unread:,} {form} drafting in a form that is not read"
-        )
+        reason = f"{unread:,} line{'s name' if unread > 1 else ' names'} drafting in a form that is not read"
+        return replace(found, health=Health.UNKNOWN, reason=reason)
     if record.engine is not None:
         return found  # counters that stand at nothing
     asked = "speculation_on" in clues or "depth" in clues
-    if "speculation_off" in clues:
-        return replace(found, reason="speculation is off in the engine's configuration")
-    if not asked and "no_counters" in clues:
-        return replace(found, reason="the metrics page has no draft counters")
-    if not asked and "replies" in clues:
-        return replace(found, reason="requests were answered, and no line counts drafts")
-    reason = (
-        "speculation is configured, but nothing counts drafts"
-        if asked
-        else "nothing in the source counts drafts"
-    )
+    evidence = {
+        "speculation_off": "speculation is off in the engine's configuration",
+        "no_counters": "the metrics page has no draft counters",
+        "replies": "requests were answered, and no line counts drafts",
+    }
+    for clue, reason in evidence.items():
+        if clue in clues and (not asked or clue == "speculation_off"):
+            return replace(found, reason=reason)
+    reason = "nothing in the source counts drafts"
+    if asked:
+        reason = "speculation is configured, but nothing counts drafts"
     return replace(found, health=Health.INSUFFICIENT, reason=reason)
 
 
@@ -386,30 +367,23 @@ def by_all_steps(record: Record, found: Assessment) -> Assessment:
     Its draft tokens cost nothing but their verification; what it gains is 1 + accepted / steps. The interval holds the
     rate's and that of the number of drafts, which come in bursts (Poisson).
     """
-    if (
-        found.health is Health.BROKEN
-        or record.coverage is None
-        or record.coverage >= SELDOM
-        or record.impossible
-    ):
+    share = record.coverage
+    if share is None or share >= SELDOM or found.health is Health.BROKEN or record.impossible:
         return found
     if record.overall is None or not record.drafts:
         return found
-    gain = record.overall - 1
-    rate = found.pooled or found.rate
+    gain, rate = record.overall - 1, found.pooled or found.rate
     down = up = 0.0
     if rate is not None and rate.value > 0:
         down, up = 1 - rate.lo / rate.value, rate.hi / rate.value - 1
     spread = 1.96 / math.sqrt(record.drafts)
-    lo, hi = (1 + gain * max(0.0, 1 - math.hypot(down, spread)), 1 + gain * (1 + math.hypot(up, spread)))
-    reason = f"{100 * record.coverage:.3g} % of the steps drafted: {record.overall:.2f} tokens a step overall [{lo:.2f}, {hi:.2f}]"
-    enough = (record.drafted or record.drafts) >= MIN_DRAFT_TOKENS
-    if enough and hi < WORTH:
-        health = Health.DEGRADED
-    elif enough and lo >= WORTH:
-        health = Health.HEALTHY
-    else:
-        health = Health.INSUFFICIENT
+    lo = 1 + gain * max(0.0, 1 - math.hypot(down, spread))
+    hi = 1 + gain * (1 + math.hypot(up, spread))
+    text = f"{record.overall:.2f} tokens a step overall [{lo:.2f}, {hi:.2f}]"
+    health = Health.INSUFFICIENT
+    if (record.drafted or record.drafts) >= MIN_DRAFT_TOKENS:
+        health = Health.DEGRADED if hi < WORTH else Health.HEALTHY if lo >= WORTH else health
+    reason = f"{100 * share:.3g} % of the steps drafted: {text}"
     return replace(found, health=health, reason=reason, basis="all steps", seldom=True)
 
 
@@ -475,41 +449,30 @@ def _judge_values(record: Record) -> Assessment:
     rate, length = record.acceptance_rate, record.tokens_per_step
     signal = first if first is not None else rate
     parts = []
-    if first is not None:
-        parts.append(f"position 0 reads {100 * first:.1f} %")
-    elif rate is not None:
-        parts.append(f"the rate reads {100 * rate:.1f} %")
+    if signal is not None:
+        parts.append(f"{'the rate' if first is None else 'position 0'} reads {100 * signal:.1f} %")
     if length is not None:
         parts.append(f"a step emits {length:.2f} tokens")
     reason = (" and ".join(parts) or "only a multiplier is printed") + " (printed, without counts)"
+    health = Health.HEALTHY
     short = length is not None and length < MIN_TOKENS_PER_STEP
-    if signal is None and length is None:
-        health = Health.INSUFFICIENT
-    elif (signal is not None and signal < BROKEN_RATE and (short or length is None)) or (
-        signal is None and length is not None and length < BROKEN_TOKENS_PER_STEP
-    ):
+    if signal is None:
+        if length is None:
+            health = Health.INSUFFICIENT
+        elif short:
+            health = Health.BROKEN if length < BROKEN_TOKENS_PER_STEP else Health.DEGRADED
+    elif signal < BROKEN_RATE and (short or length is None):
         health = Health.BROKEN
-    elif (
-        short
-        or (first is not None and first < DEGRADED_UPPER)
-        or (length is None and signal is not None and signal < DEGRADED_UPPER)
-    ):
+    elif short or (signal < DEGRADED_UPPER and (first is not None or length is None)):
         health = Health.DEGRADED
-    else:
-        health = Health.HEALTHY
     return Assessment(health, reason, "printed values", tokens_per_step=length)
 
 
 def _clusters(windows: Sequence[Observation], by_position: bool) -> list[tuple[int, int]]:
     """(accepted, tried) of each window: position 0 where it is known, everything otherwise."""
-    clusters = []
-    for w in windows:
-        if by_position and w.accepted_per_position:
-            tried = w.drafts_per_position[0] if w.drafts_per_position else w.drafts
-            clusters.append((w.accepted_per_position[0], tried or 0))
-        elif not by_position and w.drafted and w.accepted is not None:
-            clusters.append((w.accepted, w.drafted))
-    return clusters
+    if by_position:
+        return [_pair(w) for w in windows if w.accepted_per_position]
+    return [(w.accepted, w.drafted) for w in windows if w.drafted and w.accepted is not None]
 
 
 DEAD_DRAFTS = 100

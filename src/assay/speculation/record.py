@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import zip_longest
+from statistics import median
 from typing import Any
+
+MOST_POSITIONS = 1000
+"""No draft is longer; a larger figure is not one of positions."""
 
 
 class Kind(StrEnum):
@@ -201,38 +206,23 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """The object `results.record`."""
-        own: dict[str, Any] = {
-            "engine": self.engine,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "drafts": self.drafts,
-            "acceptance_rate": self.acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "per_position": None if self.per_position is None else list(self.per_position),
-            "num_speculative_tokens": self.num_speculative_tokens,
-            "windows": self.windows,
-            "counts": self.counts,
-            "tokens_per_step": self.tokens_per_step,
-            "coverage": self.coverage,
-            "coverage_estimated": self.coverage is not None and self.steps_estimated,
+        own = {name: getattr(self, name) for name in _IN_JSON}
+        own |= {
             "overall_tokens_per_step": self.overall,
-            "emitted": self.emitted,
-            "reported_accept_rate": self.reported_accept_rate,
+            "coverage_estimated": self.coverage is not None and self.steps_estimated,
             "reported_multiplier": self.multiplier,
-            "generation_throughput": self.generation_throughput,
-            "partial": self.partial,
-            "estimated": self.estimated,
             "definitions": {name: DEFINITIONS.get(name, name) for name in self.definitions},
-            "notes": list(self.notes),
         }
-        if self.per_implementation:
-            own["per_implementation"] = {k: dict(v) for k, v in self.per_implementation.items()}
-        return own
+        return own | ({"per_implementation": self.per_implementation} if self.per_implementation else {})
 
 
-# -----------------------------------------------------------------------------
+_IN_JSON = (
+    "engine", "drafted", "accepted", "drafts", "acceptance_rate", "mean_acceptance_length", "per_position",
+    "num_speculative_tokens", "windows", "counts", "tokens_per_step", "coverage", "emitted", "reported_accept_rate",
+    "generation_throughput", "partial", "estimated", "notes",
+)  # fmt: skip
+
 # From observations to one record: sums of counts, never means or last values of printed percentages.
-
 # Where one source holds several kinds, the finest one that counts speaks; the others would count twice.
 _PRECEDENCE = ((Kind.WINDOW, Kind.REQUEST), (Kind.TOTAL,), (Kind.SUMMARY,))
 _COUNTERS = ("drafted", "accepted", "drafts", "emitted", "generated", "steps", "accepted_first")
@@ -261,27 +251,33 @@ def combine(observations: Sequence[Observation]) -> Evidence:
     """Add up the observations of one run. Several data-parallel engines are also given apart."""
     if not observations:
         return Evidence(Record())
-    by_engine: dict[str, list[Observation]] = defaultdict(list)
-    for o in observations:
-        by_engine[o.engine].append(o)
+    by_engine = _grouped(observations, lambda o: o.engine)
     main = max(by_engine, key=lambda e: (sum(o.drafted or 0 for o in by_engine[e]), len(by_engine[e])))
-    own = by_engine[main]
+    own = by_engine.pop(main)
     chosen = choose(own)
-    per_engine = (
-        {r: summarise(o) for r, o in _by_replica(chosen).items()} if len(_replicas(chosen)) > 1 else {}
-    )
-    record = summarise(chosen)
-    record = replace(record, per_implementation=_implementations(own))
-    if len(by_engine) > 1:
-        others = ", ".join(sorted(e for e in by_engine if e != main))
-        apart = {e: summarise(choose(o)) for e, o in by_engine.items() if e != main}
-        per_engine = (per_engine or {main: record}) | apart
-        record = replace(record, notes=(*record.notes, f"lines of other engines are judged apart: {others}"))
+    replicas = _grouped(chosen, lambda o: o.replica or "other")
+    per_engine = {r: summarise(o) for r, o in replicas.items()} if len(replicas) > 1 else {}
+    # Lifetime counts of each drafting method that prints its own statistics.
+    methods = {o.stream: o for o in own if o.definition == "llamacpp_total"}
+    each = {k: {"accepted": o.accepted, "drafted": o.drafted, "drafts": o.drafts} for k, o in methods.items()}
+    record = replace(summarise(chosen), per_implementation=each)
+    if by_engine:
+        per_engine = (per_engine or {main: record}) | {e: summarise(choose(o)) for e, o in by_engine.items()}
+        note = f"lines of other engines are judged apart: {', '.join(sorted(by_engine))}"
+        record = replace(record, notes=(*record.notes, note))
     totals = [o for o in own if o.kind is Kind.TOTAL and o.has_counts]
-    lifetime = (
-        summarise(differences(totals)) if totals and chosen and chosen[0].kind is not Kind.TOTAL else None
-    )
+    apart = bool(totals and chosen and chosen[0].kind is not Kind.TOTAL)
+    lifetime = summarise(differences(totals)) if apart else None
     return Evidence(record, per_engine, [o for o in chosen if not o.empty], lifetime)
+
+
+def _grouped(
+    observations: Iterable[Observation], key: Callable[[Observation], str]
+) -> dict[str, list[Observation]]:
+    grouped: dict[str, list[Observation]] = defaultdict(list)
+    for o in observations:
+        grouped[key(o)].append(o)
+    return grouped
 
 
 def choose(observations: Sequence[Observation]) -> list[Observation]:
@@ -316,69 +312,58 @@ def fell(before: Observation, after: Observation) -> bool:
 
 def subtract(after: Observation, before: Observation) -> Observation:
     """The window between two totals of one counter."""
-    changes: dict[str, int | None] = {}
+    changes: dict[str, Any] = {}
     for name in _COUNTERS:
         a, b = getattr(after, name), getattr(before, name)
         changes[name] = None if a is None else a - (b or 0)
-    return replace(
-        after,
-        accepted_per_position=_minus(after.accepted_per_position, before.accepted_per_position),
-        drafts_per_position=_minus(after.drafts_per_position, before.drafts_per_position),
-        **changes,  # type: ignore[arg-type]
-    )
+    for name in ("accepted_per_position", "drafts_per_position"):
+        a, b = getattr(after, name), getattr(before, name)
+        changes[name] = (
+            a if not a or not b else tuple(x - y for x, y in zip_longest(a, b[: len(a)], fillvalue=0))
+        )
+    return replace(after, **changes)
 
 
 def summarise(observations: Sequence[Observation]) -> Record:
     """One record of observations that may be added up. Unknown stays None: nothing is guessed."""
     used = [o for o in observations if not o.empty]
     counted = any(o.has_counts for o in observations)
-    positions = _positions(used)
-    drafted, accepted = _sum(observations, "drafted"), _sum(observations, "accepted")
-    drafts, emitted = _sum(observations, "drafts"), _sum(observations, "emitted")
     partial = any(o.partial for o in observations)
+    drafted, accepted, drafts, emitted, generated, steps = (
+        _sum(observations, name)
+        for name in ("drafted", "accepted", "drafts", "emitted", "generated", "steps")
+    )
+    positions = None if partial else _positions(used)
     if partial:
         drafted = accepted = None
-        positions = None
-    depth = _depth(used, drafted, drafts, positions)
     rate = min(1.0, accepted / drafted) if drafted and accepted is not None else None
-    mean = _mean_length(used, accepted, drafts, emitted)
     if not counted and rate is None:
         rate = _weighted(used, "acceptance_rate")
+    mean = _mean_length(used, accepted, drafts, emitted)
     leading = emitted - drafts if emitted is not None and drafts else None
-    generated, steps = _sum(observations, "generated"), _sum(observations, "steps")
     kept = accepted if leading is None else leading
     if steps is None and generated is not None and kept is not None and generated > kept:
         steps = generated - kept  # every step adds one token of its own
     first = _sum(used, "accepted_first")
+    # Printed rates of positions are kept where exactly one observation has them.
+    rates = used[0].rates_per_position if len(used) == 1 else None
+    speeds = [o.generation_throughput for o in used if o.generation_throughput]
     return Record(
         engine=observations[0].engine if observations else None,
-        drafted=drafted,
-        accepted=accepted,
-        drafts=drafts,
-        acceptance_rate=rate,
-        mean_acceptance_length=mean,
-        per_position=tuple(a / n if n else 0.0 for a, n in positions)
-        if positions
-        else _printed_positions(used),
-        num_speculative_tokens=depth,
-        windows=len(used),
-        counts=counted,
+        drafted=drafted, accepted=accepted, drafts=drafts, acceptance_rate=rate, mean_acceptance_length=mean,
+        per_position=tuple(a / n if n else 0.0 for a, n in positions) if positions else rates,
+        num_speculative_tokens=_depth(used, drafted, drafts, positions), windows=len(used), counts=counted,
         positions=positions,
         first=positions[0] if positions else (first, drafts) if first is not None and drafts else None,
-        steps=steps,
-        steps_estimated=any(o.definition == "vllm_v1_window" for o in used),
+        steps=steps, steps_estimated=any(o.definition == "vllm_v1_window" for o in used),
         tokens_per_step=mean if mean is not None else _derived_length(used, positions, accepted, drafted),
-        leading_accepted=leading,
-        emitted=emitted,
-        generated=generated,
-        multiplier=_weighted(used, "multiplier"),
-        reported_accept_rate=_weighted(used, "reported_rate"),
-        generation_throughput=_throughput(used),
-        partial=partial,
+        leading_accepted=leading, emitted=emitted, generated=generated,
+        multiplier=_weighted(used, "multiplier"), reported_accept_rate=_weighted(used, "reported_rate"),
+        generation_throughput=median(speeds) if speeds else None, partial=partial,
         estimated=any(o.estimated for o in used),
         definitions=tuple(dict.fromkeys(o.definition for o in observations)),
         notes=tuple(dict.fromkeys(o.note for o in observations if o.note)),
-    )
+    )  # fmt: skip
 
 
 def _sum(observations: Sequence[Observation], name: str) -> int | None:
@@ -408,25 +393,16 @@ def _positions(used: Sequence[Observation]) -> tuple[tuple[int, int], ...] | Non
     return tuple((min(a, n), n) for a, n in zip(accepted, tried, strict=True)) or None
 
 
-def _printed_positions(used: Sequence[Observation]) -> tuple[float, ...] | None:
-    """Printed per-position rates, where there is exactly one observation that has them."""
-    return used[0].rates_per_position if len(used) == 1 else None
-
-
 def _depth(
-    used: Sequence[Observation],
-    drafted: int | None,
-    drafts: int | None,
-    positions: tuple[tuple[int, int], ...] | None,
+    used: Sequence[Observation], drafted: int | None, drafts: int | None, positions: Sequence[Any] | None
 ) -> int | None:
     """Speculative tokens a step: what is stated, or what divides evenly, or the number of positions."""
-    if not used:
+    if not used or used[0].definition == "mlc_counts":
         return None
-    stated = max((o.num_speculative_tokens or 0 for o in used), default=0)
+    stated = max(o.num_speculative_tokens or 0 for o in used)
     exact = drafted // drafts if drafted and drafts and drafted % drafts == 0 else 0
-    if used[0].definition == "mlc_counts":
-        return None
-    return max(stated, exact, len(positions or ())) or None
+    deepest = max(stated, exact, len(positions or ()))
+    return deepest if 0 < deepest <= MOST_POSITIONS else None
 
 
 def _mean_length(
@@ -450,7 +426,7 @@ def _mean_length(
 
 def _derived_length(
     used: Sequence[Observation],
-    positions: tuple[tuple[int, int], ...] | None,
+    positions: Sequence[tuple[int, int]] | None,
     accepted: int | None,
     drafted: int | None,
 ) -> float | None:
@@ -483,40 +459,6 @@ def _weighted(used: Sequence[Observation], name: str) -> float | None:
     return float(sum(v * (w or 0.0) for v, w in pairs) / sum(w or 0.0 for _, w in pairs))
 
 
-def _throughput(used: Sequence[Observation]) -> float | None:
-    """Median generation throughput of the windows that print one."""
-    values = sorted(o.generation_throughput for o in used if o.generation_throughput)
-    if not values:
-        return None
-    middle = len(values) // 2
-    return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) / 2
-
-
-def _minus(after: tuple[int, ...] | None, before: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    if after is None or before is None:
-        return after
-    padded = before + (0,) * (len(after) - len(before))
-    return tuple(a - b for a, b in zip(after, padded, strict=False))
-
-
-def _replicas(observations: Sequence[Observation]) -> set[str | None]:
-    return {o.replica for o in observations}
-
-
-def _by_replica(observations: Sequence[Observation]) -> dict[str, list[Observation]]:
-    grouped: dict[str, list[Observation]] = defaultdict(list)
-    for o in observations:
-        grouped[o.replica or "other"].append(o)
-    return grouped
-
-
-def _implementations(observations: Sequence[Observation]) -> dict[str, dict[str, int | None]]:
-    """Lifetime counts of each drafting method that prints its own statistics."""
-    last = {o.stream: o for o in observations if o.definition == "llamacpp_total"}
-    return {k: {"accepted": o.accepted, "drafted": o.drafted, "drafts": o.drafts} for k, o in last.items()}
-
-
-# -----------------------------------------------------------------------------
 # Counts behind printed figures: how many drafts a log line with rounded rates stands for.
 
 
@@ -526,7 +468,6 @@ def infer_drafts(
     positions: int | None,
     mean_length: float | None,
     rates: Sequence[float] | None = None,
-    decimals: int = 2,
 ) -> int | None:
     """Number of drafts behind a line that prints drafted and accepted tokens and a rounded mean length.
 
@@ -539,7 +480,7 @@ def infer_drafts(
     full = math.ceil(drafted / positions) if positions else None
     if mean_length is None or not math.isfinite(mean_length):
         return full
-    half = 0.5 * 10**-decimals + 1e-9
+    half = 0.005 + 1e-9  # two decimals are printed
 
     def agrees(drafts: int) -> bool:
         return bool(abs(1 + accepted / drafts - mean_length) <= half)
@@ -551,7 +492,7 @@ def infer_drafts(
         return full
     first, last = math.ceil(accepted / high), math.floor(accepted / low)
     candidates = range(max(first, full or 1), min(last, drafted) + 1)
-    if not candidates or len(candidates) > 100_000:
+    if not candidates or len(candidates) > 2000:
         return full if full is not None else round(accepted / (mean_length - 1))
     fitting = [d for d in candidates if _rates_agree(d, accepted, rates)] if rates else list(candidates)
     middle = accepted / (mean_length - 1)
@@ -591,7 +532,7 @@ def position_counts(
         return tuple(counts)
     missing = accepted - sum(counts)
     # The true counts lie within a rounding step of `exact`; a larger gap means that the rates are something else.
-    if missing and abs(missing) <= max(2, len(counts) * (1 + drafts // 1000)):
+    if missing and abs(missing) <= min(10_000, max(2, len(counts) * (1 + drafts // 1000))):
         step = 1 if missing > 0 else -1
         for _ in range(abs(missing)):
             movable = [i for i in range(len(counts)) if 0 <= counts[i] + step <= drafts]

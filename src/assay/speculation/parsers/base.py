@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.speculation.record import Observation
+from assay.speculation.record import MOST_POSITIONS, Observation
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,6 @@ def counts(values: Any) -> tuple[int, ...] | None:
         return None
     result = [count(v) for v in values]
     return None if any(v is None for v in result) else tuple(v for v in result if v is not None)
-
-
-MOST_POSITIONS = 1000
-"""No draft is longer; a longer list is not one of positions."""
 
 
 def positions_from(histogram: Sequence[int] | None, depth: int | None = None) -> tuple[int, ...] | None:

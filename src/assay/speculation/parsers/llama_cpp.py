@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from assay.speculation.parsers.base import MOST_POSITIONS, Line, Parser, Sample, count, number
-from assay.speculation.record import Kind, Observation, position_counts
+from assay.speculation.parsers.base import Line, Parser, Sample, count, number
+from assay.speculation.record import MOST_POSITIONS, Kind, Observation, position_counts
 
 _REQUEST = re.compile(
     r"draft acceptance(?: rate)?\s*=\s*(nan|[\d.]+)\s*\(\s*(\d+)\s+accepted\s*/\s*(\d+)\s+generated\s*\)"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from assay.speculation.parsers.base import MOST_POSITIONS, Line, Parser, Sample, count, counts, number
-from assay.speculation.record import Kind, Observation, fell, position_counts
+from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, number
+from assay.speculation.record import MOST_POSITIONS, Kind, Observation, fell, position_counts
 
 DRAFTING = (
     "draft", "specul", "spec_", "spec-", "spec ", "specdec", "mtp", "eagle", "medusa", "dflash", "nextn", "ngram", "n-gram",

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from assay.speculation.parsers.base import (
-    MOST_POSITIONS,
     Line,
     Parser,
     Sample,
@@ -21,7 +20,14 @@ from assay.speculation.parsers.base import (
     number,
     positions_from,
 )
-from assay.speculation.record import Kind, Observation, exact_counts, infer_drafts, position_counts
+from assay.speculation.record import (
+    MOST_POSITIONS,
+    Kind,
+    Observation,
+    exact_counts,
+    infer_drafts,
+    position_counts,
+)
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
