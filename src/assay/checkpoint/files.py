@@ -71,7 +71,7 @@ class VerifyOptions(Options):
         None, "CUDA compute capability of the GPU, e.g. 8.6.", flag="compute-capability", lo=3, hi=20
     )
     target: str | None = option(
-        None, "Target model of this EAGLE draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
+        None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
     )
     allow_unverified: bool = option(False, "Accept files with no digest to hold against.")
     digest_cache: bool = option(True, "Hash every file again, whatever was hashed before.")
