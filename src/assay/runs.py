@@ -24,7 +24,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from platformdirs import user_cache_dir
 
 from assay.errors import AssayError, UsageError
 from assay.verdict import Finding, Severity
@@ -32,7 +31,12 @@ from assay.verdict import Finding, Severity
 
 def cache_path(name: str) -> Path:
     """Where `name` lies inside the cache: in `ASSAY_CACHE`, else in the user's cache directory."""
-    return Path(os.environ.get("ASSAY_CACHE") or user_cache_dir("assay")) / name
+    root = os.environ.get("ASSAY_CACHE")
+    if not root:
+        from platformdirs import user_cache_dir  # which an engine's own environment may lack
+
+        root = user_cache_dir("assay")
+    return Path(root) / name
 
 
 def cache_dir(name: str) -> Path:

@@ -84,7 +84,8 @@ def test_the_shell_completes(typed: str, found: str) -> None:
 def test_completion_is_installed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "assay", "--install-completion", "bash"],
-        env={**os.environ, "HOME": str(tmp_path)},
+        # The shell is named, not looked for among the parents of this process.
+        env={**os.environ, "HOME": str(tmp_path), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
         capture_output=True,
         text=True,
         check=False,

@@ -40,6 +40,7 @@ from assay.engines.hf.spec import (
 )
 from assay.engines.scoring import (
     Engagement,
+    HookSpec,
     ScoreJob,
     ScoringPath,
     Window,
@@ -300,32 +301,37 @@ def test_text_and_greedy_tokens_by_halves_are_the_same() -> None:
         small.engine.score(windows(1)[0].tokens)
 
 
+class Counts:
+    passes = 1
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+
+    def attach(self, model: Any) -> Any:
+        return nullcontext()
+
+    def new_cache(self, batch: int, index: int) -> None:
+        self.batches.append(batch)
+
+    def engagement(self) -> Engagement:
+        return Engagement(fires=sum(self.batches), notes={"own": 1})
+
+
+class Forgets(Counts):
+    def discard(self) -> None:
+        self.batches.pop()
+
+
 def test_a_hook_that_cannot_forget_a_batch_is_not_run_again_by_halves() -> None:
-    class Counts:
-        passes = 1
-
-        def __init__(self) -> None:
-            self.batches: list[int] = []
-
-        def attach(self, model: Any) -> Any:
-            return nullcontext()
-
-        def new_cache(self, batch: int, index: int) -> None:
-            self.batches.append(batch)
-
-        def engagement(self) -> Engagement:
-            return Engagement(fires=sum(self.batches), notes={"own": 1})
-
-    class Forgets(Counts):
-        def discard(self) -> None:
-            self.batches.pop()
-
     engine, job = scorer("auto"), ScoreJob(batch=4)
     with limited(engine.engine.model, 2 * LENGTH):
         with pytest.raises(AssayError, match="4 windows of 30 tokens on cpu") as caught:
-            list(engine.score_with(windows(4), job, Counts()))
+            list(engine.score_windows(windows(4), replace(job, hook=HookSpec("test_hf_caches:Counts"))))
         assert "--batch" in caught.value.remedy
-        assert len(list(engine.score_with(windows(4), job, Forgets()))) == 4
+        assert (
+            len(list(engine.score_windows(windows(4), replace(job, hook=HookSpec("test_hf_caches:Forgets")))))
+            == 4
+        )
     assert engine.engagement().fires == 4
     assert engine.engagement().notes == {"own": 1, "batch": {"windows": 2, "asked": 4}}
 

@@ -24,10 +24,11 @@ from assay.fidelity.bounds import (
 )
 from assay.fidelity.score import (
     BoundedObservation,
-    load,
+    from_arrays,
     observation,
-    save,
+    to_arrays,
 )
+from assay.runs import Kept
 
 
 def rows(logits: np.ndarray, tokens: list[int]) -> LogitRows:
@@ -170,9 +171,9 @@ def test_a_file_keeps_the_bounds(tmp_path: object) -> None:
     assert isinstance(statistics, BoundedStatistics)
     seen = observation(Window(4, (0, *gold)), 1, statistics)
     assert isinstance(seen, BoundedObservation)
-    path = Path(str(tmp_path)) / "w.npz"
-    save(path, seen)
-    again = load(path)
+    kept = Kept(Path(str(tmp_path)))
+    kept.put("w", to_arrays([seen]))
+    (again,) = from_arrays(kept.get("w"), [Window(4, (0, *gold))])
     assert isinstance(again, BoundedObservation)
     np.testing.assert_array_equal(again.tail_cand, seen.tail_cand)
     np.testing.assert_array_equal(again.top1_possible, seen.top1_possible)

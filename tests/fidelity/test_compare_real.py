@@ -13,6 +13,7 @@ import pytest
 from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
 from assay.engines.scoring import ScoreJob, ScoringPath
+from assay.fidelity.plan import Cut, places_of
 
 pytestmark = pytest.mark.engine
 
@@ -60,7 +61,8 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
 
     ids = tokenizer("\n\n".join(topics.values()), add_special_tokens=False)["input_ids"]
     # This tokenizer puts no start token before a text, so a window is 64 tokens of it.
-    windows = [ids[i * 64 : (i + 1) * 64] for i in range(8)]
+    places = places_of(len(ids), Cut(length=64), None, 8)
+    windows = [ids[i * 64 : (i + 1) * 64] for i in places]
     from assay.lab.quant.weights import quantise_model
 
     logits = []
@@ -146,7 +148,7 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
     (pair,) = body["results"]["pairs"]
     assert pair["kld"]["value"] == pytest.approx(first["kld"]["mean"] - second["kld"]["mean"])
     assert pair["kld"]["hi"] < 0
-    assert [m["metric"] for m in second["margins"]] == ["dppl_pct", "top1_pct"] * 2
+    assert [m["metric"] for m in second["margins"]] == ["dppl_pct", "top1_pct", "kld"] * 2
     assert all(m["p_holm"] == 1 for m in second["margins"] if m["metric"] == "top1_pct")
     assert second["power"]["windows"] == 8
 
@@ -219,7 +221,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
         calls.append(reference.window.index)
         return real(reference, candidate)
 
-    arguments = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=4,group=64)", *SMALL)
+    arguments = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=4,group=64)", *SMALL, "--batch", "4")
     monkeypatch.setattr(measure_module, "window_statistics", cut_after_four)
     code, body = compare(*arguments)
     assert code == 130
