@@ -141,6 +141,37 @@ class TestToolForm:
         assert judge(called(parsed=20)).findings == ()
 
 
+def said(stuttering: int, of: int = 40, kind: str | None = None) -> CheckRecord:
+    """Texts of 150 words, of which some say three of them twice."""
+    label = "ok" if kind is None else "degenerate"
+    twice = sample(label, kind, words=150, stutters=3, stutter_text="control control")
+    return record([twice] * stuttering + [sample(words=150)] * (of - stuttering))
+
+
+class TestStutter:
+    def test_doubled_words_in_many_texts_fail_alone(self) -> None:
+        judgement = judge(said(15))
+        (finding,) = [f for f in judgement.findings if f.id == "coherence.stutter"]
+        assert judgement.verdict is Verdict.FAIL and finding.severity is Severity.ERROR
+        assert "control control" in finding.detail and "45 of 6,000 words" in finding.title
+
+    def test_a_few_are_what_healthy_models_write(self) -> None:
+        assert judge(said(0)).verdict is Verdict.PASS
+        assert judge(said(1)).verdict is Verdict.PASS
+
+    def test_a_model_that_stutters_itself_is_served_faithfully(self) -> None:
+        assert "coherence.stutter" in ids(said(15), said(1))
+        assert "coherence.stutter" not in ids(said(15), said(14))
+
+    def test_loops_are_no_stutter(self) -> None:
+        assert "coherence.stutter" not in ids(said(15, kind="sentence_loop"))
+        assert "coherence.stutter" in ids(said(15, kind="stutter"))
+
+    def test_without_prose_it_was_not_examined(self) -> None:
+        states = {r.rule: r.state for r in judge(record(samples(ok=30))).rulings}
+        assert states["stutter"] == "not_examined"
+
+
 class TestWithReference:
     def test_a_weak_model_served_faithfully_passes(self) -> None:
         weak = record(samples(ok=34, loops=7), passages())

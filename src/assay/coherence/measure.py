@@ -26,6 +26,7 @@ from assay.coherence.conversation import (
     run_tasks,
     user,
 )
+from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.grading import Grade, grade
 from assay.coherence.needle import filler
 from assay.coherence.passages import score_alone, score_in_context
@@ -57,6 +58,7 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
     graded = [(reply, grade_reply(reply)) for reply in outcome.replies]
     forms = [tool_form(reply, outcome.tools) for reply in outcome.replies] if outcome.tools else [("", "")]
     form, call_text = min(forms, key=lambda found: _FORMS.index(found[0]))
+    said = [stutter_counts(f"{reply.content}\n{reply.reasoning}") for reply in outcome.replies]
     reply, worst = min(graded, key=lambda pair: _WORST_FIRST.index(pair[1].label))
     return Sample(
         label=worst.label,
@@ -74,6 +76,9 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
         variant=task.variant,
         tool_form=form,
         tool_text=call_text,
+        words=sum(counts.words for counts in said),
+        stutters=sum(counts.total for counts in said),
+        stutter_text="; ".join(example for counts in said for example in counts.examples)[:HEAD_CHARS],
     )
 
 

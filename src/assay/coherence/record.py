@@ -80,6 +80,10 @@ class Sample:
     one), or nothing."""
     tool_text: str = ""
     """The text in which an unparsed call, or parts of one, stand."""
+    words: int = 0
+    """Words of the prose of all replies, of which `stutters` are said twice, whole or in part; and examples of these."""
+    stutters: int = 0
+    stutter_text: str = ""
 
     @property
     def greedy(self) -> bool:
