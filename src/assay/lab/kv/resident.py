@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codec import cache_shape
-from assay.lab.kv.fit import Bench
+from assay.lab.kv.fit import Bench, CoderSet
 from assay.lab.kv.live_stream import Coders, Key
 from assay.lab.kv.predictors import last_readers
 from assay.lab.kv.rope import Rotary
@@ -110,9 +110,14 @@ def resident_cache(model: Any, codec: str, *, length: int, calibration: str | Pa
     rotary = Rotary(model, length)
     spec = parse_spec(codec)
     coders = Bench(shape, rotary, known).fit_all(lambda _, stream: spec.of(stream))
+    return compressed(_cache_type()(config=model.config), coders, rotary, length)
+
+
+def compressed(held: Any, coders: CoderSet, rotary: Rotary, length: int) -> Any:
+    """An empty `DynamicCache` whose layers hold the streams of `coders` from now on, for up to `length` tokens."""
     given = handovers(coders.by_stream, rotary)
     last = last_readers(coders.by_stream)
-    held = _cache_type()(config=model.config)
+    held.__class__ = _cache_type()
     for index, layer in enumerate(held.layers):
         layer.__class__ = _resident(type(layer))  # type: ignore[arg-type, unused-ignore]
         layer.assay_window = getattr(layer, "sliding_window", None)
@@ -160,6 +165,8 @@ class HeldStream:
         self._sides = tuple(sides)
         self._handover = handover
         self._exact = coder is None or coder.lossless
+        self.reads = 0
+        """How often tokens attended to what the coder made."""
         self.clear()
 
     def clear(self) -> None:
@@ -267,6 +274,7 @@ class HeldStream:
 
     def _decoded(self, own: FittedCodec, device: torch.device, seen_from: int) -> torch.Tensor:
         """The tokens of all blocks as the codec sees them, in one go."""
+        self.reads += 1
         coder = own.coder
         rows, size = len(self._blocks[0]), coder.block_tokens
         parts = coder.unpack([payload for block in self._blocks for payload in block], size)
@@ -278,6 +286,7 @@ class HeldStream:
 
     def _round_trip(self, own: FittedCodec, x: torch.Tensor, at: int, seen_from: int) -> torch.Tensor:
         """What tokens from position `at` on become, which are not worth bytes yet, as the codec sees them."""
+        self.reads += 1
         near = self._near(at, at + x.shape[-2], seen_from, x.device)
         back = own.reconstruct(_folded(self._inside(x, at)), None if near is None else _folded(near))
         return back.unflatten(1, (x.shape[0], -1)).transpose(0, 1)
