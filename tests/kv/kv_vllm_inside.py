@@ -6,7 +6,6 @@ what a calibration captures, CALIBRATION is one for the codec that predicts.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from dataclasses import replace
@@ -37,8 +36,8 @@ SPECS = (
 )  # fmt: skip
 
 
-def streams_of(path: Path) -> dict[str, str]:
-    """SHA-256 of what each codec makes of the keys in a file, fitted to the samples in it."""
+def streams_of(path: Path) -> dict[str, list[float]]:
+    """Of what each codec makes of the keys in a file, fitted to the samples in it: bytes, mean and mean square."""
     given = load_file(path)
     site = Site("k", 3, 30, *given["x"].shape[::2])
     samples = Samples(site, given["samples"], given["positions"], given["metric"])
@@ -49,7 +48,7 @@ def streams_of(path: Path) -> dict[str, str]:
         coder = parse_recipe(spec).fit(samples if side is None else known)
         stream = coder.encode(given["x"], side)
         back = coder.decode(stream, side=side)
-        found[spec] = hashlib.sha256(stream + back.numpy().tobytes()).hexdigest()
+        found[spec] = [len(stream), float(back.double().mean()), float(back.double().square().mean())]
     return found
 
 
