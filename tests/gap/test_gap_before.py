@@ -15,9 +15,8 @@ from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
 from assay.lab.gap import bench as bench_module
 from assay.lab.gap.bench import Bench
-from assay.lab.gap.gap import measure_all
-from assay.lab.gap.phases import Corners
-from assay.lab.gap.plan import Configuration, GapPlan, must_be_tried, refuse_engine
+from assay.lab.gap.gap import Runs, measure_all
+from assay.lab.gap.plan import Configuration, Corners, GapPlan, must_be_tried, preflight
 from assay.progress import NO_PROGRESS
 
 
@@ -28,13 +27,13 @@ from assay.progress import NO_PROGRESS
 def test_the_other_batch_is_another_one_for_the_windows_there_are(
     batch: int, windows: int, other: int
 ) -> None:
-    plan = GapPlan("hf:m", "hf:m", "fp8", batch=batch, windows=windows)
+    plan = GapPlan("hf:m", "hf:m", codec="fp8", batch=batch, windows=windows)
     assert plan.other_batch == other
 
 
 @given(st.integers(1, 300), st.integers(2, 300))
 def test_windows_are_cut_otherwise_by_the_other_batch(batch: int, windows: int) -> None:
-    other = GapPlan("hf:m", "hf:m", "fp8", batch=batch, windows=windows).other_batch
+    other = GapPlan("hf:m", "hf:m", codec="fp8", batch=batch, windows=windows).other_batch
     assert other >= 1
     assert min(other, windows) != min(batch, windows)
     # At most two rounds for one, but for the smallest batches.
@@ -44,8 +43,7 @@ def test_windows_are_cut_otherwise_by_the_other_batch(batch: int, windows: int) 
 
 def test_streams_of_few_windows_are_encoded_all_and_of_many_a_fixed_number() -> None:
     for windows, measured in ((2, 2), (31, 31), (32, 32), (33, 32), (1000, 32)):
-        corners = Corners(GapPlan("hf:m", "hf:m", "fp8", windows=windows))
-        assert corners.asked.measured == measured
+        assert GapPlan("hf:m", "hf:m", codec="fp8", windows=windows).measured == measured
 
 
 def checkpoint(folder: Path, architecture: str, **config: object) -> str:
@@ -56,6 +54,7 @@ def checkpoint(folder: Path, architecture: str, **config: object) -> str:
 @pytest.mark.parametrize(
     ("options", "codec", "said"),
     [
+        ("?max_model_len=64", "", "windows of 1024 tokens do not fit"),
         ("?tensor_parallel=2", "fp8", "every GPU holds a part"),
         ("?nonsense=2", "fp8", "nonsense"),
         ("?enforce_eager=false", "fp8", "CUDA graphs run no codec"),
@@ -70,30 +69,39 @@ def test_what_the_candidate_cannot_do_is_refused_before_the_reference_is_opened(
 ) -> None:
     model = checkpoint(tmp_path, "LlamaForCausalLM")
     with pytest.raises(AssayError, match=said):
-        Corners(GapPlan(f"hf:{model}", f"vllm:{model}{options}", codec)).refuse()
+        Corners(GapPlan(f"hf:{model}", f"vllm:{model}{options}", codec=codec)).preflight()
+
+
+def test_without_a_codec_compiled_engines_are_compared_too(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, "LlamaForCausalLM")
+    Corners(GapPlan(f"hf:{model}", f"vllm:{model}?enforce_eager=false")).preflight()
+    with pytest.raises(AssayError, match="prefill path reads none"):
+        Corners(GapPlan(f"hf:{model}", f"hf:{model}?kv_cache_dtype=fp8_e4m3", mode="inforward")).preflight()
 
 
 def test_an_option_of_the_cache_needs_modes_that_read_it(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, "LlamaForCausalLM")
-    pair = (f"hf:{model}", f"hf:{model}?kv_cache_dtype=fp8_e4m3", "fp8")
-    Corners(GapPlan(*pair, mode="decode", base_mode="decode")).refuse()
+    pair = (f"hf:{model}", f"hf:{model}?kv_cache_dtype=fp8_e4m3")
+    Corners(GapPlan(*pair, codec="fp8", mode="decode", base_mode="decode")).preflight()
     for modes in ({}, {"mode": "snapshot", "base_mode": "decode"}):
         with pytest.raises(AssayError, match="prefill path reads none") as caught:
-            Corners(GapPlan(*pair, **modes)).refuse()
+            Corners(GapPlan(*pair, codec="fp8", **modes)).preflight()
         assert "--base-mode decode" in caught.value.remedy
 
 
 def test_models_are_told_by_their_configuration(tmp_path: Path) -> None:
     sliding = checkpoint(tmp_path, "Qwen3ForCausalLM", layer_types=["sliding_attention", "full_attention"])
-    refuse_engine(f"hf:{sliding}", 1024)  # transformers takes it
+    preflight(f"hf:{sliding}", 1024, ["inforward"], codec=True)  # transformers takes it
     with pytest.raises(AssayError, match="sliding-window") as caught:
-        refuse_engine(f"vllm:{sliding}", 1024)
+        preflight(f"vllm:{sliding}", 1024, ["inforward"], codec=True)
     assert "hf:" in caught.value.remedy
     with pytest.raises(AssayError, match="nowhere"):
-        refuse_engine(f"vllm:{tmp_path}/nowhere", 1024)
+        preflight(f"vllm:{tmp_path}/nowhere", 1024, ["inforward"], codec=True)
     for architecture, known in (("LlamaForCausalLM", True), ("GPTNeoXForCausalLM", False)):
         model = checkpoint(tmp_path, architecture)
-        refuse_engine(f"vllm:{model}?max_model_len=1024&max_num_batched_tokens=1023", 1024)
+        preflight(
+            f"vllm:{model}?max_model_len=1024&max_num_batched_tokens=1023", 1024, ["inforward"], codec=True
+        )
         assert must_be_tried(f"vllm:{model}") is not known
         assert not must_be_tried(f"hf:{model}")
 
@@ -113,11 +121,13 @@ def test_an_unread_architecture_is_tried_before_anything_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    bench = Bench(GapPlan("hf:m", f"vllm:{checkpoint(tmp_path, 'GPTNeoXForCausalLM')}", "fp8"), NO_PROGRESS)
+    bench = Bench(
+        GapPlan("hf:m", f"vllm:{checkpoint(tmp_path, 'GPTNeoXForCausalLM')}", codec="fp8"), NO_PROGRESS
+    )
     bench.windows = {"main": [object(), object()], "fresh": []}
     monkeypatch.setattr(bench, "engine", lambda spec, again=False: opened.append(spec) or Refusing())
     with pytest.raises(AssayError, match="GPTNeoXAttention"):
-        measure_all(bench)
+        measure_all(bench, Runs())
     assert opened == [bench.plan.candidate]
 
 
@@ -139,7 +149,7 @@ def test_stored_runs_are_compared_on_the_gpu_where_there_is_one(
     monkeypatch.setattr(bench_module, "key_of", list)
     monkeypatch.setattr(bench_module, "to_arrays", lambda seen: [])
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
-    bench = Bench(GapPlan("hf:a", "hf:b", "fp8"), NO_PROGRESS)
+    bench = Bench(GapPlan("hf:a", "hf:b", codec="fp8"), NO_PROGRESS)
     bench.windows = {"main": [0, 1]}
     store = lambda name: SimpleNamespace(rows=lambda ws: [Rows(window=w, first=9, name=name) for w in ws])  # noqa: E731
     monkeypatch.setattr(bench, "anchor", lambda config: store(config.engine))

@@ -25,7 +25,7 @@ def test_buckets_and_closure_sum_to_the_total_whatever_the_numbers(
     found = decompose([("engine.rounding", half), ("engine.kernels", cand)], codec, both, total, asked)
     for pick in (lambda e: e.dnll.value, lambda e: e.kl.value):
         parts = sum(pick(b.effect) for b in found.buckets)
-        assert parts + pick(found.closure) == pytest.approx(pick(found.total), abs=1e-9)
+        assert parts + pick(found.repeatability) == pytest.approx(pick(found.total), abs=1e-9)
         assert parts == pytest.approx(pick(found.by_path), abs=1e-9)
         engine = found.bucket("engine")
         assert sum(pick(p.effect) for p in engine.parts) == pytest.approx(pick(engine.effect), abs=1e-9)

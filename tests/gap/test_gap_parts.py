@@ -14,7 +14,6 @@ from assay.engines.scoring import Engagement
 from assay.lab.gap.buckets import Amount, effect
 from assay.lab.gap.outcome import Place, closed, closed_nll, place
 from assay.lab.gap.phases import (
-    Corners,
     attribute,
     curve,
     group_name,
@@ -24,7 +23,7 @@ from assay.lab.gap.phases import (
     residuals,
     sigmas_of,
 )
-from assay.lab.gap.plan import GapPlan
+from assay.lab.gap.plan import Corners, GapPlan
 from assay.lab.gap.recommend import hot_layers, judged, proposals, with_more_bits
 from assay.lab.kv.lab import Measured
 
@@ -130,7 +129,7 @@ def test_the_hottest_layers_are_proposed_exact_and_with_more_bits() -> None:
     alone = {group_name((i,)): measured("a", size) for i, size in enumerate(sizes)}
     joint = measured("a", 1.0)
     assert hot_layers(attribute(14, 0, alone, joint), 14) == (1, 3)
-    plan = GapPlan("hf:m", "vllm:m", "sinks(n=4)+hadamard(bits=4)")  # 4 sinks are the default
+    plan = GapPlan("hf:m", "vllm:m", codec="sinks(n=4)+hadamard(bits=4)")  # 4 sinks are the default
     offered = {p.action: p.config for p in proposals(Corners(plan), alone, joint, 14)}
     assert offered["keep layers 1,3 exact"].skip_layers == (1, 3)
     assert offered["one bit more in layers 1,3"].layer_codecs == (
@@ -138,7 +137,7 @@ def test_the_hottest_layers_are_proposed_exact_and_with_more_bits() -> None:
     )  # fmt: skip
     assert offered["one bit more everywhere"].codec == "sinks+hadamard(bits=5)"
     assert all(c.engine == "vllm:m" for c in offered.values())
-    other = proposals(Corners(GapPlan("hf:m", "hf:m", "fp8")), {}, joint, 14)
+    other = proposals(Corners(GapPlan("hf:m", "hf:m", codec="fp8")), {}, joint, 14)
     assert "fp8 instead" not in {p.action for p in other}
 
 
@@ -149,7 +148,7 @@ def test_bits_grow_where_there_are_any() -> None:
 
 
 def test_a_proposal_is_judged_by_its_saving_on_the_same_windows() -> None:
-    plan = GapPlan("hf:m", "hf:m", "hadamard(bits=4)")
+    plan = GapPlan("hf:m", "hf:m", codec="hadamard(bits=4)")
     offered = [
         p
         for p in proposals(Corners(plan), {}, measured("a", 0.6), 30)

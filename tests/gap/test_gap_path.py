@@ -46,6 +46,19 @@ def test_between_engines_the_number_format_comes_first() -> None:
     assert steps("hf:m", "vllm:m", "bfloat16", "bfloat16") == [("engine.kernels", "vllm:m")]
 
 
+def test_between_engines_own_options_are_left_out_before_and_come_in_after_the_kernels() -> None:
+    candidate = "vllm:q?max_model_len=256&kv_cache_dtype=fp8&attention_backend=TRITON_ATTN"
+    assert steps("hf:m?attention=eager&kv_cache_dtype=fp8_e5m2", candidate, "bfloat16", "bfloat16") == [
+        ("engine.attention", "hf:m?kv_cache_dtype=fp8_e5m2"),
+        ("engine.cache", "hf:m"),
+        ("engine.kernels", "vllm:m?max_model_len=256"),
+        ("engine.model", "vllm:q?max_model_len=256"),
+        ("engine.attention.vllm", "vllm:q?max_model_len=256&attention_backend=TRITON_ATTN"),
+        ("engine.cache.vllm", candidate),
+    ]
+    assert steps("hf:m", "gguf:m.gguf?n_ctx=64") == [("engine.kernels", "gguf:m.gguf?n_ctx=64")]
+
+
 def test_another_checkpoint_and_other_settings_have_their_steps() -> None:
     assert [name for name, _ in steps("hf:a", "hf:b?weights=polar(bits=4)")] == [
         "engine.weights",
@@ -78,6 +91,17 @@ def test_engines_without_codecs_are_refused_in_one_line(spec: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_without_a_codec_llama_cpp_may_be_the_candidate() -> None:
+    assert GapPlan("hf:m", "gguf:m.gguf").candidate == "gguf:m.gguf"
+    for reference, candidate, said in (
+        ("gguf:m.gguf", "hf:m", "name it second"),
+        ("hf:m", "http://localhost:8000", "assay compare"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            GapPlan(reference, candidate)
+        assert said in caught.value.remedy
+
+
 @pytest.mark.parametrize(("layers", "groups"), [(30, 5), (30, 0), (7, 3), (3, 5), (1, 1)])
 def test_groups_hold_every_layer_once_in_order(layers: int, groups: int) -> None:
     found = grouped(layers, groups)
@@ -95,9 +119,9 @@ def test_spans_and_placements_are_written_shortly() -> None:
     assert with_placement("v:fp8", "recent(n=8)") == "v:recent(n=8)+fp8"
 
 
-def test_a_key_holds_what_changes_numbers_and_nothing_else() -> None:
+def test_facts_hold_what_changes_numbers_and_nothing_else() -> None:
     base = Configuration("hf:m", "inforward", "fp8")
-    assert base.key() == Configuration("hf:m", "inforward", "fp8").key()
+    assert base.facts() == Configuration("hf:m", "inforward", "fp8").facts()
     others = [
         Configuration("hf:m", "snapshot", "fp8"),
         Configuration("hf:m", "inforward", "fp8", streams="k"),
@@ -105,10 +129,10 @@ def test_a_key_holds_what_changes_numbers_and_nothing_else() -> None:
         Configuration("hf:m", "inforward", "fp8", again=True),
         Configuration("hf:n", "inforward", "fp8"),
     ]
-    assert len({c.key() for c in (base, *others)}) == 6
+    assert len({str(c.facts()) for c in (base, *others)}) == 6
     # Without a codec in-forward and snapshot are one thing: prefill.
-    assert Configuration("hf:m", "inforward").key() == Configuration("hf:m", "snapshot").key()
-    assert Configuration("hf:m", "inforward").key() != Configuration("hf:m", "decode").key()
+    assert Configuration("hf:m", "inforward").facts() == Configuration("hf:m", "snapshot").facts()
+    assert Configuration("hf:m", "inforward").facts() != Configuration("hf:m", "decode").facts()
 
 
 def test_a_codec_becomes_a_hook_and_none_leaves_the_job_alone() -> None:

@@ -49,10 +49,10 @@ def test_a_gap_sums_is_kept_and_goes_on_from_there(
     results = body["results"]
     buckets = {b["name"]: b for b in results["buckets"]}
     assert list(buckets) == ["engine", "codec", "interaction", "harness"]
-    assert sum(b["dnll"] for b in buckets.values()) + results["closure"]["value"] == pytest.approx(
+    assert sum(b["dnll"] for b in buckets.values()) + results["repeatability"]["value"] == pytest.approx(
         results["total"]["value"], abs=1e-12
     )
-    assert sum(b["kl"]["value"] for b in buckets.values()) + results["closure"]["kl"][
+    assert sum(b["kl"]["value"] for b in buckets.values()) + results["repeatability"]["kl"][
         "value"
     ] == pytest.approx(results["total"]["kl"]["value"], abs=1e-12)
     assert 0 < buckets["engine"]["kl"]["value"] < buckets["codec"]["kl"]["value"]
@@ -90,7 +90,7 @@ def test_an_engine_against_itself_with_an_identity_is_a_self_test(
     results = body["results"]
     assert results["self_test"] is True
     assert all(b["dnll"] == 0 and b["kl"]["value"] == 0 for b in results["buckets"])
-    assert abs(results["closure"]["value"]) < 1e-5  # another batch
+    assert abs(results["repeatability"]["value"]) < 1e-5  # another batch
     assert body["findings"][0]["id"] == "gap.self_test"
 
 
@@ -100,12 +100,34 @@ def test_mistakes_end_with_words(gap: Gap, smollm2: Path) -> None:
         ((smollm2, smollm2, "--codec", "hadamrd"), "hadamrd"),
         ((smollm2, smollm2, "--codec", "fp8", "--phases", "x"), "'x' is no number"),
         ((smollm2, smollm2, "--codec", "fp8", "--mode", "sideways"), "sideways"),
-        ((smollm2, smollm2), "--codec"),
+        ((smollm2, "http://localhost:1"), "in process"),
     ):
         code, body = gap(*arguments)
         assert code == 2
         assert said in body["findings"][0]["title"]
         assert body["findings"][0]["id"].partition(".")[0] in ("gap", "kv")
+
+
+def test_two_engines_are_told_apart_without_a_codec(
+    gap: Gap, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    code, body = gap(
+        f"hf:{smollm2}?dtype=float32", f"hf:{smollm2}?kv_cache_dtype=fp8",
+        "--windows", 3, "--length", 24, "--fresh", 2, "--batch", 3,
+    )  # fmt: skip
+    assert code == 3
+    results = body["results"]
+    (engine,) = results["buckets"]
+    parts = {p["name"]: p["kl"]["value"] for p in engine["parts"]}
+    assert list(parts) == ["engine.rounding", "engine.cache"]
+    assert sum(parts.values()) == pytest.approx(results["total_by_path"]["kl"]["value"], abs=1e-12)
+    assert parts["engine.cache"] > parts["engine.rounding"] > 0
+    assert (results["codec"], results["codec_gap"], results["base_mode"]) == ("", None, "decode")
+    checks = {c["name"]: c for c in results["checks"]}
+    assert set(checks) == {"engine.cache", "sum on fresh windows"}
+    assert checks["engine.cache"]["holds"] and abs(checks["engine.cache"]["difference"]["value"]) < 1e-6
+    assert "codec" not in body["subject"]
 
 
 @pytest.mark.slow
@@ -144,13 +166,13 @@ def test_every_phase_between_transformers_and_vllm(
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     code, body = gap(
         f"hf:{smollm2}?dtype=float32", f"vllm:{smollm2}?max_model_len=256&kv_cache_gib=0.3",
-        "--codec", "hadamard(bits=4)", "--windows", 8, "--length", 48, "--fresh", 4, "--groups", 3, "--keep",
+        "--codec", "hadamard(bits=4)", "--windows", 8, "--length", 48, "--fresh", 4, "--groups", 3,
     )  # fmt: skip
     assert code in (0, 1, 3)
     results = body["results"]
     engine, codec = results["buckets"][:2]
     assert [p["name"] for p in engine["parts"]] == ["engine.rounding", "engine.kernels"]
-    whole = sum(b["kl"]["value"] for b in results["buckets"]) + results["closure"]["kl"]["value"]
+    whole = sum(b["kl"]["value"] for b in results["buckets"]) + results["repeatability"]["kl"]["value"]
     assert whole == pytest.approx(results["total"]["kl"]["value"], abs=1e-12)
     assert 0 < engine["kl"]["value"] < codec["kl"]["value"]
     assert results["setup_differences"] == {}

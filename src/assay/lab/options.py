@@ -351,8 +351,12 @@ class GapOptions(Options):
 
     reference: str
     candidate: str
-    codec: str = option(help="SPEC of `assay kv`, such as hadamard(bits=4).", metavar="SPEC")
     _: KW_ONLY
+    codec: str = option(
+        "",
+        "SPEC of `assay kv`, such as hadamard(bits=4); left out: two engines are told apart.",
+        metavar="SPEC",
+    )
     quick: bool = option(
         False, "8 windows of 256 tokens, layers in 5 groups, fewer noise levels.", apart=True
     )

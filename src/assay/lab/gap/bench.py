@@ -40,6 +40,7 @@ class Bench:
         self._engine: ScoringEngine | None = None
         self._open: tuple[str, bool] | None = None
         self._check: Callable[[TokenizerFacts, str], None] | None = None
+        self._keys: dict[str, dict[str, Any]] = {}
         self._states = kept_states()
         self._kept = kept_measurements()
 
@@ -66,7 +67,7 @@ class Bench:
 
     def _read_text(self) -> None:
         tokenizer = self.engine(self.plan.reference).tokenizer
-        windows, facts = plan_windows(self.plan.comparison(self.plan.base_mode), tokenizer)
+        windows, facts = plan_windows(self.plan.comparison(self.plan.base), tokenizer)
         # What is decomposed comes first; what is left of the text is fresh.
         main = min(self.plan.windows, len(windows))
         self.windows = {"main": windows[:main], "fresh": windows[main:]}
@@ -79,9 +80,9 @@ class Bench:
     def engine(self, spec: str, again: bool = False) -> ScoringEngine:
         """The engine, opened where it is not; whatever else is open is closed first.
 
-        An independent run (`again`) never shares an opened engine with the others.
+        With `again` it is one that was opened for an independent run; others may use it after that.
         """
-        if self._open != (spec, again) or self._engine is None:
+        if self._open is None or self._open[0] != spec or again > self._open[1] or self._engine is None:
             self.close()
             with self.progress(f"opening {label_of(spec)}", 1) as advance:
                 self._engine = open_scorer(spec)
@@ -92,6 +93,16 @@ class Bench:
             self.facts.setdefault(spec, self._engine.describe())
         return self._engine
 
+    def states(self, spec: str) -> bool:
+        """Whether an engine gives final states, so that others can be compared with it."""
+        return not spec.startswith("gguf:")
+
+    def key(self, spec: str) -> dict[str, Any]:
+        """What decides the numbers of an engine, the same all through the run."""
+        if spec not in self._keys:
+            self._keys[spec] = engine_key(spec)
+        return self._keys[spec]
+
     def job(self, config: Configuration) -> ScoreJob:
         """How a configuration is scored, without its hook."""
         job = self.plan.comparison(config.mode).job
@@ -101,7 +112,7 @@ class Bench:
     def anchor(self, config: Configuration, windows: str = "main") -> KeptRows:
         """The final states of an engine without codec, by the path of the configuration's mode."""
         plain = config.plain
-        kept = self._states.within(engine_key(plain.engine))
+        kept = self._states.within(self.key(plain.engine))
         kept = kept.within("again") if plain.again else kept
         job = self.job(plain)
         rows = KeptRows(kept, self._ordered(plain, windows), job)
@@ -169,9 +180,9 @@ class Bench:
 
     def _kept_for(self, config: Configuration, anchor: Configuration) -> Kept:
         """What is kept of a configuration against an anchor."""
-        files = [fingerprint(path) for path in (config.calibration,) if path]
+        tables = fingerprint(config.calibration) if config.calibration else None
         sides = [
-            engine_key(c.engine) | {"again": c.again, "job": asdict(self.job(c))}
+            self.key(c.engine) | {"again": c.again, "job": asdict(self.job(c))}
             for c in (config, anchor.plain)
         ]
-        return self._kept.within([asdict(config) | {"seed": self.plan.seed}, files, sides])
+        return self._kept.within([config.facts(), self.plan.seed, tables, sides])

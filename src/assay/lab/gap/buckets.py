@@ -7,8 +7,16 @@ With c(engine, codec) the sums of a configuration against the one reference c(R,
     interaction  c(C, q) − c(C, –) − c(R, q)           what the codec does to the candidate beyond that
     harness      c'(C, q) − c(C, q)                    the asked mode c' against the base mode
 
-Their sum is c'(C, q), whatever the numbers are. `closure` is a total that was measured on its own, in another run,
-minus that sum: it is zero but for what does not repeat.
+Their sum is c'(C, q), whatever the numbers are. `repeatability` is a total that was measured on its own, in another
+run, minus that sum: it is zero but for what does not repeat. Without a codec there is the bucket `engine` alone.
+
+The window is the unit of every interval, so sums by window are all that is needed: of d = NLL_k − NLL_ref and of
+KL(p_ref‖p_k) over its tokens. Both are differences from one reference, so the step from configuration k − 1 to k is
+their difference, and steps telescope exactly to the last configuration:
+
+    Σ_k (d_k − d_{k−1}) = d_n,        Σ_k (KL_k − KL_{k−1}) = KL(p_ref‖p_n),
+
+the second because KL_k − KL_{k−1} = E_{p_ref} [log p_{k−1} − log p_k].
 """
 
 from __future__ import annotations
@@ -16,30 +24,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from assay.errors import AssayError
-from assay.stats.cluster import ClusterEstimate, cluster_ratio, paired_difference
+from assay.fidelity.score import WindowObservation
+from assay.stats.cluster import cluster_ratio, not_negative, paired_difference
 from assay.stats.equivalence import holm
 from assay.stats.intervals import Interval
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import ArrayLike, NDArray
-
-    from assay.fidelity.score import WindowObservation
-
-
-# -----------------------------------------------------------------------------
-# Sums by window of what was seen of several configurations, on the tokens that all of them scored.
-#
-# The window is the unit of every interval, so a decomposition needs nothing finer: for every window the sum of
-# d = NLL_k − NLL_ref and of KL(p_ref‖p_k) over its tokens. Both are differences from one reference, so the step from
-# configuration k − 1 to k is their difference, and steps telescope exactly to the last configuration:
-#
-#     Σ_k (d_k − d_{k−1}) = d_n,        Σ_k (KL_k − KL_{k−1}) = KL(p_ref‖p_n),
-#
-# the second because KL_k − KL_{k−1} = E_{p_ref} [log p_{k−1} − log p_k].
 
 
 @dataclass(frozen=True)
@@ -52,6 +46,8 @@ class WindowSums:
     dnll: NDArray[np.float64]
     kl: NDArray[np.float64]
     tokens: NDArray[np.float64]
+    direct: bool = False
+    """Whether `kl` is that of a configuration itself, which is never negative, and no difference."""
 
     def __add__(self, other: WindowSums) -> WindowSums:
         return WindowSums(self.dnll + other.dnll, self.kl + other.kl, self.tokens)
@@ -74,8 +70,6 @@ def aligned(seen: Mapping[str, Sequence[WindowObservation]]) -> dict[str, Window
     A token that one configuration cannot score is left out everywhere; otherwise differences would compare different
     tokens. AssayError where windows differ or nothing is left.
     """
-    import numpy as np
-
     if not seen:
         return {}
     first = next(iter(seen.values()))
@@ -99,6 +93,7 @@ def aligned(seen: Mapping[str, Sequence[WindowObservation]]) -> dict[str, Window
             np.array([float(w.dnll[mask].sum()) for w, mask in zip(windows, masks, strict=True)]),
             np.array([float(w.kl[mask].sum()) for w, mask in zip(windows, masks, strict=True)]),
             tokens,
+            direct=True,
         )
         for name, windows in seen.items()
     }
@@ -106,13 +101,7 @@ def aligned(seen: Mapping[str, Sequence[WindowObservation]]) -> dict[str, Window
 
 def _usable(window: WindowObservation) -> NDArray[np.bool_]:
     """Finite on both sides, and the candidate does not rule out what the reference allows (KL would be infinite)."""
-    import numpy as np
-
     return window.finite & np.isfinite(window.kl) & np.isfinite(window.dnll)
-
-
-# -----------------------------------------------------------------------------
-# Estimates of sums by window, and of their ratios: mean a token, interval by window, p-value of "nothing".
 
 
 @dataclass(frozen=True)
@@ -151,34 +140,34 @@ class Effect:
         return {**self.dnll.to_json(), "kl": self.kl.to_json()}
 
 
-def amount(sums: ArrayLike, tokens: ArrayLike) -> Amount:
-    """The mean a token of sums by window [G] over their tokens [G]."""
-    import numpy as np
-
+def amount(sums: ArrayLike, tokens: ArrayLike, *, negative: bool = True) -> Amount:
+    """The mean a token of sums by window [G] over their tokens [G]; `negative`: whether it may be below zero."""
     values = np.asarray(sums, dtype=np.float64)
     found = paired_difference(values, np.zeros_like(values), tokens)
-    bounds = found.difference.interval
+    bounds = (found.difference if negative else not_negative(found.difference)).interval
+    # Rounding alone may make a KL of nothing negative.
+    value = bounds.value if negative else max(bounds.value, 0.0)
     # One window says nothing of the error: no evidence of a difference.
-    return Amount(bounds.value, bounds.lo, bounds.hi, 1.0 if math.isnan(found.p_value) else found.p_value)
+    return Amount(value, bounds.lo, bounds.hi, 1.0 if math.isnan(found.p_value) else found.p_value)
 
 
 def effect(sums: WindowSums) -> Effect:
     """Both currencies of a (combined) configuration."""
-    return Effect(amount(sums.dnll, sums.tokens), amount(sums.kl, sums.tokens))
+    return Effect(amount(sums.dnll, sums.tokens), amount(sums.kl, sums.tokens, negative=not sums.direct))
+
+
+def own_effect(seen: Sequence[WindowObservation]) -> Effect:
+    """The effect of one run over its own tokens."""
+    return effect(aligned({"run": seen})["run"])
 
 
 def ratio(numerators: ArrayLike, denominators: ArrayLike) -> Interval | None:
     """Σ numerators / Σ denominators with the interval by window; None where there is nothing to divide by."""
-    import numpy as np
-
     below = np.asarray(denominators, dtype=np.float64)
     if not (below > 0).any() or (below < 0).any():
         return None
-    found: ClusterEstimate = cluster_ratio(numerators, below)
-    return found.interval
+    return cluster_ratio(numerators, below).interval
 
-
-# -----------------------------------------------------------------------------
 
 LEVEL = 0.05
 """Of the Holm-adjusted test that a bucket is not zero."""
@@ -221,16 +210,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Buckets, what they leave over, and the total that was measured on its own.
+    """Buckets, and the total that was measured on its own (`repeatability`: minus their sum; None where it was not).
 
-    `by_path` is the sum of the buckets; `orders` the two orders in which codec and engine can be changed, and the
-    Shapley value (their mean), as effects by factor.
+    `by_path` is the sum of the buckets. `orders` are both orders in which codec and engine can be changed, and the Shapley
+    value (their mean), as effects by factor; none without a codec.
     """
 
     buckets: tuple[Bucket, ...]
     total: Effect
     by_path: Effect
-    closure: Effect
+    repeatability: Effect | None
     orders: Mapping[str, Mapping[str, Effect]]
     windows: int
     tokens: int
@@ -242,9 +231,9 @@ class Decomposition:
 
 def decompose(
     engine: Sequence[tuple[str, WindowSums]],
-    codec: WindowSums,
-    both: WindowSums,
-    total: WindowSums,
+    codec: WindowSums | None = None,
+    both: WindowSums | None = None,
+    total: WindowSums | None = None,
     asked: WindowSums | None = None,
     *,
     layers: Sequence[tuple[str, WindowSums]] = (),
@@ -258,24 +247,28 @@ def decompose(
     alone on the reference; what they do to each other becomes the part `codec.together`.
     """
     notes = notes or {}
-    candidate = engine[-1][1]
-    interaction = both - candidate - codec
-    harness = (asked - both) if asked is not None else zero_like(both)
-    top = [("engine", candidate), ("codec", codec), ("interaction", interaction), ("harness", harness)]
-    by_path = both + harness
-    whole = effect(total)
-    parts = {"engine": _steps(engine), "codec": _layers(codec, layers)}
-    buckets = _judged(
-        [_bucket(name, sums, whole, parts.get(name, ()), notes.get(name, "")) for name, sums in top]
-    )
+    candidate = by_path = engine[-1][1]
+    top, found = [("engine", candidate)], {}
+    if codec is not None and both is not None:
+        harness = zero_like(both) if asked is None else asked - both
+        by_path = both + harness
+        top += [("codec", codec), ("interaction", both - candidate - codec), ("harness", harness)]
+        found = orders(candidate, codec, both)
+    whole = by_path if total is None else total
+    parts = {"engine": _steps(engine), "codec": _layers(codec, layers) if codec is not None else ()}
+    share = effect(whole)
     return Decomposition(
-        buckets=tuple(buckets),
-        total=whole,
+        buckets=tuple(
+            _judged(
+                [_bucket(name, sums, share, parts.get(name, ()), notes.get(name, "")) for name, sums in top]
+            )
+        ),
+        total=share,
         by_path=effect(by_path),
-        closure=effect(total - by_path),
-        orders=orders(candidate, codec, both),
-        windows=int((total.tokens > 0).sum()),
-        tokens=int(total.tokens.sum()),
+        repeatability=None if total is None else effect(total - by_path),
+        orders=found,
+        windows=int((whole.tokens > 0).sum()),
+        tokens=int(whole.tokens.sum()),
     )
 
 

@@ -2,292 +2,346 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from assay.engines.base import setup_differences
 from assay.environment import describe
+from assay.errors import AssayError
 from assay.fidelity.plan import label_of
 from assay.lab.gap.bench import Bench
-from assay.lab.gap.buckets import Decomposition, Effect, WindowSums, aligned, decompose, effect, ratio
-from assay.lab.gap.outcome import CodecGap, Floors, Outcome, closed, closed_nll
+from assay.lab.gap.buckets import Decomposition, WindowSums, aligned, decompose, effect, own_effect, ratio
+from assay.lab.gap.outcome import Check, CodecGap, Floors, Outcome, check_step, check_sum, closed, closed_nll
 from assay.lab.gap.phases import (
-    Corners,
     NoiseCurve,
     attribute,
     curve,
-    difference_json,
     effects_json,
     kl_at,
-    measure_candidate,
+    measure_direct,
     measure_harness,
     measure_layers,
     measure_noise,
-    measure_reference,
-    measure_steps,
     measure_switches,
     measure_tables,
-    measure_total,
     relative_error,
     residuals,
     sigmas_of,
     steps_of,
     switches,
+    tables_json,
 )
-from assay.lab.gap.plan import GapPlan, Step, must_be_tried
+from assay.lab.gap.plan import Configuration, Corners, GapPlan, Step, must_be_tried
 from assay.lab.gap.recommend import Proposal, judged, measure_proposals, proposals
-from assay.lab.gap.report import blocks, findings_of, headline, verdict_of
+from assay.lab.gap.report import blocks, findings_of, headline, measured_table, verdict_of
 from assay.lab.kv.accounting import NOTE
-from assay.lab.kv.lab import Measured
+from assay.lab.kv.lab import Measured, Unfinished
 from assay.progress import NO_PROGRESS, Progress
-from assay.verdict import Finding, Report, Severity, Verdict
-
-# -----------------------------------------------------------------------------
-# Everything that a decomposition scores, engine by engine: all that needs one is measured while it is open.
+from assay.verdict import Report, Verdict
 
 SIDES = ("reference", "candidate")
 
 
+# What a decomposition scores. What the buckets are made of comes first, floors and phases after it.
+
+
 @dataclass
 class Side:
-    """The phases of one engine, each against that engine without codec. Those that were not asked for are empty."""
+    """The phases of one engine, each against that engine without codec. Those that were not measured are empty."""
 
-    joint: Measured
-    noise: Mapping[float, Measured] = field(default_factory=dict)
-    alone: Mapping[str, Measured] = field(default_factory=dict)
-    harness: Mapping[str, Measured] = field(default_factory=dict)
-    tables: Mapping[str, Measured] = field(default_factory=dict)
+    noise: dict[float, Measured] = field(default_factory=dict)
+    alone: dict[str, Measured] = field(default_factory=dict)
+    harness: dict[str, Measured] = field(default_factory=dict)
+    tables: dict[str, Measured] = field(default_factory=dict)
 
 
 @dataclass
 class Runs:
-    """All runs. `path` are those that the buckets are made of, by name, and the floors."""
+    """All runs, filled as they come. `path` are those that the buckets are made of, by name, and the floors."""
 
-    layers: int
-    path: dict[str, Measured]
-    sides: dict[str, Side]
-    steps: Sequence[Step]
-    total: Measured
-    switched: Mapping[str, Measured] = field(default_factory=dict)
-    proposals: Sequence[Proposal] = ()
-    proposed: Mapping[str, Measured] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    path: dict[str, Measured] = field(default_factory=dict)
+    sides: dict[str, Side] = field(default_factory=lambda: {side: Side() for side in SIDES})
+    steps: list[Step] = field(default_factory=list)
+    between: dict[str, Measured] = field(default_factory=dict)
+    """The engines between reference and candidate, by the step that leads to them."""
+    direct: dict[str, Measured] = field(default_factory=dict)
+    """Steps against the engine before them."""
+    total: Measured | None = None
+    fresh: Measured | None = None
+    """The candidate with codec against the reference without, on fresh windows."""
+    switched: dict[str, Measured] = field(default_factory=dict)
+    proposals: list[Proposal] = field(default_factory=list)
+    proposed: dict[str, Measured] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+    def joint(self, side: str) -> Measured:
+        """All of the codec on one engine, against that engine without it."""
+        return self.path["codec" if side == "reference" else "codec.candidate"]
+
+    @property
+    def layers(self) -> int:
+        """Layers of the model."""
+        return int(self.path["codec"].engagement.notes[NOTE]["cache"]["layers"])
 
 
-def measure_all(bench: Bench) -> Runs:
-    """The reference, the candidate, what lies between them, and both ends once more."""
+def measure_all(bench: Bench, runs: Runs) -> None:
+    """The reference, the candidate, what lies between them, and both ends once more; each engine's phases with it."""
     plan, corners = bench.plan, Corners(bench.plan)
-    skipped: dict[str, str] = {}
-    if must_be_tried(plan.candidate):  # now, not when all that needs the reference has been scored
+    if plan.codec and must_be_tried(
+        plan.candidate
+    ):  # now, not when all that needs the reference has been scored
         bench.try_out(corners.with_codec(plan.candidate))
-    path = measure_reference(bench, corners)
-    layers = int(path["codec"].engagement.notes[NOTE]["cache"]["layers"])
-    # Both engines get the same noise: that of the codec's error on the reference.
-    sigmas = sigmas_of(relative_error(path["codec"]), plan.sweep)
-    sides = {"reference": _side(bench, corners, plan.reference, path["codec"], layers, sigmas, skipped)}
-    path |= measure_candidate(bench, corners)
-    joint = path["codec.candidate"]
-    sides["candidate"] = _side(bench, corners, plan.candidate, joint, layers, sigmas, skipped)
-    offered: list[Proposal] = []
-    proposed: dict[str, Measured] = {}
-    if len(bench.windows["fresh"]) >= 2:
-        offered = proposals(corners, sides["candidate"].alone, joint, layers)
-        proposed, refused = measure_proposals(bench, corners, offered)
-        skipped |= {f"recommendation: {k}": v for k, v in refused.items()}
-    else:
-        skipped["recommendations"] = "no windows are left that took no part in the decomposition"
-    steps = steps_of(bench, corners)
-    path |= measure_steps(bench, corners, steps)
-    switched: dict[str, Measured] = {}
+    _measure_path(bench, corners, runs)
+    other = Configuration(plan.candidate, plan.base, other_batch=True)
+    if bench.states(plan.candidate):
+        runs.path["floor.candidate"] = bench.measure(other, corners.candidate)
+    _phases(bench, corners, "candidate", runs)
+    if plan.codec:
+        _proposals(bench, corners, runs)
+    runs.steps = steps_of(bench, corners)
+    for step in runs.steps[:-1]:
+        runs.between[step.name] = bench.measure(Configuration(step.engine, plan.base), corners.reference)
     if plan.wants(1):
-        possible = switches(plan.reference, plan.candidate, steps, bench.facts)
-        switched, refused = measure_switches(bench, plan.base_mode, possible)
-        skipped |= {f"switch: {k}": v for k, v in refused.items()}
-    total = measure_total(bench, corners)
-    return Runs(layers, path, sides, steps, total, switched, offered, proposed, skipped)
+        measure_direct(bench, runs.steps[:-1], runs.direct)
+        possible = switches(plan.reference, plan.candidate, runs.steps, bench.facts)
+        measure_switches(bench, possible, runs.switched, runs.skipped)
+    # Both ends once more, in a run of their own: engines opened anew, windows in reverse, another batch.
+    again = Configuration(plan.reference, plan.mode, again=True)
+    bench.anchor(again)
+    other = Configuration(plan.reference, plan.base, other_batch=True)
+    runs.path["floor.reference"] = bench.measure(other, corners.reference)
+    if bench.engine(plan.reference).ability.hooks:
+        noise = Configuration(plan.reference, plan.base, rounding=True)
+        runs.path["floor.rounding"] = bench.measure(noise, corners.reference)
+    _phases(bench, corners, "reference", runs)
+    fresh = plan.wants(1) and len(bench.windows["fresh"]) >= 2
+    if fresh:
+        bench.anchor(corners.reference, "fresh")
+    runs.total = bench.measure(corners.with_codec(plan.candidate, plan.mode, again=True), again)
+    if plan.wants(1):
+        measure_direct(bench, runs.steps, runs.direct)
+    if fresh:
+        runs.fresh = bench.measure(corners.with_codec(plan.candidate), corners.reference, "fresh")
 
 
-def _side(
-    bench: Bench,
-    corners: Corners,
-    engine: str,
-    joint: Measured,
-    layers: int,
-    sigmas: tuple[float, ...],
-    skipped: dict[str, str],
-) -> Side:
+def _measure_path(bench: Bench, corners: Corners, runs: Runs) -> None:
+    """What the buckets are made of: the codec on the reference, then the candidate without it and with it."""
+    plan, ref, cand, path = bench.plan, corners.reference, corners.candidate, runs.path
+    bench.anchor(ref)
+    if plan.codec:
+        path["codec"] = bench.measure(corners.with_codec(plan.reference, measured=plan.measured), ref)
+        if plan.mode != plan.base:
+            bench.anchor(Configuration(plan.reference, plan.mode))
+    if bench.states(plan.candidate):
+        bench.anchor(cand)
+        path["candidate"] = bench.between(ref, cand)
+    else:
+        path["candidate"] = bench.measure(cand, ref)
+    if plan.codec:
+        path["both"] = bench.measure(corners.with_codec(plan.candidate), ref)
+        with_codec = corners.with_codec(plan.candidate, measured=plan.measured)
+        path["codec.candidate"] = bench.measure(with_codec, cand)
+        if plan.mode != plan.base:
+            asked = corners.with_codec(plan.candidate, plan.mode, measured=plan.measured)
+            path["asked"] = bench.measure(asked, Configuration(plan.reference, plan.mode))
+
+
+def _phases(bench: Bench, corners: Corners, side: str, runs: Runs) -> None:
     """The phases of one engine that were asked for."""
-    plan, found = bench.plan, Side(joint)
+    plan, found = bench.plan, runs.sides[side]
+    if not plan.codec:
+        return
+    engine = getattr(plan, side)
     if plan.wants(3):
-        found.noise = measure_noise(bench, corners, engine, sigmas)
+        # Both engines get the same noise: that of the codec's error on the reference.
+        sigmas = sigmas_of(relative_error(runs.path["codec"]), plan.sweep)
+        measure_noise(bench, corners, engine, sigmas, found.noise)
     if plan.wants(4):
-        found.alone = measure_layers(bench, corners, engine, layers)
+        measure_layers(bench, corners, engine, runs.layers, found.alone)
     if plan.wants(5):
-        found.harness, refused = measure_harness(bench, corners, engine)
-        skipped |= {f"{label_of(engine)}: {name}": why for name, why in refused.items()}
+        refused = measure_harness(bench, corners, engine, found.harness)
+        runs.skipped |= {f"{label_of(engine)}: {name}": why for name, why in refused.items()}
     if plan.wants(6):
         if plan.calibration and plan.other_calibration:
-            found.tables = measure_tables(bench, corners, engine)
+            measure_tables(bench, corners, engine, found.tables)
         else:
-            skipped["calibration"] = "give the tables of both engines: --calibration and --other-calibration"
-    return found
+            runs.skipped["calibration"] = (
+                "give the tables of both engines: --calibration and --other-calibration"
+            )
 
 
-# -----------------------------------------------------------------------------
+def _proposals(bench: Bench, corners: Corners, runs: Runs) -> None:
+    if len(bench.windows["fresh"]) < 2:
+        runs.skipped["recommendations"] = "no windows are left that took no part in the decomposition"
+        return
+    alone, joint = runs.sides["candidate"].alone, runs.path["codec.candidate"]
+    runs.proposals = proposals(corners, alone, joint, runs.layers)
+    refused = measure_proposals(bench, corners, runs.proposals, runs.proposed)
+    runs.skipped |= {f"recommendation: {name}": why for name, why in refused.items()}
+
+
 # From what was scored to what was found.
 
 
 def outcome_of(bench: Bench, runs: Runs) -> Outcome:
-    """Buckets, floors, phases and recommendations."""
-    plan, corners = bench.plan, Corners(bench.plan)
+    """Buckets, floors, phases and recommendations. What was not measured is left out; the path must have been."""
+    plan, corners, path = bench.plan, Corners(bench.plan), runs.path
     sums = _sums(runs)
-    floors = _floors(runs.path)
-    decomposition = _decomposition(plan, corners, runs, sums)
-    own, other = sums["codec"], sums["codec.candidate"]
+    floors = Floors(*(own_effect(path[n].seen) if n in path else None for n in _FLOORS))
+    d = _decomposition(plan, corners, runs, sums)
+    left = d.repeatability
     curves = {
-        side: curve(runs.sides[side].noise, floors.repeat_kl, plan.seed)
-        for side in SIDES
-        if runs.sides[side].noise
+        side: curve(found.noise, floors.repeat_kl, plan.seed)
+        for side, found in runs.sides.items()
+        if found.noise
     }
     specs = {"reference": plan.reference, "candidate": plan.candidate}
     facts = {side: bench.facts.get(spec, {}) for side, spec in specs.items()}
-    size = runs.path.get("asked", runs.path["codec.candidate"]).bytes
+    size = path.get("asked", path.get("codec.candidate"))
+    gap = None
+    if plan.codec:
+        own, other = sums["codec"], sums["codec.candidate"]
+        gap = CodecGap(effect(own), effect(other), effect(other - own))
     return Outcome(
         plan=plan,
-        decomposition=decomposition,
+        decomposition=d,
         floors=floors,
-        codec_gap=CodecGap(effect(own), effect(other), effect(other - own)),
-        closed_kl=closed(decomposition.closure.kl, decomposition.total.kl, floors.repeat_kl),
-        closed_nll=closed_nll(decomposition.closure.dnll, decomposition.total.dnll, floors.repeat_dnll),
-        same=corners.same_engine and corners.asked.lossless,
+        codec_gap=gap,
+        closed_kl=closed(left.kl, d.total.kl, floors.repeat_kl) if left else None,
+        closed_nll=closed_nll(left.dnll, d.total.dnll, floors.repeat_dnll) if left else None,
+        checks=_checks(runs, d, floors),
+        same=corners.self_test,
         setup=setup_differences(*(facts[s].get("setup", {}) for s in SIDES)),
         text=bench.text,
         engines=facts,
-        bytes=size.to_json() if size else None,
-        switches=[{**own_effect(m).to_json(), "name": name} for name, m in runs.switched.items()],
-        residuals=residuals(runs.path["codec"], runs.path["codec.candidate"]) if plan.wants(2) else (),
+        bytes=size.bytes.to_json() if size and size.bytes else None,
+        switches=[{**own_effect(m.seen).to_json(), "name": name} for name, m in runs.switched.items()],
+        residuals=residuals(path["codec"], path["codec.candidate"]) if plan.codec and plan.wants(2) else (),
         noise=curves,
         noise_ratio=_noise_ratio(curves),
-        matched=_matched(runs, curves),
+        matched={side: _matched(runs.joint(side), found) for side, found in curves.items()},
         layers={
-            side: attribute(runs.layers, plan.groups, runs.sides[side].alone, runs.sides[side].joint)
-            for side in SIDES
-            if runs.sides[side].alone
+            side: attribute(runs.layers, plan.groups, found.alone, runs.joint(side))
+            for side, found in runs.sides.items()
+            if found.alone
         },
-        harness={side: effects_json(found) for side in SIDES if (found := runs.sides[side].harness)},
-        calibration={side: _tables(found) for side in SIDES if (found := runs.sides[side].tables)},
-        recommendations=judged(runs.proposals, runs.proposed) if runs.proposed else (),
+        harness={side: effects_json(found.harness) for side, found in runs.sides.items() if found.harness},
+        calibration={side: tables_json(found.tables) for side, found in runs.sides.items() if found.tables},
+        recommendations=judged(runs.proposals, runs.proposed) if "as it is" in runs.proposed else (),
         skipped=dict(runs.skipped),
     )
 
 
+_FLOORS = ("floor.reference", "floor.candidate", "floor.rounding")
+
+
 def _sums(runs: Runs) -> dict[str, WindowSums]:
     """Everything that the buckets are made of, over the tokens that all of it scored."""
-    seen = {name: m.seen for name, m in runs.path.items() if not name.startswith("floor.")}
-    parts = {name: m.seen for name, m in runs.sides["reference"].alone.items()}
-    return aligned({**seen, **parts, "total": runs.total.seen})
+    seen = {name: m.seen for name, m in runs.path.items() if name not in _FLOORS}
+    seen |= {name: m.seen for name, m in (runs.between | runs.sides["reference"].alone).items()}
+    return aligned(seen | ({"total": runs.total.seen} if runs.total else {}))
 
 
 def _decomposition(
     plan: GapPlan, corners: Corners, runs: Runs, sums: Mapping[str, WindowSums]
 ) -> Decomposition:
-    steps = [(step.name, sums[step.name]) for step in runs.steps[:-1]]
     notes = {}
-    if plan.mode == plan.base_mode:
+    if plan.codec and plan.mode == plan.base:
         notes["harness"] = "zero by construction: one mode"
     if corners.same_engine:
         notes["engine"] = "zero by construction: one engine"
+    last = runs.steps[-1].name if runs.steps else "engine.all"
+    steps = [(step.name, sums[step.name]) for step in runs.steps[:-1] if step.name in sums]
     return decompose(
-        [*steps, (runs.steps[-1].name, sums["candidate"])],
-        sums["codec"],
-        sums["both"],
-        sums["total"],
+        [*steps, (last, sums["candidate"])],
+        sums.get("codec"),
+        sums.get("both"),
+        sums.get("total"),
         sums.get("asked"),
         layers=[(name, sums[name]) for name in runs.sides["reference"].alone],
         notes=notes,
     )
 
 
-def own_effect(measured: Measured) -> Effect:
-    """The effect of one run over its own tokens."""
-    return effect(aligned({"run": measured.seen})["run"])
-
-
-def _floors(path: Mapping[str, Measured]) -> Floors:
-    rounding = path.get("floor.rounding")
-    return Floors(
-        own_effect(path["floor.reference"]),
-        own_effect(path["floor.candidate"]),
-        own_effect(rounding) if rounding else None,
-    )
+def _checks(runs: Runs, d: Decomposition, floors: Floors) -> list[Check]:
+    """Steps that were measured directly, and the sum of engine and codec on fresh windows."""
+    path = runs.path
+    against = {name: m.seen for name, m in runs.between.items()}
+    if runs.steps:
+        against[runs.steps[-1].name] = path["candidate"].seen
+    found = [
+        check_step(
+            after.name, runs.direct[after.name].seen, against[before.name], against[after.name], d, floors
+        )
+        for before, after in pairwise(runs.steps)
+        if after.name in runs.direct
+    ]
+    if "codec.candidate" in path:
+        sides = path["codec.candidate"].seen, path["candidate"].seen, path["both"].seen
+        found.append(check_step("codec on the candidate", *sides, d, floors))
+    return [*found, check_sum(d, runs.fresh.seen, floors)] if runs.fresh else found
 
 
 def _noise_ratio(curves: Mapping[str, NoiseCurve]) -> list[dict[str, Any]]:
-    """KL of the candidate over that of the reference at every level, on the same windows."""
-    if len(curves) < 2:
-        return []
+    """KL of the candidate over that of the reference at every level that both have, on the same windows."""
     rows = []
-    for sigma in curves["reference"].sigmas:
-        found = ratio(curves["candidate"].sums[sigma].kl, curves["reference"].sums[sigma].kl)
-        if found is not None:
-            rows.append({"sigma": sigma, "value": found.value, "lo": found.lo, "hi": found.hi})
+    for sigma in curves["reference"].sigmas if len(curves) == len(SIDES) else ():
+        if sigma in curves["candidate"].sums:
+            found = ratio(curves["candidate"].sums[sigma].kl, curves["reference"].sums[sigma].kl)
+            if found is not None:
+                rows.append({"sigma": sigma, "value": found.value, "lo": found.lo, "hi": found.hi})
     return rows
 
 
-def _matched(runs: Runs, curves: Mapping[str, NoiseCurve]) -> dict[str, dict[str, Any]]:
-    """The codec's KL on each engine, and that of noise of its size."""
-    found = {}
-    for side, noise in curves.items():
-        joint = runs.sides[side].joint
-        sigma = relative_error(joint)
-        found[side] = {
-            "sigma": sigma,
-            "codec_kl": own_effect(joint).kl.value,
-            "noise_kl": kl_at(noise, sigma),
-        }
-    return found
-
-
-def _tables(measured: Mapping[str, Measured]) -> dict[str, Any]:
-    return {
-        **effects_json(measured),
-        "candidate_minus_reference": difference_json(measured, "reference", "candidate"),
-    }
-
-
-# -----------------------------------------------------------------------------
+def _matched(joint: Measured, found: NoiseCurve) -> dict[str, Any]:
+    """The codec's KL on an engine, and that of noise of its size."""
+    sigma = relative_error(joint)
+    return {"sigma": sigma, "codec_kl": own_effect(joint.seen).kl.value, "noise_kl": kl_at(found, sigma)}
 
 
 def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Decompose, attribute and recommend.
 
-    Everything that is scored is kept, so that the same command goes on where an interrupted one stopped.
+    Everything that is scored is kept, so that the same command goes on where an interrupted one stopped; the report of
+    an interrupted one holds what was measured, the buckets as soon as all they are made of is there.
     """
-    subject = {"reference": plan.reference, "candidate": plan.candidate, "codec": plan.codec}
-    Corners(plan).refuse()
-    bench = Bench(plan, progress)
+    subject = {"reference": plan.reference, "candidate": plan.candidate}
+    if plan.codec:
+        subject["codec"] = plan.codec
+    Corners(plan).preflight()
+    bench, runs = Bench(plan, progress), Runs()
+    with Unfinished(lambda: bench.measured) as cut, bench:
+        measure_all(bench, runs)
+    notices = [*cut.findings("gap"), *bench.notices()]
     try:
-        with bench:
-            outcome = outcome_of(bench, measure_all(bench))
-    except KeyboardInterrupt:
-        finding = Finding(
-            "gap.interrupted",
-            Severity.INFO,
-            "interrupted: what was scored is kept, the same command goes on from there",
-        )
-        measured = {name: own_effect(m).to_json() for name, m in bench.measured.items()}
+        outcome = outcome_of(bench, runs)
+    except (KeyError, AssayError):
+        if not cut:
+            raise
+        measured = {name: own_effect(m.seen) for name, m in bench.measured.items()}
         return Report(
-            "gap", Verdict.INCONCLUSIVE, subject, [finding], {"measured": measured}, interrupted=True
+            "gap",
+            cut.verdict(Verdict.INCONCLUSIVE),
+            subject,
+            notices,
+            {"measured": measured},
+            environment=describe(),
+            blocks=[measured_table(measured)] if measured else [],
+            interrupted=cut.interrupted,
+            summary="the buckets are not known yet",
         )
     return Report(
         command="gap",
-        verdict=verdict_of(outcome),
+        verdict=cut.verdict(verdict_of(outcome)),
         subject=subject,
-        findings=findings_of(outcome),
+        findings=[*notices, *findings_of(outcome)],
         results=outcome.to_json(),
         environment=describe(),
         headline=headline(outcome),
         blocks=blocks(outcome),
-        summary=f"{label_of(plan.candidate)} with {plan.codec} against {label_of(plan.reference)}, {plan.mode}",
+        interrupted=cut.interrupted,
+        summary=f"{label_of(plan.candidate)}{f' with {plan.codec}' if plan.codec else ''} against "
+        f"{label_of(plan.reference)}, {plan.mode}",
     )

@@ -4,50 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from assay.lab.gap.buckets import Amount, Decomposition, Effect
+from assay.fidelity.score import WindowObservation
+from assay.lab.gap.buckets import Amount, Decomposition, Effect, aligned, effect, own_effect
 from assay.lab.gap.phases import Attribution, NoiseCurve, StreamResidual
 from assay.lab.gap.plan import GapPlan
 from assay.stats.equivalence import MIN_WINDOWS
 from assay.stats.intervals import Interval, percent_change
 
-# -----------------------------------------------------------------------------
-# Is the gap explained, and does it stay within the margin? Rules on intervals; no number is made here.
-
 CLOSED_SHARE = 0.1
-"""What the buckets may leave over, as a share of the total."""
+"""What may not repeat, as a share of the total."""
+FORETOLD_SHARE = 0.2
+"""How far the sum of the buckets may be off on other text, as a share of what was measured there."""
+CAUSE_SHARE = 0.05
+"""Of the total, in KL: a bucket below it is not called a cause, however sure its sign is."""
 
 
 @dataclass(frozen=True)
 class Closed:
-    """Whether what is left over is small. `bound` is what it may be; `shown` says that its whole interval is."""
+    """Whether what does not repeat is small. `bound` is what it may be; `shown` says that its whole interval is."""
 
     ok: bool
     bound: float
     shown: bool
 
 
-def closed(closure: Amount, total: Amount, floor: float) -> Closed:
+def closed(left: Amount, total: Amount, floor: float) -> Closed:
     """At most 10 % of the total, or the noise floor, and known at least as well as the total itself."""
     bound = max(CLOSED_SHARE * abs(total.value), floor)
-    shown = closure.largest <= bound
-    as_sharp = closure.hi - closure.lo <= total.hi - total.lo
-    return Closed(shown or (abs(closure.value) <= bound and as_sharp), bound, shown)
+    shown = left.largest <= bound
+    as_sharp = left.hi - left.lo <= total.hi - total.lo
+    return Closed(shown or (abs(left.value) <= bound and as_sharp), bound, shown)
 
 
-def closed_nll(closure: Amount, total: Amount, floor: float) -> Closed:
+def closed_nll(left: Amount, total: Amount, floor: float) -> Closed:
     """As `closed`, or the interval contains zero.
 
-    ΔNLL of the tokens that came is noisy: between two runs of an engine in 16 bits it differs by more than 10 % of a
-    small total although nothing has changed. KL is what decides.
+    ΔNLL of the target tokens is noisy: between two runs of an engine in 16 bits it differs by more than 10 % of a small
+    total although nothing has changed. KL is what decides.
     """
-    strict = closed(closure, total, floor)
-    return Closed(strict.ok or closure.lo <= 0 <= closure.hi, strict.bound, strict.shown)
+    strict = closed(left, total, floor)
+    return Closed(strict.ok or left.lo <= 0 <= left.hi, strict.bound, strict.shown)
 
 
-class Place:
+class Place(StrEnum):
     """Where the total lies against a margin."""
 
     INSIDE = "inside"
@@ -55,7 +58,7 @@ class Place:
     UNDECIDED = "undecided"
 
 
-def place(total: Amount, margin: float, windows: int, *, same: bool = False) -> str:
+def place(total: Amount, margin: float, windows: int, *, same: bool = False) -> Place:
     """Whether the total ΔNLL lies within ± ln(1 + margin) of perplexity; fewer than 8 windows never decide.
 
     `same` says that reference and candidate are one configuration, where nothing needs windows.
@@ -70,26 +73,26 @@ def place(total: Amount, margin: float, windows: int, *, same: bool = False) -> 
     return Place.OUTSIDE if total.interval.outside(lo, hi) else Place.UNDECIDED
 
 
-# -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Floors:
-    """What would be there anyway: each engine scored again at another batch, and noise of one bf16 rounding a layer."""
+    """What would be there anyway: each engine scored again at another batch, and noise of one bf16 rounding a layer.
 
-    reference: Effect
-    candidate: Effect
+    None where it was not measured.
+    """
+
+    reference: Effect | None
+    candidate: Effect | None
     rounding: Effect | None
 
     @property
     def repeat_kl(self) -> float:
         """KL of an engine against itself, the larger one."""
-        return max(self.reference.kl.value, self.candidate.kl.value, 0.0)
+        return max([0.0, *(e.kl.value for e in (self.reference, self.candidate) if e)])
 
     @property
     def repeat_dnll(self) -> float:
         """How far |ΔNLL| of an engine against itself may be from zero."""
-        return max(self.reference.dnll.largest, self.candidate.dnll.largest)
+        return max([0.0, *(e.dnll.largest for e in (self.reference, self.candidate) if e)])
 
     @property
     def largest_kl(self) -> float:
@@ -98,11 +101,65 @@ class Floors:
 
     def to_json(self) -> dict[str, Any]:
         """As `results.floors`."""
-        return {
-            "reference": self.reference,
-            "candidate": self.candidate,
-            "rounding_bf16": self.rounding,
-        }
+        return {"reference": self.reference, "candidate": self.candidate, "rounding_bf16": self.rounding}
+
+
+# Tests that a decomposition can fail: it sums whatever its buckets are.
+
+
+@dataclass(frozen=True)
+class Check:
+    """What the buckets say of something (`predicted`), and a measurement that took no part in them, nats a token.
+
+    `quantity` is `dnll` or `kl`. `holds`: the difference is within `bound`, or its interval contains zero.
+    """
+
+    name: str
+    quantity: str
+    predicted: Amount
+    measured: Amount
+    difference: Amount
+    bound: float
+    holds: bool
+
+
+Seen = Sequence[WindowObservation]
+
+
+def check_step(name: str, direct: Seen, before: Seen, after: Seen, d: Decomposition, floors: Floors) -> Check:
+    """ΔNLL of a step that was measured directly, against the difference of two runs which its bucket is; by window.
+
+    KL cannot be held against it: KL(p_before‖p_after) is another quantity than the step of KL(p_ref‖·).
+    """
+    sums = aligned({"direct": direct, "before": before, "after": after})
+    by_path = sums["after"] - sums["before"]
+    predicted, measured = effect(by_path).dnll, effect(sums["direct"]).dnll
+    difference = effect(sums["direct"] - by_path).dnll
+    state = closed_nll(difference, d.total.dnll, floors.repeat_dnll)
+    return Check(name, "dnll", predicted, measured, difference, state.bound, state.ok)
+
+
+def check_sum(d: Decomposition, fresh: Seen, floors: Floors) -> Check:
+    """Whether the KL of the engine and of the codec, each measured alone, adds up to that of both on other text.
+
+    It fails where codec and engine act on each other, or where a bucket is that of one text only.
+    """
+    parts = [b.effect.kl for b in d.buckets if b.name in ("engine", "codec")]
+    value = sum(p.value for p in parts)
+    half = math.hypot(*(p.hi - p.value for p in parts))
+    predicted, measured = Amount(value, value - half, value + half, 1.0), own_effect(fresh).kl
+    off, half = measured.value - value, math.hypot(half, measured.hi - measured.value)
+    bound = max(FORETOLD_SHARE * abs(measured.value), floors.repeat_kl)
+    holds = abs(off) <= max(bound, half)
+    return Check(
+        "sum on fresh windows",
+        "kl",
+        predicted,
+        measured,
+        Amount(off, off - half, off + half, 1.0),
+        bound,
+        holds,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,13 +186,14 @@ class Outcome:
     plan: GapPlan
     decomposition: Decomposition
     floors: Floors
-    codec_gap: CodecGap
-    closed_kl: Closed
-    closed_nll: Closed
+    codec_gap: CodecGap | None
+    closed_kl: Closed | None
+    closed_nll: Closed | None
     same: bool
     setup: Mapping[str, tuple[Any, Any]]
     text: Mapping[str, Any]
     engines: Mapping[str, Mapping[str, Any]]
+    checks: Sequence[Check] = ()
     bytes: Mapping[str, Any] | None = None
     switches: Sequence[Mapping[str, Any]] = ()
     residuals: Sequence[StreamResidual] = ()
@@ -150,33 +208,51 @@ class Outcome:
 
     @property
     def causes(self) -> list[str]:
-        """Buckets and parts that KL tells from zero, Holm-adjusted, and that stand above twice the repeat floor.
+        """Buckets and parts with at least 5 % of the total's KL that it tells from zero, Holm-adjusted, and that stand
+        above twice what an engine differs from itself by.
 
         The largest come first; a part comes after its bucket where both are as large.
         """
         floor = 2 * self.floors.repeat_kl
         every = [b for top in self.decomposition.buckets for b in (top, *top.parts)]
-        found = [b for b in every if b.separated and abs(b.effect.kl.value) > floor]
-        return [b.name for b in sorted(found, key=lambda b: -abs(b.effect.kl.value))]
+        found = [
+            b
+            for b in every
+            if b.separated and b.effect.kl.value > floor and (b.share_kl or 0.0) >= CAUSE_SHARE
+        ]
+        return [b.name for b in sorted(found, key=lambda b: -b.effect.kl.value)]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the total that was measured on its own is the sum of the buckets."""
+        return bool(self.closed_kl and self.closed_kl.ok and self.closed_nll and self.closed_nll.ok)
 
     def to_json(self) -> dict[str, Any]:
         """The object `results` of `assay gap`."""
-        d = self.decomposition
+        d, left = self.decomposition, None
+        if d.repeatability and self.closed_kl and self.closed_nll:
+            left = {
+                **d.repeatability.to_json(),
+                "closed": self.repeats,
+                "shown": {"dnll": self.closed_nll.shown, "kl": self.closed_kl.shown},
+                "bound": {"dnll": self.closed_nll.bound, "kl": self.closed_kl.bound},
+            }
         return {
             "codec": self.plan.codec,
             "mode": self.plan.mode,
-            "base_mode": self.plan.base_mode,
+            "base_mode": self.plan.base,
             "windows": d.windows,
             "tokens": d.tokens,
-            "total": {**d.total.to_json(), "dppl_pct": dppl(d.total.dnll)},
+            "total": {
+                **d.total.to_json(),
+                "dppl_pct": dppl(d.total.dnll),
+                "measured_apart": left is not None,
+            },
             "total_by_path": d.by_path,
             "buckets": d.buckets,
-            "closure": {
-                **d.closure.to_json(),
-                "closed": self.closed_kl.ok and self.closed_nll.ok,
-                "shown": {"dnll": self.closed_nll.shown, "kl": self.closed_kl.shown},
-                "bound": {"dnll": self.closed_nll.bound, "kl": self.closed_kl.bound},
-            },
+            "repeatability": left,
+            "closure": left,
+            "checks": [asdict(check) for check in self.checks],
             "causes": self.causes,
             "codec_gap": self.codec_gap,
             "orders": d.orders,
@@ -186,11 +262,7 @@ class Outcome:
             "switches": self.switches,
             "bytes": self.bytes,
             "residual": {"streams": self.residuals},
-            "noise": {
-                **self.noise,
-                "ratio": self.noise_ratio,
-                "matched": self.matched,
-            },
+            "noise": {**self.noise, "ratio": self.noise_ratio, "matched": self.matched},
             "layers": self.layers,
             "harness": self.harness,
             "calibration": self.calibration,

@@ -1,30 +1,30 @@
-"""Phase 1 and the path: every configuration between reference and candidate, and the total measured on its own."""
+"""The phases of a decomposition: what each measures on one engine, and what is made of it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
-from assay.engines.scoring import ScoreJob
+import numpy as np
+
 from assay.errors import AssayError
 from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Effect, WindowSums, aligned, effect, ratio
 from assay.lab.gap.plan import (
     Configuration,
+    Corners,
     EngineName,
-    GapPlan,
     Step,
     engine_name,
     engine_steps,
     grouped,
-    refuse_engine,
     with_placement,
 )
 from assay.lab.kv.accounting import stream_facts
 from assay.lab.kv.cache_hook import Mode
-from assay.lab.kv.evaluate import require_no_calibration
 from assay.lab.kv.lab import Measured
 from assay.lab.kv.live_stream import Key, StreamFacts
 from assay.lab.kv.noise import NoiseGrowth, noise_growth
@@ -32,82 +32,7 @@ from assay.lab.kv.spec import parse_spec
 from assay.stats.bootstrap import Resampling
 from assay.stats.intervals import Interval
 
-
-@dataclass(frozen=True)
-class Corners:
-    """The configurations that a plan names. `reference` and `candidate` are without codec, in the base mode."""
-
-    plan: GapPlan
-
-    @property
-    def reference(self) -> Configuration:
-        """The one reference of the path."""
-        return Configuration(self.plan.reference, self.plan.base_mode)
-
-    @property
-    def candidate(self) -> Configuration:
-        """The candidate without codec."""
-        return Configuration(self.plan.candidate, self.plan.base_mode)
-
-    def with_codec(self, engine: str, mode: str | None = None, **changes: Any) -> Configuration:
-        """An engine with the codec, in the base mode where none is given."""
-        settings: dict[str, Any] = {"codec": self.plan.codec, "calibration": self.plan.calibration} | changes
-        return Configuration(engine, mode or self.plan.base_mode, **settings)
-
-    @property
-    def asked(self) -> Configuration:
-        """What the total is about: the candidate with codec in the asked mode."""
-        return self.with_codec(self.plan.candidate, self.plan.mode, measured=self.plan.measured)
-
-    def refuse(self) -> None:
-        """AssayError before anything is scored, where an engine cannot be opened or take the codec in a mode that is needed."""
-        for engine in (self.plan.reference, self.plan.candidate):
-            refuse_engine(engine, self.plan.length, (self.plan.mode, self.plan.base_mode))
-            for mode in (self.plan.mode, self.plan.base_mode):
-                self.with_codec(engine, mode).hooked(ScoreJob(), self.plan.length, self.plan.seed)
-        if not self.plan.calibration:
-            require_no_calibration(parse_spec(self.plan.codec), "kv")
-
-    @property
-    def same_engine(self) -> bool:
-        """Whether both sides are one engine with one set of options."""
-        return str(engine_name(self.plan.reference)) == str(engine_name(self.plan.candidate))
-
-
-def measure_reference(bench: Bench, corners: Corners) -> dict[str, Measured]:
-    """What needs the reference's engine: the codec on it, and its floors."""
-    plan, ref = bench.plan, corners.reference
-    bench.anchor(ref)
-    found = {
-        "codec": bench.measure(corners.with_codec(plan.reference, measured=plan.measured), ref),
-        "floor.reference": bench.measure(
-            Configuration(plan.reference, plan.base_mode, other_batch=True), ref
-        ),
-    }
-    if plan.mode != plan.base_mode:
-        bench.anchor(Configuration(plan.reference, plan.mode))
-    if bench.engine(plan.reference).ability.hooks:
-        found["floor.rounding"] = bench.measure(
-            Configuration(plan.reference, plan.base_mode, rounding=True), ref
-        )
-    return found
-
-
-def measure_candidate(bench: Bench, corners: Corners) -> dict[str, Measured]:
-    """What needs the candidate's engine: without codec, with it, in both modes, and its own floor."""
-    plan, ref, cand = bench.plan, corners.reference, corners.candidate
-    bench.anchor(cand)
-    found = {
-        "candidate": bench.between(ref, cand),
-        "floor.candidate": bench.measure(
-            Configuration(plan.candidate, plan.base_mode, other_batch=True), cand
-        ),
-        "both": bench.measure(corners.with_codec(plan.candidate), ref),
-        "codec.candidate": bench.measure(corners.with_codec(plan.candidate, measured=plan.measured), cand),
-    }
-    if plan.mode != plan.base_mode:
-        found["asked"] = bench.measure(corners.asked, Configuration(plan.reference, plan.mode))
-    return found
+# Phase 1: the steps of the bucket `engine`, and what an engine allows to switch alone.
 
 
 def steps_of(bench: Bench, corners: Corners) -> list[Step]:
@@ -118,24 +43,65 @@ def steps_of(bench: Bench, corners: Corners) -> list[Step]:
     return engine_steps(bench.plan.reference, bench.plan.candidate, (dtypes[0], dtypes[1]))
 
 
-def measure_steps(bench: Bench, corners: Corners, steps: list[Step]) -> dict[str, Measured]:
-    """The engines between reference and candidate, by the name of the step that leads to them."""
-    mode = bench.plan.base_mode
-    return {
-        step.name: bench.measure(Configuration(step.engine, mode), corners.reference) for step in steps[:-1]
-    }
+def measure_direct(bench: Bench, steps: Sequence[Step], found: dict[str, Measured]) -> None:
+    """Each step but the first against the engine before it, in runs of their own; what is there is left alone."""
+    mode = bench.plan.base
+    for before, step in pairwise(steps):
+        if step.name not in found:
+            found[step.name] = bench.measure(
+                Configuration(step.engine, mode), Configuration(before.engine, mode)
+            )
 
 
-def measure_total(bench: Bench, corners: Corners) -> Measured:
-    """Both ends once more, in a run of their own: engines opened anew, windows in reverse, another batch."""
-    again: Mapping[str, Any] = {"again": True}
-    reference = Configuration(bench.plan.reference, bench.plan.mode, **again)
-    bench.anchor(reference)
-    asked = corners.with_codec(bench.plan.candidate, bench.plan.mode, **again)
-    return bench.measure(asked, reference)
+@dataclass(frozen=True)
+class Switch:
+    """One option of one engine, everything else as it was."""
+
+    name: str
+    base: str
+    switched: str
 
 
-# -----------------------------------------------------------------------------
+def switches(
+    reference: str, candidate: str, steps: Sequence[Step], facts: Mapping[str, Mapping[str, Any]]
+) -> list[Switch]:
+    """The attention kernels of both engines; for transformers in the number format in which the engines meet."""
+    found: dict[str, Switch] = {}
+    meeting = [reference, *(s.engine for s in steps)]
+    for spec in (*[s for s in meeting if engine_name(s).kind == "hf"][-1:], candidate, reference):
+        engine = engine_name(spec)
+        option, value = _attention(engine, facts.get(spec, {}))
+        if value and f"{engine.kind}.attention" not in found:
+            name = f"{engine.kind}.attention"
+            found[name] = Switch(name, spec, str(engine.with_option(option, value)))
+    return list(found.values())
+
+
+def _attention(engine: EngineName, facts: Mapping[str, Any]) -> tuple[str, str | None]:
+    """The option that names the kernel, and another value for it; None where there is none to choose."""
+    if engine.kind == "hf":
+        return "attention", "sdpa" if engine.get("attention") == "eager" else "eager"
+    if not str(facts.get("device", "")).startswith("cuda"):
+        return "attention_backend", None  # vLLM has one kernel on a CPU
+    return "attention_backend", "FLASH_ATTN" if "TRITON" in str(
+        facts.get("attention_backend")
+    ) else "TRITON_ATTN"
+
+
+def measure_switches(
+    bench: Bench, chosen: Sequence[Switch], found: dict[str, Measured], skipped: dict[str, str]
+) -> None:
+    """Each against the engine as it was; they are no part of the sum. `skipped` says what an engine refused."""
+    for switch in chosen:
+        base = Configuration(switch.base, bench.plan.base)
+        if not bench.states(switch.base):
+            continue
+        try:
+            found[switch.name] = bench.measure(Configuration(switch.switched, bench.plan.base), base)
+        except AssayError as error:
+            skipped[f"switch: {switch.name}"] = error.message
+
+
 # Phase 2: what the codec is given, and what it leaves out, layer by layer on both engines.
 
 
@@ -220,7 +186,6 @@ def _bounds(interval: Interval | None) -> dict[str, float] | None:
     return None if interval is None else {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
 
 
-# -----------------------------------------------------------------------------
 # Phase 3: what an error of known size does, on both engines.
 #
 # Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small error
@@ -276,19 +241,13 @@ def sigmas_of(error: float, sweep: Sequence[float]) -> tuple[float, ...]:
 
 
 def measure_noise(
-    bench: Bench, corners: Corners, engine: str, sigmas: Sequence[float]
-) -> dict[float, Measured]:
+    bench: Bench, corners: Corners, engine: str, sigmas: Sequence[float], found: dict[float, Measured]
+) -> None:
     """Every level against the engine without noise."""
-    anchor = corners.with_codec(engine).plain
-    return {
-        sigma: bench.measure(
-            corners.with_codec(
-                engine, codec=noise_codec(bench.plan.codec, sigma, bench.plan.seed), calibration=None
-            ),
-            anchor,
-        )
-        for sigma in sigmas
-    }
+    for sigma in sigmas:
+        codec = noise_codec(bench.plan.codec, sigma, bench.plan.seed)
+        config = corners.with_codec(engine, codec=codec, calibration=None)
+        found[sigma] = bench.measure(config, config.plain)
 
 
 def curve(measured: Mapping[float, Measured], floor: float, seed: int = 0) -> NoiseCurve:
@@ -314,12 +273,9 @@ def kl_at(found: NoiseCurve, sigma: float) -> float | None:
     ]
     if not points or not sigma > 0 or not points[0][0] - 1e-9 <= math.log(sigma) <= points[-1][0] + 1e-9:
         return None
-    import numpy as np
-
     return float(math.exp(np.interp(math.log(sigma), [x for x, _ in points], [y for _, y in points])))
 
 
-# -----------------------------------------------------------------------------
 # Phase 4: every layer (or group of neighbours) coded alone, on both engines, and how the parts add up.
 
 
@@ -367,13 +323,13 @@ def group_name(group: Sequence[int]) -> str:
     return f"codec.layers.{group[0]:02d}-{group[-1]:02d}"
 
 
-def measure_layers(bench: Bench, corners: Corners, engine: str, layers: int) -> dict[str, Measured]:
+def measure_layers(
+    bench: Bench, corners: Corners, engine: str, layers: int, found: dict[str, Measured]
+) -> None:
     """Each group alone against the engine without codec, by name."""
-    anchor = corners.with_codec(engine).plain
-    return {
-        group_name(group): bench.measure(corners.with_codec(engine, layers=group), anchor)
-        for group in grouped(layers, bench.plan.groups)
-    }
+    for group in grouped(layers, bench.plan.groups):
+        config = corners.with_codec(engine, layers=group)
+        found[group_name(group)] = bench.measure(config, config.plain)
 
 
 def attribute(layers: int, groups: int, alone: Mapping[str, Measured], joint: Measured) -> Attribution:
@@ -388,18 +344,17 @@ def attribute(layers: int, groups: int, alone: Mapping[str, Measured], joint: Me
     return Attribution(parts, effect(sums["joint"]), ratio(sums["joint"].kl, single))
 
 
-# -----------------------------------------------------------------------------
 # Phases 5 and 6: what the way of measuring changes, and what tables of the other engine change.
 
 _SKIPPED = ("fidelity.not_engaged", "kv.unsupported", "kv.usage")
 
 
 def measure_harness(
-    bench: Bench, corners: Corners, engine: str
-) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Every mode, an identity as the control, keys or values alone, and the prefix alone.
+    bench: Bench, corners: Corners, engine: str, found: dict[str, Measured]
+) -> dict[str, str]:
+    """Every mode, an identity as the control, keys or values alone, and the prefix alone; returns why some were not.
 
-    Each against the engine without codec on the same path. The second object says why something was not measured.
+    Each against the engine without codec on the same path.
     """
     plan = bench.plan
     # As the path has it, so that a mode which it has measured is not measured again.
@@ -412,7 +367,6 @@ def measure_harness(
     wanted["prefix_only"] = corners.with_codec(
         engine, Mode.INFORWARD.value, codec=with_placement(plan.codec, f"recent(n={exact})")
     )
-    found: dict[str, Measured] = {}
     skipped: dict[str, str] = {}
     for name, config in wanted.items():
         try:
@@ -422,18 +376,15 @@ def measure_harness(
             if error.finding_id not in _SKIPPED:
                 raise
             skipped[name] = error.message
-    return found, skipped
+    return skipped
 
 
-def measure_tables(bench: Bench, corners: Corners, engine: str) -> dict[str, Measured]:
+def measure_tables(bench: Bench, corners: Corners, engine: str, found: dict[str, Measured]) -> None:
     """The codec with each calibration, against the engine without codec."""
-    anchor = corners.with_codec(engine).plain
     tables = {"reference": bench.plan.calibration, "candidate": bench.plan.other_calibration}
-    return {
-        name: bench.measure(corners.with_codec(engine, calibration=path), anchor)
-        for name, path in tables.items()
-        if path
-    }
+    for name, path in tables.items():
+        config = corners.with_codec(engine, calibration=path)
+        found[name] = bench.measure(config, config.plain)
 
 
 def effects_json(measured: Mapping[str, Measured]) -> dict[str, Any]:
@@ -444,62 +395,10 @@ def effects_json(measured: Mapping[str, Measured]) -> dict[str, Any]:
     }
 
 
-def difference_json(measured: Mapping[str, Measured], a: str, b: str) -> dict[str, Any]:
-    """`b` minus `a`, paired by window."""
-    sums = aligned({name: m.seen for name, m in measured.items()})
-    return effect(sums[b] - sums[a]).to_json()
-
-
-# -----------------------------------------------------------------------------
-# Phase 1: what an engine allows to switch alone, beside the path. Switches are no buckets: they are not part of the sum.
-
-
-@dataclass(frozen=True)
-class Switch:
-    """One option of one engine, everything else as it was."""
-
-    name: str
-    base: str
-    switched: str
-
-
-def switches(
-    reference: str, candidate: str, steps: Sequence[Step], facts: Mapping[str, Mapping[str, Any]]
-) -> list[Switch]:
-    """The attention kernels of both engines; for transformers in the number format in which the engines meet."""
-    found: dict[str, Switch] = {}
-    meeting = [reference, *(s.engine for s in steps)]
-    for spec in (*[s for s in meeting if engine_name(s).kind == "hf"][-1:], candidate, reference):
-        engine = engine_name(spec)
-        option, value = _attention(engine, facts.get(spec, {}))
-        if value and f"{engine.kind}.attention" not in found:
-            name = f"{engine.kind}.attention"
-            found[name] = Switch(name, spec, str(engine.with_option(option, value)))
-    return list(found.values())
-
-
-def _attention(engine: EngineName, facts: Mapping[str, Any]) -> tuple[str, str | None]:
-    """The option that names the kernel, and another value for it; None where there is none to choose."""
-    if engine.kind == "hf":
-        return "attention", "sdpa" if engine.get("attention") == "eager" else "eager"
-    if not str(facts.get("device", "")).startswith("cuda"):
-        return "attention_backend", None  # vLLM has one kernel on a CPU
-    return "attention_backend", "FLASH_ATTN" if "TRITON" in str(
-        facts.get("attention_backend")
-    ) else "TRITON_ATTN"
-
-
-def measure_switches(
-    bench: Bench, mode: str, found: Sequence[Switch]
-) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Each against the engine as it was; the second object says what an engine refused."""
-    measured: dict[str, Measured] = {}
-    refused: dict[str, str] = {}
-    for switch in found:
-        try:
-            measured[switch.name] = bench.measure(
-                Configuration(switch.switched, mode), Configuration(switch.base, mode)
-            )
-        except AssayError as error:
-            refused[switch.name] = error.message
-    return measured, refused
+def tables_json(measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """Effects of both calibrations, and their difference paired by window."""
+    found = effects_json(measured)
+    if len(measured) == 2:
+        sums = aligned({name: m.seen for name, m in measured.items()})
+        found["candidate_minus_reference"] = effect(sums["candidate"] - sums["reference"]).to_json()
+    return found

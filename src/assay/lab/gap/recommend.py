@@ -9,8 +9,8 @@ from typing import Any
 from assay.errors import AssayError
 from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import aligned, effect
-from assay.lab.gap.phases import Attribution, Corners, attribute
-from assay.lab.gap.plan import Configuration, span
+from assay.lab.gap.phases import Attribution, attribute
+from assay.lab.gap.plan import Configuration, Corners, span
 from assay.lab.kv.lab import Measured
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 
@@ -86,18 +86,19 @@ def _one_more(recipe: Recipe) -> Recipe:
 
 
 def measure_proposals(
-    bench: Bench, corners: Corners, found: Sequence[Proposal]
-) -> tuple[dict[str, Measured], dict[str, str]]:
-    """Each proposal, and the codec as it is, on the fresh windows; the second object says what could not be run."""
+    bench: Bench, corners: Corners, proposed: Sequence[Proposal], found: dict[str, Measured]
+) -> dict[str, str]:
+    """The codec as it is, and each proposal, on the fresh windows; returns what could not be run, and why."""
     anchor = corners.candidate
-    runs = {"as it is": bench.measure(corners.with_codec(bench.plan.candidate, measured=2), anchor, "fresh")}
+    as_it_is = corners.with_codec(bench.plan.candidate, measured=2)
+    found["as it is"] = bench.measure(as_it_is, anchor, "fresh")
     skipped: dict[str, str] = {}
-    for proposal in found:
+    for proposal in proposed:
         try:
-            runs[proposal.action] = bench.measure(proposal.config, anchor, "fresh")
+            found[proposal.action] = bench.measure(proposal.config, anchor, "fresh")
         except AssayError as error:
             skipped[proposal.action] = error.message
-    return runs, skipped
+    return skipped
 
 
 def judged(found: Sequence[Proposal], runs: Mapping[str, Measured]) -> list[dict[str, Any]]:
