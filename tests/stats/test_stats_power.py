@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from assay.stats.cluster import cluster_mean, cluster_proportion, cluster_ratio, paired_difference
+from assay.stats.cluster import cluster_mean, cluster_proportion, cluster_ratio
 from assay.stats.equivalence import holm, resolution, windows_for, windows_needed
 from assay.stats.intervals import wilson
 
@@ -81,25 +81,6 @@ def test_holm_rejects_what_the_step_down_procedure_rejects(p_values: list[float]
             break
         rejected.add(int(index))
     assert {i for i, p in enumerate(holm(p_values)) if p <= alpha} == rejected
-
-
-def test_paired_difference_is_the_paired_t_test_on_equal_windows() -> None:
-    rng = np.random.default_rng(0)
-    common = rng.normal(0, 5, 20)
-    a, b = common + rng.normal(0.3, 0.1, 20), common + rng.normal(0, 0.1, 20)
-    found = paired_difference(a * 100, b * 100, np.full(20, 100.0))
-    reference = stats.ttest_rel(a, b)
-    assert found.difference.value == pytest.approx((a - b).mean())
-    assert found.p_value == pytest.approx(reference.pvalue)
-    # Two intervals side by side would see nothing: they are dominated by what the windows have in common.
-    assert cluster_ratio(a, np.ones(20)).interval.lo < b.mean()
-    assert found.difference.interval.lo > 0
-
-
-def test_paired_difference_of_equal_candidates() -> None:
-    assert paired_difference([1.0, 2.0], [1.0, 2.0], [5, 5]).p_value == 1.0
-    with pytest.raises(ValueError, match="same windows"):
-        paired_difference([1.0], [1.0, 2.0], [5, 5])
 
 
 def test_proportion_has_the_error_and_design_effect_of_the_mean_of_its_trials() -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.resources import files
-from math import comb
 from typing import Any
 
 from assay.coherence.conversation import BatchEngine, side_by_side, user
@@ -22,6 +21,7 @@ from assay.coherence.record import ToolAnswer, ToolLevel
 from assay.engines.base import Engine, Reply, Request, ToolCall
 from assay.engines.tool_calls import call_remains, read_calls
 from assay.errors import AssayError
+from assay.stats.paired import mcnemar
 
 LEVELS = (1, 8, 32)
 """Requests at once."""
@@ -179,21 +179,6 @@ def conforms(value: Any, schema: Mapping[str, Any]) -> bool:
     if isinstance(value, int | float):
         return bool(schema.get("minimum", value) <= value <= schema.get("maximum", value))
     return True
-
-
-def mcnemar(only_ours: int, only_theirs: int) -> float:
-    """Two-sided mid-p value of McNemar's exact test: of the pairs that differ, half are expected on either side.
-
-    p = 2 P(X < k) + P(X = k) with k the smaller count and X binomial (n, ½); Fagerland, Lydersen and Laake, BMC Med.
-    Res. Methodol. 13 (2013) 91.
-    """
-    n, k = only_ours + only_theirs, min(only_ours, only_theirs)
-    if n == 0:
-        return 1.0
-    all_ = float(2**n)
-    if 2 * k == n:
-        return 1.0 - comb(n, k) / (2 * all_)
-    return float(2 * sum(comb(n, i) for i in range(k)) + comb(n, k)) / all_
 
 
 def paired(ours: ToolLevel, theirs: ToolLevel) -> tuple[int, int, float]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from assay.fidelity.plan import Plan
 from assay.fidelity.result import CandidateResult, Summary
 from assay.fidelity.score import WindowObservation, by_block
-from assay.stats.cluster import PairedDifference, paired_difference
 from assay.stats.equivalence import Grade, holm, tost_p
+from assay.stats.paired import PairedDifference, paired_difference
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class MarginTest:
 def margin_tests(summaries: Sequence[Summary], plan: Plan) -> list[list[MarginTest]]:
     """The tests of every candidate, in the order given.
 
-    Δppl by two one-sided t tests on the log scale, top-1 by one (its certain share, where a server bounds it).
+    Δppl by two one-sided t tests on the log scale, top-1 by one: flips beyond rounding count, or, where a server bounds
+    them, all that are not certainly the same.
     """
     found = [_tests(summary, plan) for summary in summaries]
     adjusted = iter(holm([test.p for tests in found for test in tests]))
@@ -57,7 +58,7 @@ def _tests(summary: Summary, plan: Plan) -> list[MarginTest]:
         (Grade.MARGINAL, plan.marginal_ppl, plan.marginal_top1, plan.marginal_kl),
     ):
         within = tost_p(summary.dnll, math.log1p(-ppl), math.log1p(ppl))
-        agreement = summary.top1
+        agreement = summary.agreement
         # Where every token agrees the windows show no spread; n of n is then what a binomial says of it.
         every = agreement.value == 1.0 and agreement.clusters > 1
         above = top1**agreement.n if every else tost_p(agreement, top1, math.inf)

@@ -194,34 +194,37 @@ def judge(
     *,
     windows: int | None = None,
     confidence: float = 0.95,
+    shown: ClusterEstimate | None = None,
 ) -> Judgement:
     """Grade a candidate from the mean of d = NLL_candidate − NLL_reference, the share of equal top-1 tokens (between 0
     and 1) and the mean KL in nats.
 
-    `windows` are those that were scored, where several of them make one cluster. The interval of the perplexity is that
+    `shown` is the share of equal top-1 tokens that is reported, and that the point grade knows, where `top1` leaves out
+    what rounding turned. `windows` are those that were scored, where several of them make one cluster. The interval of the perplexity is that
     of the log ratio, transformed (e^lo − 1 … e^hi − 1). `confidence` is that of the intervals which decide.
     """
     margins = margins or Margins()
     clusters = min(log_ratio.clusters, top1.clusters)
     windows = clusters if windows is None else windows
-    shown = _metrics(log_ratio, top1, kl, 0.95)
-    metrics = shown if confidence == 0.95 else _metrics(log_ratio, top1, kl, confidence)
+    common = _metrics(log_ratio, top1, kl, 0.95)
+    metrics = common if confidence == 0.95 else _metrics(log_ratio, top1, kl, confidence)
     grade = grade_intervals(metrics, windows, margins)
-    point = grade_point(shown["dppl"].value, shown["top1"].value, margins)
+    agreement = common["top1"] if shown is None else _percent(shown.interval)
+    point = grade_point(common["dppl"].value, agreement.value, margins)
     excluded = windows >= MIN_WINDOWS and _excluded(metrics, margins, Grade.ACCEPT)
     aim = None
     if grade is Grade.MARGINAL and not excluded:
         aim = Grade.ACCEPT
     elif grade is Grade.INCONCLUSIVE:
         aim = (
-            Grade.MARGINAL if excluded or not _holds_at_point(shown, margins, Grade.ACCEPT) else Grade.ACCEPT
+            Grade.MARGINAL if excluded or not _holds_at_point(common, margins, Grade.ACCEPT) else Grade.ACCEPT
         )
     needed = None
     if aim is not None:
         half = log_ratio.interval.hi - log_ratio.value
         scale = _scale(log_ratio, confidence)
         needed = _needed(log_ratio.value, half * scale, metrics, windows, margins.bounds(aim))
-    return Judgement(grade, point, shown["dppl"], shown["top1"], aim, needed, excluded, confidence)
+    return Judgement(grade, point, common["dppl"], agreement, aim, needed, excluded, confidence)
 
 
 def _metrics(
@@ -230,9 +233,13 @@ def _metrics(
     ratio, agreement = at_confidence(log_ratio, confidence), at_confidence(top1, confidence)
     found = {
         "dppl": percent_change(ratio),
-        "top1": Interval(*(100 * x for x in (agreement.value, agreement.lo, agreement.hi))),
+        "top1": _percent(agreement),
     }
     return found if kl is None else found | {"kl": at_confidence(kl, confidence)}
+
+
+def _percent(share: Interval) -> Interval:
+    return Interval(*(100 * x for x in (share.value, share.lo, share.hi)))
 
 
 def at_confidence(estimate: ClusterEstimate, confidence: float) -> Interval:
