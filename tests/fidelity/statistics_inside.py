@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 
@@ -41,12 +42,19 @@ def brute_force(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> di
         "p_ref": p.gather(1, own)[:, 0],
         "p_cand": q.gather(1, own)[:, 0],
         "conf": p.amax(-1),
+        "tv": (p - q).abs().sum(-1) / 2,
     }
 
 
 def first(x: torch.Tensor) -> list[int]:
     """The lowest index of the largest, spelt out."""
     return [row.index(max(row)) for row in x.float().tolist()]
+
+
+def bf16_steps(row: list[float], a: int, b: int) -> float:
+    """How many steps of bf16 lie between two logits of a row, spelt out."""
+    size = max(abs(row[a]), abs(row[b]))
+    return (row[a] - row[b]) / 2.0 ** (math.floor(math.log2(size)) - 7) if size else 0.0
 
 
 def check(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, *, top1: bool = True) -> RowStatistics:
@@ -56,6 +64,11 @@ def check(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, *, top1: bo
     if top1:
         same = [a == b for a, b in zip(first(ref), first(cand), strict=True)]
         assert found.top1.tolist() == same
+        flips = [
+            a != b and bf16_steps(row, a, b) > 1
+            for row, a, b in zip(ref.tolist(), first(ref), first(cand), strict=True)
+        ]
+        assert found.beyond.tolist() == flips
     return found
 
 
@@ -108,7 +121,7 @@ ref[0, 9], cand[1, 2400], ref[2, 5], cand[2, 5] = -INF, -INF, -INF, -INF
 check(ref[:3], cand[:3], torch.arange(3))
 ref[3, 2300], cand[4, 0], ref[5] = NAN, INF, -INF
 found, wanted = by_kernel(ref, cand, torch.arange(6)), row_statistics(ref, cand, torch.arange(6))
-for name in ("kl", "kl_rev", "nll_ref", "nll_cand", "conf"):
+for name in ("kl", "kl_rev", "nll_ref", "nll_cand", "conf", "tv"):
     torch.testing.assert_close(
         getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, equal_nan=True
     )

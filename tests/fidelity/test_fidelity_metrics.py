@@ -41,7 +41,18 @@ def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str
         "p_ref": p[rows, gold],
         "p_cand": q[rows, gold],
         "conf": p.max(1),
+        "tv": 0.5 * np.abs(p - q).sum(1),
+        "beyond": np.array([beyond(row, b) for row, b in zip(ref, q.argmax(1), strict=True)]),
     }
+
+
+def beyond(row: np.ndarray, chosen: int) -> bool:
+    """Whether a logit lies more than one step of bf16 below the largest, from bf16's own neighbours."""
+    largest = row.max()
+    size = max(abs(float(largest)), abs(float(row[chosen])))
+    below = torch.tensor(2.0 ** float(np.floor(np.log2(size))), dtype=torch.bfloat16)
+    step = (torch.nextafter(below, torch.tensor(np.inf, dtype=torch.bfloat16)) - below).item()
+    return bool(largest - row[chosen] > step)
 
 
 @given(
@@ -77,6 +88,33 @@ def test_a_ruled_out_token_counts_by_the_side_that_rules_it_out() -> None:
     assert found.kl[0].item() == pytest.approx(np.log(1.5), abs=1e-6)
     assert found.kl[1].item() == np.inf
     assert found.kl_rev[0].item() == np.inf
+
+
+def test_a_flip_counts_where_the_gap_is_more_than_a_step_of_bf16() -> None:
+    """Between 16 and 32 logits of bf16 lie 0.125 apart; below zero and in float32 the step is the same."""
+    ref = torch.tensor(
+        [[20.0, 19.875, 0.0], [20.0, 19.86, 0.0], [-20.0, -20.125, -40.0], [-15.9, -16.1, -40.0]]
+    )
+    cand = ref.clone()
+    cand[:, 1] += 1.0
+    found = row_statistics(ref, cand, torch.tensor([0, 0, 0, 0]))
+    assert not found.top1.any()
+    assert found.beyond.tolist() == [False, True, False, True]
+    assert not row_statistics(ref, ref.clone(), torch.tensor([0, 0, 0, 0])).beyond.any()
+
+
+def test_total_variation_is_that_of_scipy() -> None:
+    """Half of scipy's city-block distance between its own softmax of both rows."""
+    distance = pytest.importorskip("scipy.spatial.distance")
+    softmax = pytest.importorskip("scipy.special").softmax
+    ref, cand = np.random.default_rng(5).normal(size=(2, 8, 3000)) * 4
+    found = row_statistics(torch.from_numpy(ref).float(), torch.from_numpy(cand).float(), torch.arange(8))
+    wanted = [distance.cityblock(softmax(a), softmax(b)) / 2 for a, b in zip(ref, cand, strict=True)]
+    np.testing.assert_allclose(found.tv.numpy(), wanted, rtol=1e-5)
+    ruled_out = row_statistics(
+        torch.tensor([[0.0, -np.inf]]), torch.tensor([[-np.inf, 0.0]]), torch.tensor([0])
+    )
+    assert ruled_out.tv.item() == 1.0
 
 
 def test_not_finite_rows_are_marked_and_leave_the_others_alone() -> None:
@@ -141,6 +179,7 @@ def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept
     np.testing.assert_allclose(
         found.kl_rev.numpy(), (lumped_q * np.log(lumped_q / lumped_p)).sum(1), atol=5e-6
     )
+    np.testing.assert_allclose(found.tv.numpy(), np.abs(lumped_p - lumped_q).sum(1) / 2, atol=1e-6)
     np.testing.assert_allclose(found.nll_ref.numpy(), -np.log(p[np.arange(6), gold]), atol=1e-6)
     np.testing.assert_allclose(found.conf.numpy(), p.max(1), atol=1e-6)
     assert (kl <= (p * np.log(p / q)).sum(1) + 1e-9).all()

@@ -38,6 +38,8 @@ def window(index: int, seed: int, n: int = 60, shift: float = 0.0, noise: float 
         p_ref=np.exp(-nll),
         p_cand=np.exp(-nll - d),
         conf=rng.random(n),
+        tv=np.abs(d) / 2,
+        beyond=rng.random(n) > 0.99,
     )
 
 
@@ -63,7 +65,7 @@ def test_tokens_that_are_not_finite_are_counted_and_not_averaged() -> None:
     seen = windows()
     whole = summarise(seen, Margins(), DRAWS)
     broken = windows()
-    for name in ("nll_cand", "nll_ref", "kl", "kl_rev", "p_ref", "p_cand", "conf"):
+    for name in ("nll_cand", "nll_ref", "kl", "kl_rev", "p_ref", "p_cand", "conf", "tv"):
         values = getattr(broken[2], name)
         values[5] = np.nan
     found = summarise(broken, Margins(), DRAWS)

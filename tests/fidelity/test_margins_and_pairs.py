@@ -39,8 +39,10 @@ def window(index: int, shift: float, spread: float, wrong: float, seed: int) -> 
         nll + own + rng.normal(0, 0.02, TOKENS),
         kl,
         kl,
-        rng.random(TOKENS) >= wrong,
+        same := rng.random(TOKENS) >= wrong,
         *(rng.random(TOKENS) for _ in range(3)),
+        np.sqrt(kl / 2),
+        ~same,
     )
 
 

@@ -28,6 +28,8 @@ def observed(index: int, ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) ->
         p_ref=p[rows, gold],
         p_cand=q[rows, gold],
         conf=p.max(-1),
+        tv=np.abs(p - q).sum(-1) / 2,
+        beyond=ref.argmax(-1) != cand.argmax(-1),
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from assay.fidelity.metrics import BLOCK_BYTES, RowStatistics
+from assay.fidelity.metrics import BLOCK_BYTES, RowStatistics, beyond_rounding
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +34,9 @@ SLACK = 2e-6
 class BoundedStatistics(RowStatistics):
     """Statistics of n tokens where the candidate is known at a few ids only.
 
-    Exact: `nll_ref`, `nll_cand`, `p_ref`, `p_cand`, `conf`. Lower bounds: `kl`, `kl_rev`. `top1` holds where both
-    certainly have the same likeliest token, `top1_possible` where they may. `tail_ref` and `tail_cand` are P and Q,
+    Exact: `nll_ref`, `nll_cand`, `p_ref`, `p_cand`, `conf`. Lower bounds: `kl`, `kl_rev`, `tv`. `top1` holds where both
+    certainly have the same likeliest token, `top1_possible` where they may; `beyond` where it certainly differs beyond
+    rounding. `tail_ref` and `tail_cand` are P and Q,
     `kl_upper` is infinite where nothing bounds KL from above, `tv_lo` and `tv_hi` bound the total variation.
     """
 
@@ -138,6 +139,8 @@ def bounded_statistics(
     )  # the lower id wins a tie
     sure = (best.squeeze(-1).exp() > tail_cand + SLACK) | lists_best
     same = cand_best == ref_best
+    chosen = ref.gather(-1, cand_best.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)
+    beyond = ~same & sure & beyond_rounding(ref.max(-1).values, chosen)
     beaten = ((ids == ref_best.unsqueeze(-1)) & ~is_best).any(-1)
 
     gold_p = logp.gather(1, gold.long().unsqueeze(-1)).squeeze(-1)
@@ -155,6 +158,8 @@ def bounded_statistics(
         p_ref=clean(gold_p.exp()),
         p_cand=clean(gold_logq.exp()),
         conf=clean(logp.max(-1).values.exp()),
+        tv=clean((apart + apart_tail) / 2),
+        beyond=beyond & ~bad,
         top1_possible=(same | (~sure & ~beaten)) & ~bad,
         tail_ref=clean(tail_ref),
         tail_cand=clean(tail_cand),

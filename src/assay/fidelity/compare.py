@@ -176,7 +176,13 @@ def report(
         findings += implausible(reference.text_facts, results[0].summary.ppl_reference)
     if reference.text_facts["windows_available"] < plan.windows:
         findings.append(_fewer_windows(plan, reference))
-    shared = {"reference": reference.facts, "text": text, "plan_sha256": plan.sha256, "seed": plan.seed}
+    shared = {
+        "reference": reference.facts,
+        "text": text,
+        "chars_per_token": text.get("characters_per_token"),
+        "plan_sha256": plan.sha256,
+        "seed": plan.seed,
+    }
     if len(plan.candidates) == 1 and bodies:
         body: dict[str, Any] = bodies[0]
     else:

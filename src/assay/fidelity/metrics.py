@@ -2,9 +2,9 @@
 
 With p the reference's distribution and q the candidate's, x the token that came:
 
-    NLL = −log p(x),   KL(p‖q) = Σ_v p(v) (log p(v) − log q(v)),   reverse KL = KL(q‖p),
+    NLL = −log p(x),   KL(p‖q) = Σ_v p(v) (log p(v) − log q(v)),   reverse KL = KL(q‖p),   TV = ½ Σ_v |p(v) − q(v)|,
 
-in nats, over the whole vocabulary, without smoothing. Both sides are shifted by their largest logit first, so that the
+KL in nats, over the whole vocabulary, without smoothing. Both sides are shifted by their largest logit first, so that the
 differences are small numbers where the distributions are close; then
 
     KL = Σ_v e^{a(v)} (a(v) − b(v)) / S_a − (log S_a − log S_b),   a = logits_ref − max, S_a = Σ_v e^{a(v)},
@@ -13,7 +13,12 @@ needs one exponential a logit and no large terms that cancel.
 
 Where the reference gives only a part of its distribution (`rest`: log-probabilities, −inf for what it leaves out), the ids
 it leaves out are one bucket on both sides: KL = Σ_kept p (log p − log q) + m_p log(m_p / m_q), a lower bound by the
-data-processing inequality, tight to the size of m_p.
+data-processing inequality, tight to the size of m_p. TV is such a lower bound too.
+
+A likeliest token that differs is a flip *beyond rounding* where the candidate's choice lies more than one step of bf16
+below the reference's own in the reference's logits. The step is 2^(e − 7) for a logit between 2^e and 2^(e + 1), taken at
+the larger of the two. It is that of bf16 whatever either side computes in: the figure then does not depend on the type of
+the logits, in which alone two likely tokens may tie or not.
 """
 
 from __future__ import annotations
@@ -47,7 +52,7 @@ class RowStatistics:
 
     `nll_ref`, `nll_cand`, `kl`, `kl_rev` in nats (float64), `top1` whether both sides have the same likeliest token
     (the lower id wins a tie), `p_ref` and `p_cand` the probability of the token that came, `conf` the reference's
-    largest probability.
+    largest probability, `tv` the total variation, `beyond` whether the likeliest token differs beyond rounding.
     """
 
     nll_ref: torch.Tensor
@@ -58,6 +63,8 @@ class RowStatistics:
     p_ref: torch.Tensor
     p_cand: torch.Tensor
     conf: torch.Tensor
+    tv: torch.Tensor
+    beyond: torch.Tensor
 
 
 def row_statistics(
@@ -81,11 +88,13 @@ def _statistics(sums: RowSums, apart: LeftOut | None) -> RowStatistics:
         p_sum = (-sums.ref_max).exp()  # the values are normalised already, over more than is kept
         q_kept = 1.0 - apart.q_sum / q_sum
     log_ratio = p_sum.log() - q_sum.log()
+    tv = sums.tv
     kl = sums.p_dot / p_sum - log_ratio * p_kept
     kl_rev = -sums.q_dot / q_sum + log_ratio * q_kept
     if apart is not None:
         kl = kl + _bucket(1.0 - p_kept, 1.0 - q_kept)
         kl_rev = kl_rev + _bucket(1.0 - q_kept, 1.0 - p_kept)
+        tv = tv + (q_kept - p_kept).abs() / 2
     log_p, log_q = sums.gold_a - p_sum.log(), sums.gold_b - q_sum.log()
     bad = ~(p_sum.isfinite() & q_sum.isfinite())
 
@@ -101,7 +110,17 @@ def _statistics(sums: RowSums, apart: LeftOut | None) -> RowStatistics:
         p_ref=clean(log_p.exp()),
         p_cand=clean(log_q.exp()),
         conf=clean(1.0 / p_sum),
+        tv=clean(tv),
+        beyond=~sums.same_best & beyond_rounding(sums.ref_max, sums.ref_max + sums.best_a) & ~bad,
     )
+
+
+def beyond_rounding(largest: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether logits lie more than one step of bf16 below the largest of their row, all [n]."""
+    size = torch.maximum(largest.abs(), other.abs())
+    # frexp gives a fraction between ½ and 1; bf16 has 8 bits of it.
+    step = torch.ldexp(torch.ones_like(size), torch.frexp(size).exponent - 8)
+    return largest - other > torch.where(size > 0, step, 0.0)
 
 
 def _bucket(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -186,7 +205,8 @@ class RowSums:
 
     `p_sum` Σ e^a, `q_sum` Σ e^b, `p_dot` Σ e^a (a − b), `q_dot` Σ e^b (a − b), where a weight of 0 makes its term 0
     whatever it is multiplied with; `ref_max` the reference's largest logit, `gold_a` and `gold_b` a and b of the token
-    that came, `same_best` whether both sides have the same likeliest token (the lowest id of those that tie).
+    that came, `best_a` a of the candidate's likeliest token, `tv` ½ Σ |e^a / Σ e^a − e^b / Σ e^b| over what the reference
+    keeps, `same_best` whether both sides have the same likeliest token (the lowest id of those that tie).
     """
 
     ref_max: torch.Tensor
@@ -196,6 +216,8 @@ class RowSums:
     q_dot: torch.Tensor
     gold_a: torch.Tensor
     gold_b: torch.Tensor
+    best_a: torch.Tensor
+    tv: torch.Tensor
     same_best: torch.Tensor
 
 
@@ -219,6 +241,7 @@ def row_sums(
     a, b = _shifted(ref, ref_max), _shifted(cand, cand_max)
     index = gold.unsqueeze(-1)
     gold_a, gold_b = (side.gather(-1, index).squeeze(-1).double() for side in (a, b))
+    best_a = a.gather(-1, cand_best.unsqueeze(-1)).squeeze(-1).double()
     difference = a - b
     left_out = a.isneginf() if rest else None
     p, q = a.exp_(), b.exp_()  # not yet divided by their sums
@@ -227,8 +250,20 @@ def row_sums(
     if left_out is not None:
         apart = LeftOut(left_out.any(-1), (q * left_out).sum(-1).double())
         difference, q = difference.masked_fill(left_out, 0.0), q.masked_fill(left_out, 0.0)
+    whole = p_sum if left_out is None else (-ref_max).exp().double()
+    tv = _half_distance(p, whole, q, q_sum)
     p_dot, q_dot = _dot(p, difference), _dot(q, difference)
-    return RowSums(ref_max.double(), p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, ref_best == cand_best), apart
+    same = ref_best == cand_best
+    return RowSums(ref_max.double(), p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, best_a, tv, same), apart
+
+
+def _half_distance(
+    p: torch.Tensor, p_sum: torch.Tensor, q: torch.Tensor, q_sum: torch.Tensor
+) -> torch.Tensor:
+    """½ Σ |p / p_sum − q / q_sum| of each row [n, V], in float64 [n]."""
+    scale, other = ((0.5 / total).to(p.dtype).unsqueeze(-1) for total in (p_sum, q_sum))
+    apart = (p * scale).addcmul_(q, other, value=-1)
+    return torch.linalg.vector_norm(apart, 1, -1).double()
 
 
 def _shifted(x: torch.Tensor, largest: torch.Tensor) -> torch.Tensor:
@@ -293,7 +328,7 @@ def _sums(
 
 
 def _stacked_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
-    """`row_sums` of whole distributions as one tensor [8, n], in the order of the fields of `RowSums`."""
+    """`row_sums` of whole distributions as one tensor [10, n], in the order of the fields of `RowSums`."""
     return torch.stack([side.double() for side in vars(row_sums(ref, cand, gold)[0]).values()])
 
 

@@ -1,8 +1,9 @@
 """The sums of `assay.fidelity.metrics.row_sums` by one Triton kernel on a GPU, once it gave what torch gives of real rows.
 
-A program takes a row and reads each side's logits twice in the type that the engine gave them. The first reading finds
-the largest logit of both sides and its lowest index, the second adds up what is relative to it, so that nothing is
-rescaled on the way and the rounding is that of `row_sums`. Exponentials below the smallest normal float32 (a or
+A program takes a row and reads each side's logits three times in the type that the engine gave them. The first reading
+finds the largest logit of both sides and its lowest index, the second adds up what is relative to it, and the third,
+which finds the row in the cache, takes the total variation of what is divided by those sums. So nothing is rescaled on
+the way and the rounding is that of `row_sums`. Exponentials below the smallest normal float32 (a or
 b < −87) count as 0. Import it only where Triton is.
 """
 
@@ -18,7 +19,7 @@ import triton.language as tl
 from assay.environment import gives_the_same
 
 Sums = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of logits of both sides [n, V] and ids [n]: float64 [8, n], the fields of `assay.fidelity.metrics.RowSums` in order."""
+"""Of logits of both sides [n, V] and ids [n]: float64 [10, n], the fields of `assay.fidelity.metrics.RowSums` in order."""
 
 _COMPARED_ROWS = 64
 _SAME: dict[tuple[object, ...], bool] = {}
@@ -51,7 +52,7 @@ def same_by_both(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, by_t
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the sums [8, n] are those of the same logits but for rounding; rows that are not finite must be the same."""
+    """Whether the sums [10, n] are those of the same logits but for rounding; rows that are not finite must be the same."""
     usable = [x[1:3].isfinite().all(0) for x in (one, other)]
     if not torch.equal(*usable):
         return False
@@ -72,9 +73,9 @@ def _on_gpu(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> torch.
 
 
 def fused_row_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor) -> torch.Tensor:
-    """Sums [8, n] of logits [n, V] (bfloat16, float16 or float32; entries of a row next to each other), ids below V."""
+    """Sums [10, n] of logits [n, V] (bfloat16, float16 or float32; entries of a row next to each other), ids below V."""
     rows, vocab = ref.shape
-    out = torch.empty(8, rows, dtype=torch.float32, device=ref.device)
+    out = torch.empty(10, rows, dtype=torch.float32, device=ref.device)
     if rows:
         _row_sums[(rows,)](
             ref,
@@ -151,12 +152,24 @@ def _row_sums(  # type: ignore[no-untyped-def]
         p_dot += tl.where(p > 0, p * difference, 0.0)
         q_dot += tl.where(q > 0, q * difference, 0.0)
 
+    p_all, q_all = tl.sum(p_sum, axis=0), tl.sum(q_sum, axis=0)
+    apart = tl.zeros((block,), tl.float32)
+    for start in range(0, vocab, block):
+        at = start + lane
+        inside = at < vocab
+        a = tl.load(ref_row + at, mask=inside, other=float("-inf")).to(tl.float32) - ref_max
+        b = tl.load(cand_row + at, mask=inside, other=float("-inf")).to(tl.float32) - cand_max
+        apart += tl.where(inside, tl.abs(tl.exp(a) * (0.5 / p_all) - tl.exp(b) * (0.5 / q_all)), 0.0)
+
     gold = tl.load(gold_at + row)
+    best = tl.load(ref_row + cand_first, mask=cand_first < vocab, other=0.0).to(tl.float32)
     tl.store(out_at + row, ref_max)
-    tl.store(out_at + rows + row, tl.sum(p_sum, axis=0))
-    tl.store(out_at + 2 * rows + row, tl.sum(q_sum, axis=0))
+    tl.store(out_at + rows + row, p_all)
+    tl.store(out_at + 2 * rows + row, q_all)
     tl.store(out_at + 3 * rows + row, tl.sum(p_dot, axis=0))
     tl.store(out_at + 4 * rows + row, tl.sum(q_dot, axis=0))
     tl.store(out_at + 5 * rows + row, tl.load(ref_row + gold).to(tl.float32) - ref_max)
     tl.store(out_at + 6 * rows + row, tl.load(cand_row + gold).to(tl.float32) - cand_max)
-    tl.store(out_at + 7 * rows + row, (ref_first == cand_first).to(tl.float32))
+    tl.store(out_at + 7 * rows + row, best - ref_max)
+    tl.store(out_at + 8 * rows + row, tl.sum(apart, axis=0))
+    tl.store(out_at + 9 * rows + row, (ref_first == cand_first).to(tl.float32))

@@ -11,7 +11,7 @@ from assay.engines.scoring import GreedyStep
 from assay.fidelity.greedy import NEAR_TIE, Divergence, Greedy
 from assay.fidelity.margins import MarginTest, Pair
 from assay.fidelity.plan import Plan
-from assay.fidelity.result import CandidateResult, interval_text, kl_text, top1_text
+from assay.fidelity.result import CandidateResult, beyond_text, interval_text, kl_text, top1_text, tv_text
 from assay.fidelity.score import pooled
 from assay.stats.equivalence import Grade
 from assay.stats.intervals import Interval, percent_change
@@ -176,7 +176,8 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
             Metric("grade", s.judgement.grade.value, valid=valid),
             Metric("Δppl", interval_text(s.judgement.dppl_pct, "%"), valid=valid),
             Metric(s.kl_name, f"{kl_text(s.kl)} nats", valid=valid),
-            Metric("top-1", top1_text(s), valid=valid),
+            Metric("top-1", top1_text(s) + beyond_text(s), valid=valid),
+            Metric("total variation", tv_text(s), valid=valid),
             Metric("scored", f"{s.tokens:,} tokens in {s.windows} windows"),
         ]
     return [Metric(r.label, r.summary.judgement.grade.value) for r in results]
@@ -221,6 +222,8 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
                 f"{'≥ ' if s.bounds else ''}{kl_text(s.kl)}",
                 f"{s.quantiles['median'].value:.2g} / {s.quantiles['p99'].value:.2g} / {s.kl_max:.2g}",
                 top1_text(s),
+                f"{s.beyond_pct.value:.2f}" if s.top1_value is not None else "–",
+                tv_text(s),
                 f"{r.floor:.1g}" if r.floor else "–",
                 f"{s.dnll.design_effect:.1f}" if math.isfinite(s.dnll.design_effect) else "–",
             ]
@@ -236,6 +239,8 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
             "KL (nats)",
             "KL median / p99 / max",
             "top-1",
+            "beyond rounding (%)",
+            "TV",
             "floor",
             "design effect",
         ),
@@ -246,7 +251,11 @@ def _candidates(results: Sequence[CandidateResult]) -> Table:
 
 
 def _margins(results: Sequence[CandidateResult], tests: Sequence[Sequence[MarginTest]]) -> Table:
-    names = {"dppl_pct": "Δppl within ±{:g} %", "top1_pct": "top-1 from {:g} %", "kld": "KL up to {:g} nats"}
+    names = {
+        "dppl_pct": "Δppl within ±{:g} %",
+        "top1_pct": "top-1 but for rounding from {:g} %",
+        "kld": "KL up to {:g} nats",
+    }
     rows = [
         [r.label, test.grade, names[test.metric].format(test.bound), f"{test.p:.2g}", f"{test.p_holm:.2g}"]
         for r, of_one in zip(results, tests, strict=True)

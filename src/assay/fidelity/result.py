@@ -39,7 +39,8 @@ class Bounds:
     """Beside the lower bound of KL: means over tokens of what was left over on both sides, and what it allows.
 
     `upper` is infinite as soon as nothing bounds KL from above at one token. `certain` and `possible` are the share
-    of tokens that certainly, and that possibly, have the same likeliest token on both sides.
+    of tokens that certainly, and that possibly, have the same likeliest token on both sides; `tv` reaches from what
+    the total variation is at least to what it is at most, its value is the former.
     """
 
     tail_reference: float
@@ -47,6 +48,7 @@ class Bounds:
     upper: float
     tv_lo: float
     tv_hi: float
+    tv: ClusterEstimate
     certain: ClusterEstimate
     possible: ClusterEstimate
 
@@ -93,12 +95,15 @@ def bounds_of(seen: Sequence[WindowObservation]) -> Bounds | None:
         return None
     some = [w for w in bounded if w.finite.any()]
     counts = [int(w.finite.sum()) for w in some]
+    tv = _mean(some, [w.tv_lo for w in some])
+    most = _mean(some, [w.tv_hi for w in some]).interval.hi
     return Bounds(
         tail_reference=float(pooled(some, "tail_ref").mean()),
         tail_candidate=float(pooled(some, "tail_cand").mean()),
         upper=float(pooled(some, "kl_upper").mean()),
         tv_lo=float(pooled(some, "tv_lo").mean()),
         tv_hi=float(pooled(some, "tv_hi").mean()),
+        tv=replace(tv, interval=Interval(tv.value, tv.interval.lo, most)),
         certain=cluster_proportion([int(w.top1[w.finite].sum()) for w in some], counts),
         possible=cluster_proportion([int(w.top1_possible[w.finite].sum()) for w in some], counts),
     )
@@ -115,7 +120,9 @@ class Summary:
     """The figures of one candidate. Means are over finite tokens, intervals by window.
 
     `dnll` is the mean of NLL_candidate − NLL_reference, `kl` and `kl_rev` in nats, `top1` a share, `dp` the mean of
-    |p_candidate − p_reference| of the token that came. `quantiles` are those of KL; `kl_max` its largest value.
+    |p_candidate − p_reference| of the token that came, `tv` the mean total variation. `agreement` is the share of tokens
+    whose likeliest token is the same but for rounding (`assay.fidelity.metrics`), which is what the grade rests on.
+    `quantiles` are those of KL; `kl_max` its largest value.
     """
 
     judgement: Judgement
@@ -124,6 +131,8 @@ class Summary:
     kl_rev: ClusterEstimate
     top1: ClusterEstimate
     dp: ClusterEstimate
+    tv: ClusterEstimate
+    agreement: ClusterEstimate
     quantiles: dict[str, Interval]
     kl_max: float
     ppl_reference: float
@@ -139,6 +148,17 @@ class Summary:
         """Top-1 agreement in percent, None where only bounds of it are known."""
         known = self.bounds is None or self.bounds.top1_exact
         return self.judgement.top1_pct.value if known else None
+
+    @property
+    def beyond_pct(self) -> Interval:
+        """Tokens whose likeliest token differs beyond rounding, in percent: what `agreement` leaves over."""
+        own = self.agreement.interval
+        return Interval(*(100 * (1 - x) for x in (own.value, own.hi, own.lo)))
+
+    def _beyond_json(self) -> dict[str, Any]:
+        exact = self.top1_value is not None
+        bounds = _bounds(self.beyond_pct)
+        return bounds | ({"kind": "exact"} if exact else {"kind": "bounds", "value": None})
 
     @property
     def kl_name(self) -> str:
@@ -172,6 +192,13 @@ class Summary:
             "kld_reverse": _bounds(self.kl_rev.interval),
             "top1_pct": _bounds(judged.top1_pct)
             | (self.bounds.top1_json() if self.bounds else {"kind": "exact"}),
+            "top1_beyond_rounding_pct": self._beyond_json(),
+            "tv": {
+                "mean": None if self.bounds else self.tv.value,
+                "lo": self.tv.interval.lo,
+                "hi": self.tv.interval.hi,
+                "kind": "bounds" if self.bounds else "exact",
+            },
             "mean_abs_dp": _bounds(self.dp.interval),
             "design_effect": self.dnll.design_effect,
             "windows_needed": judged.windows_needed,
@@ -197,23 +224,23 @@ def summarise(
     dnll = cluster_mean(_by_window(seen, "dnll"))
     kl_values = pooled(seen, "kl")
     bounds = bounds_of(seen)
-    top1 = (
-        bounds.top1
-        if bounds
-        else cluster_proportion([int(w.top1[w.finite].sum()) for w in seen if w.finite.any()], _counts(seen))
-    )
+    top1 = bounds.top1 if bounds else _share(seen, [w.top1 for w in seen])
+    # Where a server leaves the likeliest token open, what rounding turned cannot be told apart.
+    agreement = top1 if bounds and not bounds.top1_exact else _share(seen, [~w.beyond for w in seen])
     kl = _mean(seen, [w.kl for w in seen])
     names = list(QUANTILES)
     quantiles = bootstrap_quantiles(
         _by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling
     )
     return Summary(
-        judgement=judge(dnll, top1, kl, margins, windows=windows, confidence=confidence),
+        judgement=judge(dnll, agreement, kl, margins, windows=windows, confidence=confidence, shown=top1),
         dnll=dnll,
         kl=kl,
         kl_rev=_mean(seen, [w.kl_rev for w in seen]),
         top1=top1,
         dp=_mean(seen, [np.abs(w.p_cand - w.p_ref) for w in seen]),
+        tv=bounds.tv if bounds else _mean(seen, [w.tv for w in seen]),
+        agreement=agreement,
         quantiles=dict(zip(names, quantiles, strict=True)),
         kl_max=float(kl_values.max()),
         ppl_reference=math.exp(float(pooled(seen, "nll_ref").mean())),
@@ -253,6 +280,12 @@ def _mean(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.float64
         nothing = Interval(math.inf, -math.inf, math.inf)
         return ClusterEstimate(math.inf, math.nan, nothing, len(counts), float(sum(counts)))
     return not_negative(cluster_ratio(sums, counts))
+
+
+def _share(seen: Sequence[WindowObservation], values: Sequence[NDArray[np.bool_]]) -> ClusterEstimate:
+    """Share of finite tokens, by window."""
+    sums = [int(v[w.finite].sum()) for w, v in zip(seen, values, strict=True) if w.finite.any()]
+    return cluster_proportion(sums, _counts(seen))
 
 
 def _by_window(seen: Sequence[WindowObservation], name: str) -> list[NDArray[np.float64]]:
@@ -385,6 +418,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
         "candidate": result.label,
         "dppl_pct": [judged.dppl_pct.value, judged.dppl_pct.lo, judged.dppl_pct.hi],
         "top1_pct": [summary.top1_value, judged.top1_pct.lo, judged.top1_pct.hi],
+        "top1_beyond_rounding_pct": [summary.beyond_pct.value, summary.beyond_pct.lo, summary.beyond_pct.hi],
         "kld": [summary.kl.value, summary.kl.interval.lo, summary.kl.interval.hi],
         "windows": summary.windows,
         "tokens": summary.tokens,
@@ -426,7 +460,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
         return found
     what = (
         f"{summary.kl_name} {kl_text(summary.kl)}, Δppl {interval_text(judged.dppl_pct, '%')}, "
-        f"top-1 {top1_text(summary)}"
+        f"top-1 {top1_text(summary)}{beyond_text(summary)}"
     )
     if judged.grade is Grade.REJECT:
         found.append(
@@ -500,9 +534,20 @@ def _lower_bound(result: CandidateResult, bounds: Bounds) -> Finding:
 def top1_text(summary: Summary) -> str:
     """Top-1 with its interval; the interval alone where the candidate's likeliest token is not always known."""
     agreement = summary.judgement.top1_pct
-    if summary.bounds and not summary.bounds.top1_exact:
+    if summary.top1_value is None:
         return f"{agreement.lo:.2f} … {agreement.hi:.2f} %"
     return interval_text(agreement, "%", plus=False)
+
+
+def beyond_text(summary: Summary) -> str:
+    """`, beyond rounding 0.41 %`: how many of the likeliest tokens changed; empty where nobody knows."""
+    return "" if summary.top1_value is None else f", changed beyond rounding {summary.beyond_pct.value:.2f} %"
+
+
+def tv_text(summary: Summary) -> str:
+    """`0.0123 [0.0120, 0.0126]`, the bounds alone where only they are known."""
+    own = summary.tv.interval
+    return f"{own.lo:.3g} … {own.hi:.3g}" if summary.bounds else kl_text(summary.tv)
 
 
 def kl_text(estimate: ClusterEstimate) -> str:

@@ -57,6 +57,8 @@ class WindowObservation:
     p_ref: NDArray[np.float64]
     p_cand: NDArray[np.float64]
     conf: NDArray[np.float64]
+    tv: NDArray[np.float64]
+    beyond: NDArray[np.bool_]
 
     @property
     def finite(self) -> NDArray[np.bool_]:
@@ -73,7 +75,7 @@ class WindowObservation:
 class BoundedObservation(WindowObservation):
     """A window of which the candidate is known at a few ids only; names as in `BoundedStatistics`.
 
-    `kl` and `kl_rev` are lower bounds, `top1` holds where both certainly have the same likeliest token.
+    `kl`, `kl_rev` and `tv` are lower bounds, `top1` holds where both certainly have the same likeliest token.
     """
 
     top1_possible: NDArray[np.bool_]
@@ -239,8 +241,8 @@ def batches(windows: Sequence[Window], size: int) -> list[Sequence[Window]]:
 
 
 def key_of(part: Sequence[Window]) -> list[str]:
-    """The key under which a group of windows is kept."""
-    return [window.sha256 for window in part]
+    """The key under which a group of windows is kept; its number is that of what is kept of a token."""
+    return ["2", *(window.sha256 for window in part)]
 
 
 def read_kept(kept: Kept, part: Sequence[Window]) -> list[WindowObservation] | None:

@@ -74,6 +74,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
             "streams": plan.streams,
             "skip_layers": list(plan.skip_layers),
             "text": {**lab.text, "length": plan.length},
+            "chars_per_token": lab.text.get("characters_per_token"),
             "cache": note.get("cache"),
             "calibration": lab.provenance,
             "table_tokens": plan.table_tokens,

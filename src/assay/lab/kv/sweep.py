@@ -189,7 +189,19 @@ def _row(measured: Measured, plan: SweepPlan) -> dict[str, Any]:
     fit, score = measured.seconds
     return {
         "bytes": measured.bytes.to_json() if measured.bytes else None,
-        **{k: figures[k] for k in ("grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows")},
+        **{
+            k: figures[k]
+            for k in (
+                "grade",
+                "dppl_pct",
+                "kld",
+                "tv",
+                "top1_pct",
+                "top1_beyond_rounding_pct",
+                "tokens",
+                "windows",
+            )
+        },
         "kld_se": summary.kl.se,
         "fires": measured.engagement.fires,
         "fit_s": round(fit, 2),
