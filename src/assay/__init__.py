@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
-    "check", "compare", "grade", "reference", "spec", "verify",
+    "check", "compare", "gate", "grade", "reference", "spec", "verify",
 ]  # fmt: skip
 
 _HOMES = {
@@ -123,3 +123,11 @@ def reference(
             asked.plan, asked.out, dtype=asked.dtype, form=asked.format, progress=progress or NO_PROGRESS
         )
     )
+
+
+def gate(contract: str | Path = "assay.toml", *, progress: Progress | None = None, **options: Any) -> Report:
+    """Hold a deployment to the contract in a TOML file. Options: `assay gate --help`; the file: docs/gate.md."""
+    from assay.gates.gate import GateOptions, run_gate
+    from assay.progress import NO_PROGRESS
+
+    return run_gate(GateOptions.of({"contract": contract, **options}), progress or NO_PROGRESS)

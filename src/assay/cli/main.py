@@ -31,6 +31,7 @@ VERBS: Mapping[str, Verb | Any] = {
     "rerun": verbs.rerun,
     "kv": group("kv", kv.HELP, {c.name.removeprefix("kv "): c for c in kv.COMMANDS}),
     "gap": verbs.gap,
+    "gate": verbs.gate,
     "demo": demo.demo,
 }
 

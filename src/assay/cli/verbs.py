@@ -141,3 +141,15 @@ def gap(**given: Any) -> Report:
     from assay.lab.gap.plan import GapPlan
 
     return run_gap(GapPlan.of(given), show)
+
+
+@verb("gate", "assay.gates.gate:GateOptions")
+def gate(**given: Any) -> Report:
+    """Hold a deployment to its contract (assay.toml): run every section, judge its limits, say what changed.
+
+    Exit code 0 all of it holds, 1 a part fails, 2 a part could not be examined, 3 a part is undecided.
+    """
+    from assay.cli.progress import show
+    from assay.gates.gate import GateOptions, run_gate
+
+    return run_gate(GateOptions.of(given), show)

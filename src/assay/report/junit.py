@@ -8,6 +8,7 @@
 | verdict `inconclusive` | `error` on the case `verdict`, as the exit code is not 0 either; `skipped` on request |
 | a step that was skipped | a `skipped` case with its reason |
 | a file that `grade` labels ok | a passed case with the file's name |
+| a part of a `gate` that passed or is undecided | a case with its name, as a verdict |
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def render(report: Report, inconclusive: Inconclusive = "error") -> str:
         ET.SubElement(properties, "property", name=_legal(key), value=_legal(value))
     classname = _legal(f"assay.{command}")
     if not _told_by_findings(report):
-        _verdict_case(suite, report, classname, inconclusive)
+        _verdict_case(suite, classname, "verdict", report.verdict, sentence(report), inconclusive)
+    for part in report.results.get("parts", ()) if command == "gate" else ():
+        verdict = Verdict(part["verdict"])
+        if verdict in (Verdict.PASS, Verdict.INCONCLUSIVE):  # the others are told by their findings
+            _verdict_case(suite, classname, part["name"], verdict, part["says"], inconclusive)
     seen: Counter[str] = Counter()
     for finding in report.findings:
         seen[finding.id] += 1
@@ -77,10 +82,12 @@ def _headline(report: Report) -> Iterator[tuple[str, str]]:
         yield one_line(metric.name), one_line(metric.text) + invalid
 
 
-def _verdict_case(suite: ET.Element, report: Report, classname: str, inconclusive: Inconclusive) -> None:
-    case = ET.SubElement(suite, "testcase", classname=classname, name="verdict")
-    message = _legal(sentence(report))
-    match report.verdict:
+def _verdict_case(
+    suite: ET.Element, classname: str, name: str, verdict: Verdict, says: str, inconclusive: Inconclusive
+) -> None:
+    case = ET.SubElement(suite, "testcase", classname=classname, name=_legal(one_line(name)))
+    message = _legal(says)
+    match verdict:
         case Verdict.FAIL | Verdict.ERROR:
             ET.SubElement(case, "error", type="error", message=message)
         case Verdict.INCONCLUSIVE if inconclusive == "error":

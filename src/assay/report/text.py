@@ -25,7 +25,7 @@ _CONTROLS = (
 )  # fmt: skip
 _UNSEEN = re.compile(r"[^\n\t\x20-\x7e\xa0-\xac\xae-\u02ff]")
 _COMMAND = re.compile(
-    r"(?:[A-Z_]+=\S* )*(?:assay (?:-|(?:check|grade|verify|spec|compare|reference|rerun|kv|gap|demo)\b)|vllm (?:serve|bench|complete|chat)|pip install |curl \S|"
+    r"(?:[A-Z_]+=\S* )*(?:assay (?:-|(?:check|grade|verify|spec|compare|reference|rerun|kv|gap|gate|card|demo)\b)|vllm (?:serve|bench|complete|chat)|pip install |curl \S|"
     r"hf download|python3? -|llama-server -|docker run|transformers serve|export [A-Z_]+=)"
 )
 _CODE = re.compile(r"`([^`\n]+)`")
