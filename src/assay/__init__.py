@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
-    "check", "compare", "gate", "grade", "reference", "spec", "verify",
+    "check", "compare", "gate", "grade", "reference", "spec", "verify", "watch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -55,6 +55,14 @@ def check(url: str, *, progress: Progress | None = None, **options: Any) -> Repo
     from assay.progress import NO_PROGRESS
 
     return recorded(run_check(url, CheckOptions.of(options), progress or NO_PROGRESS))
+
+
+def watch(url: str, **options: Any) -> Report:
+    """Watch the server at `url` for `rounds` rounds, or until interrupted: is it still the same model? Options: `assay watch --help`."""
+    from assay.environment import recorded
+    from assay.monitor.watch import WatchOptions, run_watch
+
+    return recorded(run_watch(url, WatchOptions.of(options)))
 
 
 @overload

@@ -14,7 +14,7 @@ from assay.cli.main import VERBS, invoke
 from assay.cli.verb import AREAS, Group, Verb
 from assay.options import declared_options
 
-ORDER = ["check", "grade", "verify", "spec", "compare", "reference", "rerun", "kv", "gap", "demo"]
+ORDER = ["check", "watch", "grade", "verify", "spec", "compare", "reference", "rerun", "kv", "gap", "demo"]
 
 
 def commands() -> list[Verb]:

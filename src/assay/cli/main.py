@@ -23,6 +23,7 @@ _ClickException: type[Exception] = next(
 # In the order in which a user meets them.
 VERBS: Mapping[str, Verb | Any] = {
     "check": verbs.check,
+    "watch": verbs.watch,
     "grade": verbs.grade,
     "verify": verbs.verify,
     "spec": verbs.spec,

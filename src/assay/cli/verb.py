@@ -30,8 +30,9 @@ from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 
 # The area of a finding that a verb raises about its own use.
 AREAS = {
-    "check": "server", "demo": "server", "grade": "coherence", "verify": "checkpoint", "spec": "speculation",
-    "compare": "fidelity", "reference": "fidelity", "rerun": "fidelity", "kv": "kv", "gap": "gap", "gate": "server", "card": "fidelity",
+    "check": "server", "watch": "server", "demo": "server", "grade": "coherence", "verify": "checkpoint",
+    "spec": "speculation", "compare": "fidelity", "reference": "fidelity", "rerun": "fidelity", "kv": "kv", "gap": "gap",
+    "gate": "server", "card": "fidelity",
 }  # fmt: skip
 
 

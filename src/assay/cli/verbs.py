@@ -26,6 +26,20 @@ def check(url: str, **given: Any) -> Report:
     return run_check(url, CheckOptions.of(given), show)
 
 
+@verb("watch", "assay.monitor.watch:WatchOptions", url="Root of an OpenAI-compatible server, or its /v1.")
+def watch(url: str, **given: Any) -> Report:
+    """Watch a running server: is it still the same model, and does it still write sane text?
+
+    A light canary asks a round of tiny probes every minute, takes at most 1 % of the server, and raises at most one
+    false alarm of change a month. Serves Prometheus metrics and health pages. Ctrl-C ends it and prints a report.
+    Exit code 0 nothing changed, 1 an alarm was raised, 2 it never answered, 3 its baseline is not learnt yet.
+    """
+    from assay.cli.progress import say
+    from assay.monitor.watch import WatchOptions, run_watch
+
+    return run_watch(url, WatchOptions.of(given), say=say)
+
+
 @verb("grade", files="FILE... :: Model outputs; `-` reads stdin.")
 def grade(files: list[str]) -> Report:
     """Label finished model outputs: ok, degenerate, empty, truncated_reasoning or not_examined.

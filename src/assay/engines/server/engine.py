@@ -297,6 +297,16 @@ class ServerEngine:
             raise UsageError("the server tokenizes by no route")
         return probed.tokenizer(self._transport, self.model, text)
 
+    def page(self, path: str) -> str:
+        """What the server answers to a GET of `path` under its root, as text; asked once."""
+        return self._transport.get(self._transport.endpoint.root + path, retry=False).decode(
+            "utf-8", "replace"
+        )
+
+    def listed(self) -> tuple[str, ...]:
+        """The names of the models that it lists now; empty where it has no list."""
+        return tuple(card.id for card in list_models(self._transport) or ())
+
     def metrics(self) -> Metrics:
         """The server's Prometheus metrics as they are now."""
         url = self._transport.endpoint.root + "/metrics"

@@ -1,0 +1,195 @@
+"""The pages and the webhook; alert rules and dashboard against a real Prometheus where it is installed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from assay.demo.servers import free_port
+from assay.errors import UsageError
+from assay.monitor.canary import State
+from assay.monitor.exporter import Exporter, Webhook, parse_listen
+from assay.monitor.watch import ALARMS, Watch, WatchOptions
+from monitor.watched import Clock, Replayed
+from stub_server import StubServer, status
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "watch"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+
+
+def watch(rounds: int = 60, url: str = "http://user:secret@127.0.0.1:9", **options: Any) -> Watch:
+    clock = Clock()
+    found = Watch(url, WatchOptions(listen="none", **options), Replayed(clock), clock=clock, wall=time.time)  # type: ignore[arg-type]
+    for _ in range(rounds):
+        found.step()
+        clock.now += 60
+    return found
+
+
+def tool(name: str) -> str:
+    found = shutil.which(name)
+    if found is None:
+        pytest.skip(f"{name} is not installed (Debian: apt-get install prometheus)")
+    return found
+
+
+def test_the_pages_say_what_the_watch_knows() -> None:
+    watched = watch()
+    with Exporter("127.0.0.1:0", watched.status) as exporter:
+        root = f"http://127.0.0.1:{exporter.port}"
+        page = httpx.get(f"{root}/metrics")
+        assert (
+            page.headers["content-type"].startswith("text/plain; version=0.0.4") and "secret" not in page.text
+        )
+        samples = {
+            (s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(page.text) for s in f.samples
+        }  # fmt: skip
+        assert samples["assay_watch_state", "ok"] == 1 and samples["assay_watch_state", "down"] == 0
+        assert samples["assay_watch_rounds_total", "ok"] == 60
+        assert samples["assay_watch_alarm", "broken"] == 0 and samples[("assay_watch_learning",)] == 0
+        assert 0 < samples[("assay_watch_detection_seconds",)] <= 3600
+        assert httpx.get(f"{root}/healthz").status_code == 200
+        assert httpx.get(f"{root}/health_generate").json()["state"] == "ok"
+        assert httpx.get(f"{root}/nothing").status_code == 404
+        assert httpx.post(f"{root}/metrics").status_code == 501
+        # Sane text of another model still generates; garbage does not. A watch that stands still is not healthy.
+        watched.state = "changed"
+        assert httpx.get(f"{root}/health_generate").status_code == 200
+        watched.state = "broken"
+        assert httpx.get(f"{root}/health_generate").status_code == 503
+        watched.clock.now += 1e6  # type: ignore[attr-defined]
+        assert httpx.get(f"{root}/healthz").status_code == 503
+        with pytest.raises(UsageError, match="cannot listen"):
+            Exporter(f"127.0.0.1:{exporter.port}", watched.status)
+
+
+@pytest.mark.parametrize(
+    "text, parsed", [("9", ("127.0.0.1", 9)), ("0.0.0.0:80", ("0.0.0.0", 80)), ("[::1]:8", ("::1", 8))]
+)
+def test_where_to_listen(text: str, parsed: tuple[str, int]) -> None:
+    assert parse_listen(text) == parsed
+    for wrong in ("", "x", "h:99999", "h:-1"):
+        with pytest.raises(UsageError):
+            parse_listen(wrong)
+
+
+def test_a_webhook_gets_every_alarm_and_its_failures_are_counted() -> None:
+    with StubServer() as stub:
+        stub.on("POST /hook", lambda e: e.json({}))
+        watched = watch(40, webhook=f"{stub.url}/hook")
+        watched._raise("broken", "it writes !!!!")
+        assert watched.webhook is not None
+        watched.webhook.flush(10)
+        (alarm,) = (b for b in stub.bodies("POST /hook") if b["kind"] == "alarm")
+        assert alarm["alarm"] == "broken" and "!!!!" in alarm["text"] and "secret" not in json.dumps(alarm)
+        stub.on("POST /hook", status(500))
+        hook = Webhook(f"{stub.url}/hook", pause=0.01)
+        hook.post({"a": 1})
+        hook.flush(10)
+        assert hook.failures == 1
+
+
+def test_a_webhook_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Webhook, "_sent", lambda self, message, attempt: time.sleep(60) or False)
+    hook = Webhook("http://127.0.0.1:9/x")
+    began = time.monotonic()
+    for n in range(500):
+        hook.post({"n": n})
+    assert time.monotonic() - began < 5 and hook.failures >= 398
+
+
+def test_promtool_accepts_the_page(tmp_path: Path) -> None:
+    with Exporter("127.0.0.1:0", watch().status) as exporter:
+        page = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").content
+    done = subprocess.run(
+        [tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False
+    )
+    assert done.returncode == 0 and not done.stdout + done.stderr, (done.stdout + done.stderr).decode()
+
+
+def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
+    promtool = tool("promtool")
+    for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(
+            [promtool, *arguments], cwd=EXAMPLES, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_rules_and_dashboard_name_metrics_and_alarms_that_exist() -> None:
+    with Exporter("127.0.0.1:0", watch().status) as exporter:
+        page = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").text
+    known = {s.name for f in text_string_to_metric_families(page) for s in f.samples}
+    known |= {"assay_watch_queue_length", "assay_watch_acceptance_ratio"}  # of servers that tell
+    for name in ("alerts.yml", "dashboard.json"):
+        text = (EXAMPLES / name).read_text(encoding="utf-8")
+        used = set(re.findall(r"assay_watch_\w+", text))
+        assert used and used <= known
+        assert set(re.findall(r'alarm=\\?"([\w.]+)\\?"', text)) <= set(ALARMS)
+    dashboard = json.loads((EXAMPLES / "dashboard.json").read_text(encoding="utf-8"))
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"]) == 10
+    unit = (EXAMPLES / "assay-watch.service").read_text(encoding="utf-8")
+    assert "assay watch http" in unit
+
+
+def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path) -> None:
+    binary = tool("prometheus")
+    watched = watch()
+    port = free_port()
+    with Exporter("127.0.0.1:0", watched.status) as exporter:
+        config = (
+            (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
+        )
+        (tmp_path / "prometheus.yml").write_text(config.replace("30s", "1s"))
+        shutil.copy(EXAMPLES / "alerts.yml", tmp_path)
+        command = [
+            binary, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                api = f"http://127.0.0.1:{port}/api/v1"
+                assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
+                watched._raise("broken", "garbage")
+                names = until(
+                    lambda: [a["labels"]["alertname"] for a in get(api, "/alerts").get("alerts", ())]
+                )
+                assert names == ["ModelServerGarbage"]
+            finally:
+                process.terminate()
+
+
+def get(api: str, path: str) -> dict[str, Any]:
+    try:
+        return httpx.get(api + path, timeout=5).json().get("data") or {}
+    except (httpx.HTTPError, ValueError):
+        return {}
+
+
+def value(api: str, query: str) -> str | None:
+    found = get(api, f"/query?query={query}").get("result")
+    return found[0]["value"][1] if found else None
+
+
+def until(ask: Any, seconds: float = 60) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := ask()) and time.monotonic() < end:
+        time.sleep(0.3)
+    return found
+
+
+def test_states_are_the_words_of_the_exporter() -> None:
+    assert {s.value for s in State} < set(watch(1).status()["states"])
