@@ -1,19 +1,29 @@
 """KV-cache codecs at their real stored bytes, scored by teacher-forced decode, on four models.
 
-    python benchmarks/kv_codecs.py --calibrate WIKI_VALID --calibration-name mixed --calibrate-only [--device cuda]
-    python benchmarks/kv_codecs.py --calibration-name mixed --text WIKI_TEST [--text pydoc] [--text python] --specs FILE
+    python benchmarks/kv_codecs.py --model qwen05 --device cuda --calibrate WIKI_VALID --text WIKI_TEST --specs kv_models.specs
 
 The first half of each window is prefilled exactly, then the cache is replaced by what the codec makes of it, and the
-second half is fed token by token; the reference does the same with the bf16 cache. Calibrated on other text than it is
-scored on: `wiki` is WikiText valid alone, `mixed` has other kinds too (`kv_texts.py`). Every row is written as it is
-measured, and one that is there already is not measured again. Codecs are fitted ahead by other processes (--jobs).
+second half is fed token by token (or `--block` at once, where each token sees the same); the reference does the same with
+the bf16 cache. Calibrated on other text than it is scored on: `wiki` is WikiText valid alone, `mixed` has other kinds too
+(`kv_texts.py`). Every row is written as it is measured, and one that is there already is not measured again. Codecs are
+fitted ahead by other processes (--jobs).
+
+A file of SPECs may have sections, which begin with options of their own in brackets, such as `[--length 4096 --windows 16]`
+or `[--text c --text json]`: contexts and texts of one model by one command. With `--choose N` the smallest codec of a section
+that is accepted on its windows is measured again on N fresh ones, which took no part in the choice.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import lzma
+import shlex
 import time
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -52,122 +62,213 @@ AROUND = [f"prerope+sinks(n=4)+mean+hadamard(bits={b})" for b in (6, 5, 4, 3, 2.
 
 
 def main() -> None:
-    arguments = _arguments()
-    out = arguments.out or RESULTS / f"kv_codecs_{arguments.model}.json"
-    began = time.monotonic()
+    arguments = _parser().parse_args()
+    arguments.ends = time.monotonic() + 60 * arguments.minutes
     spec = f"hf:{MODELS[arguments.model]()}?device={arguments.device}&dtype={arguments.dtype}"
     table = cache_dir("kv-calibration") / f"{arguments.model}-{arguments.calibration_name}.safetensors"
     if not table.exists():
         _calibrate(arguments, spec, table)
     if arguments.calibrate_only:
         return
+    bench = Measuring(arguments, spec, table)
+    try:
+        for section, specs in sections(arguments):
+            bench.section(section, specs)
+    finally:
+        bench.scorer.close()
+
+
+def sections(arguments: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, list[str]]]:
+    """The options and SPECs of every section of the file; what it does not say is as on the command line."""
     lines = arguments.specs.read_text().split("\n") if arguments.specs else [*PLAIN, *HADAMARD, *AROUND]
-    specs = [parse_spec(line) for line in lines if line.strip() and not line.startswith("#")]
-    document: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    done = {
-        (r["text"], r["codec"], r["mode"], r.get("calibration"), r.get("dtype", "auto"))
-        for r in document["rows"]
+    found: list[tuple[argparse.Namespace, list[str]]] = [(arguments, [])]
+    for line in (line.strip() for line in lines):
+        if line.startswith("["):
+            own = _parser().parse_args(shlex.split(line.strip("[]")), namespace=_inherited(arguments, line))
+            found.append((own, []))
+        elif line and not line.startswith("#"):
+            found[-1][1].append(line)
+    yield from (pair for pair in found if pair[1])
+
+
+def _inherited(arguments: argparse.Namespace, line: str) -> argparse.Namespace:
+    inherited = copy(arguments)
+    if "--text" in line:
+        inherited.text = []
+    return inherited
+
+
+@dataclass
+class Text:
+    """The windows of one text at one length: those that codecs are measured on, and fresh ones behind a choice."""
+
+    name: str
+    lab: Lab
+    fresh: Lab | None
+    facts: dict[str, Any]
+
+
+class Measuring:
+    """One model with its calibration, and the rows so far."""
+
+    def __init__(self, arguments: argparse.Namespace, spec: str, table: Path) -> None:
+        self.out = arguments.out or RESULTS / f"kv_codecs_{arguments.model}.json"
+        self.document: dict[str, Any] = (
+            json.loads(self.out.read_text()) if self.out.exists() else {"rows": []}
+        )
+        self.spec = spec
+        self.calibration = read_calibration(table)
+        self.digest = sha256(table.read_bytes()).hexdigest()
+        self.scorer = HfScorer.load(spec)
+        self.shape = cache_shape(self.scorer.engine.model)
+        self.calibration.check_model(self.shape)
+
+    def section(self, arguments: argparse.Namespace, lines: list[str]) -> None:
+        """Measure the SPECs of a section on each of its texts, as far as the time goes."""
+        rotary = Rotary(self.scorer.engine.model, arguments.length)
+        bench = Bench(self.shape, rotary, self.calibration)
+        texts = [self._text(arguments, bench, source) for source in arguments.text]
+        specs = [str(parse_spec(line)) for line in lines]
+        with fitters(bench, arguments.jobs) as pool:
+            todo = [s for s in specs if any(self._row(arguments, t, s) is None for t in texts)]
+            pending: dict[str, Any] = {}
+            for number, codec in enumerate(todo):
+                # Two ahead: fitting goes on while this one is scored.
+                for ahead in todo[number : number + 1 + arguments.jobs]:
+                    if ahead not in pending:
+                        pending[ahead] = pool.start(parse_spec(ahead), range(self.shape.layers))
+                coders = pending[codec]()
+                for text in texts:
+                    if time.monotonic() > arguments.ends:
+                        print("out of time")
+                        return
+                    if self._row(arguments, text, codec) is None:
+                        self._measure(arguments, text, codec, coders)
+        for text in texts if arguments.choose else ():
+            rows = [row for s in specs if (row := self._row(arguments, text, s))]
+            accepted = [row for row in rows if row["grade"] == "ACCEPT"]
+            if accepted and len(rows) == len(specs) and time.monotonic() < arguments.ends:
+                best = max(accepted, key=lambda row: row["bytes"]["ratio"])["codec"]
+                if self._row(arguments, text, best, fresh=True) is None:
+                    recipe = parse_spec(best)
+                    coders = bench.fit_all(lambda _, stream, recipe=recipe: recipe.of(stream))  # type: ignore[misc]
+                    self._measure(arguments, text, best, coders, chosen_from=specs)
+
+    def _text(self, arguments: argparse.Namespace, bench: Bench, source: str) -> Text:
+        name, path = _evaluated(arguments, source)
+        count = arguments.windows + arguments.choose
+        plan = Plan(self.spec, (self.spec,), text=(path,), windows=count, length=arguments.length)
+        windows, facts = plan_windows(plan, self.scorer.tokenizer)
+        self.calibration.check_text(facts, [w.sha256 for w in windows])
+        # Fresh windows lie between the others, so that both are spread over the text.
+        step = len(windows) / max(1, arguments.choose)
+        apart = {int((i + 0.5) * step) for i in range(arguments.choose)}
+        labs = [
+            Lab(
+                self.scorer, self.spec, part, Mode(arguments.mode), arguments.batch, bench=bench, about=self.digest,
+                scored_from=arguments.length - arguments.scored if arguments.scored else None,
+                block=arguments.block, progress=show,
+            )
+            if part else None
+            for part in ([w for i, w in enumerate(windows) if (i in apart) is fresh] for fresh in (False, True))
+        ]  # fmt: skip
+        if labs[0] is None:
+            raise SystemExit(f"{name} has too few windows of {arguments.length} tokens")
+        return Text(name, labs[0], labs[1], facts)
+
+    def _row(self, arguments: argparse.Namespace, text: Text, codec: str, fresh: bool = False) -> Any:
+        key = _key(arguments, text.name, codec, fresh)
+        return next(
+            (row for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())), None
+        )
+
+    def _measure(
+        self,
+        arguments: argparse.Namespace,
+        text: Text,
+        codec: str,
+        coders: Any,
+        chosen_from: list[str] | None = None,
+    ) -> None:
+        lab = text.fresh if chosen_from and text.fresh else text.lab
+        measured = lab.measure(
+            codec, coders=lambda: coders, table_tokens=32_768, measure_windows=arguments.measured
+        )
+        if measured.bytes is None:
+            raise SystemExit(f"no stream of {codec} was encoded")
+        blocks = blocks_of(text.facts["places"])
+        figures = summarise(measured.seen, Margins(), Resampling(2000, 0), blocks=blocks).to_json()
+        named = (
+            "grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "clusters", "windows_needed", "ppl_reference",
+        )  # fmt: skip
+        row = {
+            **_key(arguments, text.name, codec, chosen_from is not None),
+            "block": arguments.block,
+            "bytes": measured.bytes.to_json(),
+            **{k: figures[k] for k in named},
+            "characters_per_token": text.facts["characters_per_token"],
+            "fires": measured.engagement.fires,
+            "fit_s": round(measured.seconds[0], 1),
+            "score_s": round(measured.seconds[1], 1),
+            **({"chosen_from": chosen_from} if chosen_from else {}),
+        }
+        self.document["rows"].append(row)
+        self.document |= {"model": arguments.model, "machine": machine()}
+        self.document.setdefault("texts", {})[f"{text.name} {arguments.length}"] = text.facts
+        self.document.setdefault("calibrations", {})[arguments.calibration_name] = {
+            k: self.calibration.provenance[k] for k in ("text", "samples", "sensitivity_windows")
+        }
+        self.out.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(_line(row), flush=True)
+
+
+def _key(arguments: argparse.Namespace, text: str, codec: str, fresh: bool) -> dict[str, Any]:
+    return {
+        "codec": codec,
+        "mode": arguments.mode,
+        "text": text,
+        "length": arguments.length,
+        "calibration": arguments.calibration_name,
+        "dtype": arguments.dtype,
+        "fresh": fresh,
     }
-    calibration = read_calibration(table)
-    scorer = HfScorer.load(spec)
-    shape = cache_shape(scorer.engine.model)
-    calibration.check_model(shape)
-    mode, labs, facts = Mode(arguments.mode), {}, {}
-    for source in arguments.text:
-        name, path = _evaluated(source)
-        plan = Plan(spec, (spec,), text=(path,), windows=arguments.windows, length=arguments.length)
-        windows, facts[name] = plan_windows(plan, scorer.tokenizer)
-        calibration.check_text(facts[name], [w.sha256 for w in windows])
-        labs[name] = Lab(scorer, windows, mode, arguments.batch)
-    bench = Bench(shape, Rotary(scorer.engine.model, arguments.length), calibration)
-
-    def todo(codec: str) -> list[str]:
-        rest = (codec, mode.value, arguments.calibration_name, arguments.dtype)
-        return [t for t in labs if (t, *rest) not in done]
-
-    with fitters(bench, arguments.jobs) as pool:
-        chosen = [s for s in specs if todo(str(s))]
-        pending = {}
-        for number, parsed in enumerate(chosen):
-            # Two ahead: fitting goes on while this one is scored.
-            for ahead in chosen[number : number + 1 + arguments.jobs]:
-                if str(ahead) not in pending:
-                    pending[str(ahead)] = pool.start(ahead, range(shape.layers))
-            fitted_at = time.perf_counter()
-            coders = pending[str(parsed)]()
-            pending[str(parsed)] = None
-            waited = time.perf_counter() - fitted_at
-            for text in todo(str(parsed)):
-                if time.monotonic() - began > 60 * arguments.minutes:
-                    print("out of time")
-                    scorer.close()
-                    return
-                started = time.perf_counter()
-                measured = labs[text].measure(
-                    coders.by_stream,
-                    table_tokens=32_768,
-                    measure_windows=12,
-                    progress=show,
-                    label=str(parsed),
-                )
-                ended = time.perf_counter()
-                blocks = blocks_of(facts[text]["places"])
-                figures = summarise(measured.seen, Margins(), Resampling(2000, 0), blocks=blocks).to_json()
-                row = {
-                    "codec": str(parsed),
-                    "mode": mode.value,
-                    "text": text,
-                    "calibration": arguments.calibration_name,
-                    "dtype": arguments.dtype,
-                    "bytes": measured.bytes.to_json(),
-                    **{
-                        k: figures[k]
-                        for k in (
-                            "grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "clusters", "windows_needed",
-                            "ppl_reference",
-                        )
-                    },
-                    "characters_per_token": facts[text]["characters_per_token"],
-                    "fires": measured.engagement.fires,
-                    "fit_s": round(waited, 1),
-                    "score_s": round(ended - started, 1),
-                }  # fmt: skip
-                document["rows"].append(row)
-                document |= {"model": arguments.model, "length": arguments.length, "machine": machine()}
-                document.setdefault("texts", {}).update(facts)
-                document.setdefault("calibrations", {})[arguments.calibration_name] = {
-                    k: calibration.provenance[k] for k in ("text", "samples", "sensitivity_windows")
-                }
-                out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-                print(_line(row), flush=True)
-    scorer.close()
 
 
-def _arguments() -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, argument_default=None
     )
-    parser.add_argument("--model", choices=MODELS, default="smollm2")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument(
-        "--dtype", default="auto", help="float32: without the rounding of bf16, which hides small errors"
+    add = parser.add_argument
+    add("--model", choices=MODELS, default="smollm2")
+    add("--device", default="cpu")
+    add("--dtype", default="auto", help="float32: without the rounding of bf16, which hides small errors")
+    add("--calibrate", type=Path, help="WikiText valid; needed where no calibration is kept")
+    add("--calibration-name", choices=("wiki", "mixed"), default="mixed")
+    add("--calibrate-only", action="store_true")
+    add("--calibration-windows", type=int, default=96)
+    add("--calibration-length", type=int, default=1024)
+    add("--sensitivity", type=int, default=16, help="windows to measure the sensitivity on")
+    add("--text", action="append", default=[], help="a file, pydoc, python, or NAME of --texts")
+    add("--texts", type=Path, help="folder of further texts, NAME.txt.xz")
+    add("--windows", type=int, default=128)
+    add("--length", type=int, default=1024)
+    add(
+        "--scored",
+        type=int,
+        default=0,
+        help="tokens at the end of a window that are scored; 0: its second half",
     )
-    parser.add_argument("--calibrate", type=Path, help="WikiText valid; needed where no calibration is kept")
-    parser.add_argument("--calibration-name", choices=("wiki", "mixed"), default="mixed")
-    parser.add_argument("--calibrate-only", action="store_true")
-    parser.add_argument("--calibration-windows", type=int, default=96)
-    parser.add_argument("--sensitivity", type=int, default=16, help="windows to measure the sensitivity on")
-    parser.add_argument("--text", action="append", default=[], help="a file, pydoc, or python")
-    parser.add_argument("--windows", type=int, default=128)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--specs", type=Path, help="file with one SPEC a line, in place of the built-in list")
-    parser.add_argument("--minutes", type=float, default=1e9, help="begin no further row after so long")
-    parser.add_argument("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
-    parser.add_argument("--mode", default="decode")
-    parser.add_argument("--jobs", type=int, default=1, help="processes that fit codecs")
-    parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    add("--choose", type=int, default=0, help="fresh windows for the smallest codec that is accepted")
+    add("--batch", type=int, default=16)
+    add("--block", type=int, default=1, help="tokens that are fed together")
+    add("--measured", type=int, default=12, help="windows whose streams are encoded")
+    add("--specs", type=Path, help="file with one SPEC a line, in place of the built-in list")
+    add("--minutes", type=float, default=1e9, help="begin no further row after so long")
+    add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
+    add("--mode", default="decode")
+    add("--jobs", type=int, default=1, help="processes that fit codecs")
+    add("--out", type=Path)
+    return parser
 
 
 def _calibrate(arguments: argparse.Namespace, spec: str, table: Path) -> Calibration:
@@ -182,7 +283,7 @@ def _calibrate(arguments: argparse.Namespace, spec: str, table: Path) -> Calibra
         table,
         text=(str(source),),
         windows=arguments.calibration_windows,
-        length=arguments.length,
+        length=arguments.calibration_length,
         batch=8,
         tokens=arguments.tokens,
         sensitivity=arguments.sensitivity,
@@ -191,8 +292,13 @@ def _calibrate(arguments: argparse.Namespace, spec: str, table: Path) -> Calibra
     return read_calibration(table)
 
 
-def _evaluated(source: str) -> tuple[str, str]:
+def _evaluated(arguments: argparse.Namespace, source: str) -> tuple[str, str]:
     """Name of an evaluated text in the rows, and the source that `assay` reads."""
+    packed = arguments.texts / f"{source}.txt.xz" if arguments.texts else None
+    if packed and packed.exists():
+        path = cache_dir("kv-texts") / f"{source}.txt"
+        write_atomically(path, lzma.decompress(packed.read_bytes()).decode())
+        return source, str(path)
     if source == "python":
         path = cache_dir("kv-texts") / "python.txt"
         write_atomically(path, kv_texts.python_source())
@@ -203,7 +309,7 @@ def _evaluated(source: str) -> tuple[str, str]:
 def _line(row: dict[str, Any]) -> str:
     change = row["dppl_pct"]
     return (
-        f"{row['text']} {row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
+        f"{row['text']} {row['length']}{' fresh' * row['fresh']} {row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
         f"dppl {change['value']:+.2f} [{change['lo']:+.2f}, {change['hi']:+.2f}] "
         f"top-1 {row['top1_pct']['value']:.2f} {row['grade']} ({row['fit_s']} + {row['score_s']} s)"
     )

@@ -42,6 +42,8 @@ SPECS = {
     "sinks+pca(bits=1.5, rdo=0, classes=1, trellis=32)": 0.45,
     "pca(bits=4, coding=fixed)": 0.15,
     "mean+sinks+pca(bits=2.5, coding=fixed)": 0.35,
+    "pca(bits=4, coding=fixed, gains=1)": 0.15,
+    "mean+sinks+pca(bits=2.5, coding=fixed, gains=3)": 0.35,
     "lattice": 0.09,
     "lattice(lattice=D4, q=38)": 0.03,
     "lattice(lattice=D4, q=2)": 0.47,

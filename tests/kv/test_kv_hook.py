@@ -17,6 +17,7 @@ from assay.engines.scoring import (
     ScoringPath,
     Window,
 )
+from assay.errors import UsageError
 from assay.lab.kv.accounting import (
     measured_bytes,
     stream_facts,
@@ -88,6 +89,8 @@ def states(net: Any, mode: Mode | None, coders: dict[Any, Any], **job: Any) -> t
     if job.pop("prefill", False):
         path = ScoringPath.PREFILL
     settings = ScoreJob(path, scored_from=job.pop("scored_from", 21), batch=job.pop("batch", 2))
+    if block := job.pop("block", 0):
+        settings = replace(settings, path=ScoringPath.CHUNKED, chunk=block)
     hook = CodecHook(coders, mode, LENGTH) if mode else None
     if hook:
         with hook.attach(net):
@@ -164,6 +167,32 @@ def test_decode_is_a_cache_that_is_rewritten_by_hand(kind: str, coder: Rounding)
     torch.testing.assert_close(found, torch.stack(expected), atol=1e-5, rtol=1e-4)
     assert hook is not None
     assert hook.engagement().fires
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("coder", "block"),
+    [(Rounding(), 19), (Rounding(exact_first=3), 7), (Rounding(granularity=4), 4), (Rounding(granularity=8, exact_last=4), 4)],
+)  # fmt: skip
+def test_tokens_that_are_fed_together_see_what_each_sees_alone(
+    kind: str, coder: Rounding, block: int
+) -> None:
+    net = model(kind)
+    alone, _ = states(net, Mode.DECODE, everywhere(coder))
+    together, hook = states(net, Mode.DECODE, everywhere(coder), block=block)
+    torch.testing.assert_close(alone, together, atol=1e-5, rtol=1e-4)
+    exact, _ = states(net, None, {})
+    assert (alone - exact).abs().max() > 1e-2
+    assert hook is not None
+    assert hook.engagement().bytes_read
+
+
+@pytest.mark.parametrize(
+    ("coder", "block"), [(Rounding(exact_last=5), 2), (Rounding(granularity=4), 8), (Rounding(granularity=8, exact_first=2), 8)]
+)  # fmt: skip
+def test_tokens_that_would_see_other_codes_are_not_fed_together(coder: Rounding, block: int) -> None:
+    with pytest.raises(UsageError, match="cannot be fed together"):
+        states(model(), Mode.DECODE, everywhere(coder), block=block)
 
 
 def _rounded(layer: Any, coder: Rounding) -> Any:

@@ -61,6 +61,15 @@ def _batch(default: int) -> Any:
     return option(default, "Windows that run together.", lo=1)
 
 
+def _block() -> Any:
+    """How many tokens decode together."""
+    return option(
+        1,
+        "decode: tokens of the second half that are fed together; each sees the cache as if it came alone.",
+        lo=1,
+    )
+
+
 def _fresh(least: int) -> Any:
     """Windows on which a choice is measured again."""
     return option(16, "Further windows on which the choice is measured again.", lo=least)
@@ -109,6 +118,7 @@ class EvalPlan(KvPlan, MarginOptions):
     windows: int = _windows(32)
     length: int = _length(1024)
     batch: int = _batch(8)
+    block: int = _block()
     calibration: str | None = _calibration()
     table_tokens: int = _table_tokens()
     seed: int = _seed()
@@ -132,6 +142,7 @@ class SweepPlan(KvPlan):
     fresh: int = _fresh(0)
     length: int = _length(1024)
     batch: int = _batch(8)
+    block: int = _block()
     calibration: str | None = _calibration()
     table_tokens: int = _table_tokens()
     seed: int = _seed()

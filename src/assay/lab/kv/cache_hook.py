@@ -2,7 +2,8 @@
 
 decode      The prefix is prefilled exactly; then its cache is replaced by what the codec makes of it, and every token
             that is fed later is coded as serving would code it: when a block of the codec is full, and never while it
-            is one of the recent tokens that the codec keeps exact.
+            is one of the recent tokens that the codec keeps exact. Several tokens may be fed together where each sees
+            then what it would see alone: codes that do not change while later tokens come.
 inforward   Every token, prefill included, attends to reconstructed keys and values.
 snapshot    A clean pass captures keys and values; in a second one every token attends to their reconstructions.
             Optimistic: errors do not build up from layer to layer.
@@ -185,6 +186,7 @@ class CodecHook:
     def _replaced(self, track: Track, new: torch.Tensor, position: int) -> torch.Tensor:
         """New tokens as the cache takes them: coded at once where the mode or the coder allows it."""
         if self.mode is Mode.DECODE:
+            track.check_together(position, new.shape[-2])
             if not track.codes_at_once(position):
                 return new
             self._fire(track)

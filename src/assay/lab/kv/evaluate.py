@@ -55,6 +55,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         length=plan.length,
         mode=plan.mode,
         batch=plan.batch,
+        block=plan.block,
         calibration=plan.calibration,
         any_engine=True,
         progress=progress,
@@ -71,6 +72,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         results: dict[str, Any] = {
             "codec": str(spec),
             "mode": plan.mode,
+            "block": plan.block,
             "streams": plan.streams,
             "skip_layers": list(plan.skip_layers),
             "text": {**lab.text, "length": plan.length},

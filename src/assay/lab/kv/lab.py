@@ -18,7 +18,15 @@ from typing import Any
 from assay.engines.base import full_spec
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.machine import memory_error, out_of_memory
-from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, ScoringEngine, Window
+from assay.engines.scoring import (
+    Engagement,
+    EngineHook,
+    HookSpec,
+    ScoreJob,
+    ScoringEngine,
+    ScoringPath,
+    Window,
+)
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
@@ -141,7 +149,8 @@ class Lab:
     decode: the second half of each window behind an exact prefix; inforward and snapshot: all tokens, by prefill; or
     tokens `scored_from` …. `bench` is what coders are fitted on, for a model of transformers in this process; other
     engines fit them where they run. `about` is what else decides what coders are, such as the hash of a calibration.
-    `fresh` are further windows of the text, for a second measurement.
+    `fresh` are further windows of the text, for a second measurement. `block` tokens of *decode* are fed together: each sees
+    the cache as if it came alone (`assay.lab.kv.cache_hook`), and a GPU is busy.
     """
 
     def __init__(
@@ -159,6 +168,7 @@ class Lab:
         fresh: Sequence[Window] = (),
         text: Mapping[str, Any] | None = None,
         scored_from: int | None = None,
+        block: int = 1,
         progress: Progress = NO_PROGRESS,
     ) -> None:
         self.engine = engine
@@ -178,6 +188,9 @@ class Lab:
         self._bench = bench
         first = scored_from or (self.length // 2 + 1 if mode is Mode.DECODE else 1)
         self.job = ScoreJob(path_of(mode), scored_from=first, batch=batch)
+        if block > 1 and mode is Mode.DECODE:
+            self.job = replace(self.job, path=ScoringPath.CHUNKED, chunk=block)
+        self.block = block
         self._key = engine_key(spec)
         self._states = kept_states().within(self._key)
         self._about = about
@@ -211,6 +224,7 @@ class Lab:
             provenance=self.provenance,
             about=self._about,
             text=self.text,
+            block=self.block,
             progress=self.progress,
         )
 
@@ -315,6 +329,7 @@ def open_lab(
     length: int,
     mode: str = Mode.DECODE.value,
     batch: int = 8,
+    block: int = 1,
     fresh: int = 0,
     calibration: str | None = None,
     any_engine: bool = False,
@@ -331,6 +346,12 @@ def open_lab(
             f"{spec.partition(':')[0]}: is for `assay kv eval`, `calibrate` and `assay gap`; this command takes models "
             "of transformers",
             remedy="write hf:MODEL",
+            finding_id="kv.usage",
+        )
+    if block > 1 and not spec.startswith("hf:"):
+        raise UsageError(
+            f"tokens are fed together (--block {block}) to models of transformers only",
+            remedy="leave out --block",
             finding_id="kv.usage",
         )
     known = read_calibration(Path(calibration)) if calibration else None
@@ -360,6 +381,7 @@ def open_lab(
                 about=sha256(Path(calibration).read_bytes()).hexdigest() if calibration else None,
                 fresh=found[measured:],
                 text=facts,
+                block=block,
                 progress=progress,
             )
         finally:

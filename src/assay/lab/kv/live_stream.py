@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
+from assay.errors import UsageError
 from assay.lab.kv.codec import StreamCoder
 
 if TYPE_CHECKING:
@@ -114,6 +115,19 @@ class Track:
         return bool(
             coder and coder.granularity == 1 and coder.exact_last == 0 and position >= coder.exact_first
         )
+
+    def check_together(self, position: int, tokens: int) -> None:
+        """UsageError where `tokens` that are fed at once from `position` on would not see what each would see alone."""
+        if tokens == 1 or not self.coder or self.codes_at_once(position):
+            return
+        if max(self.whole_blocks(position)) != max(self.whole_blocks(position + tokens - 1)):
+            raise UsageError(
+                f"{tokens} tokens cannot be fed together at {position}: stream {self.key[1]} codes tokens behind them "
+                f"in blocks of {self.coder.granularity}, with {self.coder.exact_first} exact at the start "
+                f"and {self.coder.exact_last} at the end",
+                remedy="feed one at a time (--block 1), or as many as the codec's blocks hold",
+                finding_id="kv.block",
+            )
 
     def whole_blocks(self, end: int) -> tuple[int, int]:
         """Positions of all blocks among the first `end` tokens that are full and not recent."""

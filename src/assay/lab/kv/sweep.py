@@ -71,6 +71,7 @@ def identity(plan: SweepPlan, windows: Sequence[str]) -> dict[str, Any]:
     tables = Path(plan.calibration).read_bytes() if plan.calibration else b""
     return {
         **{name: getattr(plan, name) for name in kept},
+        **({"block": plan.block} if plan.block > 1 else {}),
         "windows": digest,
         "calibration": hashlib.sha256(tables).hexdigest() if plan.calibration else None,
     }
@@ -108,6 +109,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         length=plan.length,
         mode=plan.mode,
         batch=plan.batch,
+        block=plan.block,
         calibration=plan.calibration,
         progress=progress,
     ) as lab:

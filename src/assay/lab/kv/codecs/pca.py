@@ -69,6 +69,7 @@ class Pca(Codec):
     trellis: int = 0
     predict: Literal["none", "below", "k", "all"] = "none"
     weights: Literal["none", "measured"] = "none"
+    gains: int = 0
 
     def __post_init__(self) -> None:
         if not 0.05 <= self.bits <= 10 or self.step < 0 or not 1 <= self.classes <= 16 or self.rdo < 0:
@@ -86,6 +87,12 @@ class Pca(Codec):
             raise UsageError(
                 f"{self}: coding=fixed codes every number alone, a trellis codes it by those before it",
                 remedy="leave out trellis, or write coding=range",
+                finding_id="kv.spec",
+            )
+        if not 0 <= self.gains <= 8 or (self.gains and self.coding != "fixed"):
+            raise UsageError(
+                f"{self}: 0 to 8 gains a token go before levels of a fixed number of bits",
+                remedy="write gains=2 beside coding=fixed, or leave it out",
                 finding_id="kv.spec",
             )
         if self.weights == "measured" and not self.step:
@@ -113,7 +120,8 @@ class Pca(Codec):
         if self.weights == "measured":
             unit = (found.scale * samples.need_sensitivity(str(self))) ** -0.5
         if self.coding == "fixed":
-            return fit_fixed(samples.site, found, rows, self.step * unit or None, self.bits, predictor)
+            step = self.step * unit or None
+            return fit_fixed(samples.site, found, rows, step, self.bits, predictor, self.gains)
         settings = RangeSettings(self.classes, self.rdo, _SMALLEST, self.trellis)
         if self.step:
             return fit_range(samples.site, found, rows, self.step * unit, settings, predictor)
@@ -156,8 +164,15 @@ class Pca(Codec):
 # width, 0 to 8 bits. Dynamic programming finds the widths with the least total error, as measured on the samples, for a
 # budget of whole bits a token; where a step is given in place of a budget, each width is the one after which a bit saves
 # less error than it does at that step.
+#
+# `gains=n` parts the coefficients into n groups of equal size and divides those of a token, over their deviations, by the
+# largest of their group, which is stored in 8 bits: a few tokens (line breaks, delimiters) lie far outside what levels for
+# all the others reach, and their error would be most of the whole.
 
 MAX_WIDTH = 8
+GAIN_STEPS = 8
+"""Gains of an octave: a gain is rounded up by at most 9 %."""
+_GAIN_ZERO = 128
 _FIT_TOKENS = 4096
 _LEVEL_SAMPLES = 100_000
 
@@ -169,35 +184,74 @@ def fit_fixed(
     step: float | None,
     bits: float,
     predictor: Predictor | None,
+    groups: int = 0,
 ) -> FixedCoder:
-    """Levels, deviations and widths from sampled rows [n, width], for a step or for so many bits a value."""
+    """Levels, deviations and widths from sampled rows [n, width], for a step or for so many bits a value, gains included."""
     largest = float(found.variances[0].sqrt()) or 1.0
     transform = found.with_step(largest, 0.0)
     c = transform.forward(rows[:: max(1, rows.shape[0] // _FIT_TOKENS)].float())
-    deviation = c.square().mean(dim=0).sqrt().clamp_min(2.0**-24).half().float()
-    z = (c / deviation).numpy()
-    order = np.random.Generator(np.random.PCG64(0)).permutation(z.size)[:_LEVEL_SAMPLES]
-    pooled = z.ravel()[order]
-    levels = [empirical_levels(pooled, 2**w).astype(np.float16) for w in range(1, MAX_WIDTH + 1)]
-    errors = [(z**2).mean(axis=0)]
-    for table in levels:
-        near = nearest_level(torch.from_numpy(z), torch.from_numpy(table.astype(np.float32)))
-        errors.append(((z - table.astype(np.float32)[near.numpy()]) ** 2).mean(axis=0))
-    cost = np.stack(errors, axis=1) * deviation.numpy()[:, None] ** 2
+    z, gains, deviation = _scaled(c, groups)
+    levels = [_fit_levels(z, 2**w) for w in range(1, MAX_WIDTH + 1)]
+    cost = np.stack(
+        [((z - _nearest(z, table)) * gains).square().mean(dim=0) for table in (torch.zeros(1), *levels)], axis=1
+    ) * deviation.square().numpy()[:, None]  # fmt: skip
     if step is None:
-        widths = allocate(cost, min(round(bits * site.width), MAX_WIDTH * z.shape[1]))
+        widths = allocate(cost, min(round(bits * site.width) - 8 * groups, MAX_WIDTH * z.shape[1]))
     else:
         # A uniform quantiser's error D = step² / 12 falls by 2 ln 2 · D for a bit.
         saved = 2 * np.log(2) * (step / largest) ** 2 / 12
         widths = (cost + saved * np.arange(MAX_WIDTH + 1)).argmin(axis=1)
     # Coefficients of equal width stand together, and those of width 0 are left out.
     order = np.argsort(-widths, kind="stable")[: max(1, int((widths > 0).sum()))]
+    if groups:
+        # Groups are of what is left, and each width has the levels of its own coefficients.
+        z, gains, deviation = _scaled(c[:, order], groups)
+        for width in set(widths[order].tolist()) - {0}:
+            levels[width - 1] = _fit_levels(z[:, widths[order] == width], 2**width)
+    else:
+        deviation = deviation[order]
     own: Tables = {
-        "deviation": deviation.numpy()[order].astype(np.float16),
+        "deviation": deviation.numpy().astype(np.float16),
         "widths": widths[order].astype(np.uint8),
-        "levels": np.concatenate(levels),
+        "levels": np.concatenate([table.numpy() for table in levels]).astype(np.float16),
     }
+    if groups:
+        own["gains"] = np.array([groups], dtype=np.uint8)
     return FixedCoder(site, transform.kept(order), predictor, own)
+
+
+def _scaled(c: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Coefficients [n, rank] over gains and deviations, gains [n, rank] or 1, and deviations [rank], as they are stored."""
+    gains = torch.ones(1)
+    for _ in range(3 if groups else 1):  # gains follow from deviations, and these from what gains leave
+        deviation = (c / gains).square().mean(dim=0).sqrt().clamp_min(2.0**-24).half().float()
+        if groups:
+            gains = gains_of(gain_codes(c / deviation, groups), c.shape[-1])
+    return c / deviation / gains, gains, deviation
+
+
+def _fit_levels(z: torch.Tensor, levels: int) -> torch.Tensor:
+    order = np.random.Generator(np.random.PCG64(0)).permutation(z.numel())[:_LEVEL_SAMPLES]
+    found = empirical_levels(z.numpy().ravel()[order], levels).astype(np.float16)
+    return torch.from_numpy(found.astype(np.float32))
+
+
+def _nearest(z: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
+    return levels[nearest_level(z, levels).long()] if levels.numel() > 1 else levels
+
+
+def gain_codes(z: torch.Tensor, groups: int) -> torch.Tensor:
+    """Codes of gains, uint8 [..., groups], for coefficients [..., rank] over their deviations."""
+    parts = [part.abs().amax(dim=-1) for part in torch.tensor_split(z, groups, dim=-1) if part.shape[-1]]
+    top = torch.stack(parts, dim=-1).clamp_min(2.0**-16)
+    return (torch.log2(top) * GAIN_STEPS).ceil().add(_GAIN_ZERO).clamp(0, 255).to(torch.uint8)
+
+
+def gains_of(codes: torch.Tensor, rank: int) -> torch.Tensor:
+    """Gains [..., rank] of codes [..., groups]."""
+    sizes = [len(part) for part in np.array_split(np.arange(rank), codes.shape[-1])]
+    gains = torch.exp2((codes.float() - _GAIN_ZERO) / GAIN_STEPS)
+    return gains.repeat_interleave(torch.tensor(sizes, device=codes.device), dim=-1, output_size=rank)
 
 
 def allocate(cost: NDArray[Any], budget: int) -> NDArray[Any]:
@@ -222,11 +276,12 @@ def allocate(cost: NDArray[Any], budget: int) -> NDArray[Any]:
 
 
 class FixedCoder(TransformCoder):
-    """Codes: level indices [blocks, tokens, rank]."""
+    """Codes: level indices [blocks, tokens, rank], and codes of gains [blocks, tokens, groups] if there are any."""
 
     def __init__(self, site: Site, transform: Klt, predictor: Predictor | None, own: Tables) -> None:
         super().__init__(site, transform, predictor, own)
         self._deviation = torch.from_numpy(own["deviation"].astype("float32"))
+        self._groups = min(int(own["gains"][0]), self.rank) if "gains" in own else 0
         widths = own["widths"].tolist()
         self._spans = [(w, widths.index(w), widths.count(w)) for w in sorted(set(widths), reverse=True) if w]
         flat = own["levels"].astype("float32")
@@ -243,28 +298,36 @@ class FixedCoder(TransformCoder):
         if self._deviation.device != x.device:
             self.to(x.device)
         z = self.coefficients(x, side) / self._deviation
+        gains = (gain_codes(z, self._groups),) if self._groups else ()
+        for gain in gains:
+            z = z / gains_of(gain, self.rank)
         codes = torch.zeros(z.shape, dtype=torch.uint8, device=z.device)
         for width, start, count in self._spans:
             part = z[..., start : start + count]
             codes[..., start : start + count] = nearest_level(part, self._levels[width])
-        return (codes,)
+        return (codes, *gains)
 
     def dequantise(self, parts: Parts, side: torch.Tensor | None = None) -> torch.Tensor:
-        (codes,) = parts
+        codes, *gains = parts
         z = torch.zeros(codes.shape, device=codes.device)
         for width, start, count in self._spans:
             part = codes[..., start : start + count].int()
             z[..., start : start + count] = self._levels[width].to(codes.device)[part]
+        for gain in gains:
+            z = z * gains_of(gain, self.rank)
         return self.tokens_of(z * self._deviation.to(codes.device), side)
 
     def pack(self, parts: Parts) -> list[bytes]:
-        (codes,) = parts
+        codes, *gains = parts
         spans = [codes[..., start : start + count] for _, start, count in self._spans]
-        return join_fields(self.layout(0), spans) if spans else [b""] * codes.shape[0]
+        fields = self.layout(codes.shape[1])
+        return join_fields(fields, [*spans, *gains]) if fields else [b""] * codes.shape[0]
 
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
-        spans = split_fields(self.layout(tokens), payloads)
-        return (torch.cat([torch.zeros(len(payloads), tokens, 0, dtype=torch.uint8), *spans], dim=-1),)
+        found = split_fields(self.layout(tokens), payloads)
+        spans, gains = found[: len(self._spans)], found[len(self._spans) :]
+        return (torch.cat([torch.zeros(len(payloads), tokens, 0, dtype=torch.uint8), *spans], dim=-1), *gains)
 
     def layout(self, tokens: int) -> list[Field]:
-        return [Field((tokens, count), width) for width, _, count in self._spans]
+        gain = [Field((tokens, self._groups), 8)] if self._groups else []
+        return [*(Field((tokens, count), width) for width, _, count in self._spans), *gain]
