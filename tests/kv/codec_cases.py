@@ -21,6 +21,7 @@ SPECS = {
     "fp8(format=e5m2)": 0.08,
     "fp8(scale=tensor)": 0.04,
     "fp8(scale=head)": 0.04,
+    "fp8(scale=head, top=200)": 0.04,
     "int": 0.12,
     "int(bits=8, group=16, residual=0)": 0.008,
     "int(bits=2, axis=token, residual=5)": 0.55,

@@ -88,12 +88,21 @@ class Bf16Coder(BlockCoder):
 
 @dataclass(frozen=True)
 class Fp8(Codec):
-    """1 byte a value. Scales map the largest calibrated value to the largest of the format; `one` is no scale."""
+    """1 byte a value. Scales map the largest calibrated value to `top`; `one` is no scale.
+
+    `top` 0 is the largest of the format, as llm-compressor scales; vLLM's `calculate_kv_scales` takes 200 for keys and 100
+    for values. A float's relative precision is the same everywhere, so a scale saves only what would lie outside its range.
+    """
 
     name = "fp8"
     summary = "8-bit floats"
     format: Format = "e4m3"
     scale: Literal["one", "tensor", "head"] = "one"
+    top: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.top <= torch.finfo(fp8_dtype(self.format)).max:
+            raise UsageError(f"{self}: top is at most the largest of {self.format}", finding_id="kv.spec")
 
     def fit(self, samples: Samples) -> BlockCoder:
         site = samples.site
@@ -102,7 +111,7 @@ class Fp8(Codec):
         top = samples.need_x(str(self)).abs().amax(dim=(1, 2)).cpu().clamp_min(2.0**-100)
         if self.scale == "tensor":
             top = top.max().expand(site.heads)
-        return Fp8Coder(site, self.format, top / torch.finfo(fp8_dtype(self.format)).max)
+        return Fp8Coder(site, self.format, top / (self.top or torch.finfo(fp8_dtype(self.format)).max))
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
         if self.scale == "one":
