@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
-    "check", "compare", "gate", "grade", "reference", "spec", "verify", "watch",
+    "card", "check", "compare", "gate", "grade", "reference", "spec", "verify", "watch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -139,3 +139,11 @@ def gate(contract: str | Path = "assay.toml", *, progress: Progress | None = Non
     from assay.progress import NO_PROGRESS
 
     return run_gate(GateOptions.of({"contract": contract, **options}), progress or NO_PROGRESS)
+
+
+def card(*reports: str | Path | Report, **options: Any) -> Report:
+    """Write a model-card section, results in the Hub's format and a badge. Options: `assay card --help`."""
+    from assay.gates.card import CardOptions, run_card
+
+    found = [Path(report) if isinstance(report, str) else report for report in reports]
+    return run_card(found, CardOptions.of(options))

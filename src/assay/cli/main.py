@@ -33,6 +33,7 @@ VERBS: Mapping[str, Verb | Any] = {
     "kv": group("kv", kv.HELP, {c.name.removeprefix("kv "): c for c in kv.COMMANDS}),
     "gap": verbs.gap,
     "gate": verbs.gate,
+    "card": verbs.card,
     "demo": demo.demo,
 }
 
@@ -95,7 +96,7 @@ def _open_missing_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
-READ_JSON = ("grade", "spec", "rerun")
+READ_JSON = ("grade", "spec", "rerun", "card")
 """Verbs whose own arguments may be JSON files."""
 
 

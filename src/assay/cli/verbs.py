@@ -167,3 +167,14 @@ def gate(**given: Any) -> Report:
     from assay.gates.gate import GateOptions, run_gate
 
     return run_gate(GateOptions.of(given), show)
+
+
+@verb("card", "assay.gates.card:CardOptions", reports="REPORT... :: JSON that other verbs wrote with --json.")
+def card(reports: list[Path], **given: Any) -> Report:
+    """Write a model-card section, results in the Hub's format and a badge from stored reports.
+
+    Exit code 0 written, whatever the reports say; 2 a file is no report, or cannot be written.
+    """
+    from assay.gates.card import CardOptions, run_card
+
+    return run_card(reports, CardOptions.of(given))

@@ -35,7 +35,7 @@ class Figure:
     def text(self) -> str:
         """`+0.83 % [+0.50, +1.16]`, the numbers as exact as they are different."""
         sign = "+" if self.better == "zero" else ""
-        shown = [_short(x, sign) for x in (self.value, self.lo, self.hi) if x is not None]
+        shown = [short(x, sign) for x in (self.value, self.lo, self.hi) if x is not None]
         bounds = "" if self.lo is None or self.hi is None else f" [{shown[1]}, {shown[2]}]"
         return f"{shown[0]}{f' {self.unit}' if self.unit else ''}{bounds}"
 
@@ -46,8 +46,10 @@ class Figure:
         }  # fmt: skip
 
 
-def _short(x: float, sign: str) -> str:
-    """Three significant digits without an exponent where that is readable."""
+def short(x: float | None, sign: str = "") -> str:
+    """Three significant digits without an exponent where that is readable; nothing for None."""
+    if x is None:
+        return ""
     if x and not 1e-4 <= abs(x) < 1e6:
         return f"{x:{sign}.3g}"
     digits = max(0, 2 - math.floor(math.log10(abs(x)))) if x else 0
@@ -191,7 +193,7 @@ class Ruled:
     def title(self) -> str:
         """`coherent tokens a second ≥ 30`."""
         figure = self.figure
-        shown = _short(self.limit, "") + (f" {figure.unit}" if figure and figure.unit else "")
+        shown = short(self.limit) + (f" {figure.unit}" if figure and figure.unit else "")
         return (
             f"{figure.title if figure else self.name} {'≥' if self.name.startswith('min_') else '≤'} {shown}"
         )
