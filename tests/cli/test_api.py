@@ -17,7 +17,7 @@ from stub_server import StubServer
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
-FUNCTIONS = ("check", "grade", "verify", "spec", "compare", "reference")
+FUNCTIONS = ("check", "grade", "verify", "spec", "compare", "reference", "gate", "card")
 LOG = (
     "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40, Accepted throughput: "
     "70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700 tokens, Drafted: 1000 tokens, Per-position "
@@ -42,6 +42,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "vllm.log").write_text(LOG * 20)
+    (tmp_path / "assay.toml").write_text('[subject]\nlogs = ["vllm.log"]\n[spec]\n')
     (tmp_path / "wiki.txt").write_text(
         "All work and no play makes this text as long as eight windows need. " * 60
     )

@@ -65,11 +65,18 @@ class Measured:
     @property
     def grade(self) -> str:
         """ACCEPT, MARGINAL, REJECT or INCONCLUSIVE of a comparison, else the verdict."""
-        if self.results.get("self_test"):
+        if self.results.get("self_test") and self.verdict is Verdict.PASS:
             return "SELF-TEST"
         grade = self.results.get("grade")
-        told = isinstance(grade, str) and self.verdict is not Verdict.ERROR
-        return one_line(str(grade)) if told else VERDICTS[self.verdict].word
+        agrees = self.verdict in _MAY_BE.get(grade, ()) if isinstance(grade, str) else False
+        return str(grade) if agrees else VERDICTS[self.verdict].word
+
+
+_MAY_BE = {
+    "ACCEPT": (Verdict.PASS,), "MARGINAL": (Verdict.PASS, Verdict.FAIL), "REJECT": (Verdict.FAIL,),
+    "INCONCLUSIVE": (Verdict.INCONCLUSIVE, Verdict.FAIL),
+}  # fmt: skip
+"""The verdicts with which a grade is told: an interrupted run, or one with tokens that are not finite, is no ACCEPT."""
 
 
 def run_card(reports: Sequence[Path | Report], options: CardOptions | None = None) -> Report:
@@ -387,11 +394,11 @@ def badge_of(found: Sequence[Measured]) -> tuple[str, str]:
     """What the badge says: the grade, and the figure that decides with its margin. The worst result is the one that is told."""
     verdict = worst(m.verdict for m in found)
     graded = [m for m in found if "grade" in m.results]
-    telling = [m for m in found if m.verdict is verdict and m.command != "gate"] or list(found)
-    told = next((m for m in telling if m in graded), telling[0])
+    telling = [m for m in found if m.verdict is verdict and m.command != "gate"]
+    told = next((m for m in telling if m in graded), telling[0] if telling else found[0])
     if verdict is Verdict.PASS and graded:
         told = max(graded, key=lambda m: _GRADES.index(m.grade) if m.grade in _GRADES else len(_GRADES))
-    if told in graded:
+    if told in graded and told.grade in (*_GRADES, "SELF-TEST"):
         return told.grade, _deciding(told)
     many = "" if len(found) == 1 or verdict is not Verdict.PASS else f"{len(found)} reports"
     return VERDICTS[verdict].word, many or told.command
