@@ -58,7 +58,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _run(config: pytest.Config, contract: str | Path | None, options: dict[str, Any]) -> Report:
     """The report of a gate, kept for the session. An AssayError fails the test in one line."""
-    import assay
+    from assay.errors import AssayError
+    from assay.gates.gate import GateOptions, run_gate
 
     named = contract or config.getoption("--assay-contract") or config.getini("assay_contract")
     path = config.rootpath / named
@@ -68,11 +69,11 @@ def _run(config: pytest.Config, contract: str | Path | None, options: dict[str, 
     key = repr((path, sorted(options.items())))
     if key not in kept:
         try:
-            kept[key] = assay.gate(path, **options)
-        except assay.AssayError as error:
+            kept[key] = run_gate(GateOptions.of({"contract": path, **options}))
+        except AssayError as error:
             kept[key] = error
     found = kept[key]
-    if isinstance(found, assay.AssayError):
+    if isinstance(found, AssayError):
         pytest.fail(
             f"assay gate: {found.message}" + (f" ({found.remedy})" if found.remedy else ""), pytrace=False
         )
