@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from assay.errors import UsageError
 from assay.fidelity.compare import Looks, implausible
+from assay.fidelity.control import against_control, control_findings, controlled
 from assay.fidelity.floors import Floors
 from assay.fidelity.margins import all_pairs, margin_tests
-from assay.fidelity.plan import Plan
+from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.report import blocks, pareto, short_names
 from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
 from assay.fidelity.score import Engaged, WindowObservation
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import Grade, Margins, confidence_of_look
+from assay.stats.paired import Standing
 from assay.verdict import Chart, Severity, Table, Verdict
 
 TOKENS = 40
@@ -242,3 +246,50 @@ def test_a_tokenizer_that_splits_text_into_characters_is_suspected(
     text: dict[str, Any], perplexity: float, warned: bool
 ) -> None:
     assert [f.id for f in implausible(text, perplexity)] == ["fidelity.implausible_reference"] * warned
+
+
+def test_a_control_is_judged_by_window_in_kl_and_perplexity(result: Callable[..., CandidateResult]) -> None:
+    control = result("q8", windows=24)
+    plan = Plan("hf:a", ("hf:b", "hf:c"), control="hf:q8")
+    same, worse = result("b", windows=24, seed=3), result("c", windows=24, shift=0.02)
+    kept, found = controlled([same, worse, replace(control, label=label_of(plan.control, plan.sides))], plan)
+    assert [r.label for r in kept] == ["b", "c"] and set(found) == {"b", "c"}
+    assert found["b"].standing is Standing.NO_WORSE and found["b"].verdict is Verdict.PASS
+    assert found["c"].standing is Standing.WORSE and found["c"].verdict is Verdict.FAIL
+    body = found["c"].to_json()
+    kl = [np.concatenate([w.kl for w in r.seen]).mean() for r in (worse, control)]
+    assert body["verdict"] == "worse" and body["difference"] == pytest.approx(kl[0] - kl[1])
+    assert body["margin"] == pytest.approx(0.1 * kl[1]) and body["lo"] > body["margin"]
+    assert body["dppl_pct"]["difference"] == pytest.approx(
+        100
+        * math.expm1(
+            np.mean([a.dnll.mean() - b.dnll.mean() for a, b in zip(worse.seen, control.seen, strict=True)])
+        )
+    )
+    (finding,) = control_findings([*found.values()])
+    assert finding.id == "fidelity.control_worse" and finding.severity is Severity.ERROR
+
+
+def test_an_undecided_control_says_how_many_windows_decide(result: Callable[..., CandidateResult]) -> None:
+    noisy, control = result("b", windows=9, spread=0.01), result("q8", windows=9, spread=0.01, seed=8)
+    found = against_control(noisy, control, 0.1, 0.01)
+    assert found and found.standing is Standing.UNDECIDED and found.verdict is Verdict.INCONCLUSIVE
+    assert found.windows_needed and found.windows_needed > 9
+    (finding,) = control_findings([found])
+    assert f"--windows {found.windows_needed}" in finding.remedies[0]
+    few = against_control(result("b", windows=5), result("q8", windows=5), 0.1, 0.01)
+    assert few and few.standing is Standing.UNDECIDED
+    bounded = replace(control, summary=replace(control.summary, bounds=object()))  # type: ignore[arg-type]
+    unknown = against_control(result("b", windows=9), bounded, 0.1, 0.01)
+    assert unknown and unknown.kl is None and unknown.standing is not Standing.NO_WORSE
+    assert unknown.to_json()["difference"] is None
+
+
+def test_a_control_is_an_engine_of_its_own() -> None:
+    assert Plan("hf:a", ("hf:b",), control="hf:c").sides == ("hf:b", "hf:c")
+    assert Plan("hf:a", ("hf:b", "hf:c"), control="hf:c").sides == ("hf:b", "hf:c")
+    assert Plan("hf:a", ("hf:b",)).sides == ("hf:b",)
+    with pytest.raises(UsageError, match="candidate itself"):
+        Plan("hf:a", ("hf:b",), control="hf:b")
+    with pytest.raises(UsageError, match="control-margin"):
+        Plan("hf:a", ("hf:b",), control="hf:c", control_margin=-0.1)

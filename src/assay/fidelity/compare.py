@@ -18,6 +18,7 @@ from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, token_class, worst_tokens
+from assay.fidelity.control import control_findings, control_metrics, controlled
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.margins import all_pairs, margin_tests
@@ -51,7 +52,7 @@ def run_compare(
     `plan.keep` they stay. Interrupted, the report holds what was measured. Of several candidates one that cannot be
     compared is a finding beside the results of the others.
     """
-    for spec in plan.candidates:
+    for spec in plan.sides:
         check_spec(spec, ScoringPath(plan.path))
     with RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / plan_key(plan))
@@ -62,14 +63,14 @@ def run_compare(
         reference = None
         try:
             reference = open_reference(plan, folder, progress)
-            for spec in plan.candidates:
+            for spec in plan.sides:
                 try:
                     engine = servers.pop(spec, None) or open_candidate(spec)
                     result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
                 except AssayError as error:
                     if len(plan.candidates) == 1:
                         raise
-                    failed.append(_not_compared(error, label_of(spec, plan.candidates)))
+                    failed.append(_not_compared(error, label_of(spec, plan.sides)))
                     continue
                 if result:
                     results.append(result)
@@ -99,7 +100,7 @@ def _servers(plan: Plan) -> dict[str, Candidate]:
     """The servers among the candidates, open; AssayError for one that cannot be compared, before anything is scored."""
     servers: dict[str, Candidate] = {}
     try:
-        for spec in dict.fromkeys(filter(is_server, plan.candidates)):
+        for spec in dict.fromkeys(filter(is_server, plan.sides)):
             servers[spec] = open_candidate(spec)
             require(servers[spec], plan.job, plan.length)
     except BaseException:
@@ -142,7 +143,7 @@ class Looks:
 
 def plan_key(plan: Plan) -> str:
     """Name of the folder of a run: the plan, and the state of the files that it names."""
-    parts = [plan.sha256, *(fingerprint(spec) for spec in (plan.reference, *plan.candidates, *plan.text))]
+    parts = [plan.sha256, *(fingerprint(spec) for spec in (plan.reference, *plan.sides, *plan.text))]
     return sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -155,7 +156,9 @@ def report(
     interrupted: bool,
 ) -> Report:
     """The report of what was measured, and of the candidates that could not be compared (`failed`)."""
+    results, against = controlled(results, plan)
     findings = [*failed, *(f for r in results for f in findings_of(r, plan.allow_marginal))]
+    findings += control_findings([*against.values()])
     if interrupted:
         findings.append(
             Finding(
@@ -165,10 +168,14 @@ def report(
             )
         )
     verdicts = [verdict_of(r, plan.allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
+    verdicts += [found.verdict for found in against.values()]
     verdict = worst(verdicts or [Verdict.INCONCLUSIVE])
     tests = margin_tests([r.summary for r in results], plan)
     bodies = [
-        r.to_json() | {"margins": [t.to_json() for t in t_of]} for r, t_of in zip(results, tests, strict=True)
+        r.to_json()
+        | {"margins": [t.to_json() for t in t_of]}
+        | ({"control": against[r.label].to_json()} if r.label in against else {})
+        for r, t_of in zip(results, tests, strict=True)
     ]
     pairs = all_pairs(results)
     text = {**reference.text_facts, "length": plan.length, "path": plan.path, "scored": plan.scored}
@@ -194,12 +201,16 @@ def report(
             "reference": plan.reference,
             "candidates": [printable(spec) for spec in plan.candidates],
             "text": text["sources"],
-            "plan": plan.facts() | {"candidates": [printable(spec) for spec in plan.candidates]},
+            "plan": plan.facts()
+            | {
+                "candidates": [printable(spec) for spec in plan.candidates],
+                "control": printable(plan.control),
+            },
         },
         findings=findings,
         results=body | shared,
         environment=describe(),
-        headline=headline(results) if results else (),
+        headline=[*headline(results), *control_metrics([*against.values()])] if results else (),
         blocks=blocks(results, plan, tests, pairs) if results else (),
         interrupted=interrupted,
     )
@@ -260,7 +271,7 @@ def _candidate(
     say: Say,
 ) -> tuple[CandidateResult | None, bool]:
     """One candidate, which is closed then, and whether the run was interrupted in the middle of it."""
-    label = label_of(spec, plan.candidates)
+    label = label_of(spec, plan.sides)
     looks = Looks(plan, spec, len(reference.windows))
     seen: list[WindowObservation] = []
     cut = False
@@ -272,7 +283,7 @@ def _candidate(
 
     try:
         facts = engine.describe()
-        kept = folder / f"candidate-{plan.candidates.index(spec):02d}"
+        kept = folder / f"candidate-{plan.sides.index(spec):02d}"
         if isinstance(engine, ServerCandidate):
             proof = prove_tokenizer(engine, reference.probe_ids, reference.windows, label)
             facts["tokenizer"] = proof.to_json()

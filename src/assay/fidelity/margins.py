@@ -104,7 +104,10 @@ class Pair:
 def all_pairs(results: Sequence[CandidateResult]) -> list[Pair]:
     """Every two candidates that were scored on the same windows, with Holm's correction for each metric."""
     pairs = [
-        (a, b, common) for i, a in enumerate(results) for b in results[i + 1 :] if (common := _common(a, b))
+        (a, b, common)
+        for i, a in enumerate(results)
+        for b in results[i + 1 :]
+        if (common := common_windows(a, b))
     ]
     dnll = [_difference(common, "dnll") for _, _, common in pairs]
     kl = [
@@ -118,10 +121,10 @@ def all_pairs(results: Sequence[CandidateResult]) -> list[Pair]:
     ]
 
 
-_Common = list[tuple[WindowObservation, WindowObservation, "NDArray[np.bool_]"]]
+Common = list[tuple[WindowObservation, WindowObservation, "NDArray[np.bool_]"]]
 
 
-def _common(a: CandidateResult, b: CandidateResult) -> _Common:
+def common_windows(a: CandidateResult, b: CandidateResult) -> Common:
     """For each cluster of windows that both scored, which of its tokens are finite and within reach on both sides."""
     both = min(len(a.seen), len(b.seen))
     return [
@@ -131,7 +134,7 @@ def _common(a: CandidateResult, b: CandidateResult) -> _Common:
     ]
 
 
-def _difference(common: _Common, name: str) -> PairedDifference:
+def _difference(common: Common, name: str) -> PairedDifference:
     sums = [
         (float(getattr(x, name)[some].sum()), float(getattr(y, name)[some].sum()), int(some.sum()))
         for x, y, some in common

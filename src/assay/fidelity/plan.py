@@ -285,16 +285,29 @@ class Plan(MarginOptions, Passages):
         0, "Also let both sides generate N tokens greedily; 64 shows most.", metavar="N", lo=0
     )
     draws: int = option(10_000, "Samples of the bootstrap.", lo=100, listed=False)
+    control: str = option("", "Engine that no candidate may be worse than.", metavar="ENGINE")
+    control_margin: float = option(
+        0.10, "Share of the control's difference that a candidate may add.", form="fraction", lo=0
+    )
     keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference", self._placed(self.reference))
+        if self.control:
+            object.__setattr__(self, "control", self._placed(self.control))
         object.__setattr__(self, "candidates", tuple(map(self._placed, self.candidates)))
         super().__post_init__()
         if not self.candidates:
             raise _usage("a comparison needs at least one candidate", "name one after the reference")
+        if (self.control,) == self.candidates:
+            raise _usage("the control is the candidate itself", "name another engine with --control")
         if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
             raise _usage(f"the candidate {printable(twice)} is given twice", "name every candidate once")
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """Everything that is scored against the reference: the candidates, then the control where it is none of them."""
+        return tuple(dict.fromkeys((*self.candidates, *filter(None, (self.control,)))))
 
     def _placed(self, spec: str) -> str:
         """An engine written in full, with the device and the threads that the options name, unless it names its own."""

@@ -122,6 +122,10 @@ class EvalPlan(KvPlan, MarginOptions):
     calibration: str | None = _calibration()
     table_tokens: int = _table_tokens()
     seed: int = _seed()
+    control: str = option("", "Codec that this one may not be worse than, such as fp8.", metavar="SPEC")
+    control_margin: float = option(
+        0.10, "Share of the control's difference that the codec may add.", form="fraction", lo=0
+    )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from typing import Any
 
 from assay.environment import describe
-from assay.fidelity.compare import assess
+from assay.fidelity.compare import Looks, assess, implausible
+from assay.fidelity.control import against_control, control_findings, control_metrics
 from assay.fidelity.floors import Floors
 from assay.fidelity.plan import MarginOptions, Plan, label_of
 from assay.fidelity.report import blocks, headline
@@ -19,7 +22,8 @@ from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import EvalPlan
 from assay.options import declared_options
 from assay.progress import NO_PROGRESS, Progress
-from assay.verdict import Metric, Report, Verdict
+from assay.stats.equivalence import confidence_of_look
+from assay.verdict import Metric, Report, Verdict, worst
 
 
 def comparison(plan: EvalPlan) -> Plan:
@@ -44,9 +48,10 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     Interrupted, the report holds what was scored, and the same command goes on from there.
     """
     spec, compared = parse_spec(plan.codec), comparison(plan)  # whose margins and sizes are checked now
-    spec.require(plan.streams)
-    if plan.calibration is None:
-        require_no_calibration(spec, plan.streams)
+    for one in filter(None, (spec, parse_spec(plan.control) if plan.control else None)):
+        one.require(plan.streams)
+        if plan.calibration is None:
+            require_no_calibration(one, plan.streams)
     subject = {"model": plan.model, "plan": plan.facts()}
     with open_lab(
         plan.model,
@@ -68,6 +73,15 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
                 table_tokens=plan.table_tokens,
             )
         measured = lab.partial
+        if plan.control and not cut:
+            with Unfinished(lambda: measured) as cut:
+                lab.measure(
+                    plan.control,
+                    streams=plan.streams,
+                    skip_layers=plan.skip_layers,
+                    table_tokens=plan.table_tokens,
+                )
+        control = lab.partial if plan.control and measured is not lab.partial else None
         note = measured.engagement.notes.get(NOTE, {}) if measured else {}
         results: dict[str, Any] = {
             "codec": str(spec),
@@ -90,29 +104,60 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
             measured.seen,
             measured.engagement,
             path=lab.job.path,
-            hooked=not cut,
+            hooked=not (cut and measured is lab.partial),
             same=same or bool(cut),
             label=plan.codec,
         )
         # The engine stays open until here: its tokenizer says what tokens are.
         facts, decode = lab.engine.describe(), lab.engine.tokenizer.decode
+        settings = json.dumps([plan.mode, plan.streams, plan.skip_layers, lab.about])
+        looks = Looks(compared, f"{spec} {settings}", len(lab.windows))
         result = assess(
-            compared, Floors(), decode, measured.seen, plan.codec, took_part, facts, self_test=same
+            compared,
+            Floors(),
+            decode,
+            measured.seen,
+            plan.codec,
+            took_part,
+            facts,
+            blocks=lab.blocks,
+            confidence=confidence_of_look(looks.number),
+            self_test=same,
         )
+        if not cut:
+            looks.record(result.summary)
         found = [*cut.findings(), *findings_of(result, plan.allow_marginal), *lab.notices()]
+        found += implausible(lab.text, result.summary.ppl_reference)
+    verdict = verdict_of(result, plan.allow_marginal)
     body = result.to_json() | results
+    against = None
+    if control:
+        against = against_control(
+            result,
+            replace(result, label=plan.control, seen=control.seen),
+            plan.control_margin,
+            plan.margin_ppl,
+        )
+    if against:
+        body["control"] = against.to_json()
+        found += control_findings([against])
+        verdict = worst([verdict, against.verdict])
     if measured.bytes:
         body["bytes"] = measured.bytes.to_json()
         body["table_tokens"] = measured.bytes.table_tokens
         body["engaged"]["per_layer"] = {str(k): v for k, v in measured.engagement.per_layer.items()}
     return Report(
         command="kv eval",
-        verdict=cut.verdict(verdict_of(result, plan.allow_marginal)),
+        verdict=cut.verdict(verdict),
         subject=subject,
         findings=found,
         results=body,
         environment=describe(),
-        headline=[*headline([result]), *cache_figures(measured.bytes)],
+        headline=[
+            *headline([result]),
+            *cache_figures(measured.bytes),
+            *control_metrics([against] if against else []),
+        ],
         blocks=blocks([result], compared),
         interrupted=cut.interrupted,
         summary=f"{label_of(compared.reference)} with {plan.codec}",

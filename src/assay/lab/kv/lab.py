@@ -31,7 +31,7 @@ from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
-from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import ReferenceRows, WindowObservation, batches, key_of, observe, read_kept
 from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
@@ -193,7 +193,7 @@ class Lab:
         self.block = block
         self._key = engine_key(spec)
         self._states = kept_states().within(self._key)
-        self._about = about
+        self.about = about
         self._kept = kept_measurements().within([self._key, about])
         self.reference = KeptRows(self._states, self.windows, self.job)
 
@@ -211,6 +211,15 @@ class Lab:
             return self.engine.describe().get("max_model_len")
         return getattr(self.engine.engine.model.config.get_text_config(), "max_position_embeddings", None)
 
+    @property
+    def blocks(self) -> list[int] | None:
+        """The cluster of each window by its index; None where nobody knows where in the text the windows lie."""
+        if not (places := self.text.get("places")):
+            return None
+        own = blocks_of([places[w.index] for w in self.windows])
+        known = dict(zip((w.index for w in self.windows), own, strict=True))
+        return [known.get(i, -1) for i in range(max(known) + 1)]
+
     def on(self, windows: Sequence[Window], batch: int | None = None) -> Lab:
         """The same model on other windows."""
         return Lab(
@@ -222,7 +231,7 @@ class Lab:
             bench=self._bench,
             calibration=self.calibration,
             provenance=self.provenance,
-            about=self._about,
+            about=self.about,
             text=self.text,
             block=self.block,
             progress=self.progress,

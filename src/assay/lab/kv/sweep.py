@@ -119,7 +119,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
 
         def row(where: Lab, spec: KvSpec, key: str) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
-                return _row(_measured(where, spec, plan, pool, layers), plan)
+                return _row(_measured(where, spec, plan, pool, layers), plan, where.blocks)
 
             return file.have(key, measure) if file else measure()
 
@@ -140,7 +140,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
                 name = rows[chosen]["codec"]
                 again = row(lab.on(lab.fresh), specs[name], f"fresh|{name}")
         if running and lab.partial and lab.partial.bytes:  # what was measured of the row that was cut short
-            rows.append({"codec": running, "interrupted": True, **_row(lab.partial, plan)})
+            rows.append({"codec": running, "interrupted": True, **_row(lab.partial, plan, lab.blocks)})
         text, notices = lab.text, lab.notices()
     on_front = pareto_front([(r["bytes"]["stored"], r["kld"]["mean"]) for r in rows])
     winner = None if chosen is None else _winner(rows[chosen], again)
@@ -184,9 +184,9 @@ def _measured(lab: Lab, spec: KvSpec, plan: SweepPlan, pool: Fitters, layers: Se
     )
 
 
-def _row(measured: Measured, plan: SweepPlan) -> dict[str, Any]:
+def _row(measured: Measured, plan: SweepPlan, blocks: Sequence[int] | None) -> dict[str, Any]:
     """One codec on the windows of a lab."""
-    summary = summarise(measured.seen, Margins(), Resampling(2000, plan.seed))
+    summary = summarise(measured.seen, Margins(), Resampling(2000, plan.seed), blocks=blocks)
     figures = summary.to_json()
     fit, score = measured.seconds
     return {
