@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import assay
+import assay.gates.gate as gates
 from assay.errors import UsageError
 from assay.gates.figures import Figure, _median, figures, rule
 from assay.gates.gate import direction
@@ -156,6 +157,21 @@ def _as_any_model(e: Any) -> Any:
     return e
 
 
+@pytest.mark.parametrize("at", ["spec", "check", "tools"])
+def test_an_interrupted_gate_shows_what_it_has_and_does_not_pass(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(gates._RUN, at, interrupt)  # type: ignore[attr-defined]
+    code, report = gate()
+    assert (code, report["verdict"]) == (130, "inconclusive")
+    order = ["spec", "check", "tools"]
+    assert verdicts(report) == dict.fromkeys(order[: order.index(at)], "pass") | {at: "inconclusive"}
+    assert report["results"]["not_run"] == order[order.index(at) + 1 :]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Against the last good run.
 
@@ -228,7 +244,9 @@ def test_the_screen_the_summary_and_junit_name_every_part(
 
     deployment(here, stub, CONTRACT.replace("60%", "80%"))
     (here / "summary.md").write_text("before\n")
-    assert invoke(["gate", "--summary", "summary.md", "--junit", "gate.xml"]) == 1
+    more = ("--html", "gate.html", "--prometheus", "gate.prom", "--markdown", "gate.md")
+    assert invoke(["gate", "--summary", "summary.md", "--junit", "gate.xml", *more]) == 1
+    assert all((here / name).stat().st_size for name in more[1::2])
     screen = capsys.readouterr().out
     assert len(screen.splitlines()) <= 40
     assert "spec does not hold; check and tools hold; not in the contract: verify, compare." in " ".join(

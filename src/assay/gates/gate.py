@@ -30,7 +30,7 @@ from assay.progress import NO_PROGRESS, Progress
 from assay.report import markdown
 from assay.report.text import one_line, sentence
 from assay.speculation.spec import examine
-from assay.verdict import SCHEMA, Block, Finding, Report, Severity, Table, Verdict, worst
+from assay.verdict import SCHEMA, Block, Finding, Quote, Report, Severity, Table, Verdict, worst
 
 AREA = {
     "verify": "checkpoint", "spec": "speculation", "check": "throughput", "tools": "coherence", "compare": "fidelity",
@@ -91,6 +91,8 @@ class Part:
         """Those of the report, which say of what part they are, and one for each limit that is not known to hold."""
         own = [replace(f, evidence={"part": self.name, **f.evidence}) for f in self.report.findings]
         broken = [r for r in self.limits if r.verdict is not Verdict.PASS]
+        if self.report.verdict is Verdict.ERROR:  # that nothing was measured is said already
+            broken = [r for r in broken if r.figure]
         return own + [_broken(self, ruled) for ruled in broken]
 
 
@@ -105,15 +107,19 @@ def run_gate(options: GateOptions | None = None, progress: Progress = NO_PROGRES
         raise UsageError(f"--summary {options.summary}: its folder does not exist", remedy="make it first")
     parts: list[Part] = []
     servers = Servers(contract)
-    servers.look(LOOKS)
-    for number, name in enumerate(contract.sections, 1):
-        with progress(f"gate: {name} ({number} of {len(contract.sections)})", 0):
-            pass
-        parts.append(run_part(contract, name, progress))
-        servers.look()
-        if parts[-1].report.interrupted:
-            break
-    report = gate_report(contract, parts, servers, before)
+    cut = False
+    try:
+        servers.look(LOOKS)
+        for number, name in enumerate(contract.sections, 1):
+            with progress(f"gate: {name} ({number} of {len(contract.sections)})", 0):
+                pass
+            parts.append(run_part(contract, name, progress))
+            if cut := parts[-1].report.interrupted:
+                break
+            servers.look()
+    except KeyboardInterrupt:
+        cut = True
+    report = gate_report(contract, parts, servers, before, interrupted=cut)
     if options.summary:
         try:
             with options.summary.open("a", encoding="utf-8") as file:
@@ -385,15 +391,15 @@ def direction(old: Figure, new: Figure) -> str:
 
 
 def gate_report(
-    contract: Contract, parts: Sequence[Part], servers: Servers, before: Baseline | None = None
-) -> Report:
+    contract: Contract, parts: Sequence[Part], servers: Servers, before: Baseline | None = None, *,
+    interrupted: bool = False,
+) -> Report:  # fmt: skip
     """The parts as one report, with what changed since the last good run."""
     changed = list(changes(contract, parts, before)) if before else []
     who = servers.findings()
     missing = [name for name in contract.sections if name not in {p.name for p in parts}]
-    verdict = worst(
-        (*(p.verdict for p in parts), *([Verdict.INCONCLUSIVE] if who or missing or not parts else []))
-    )
+    thin = bool(who or missing or interrupted or not parts)
+    verdict = worst((*(p.verdict for p in parts), *([Verdict.INCONCLUSIVE] if thin else [])))
     findings = [f for part in parts for f in part.findings()] + who + list(_worse(changed, before))
     subject = contract.subject
     return Report(
@@ -414,7 +420,7 @@ def gate_report(
         },
         environment=describe(),
         blocks=_blocks(parts, missing, changed, before),
-        interrupted=any(part.report.interrupted for part in parts),
+        interrupted=interrupted,
         summary=_sentence(parts, missing, who),
     )  # fmt: skip
 
@@ -480,6 +486,8 @@ def _blocks(
         )
     for part in parts:
         for block in part.report.blocks:
+            if isinstance(block, Quote) and part.report.verdict is Verdict.PASS:
+                continue
             named = replace(block, title=f"{part.name}: {block.title}")
             found.append(replace(named, detail=True) if isinstance(named, Table) else named)
     return found
