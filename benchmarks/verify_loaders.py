@@ -22,7 +22,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.report import build
 from assay.checkpoint.verify import verify
 from assay.demo.models import build_smollm2
 from checkpoint_samples import Arrays, edit_json, read_safetensors, write_safetensors
@@ -124,7 +123,7 @@ def in_assay(folder: Path, listing: Path) -> dict[str, Any]:
         ("values", VerifyOptions(allow_unverified=True, hashing="none", values=True)),
         ("digests", VerifyOptions(manifest=listing, digest_cache=False)),
     ):
-        report = build(verify(str(folder), options))
+        report = verify(str(folder), options)
         known = {f["id"] for other in found.values() for f in other["findings"]}
         found[name] = {
             "verdict": report.verdict.value,

@@ -22,7 +22,6 @@ import huggingface_hub
 from huggingface_hub import HfApi
 
 from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.report import build
 from assay.checkpoint.verify import verify
 from checkpoint.loopback_hub import LoopbackHub
 from faults.zoo import FAULTS, Fault, healthy
@@ -37,7 +36,7 @@ def by_assay(fault: Fault, folder: Path, listing: Path) -> dict[str, Any]:
         digest_cache=False,
         **fault.options,
     )
-    report = build(verify(str(folder), options))
+    report = verify(str(folder), options)
     raised = {(f.id.removeprefix("checkpoint."), f.severity.value) for f in report.findings}
     return {
         "found": (fault.finding, fault.severity) in raised,
@@ -77,7 +76,7 @@ def whole(name: str, place: Path) -> dict[str, Any]:
     folder = place / "model"
     shutil.rmtree(folder, ignore_errors=True)
     healthy()[name](folder)
-    report = build(verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False)))
+    report = verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False))
     return {"kind": name, "findings": [f.id for f in report.findings if f.id != "checkpoint.unverified"]}
 
 

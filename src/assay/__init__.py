@@ -87,12 +87,11 @@ def grade(output: str | Path | None, *more: Path, **options: Any) -> Grade | Rep
 
 def verify(checkpoint: str | Path, **options: Any) -> Report:
     """Verify a checkpoint: a folder, a file, or `hub:ORG/NAME`. Options: `assay verify --help`."""
-    from assay.checkpoint import report
-    from assay.checkpoint import verify as verification
     from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.verify import verify as verify_checkpoint
     from assay.environment import recorded
 
-    return recorded(report.build(verification.verify(str(checkpoint), VerifyOptions.of(options))))
+    return recorded(verify_checkpoint(str(checkpoint), VerifyOptions.of(options)))
 
 
 def spec(*sources: str | Path, **options: Any) -> Report:

@@ -15,7 +15,6 @@ import checkpoint_quantized as q
 from assay.checkpoint import verify as verification
 from assay.checkpoint.documents import TABLES
 from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.report import build
 from assay.checkpoint.subject import Checkpoint, Opened, open_checkpoint
 from assay.report.html import render as as_html
 from assay.report.markdown import render as as_markdown
@@ -144,7 +143,7 @@ class Subject:
         options = VerifyOptions(
             hashing="none", allow_unverified=True, digest_cache=False, serve_args="--kv-cache-dtype fp8"
         )
-        report = build(verification.verify("memory", options))
+        report = verification.verify("memory", options)
         return report, time.process_time() - began
 
 

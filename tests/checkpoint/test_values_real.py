@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from assay.checkpoint.subject import open_checkpoint
-from assay.checkpoint.value_rules import NEGATIVE, POSITIVE, check_duplicates, check_norms, judge_values
-from assay.checkpoint.values import Statistics, scan
+from assay.checkpoint.values import (
+    NEGATIVE,
+    POSITIVE,
+    Statistics,
+    check_duplicates,
+    check_norms,
+    judge_values,
+    scan,
+)
 
 pytestmark = pytest.mark.engine
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from assay.checkpoint.files import VerifyOptions
-from assay.checkpoint.report import build
 from assay.checkpoint.verify import verify
 from assay.verdict import Severity, Verdict
 from faults.zoo import FAULTS, Fault, healthy
@@ -24,7 +23,7 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
         digest_cache=False,
         **fault.options,
     )
-    report = build(verify(str(folder), options))
+    report = verify(str(folder), options)
     raised = {(f.id, f.severity.value) for f in report.findings}
     assert (f"checkpoint.{fault.finding}", fault.severity) in raised
     assert report.verdict is (Verdict.FAIL if fault.severity == "error" else Verdict.PASS)
@@ -35,7 +34,7 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
 def test_a_healthy_checkpoint_raises_nothing(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     healthy()[kind](folder)
-    report = build(verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False)))
+    report = verify(str(folder), VerifyOptions(values=True, allow_unverified=True, digest_cache=False))
     assert [f.title for f in report.findings if f.id != "checkpoint.unverified"] == []
     assert report.verdict is Verdict.PASS
     assert all(f.severity is not Severity.ERROR for f in report.findings)

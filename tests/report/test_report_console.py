@@ -42,7 +42,7 @@ def test_the_piped_report_says_everything_in_order():
         "Share of degenerate texts",
         "1 point not drawn",
         "story, greedy  degenerate  700 tokens, stop: length",
-        "⟦onset at character 219⟧the the the",
+        "⟦goes wrong at character 219⟧the the the",
         "code, seed 0  empty",
         "(no text)",
         "INFO  the server has no tool calls",

@@ -108,7 +108,7 @@ def test_the_onset_is_marked_where_it_is():
     quoted = by_class(root, "text")[0]
     assert quoted.text == STORY
     assert [(e.tag, e.get("class")) for e in quoted] == [("mark", "onset"), ("span", "after")]
-    assert quoted[0].text == "onset at character 219"
+    assert quoted[0].text == "goes wrong at character 219"
     assert quoted[1].text.startswith("the the the")
 
 

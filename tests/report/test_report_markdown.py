@@ -32,7 +32,7 @@ def test_the_document_of_a_failing_report():
     assert text.startswith("## ✗ assay check: FAIL\n\n14 of 18 texts degenerate")
     assert "| decode speed | ~~183.2 tok/s~~ | **invalid**: 14 of 18 timed texts degenerate |" in text
     assert any(c.startswith("vllm serve ./SmolLM2-135M --tensor") and c.count("\n") == 1 for c in fences)
-    assert any("⟦onset at character 219⟧the the" in c for c in fences)
+    assert any("⟦goes wrong at character 219⟧the the" in c for c in fences)
     assert sum(t.type == "table_open" for t in found) == 3  # figures, a table, a chart as its numbers
     assert sum(t.type == "s_open" for t in found) == 1
     assert [t.attrs["href"] for t in found if t.type == "link_open"] == ["https://docs.example.org/coherence"]

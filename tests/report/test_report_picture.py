@@ -18,7 +18,7 @@ def words(svg):
 def test_the_picture_shows_the_verdict_the_struck_figure_and_the_onset():
     svg = picture.export_svg(full())
     text = words(svg)
-    assert "✗ FAIL" in text and "183.2 tok/s" in text and "onset at character 219" in text
+    assert "✗ FAIL" in text and "183.2 tok/s" in text and "goes wrong at character 219" in text
     assert "assay check" in text
     struck = re.search(r"\.(assay-r\d+) \{[^}]*line-through", svg).group(1)
     assert re.search(rf'class="{struck}"[^>]*>183\.2', svg)

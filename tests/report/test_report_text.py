@@ -66,10 +66,10 @@ def test_excerpt_of_a_short_text_is_the_text():
 def test_excerpt_marks_the_onset_inside_the_head():
     assert pieces("good bad", onset=5) == [
         ("text", "good "),
-        ("onset", "onset at character 5"),
+        ("onset", "goes wrong at character 5"),
         ("after", "bad"),
     ]
-    assert pieces("bad", onset=0) == [("onset", "onset at character 0"), ("after", "bad")]
+    assert pieces("bad", onset=0) == [("onset", "goes wrong at character 0"), ("after", "bad")]
 
 
 def test_excerpt_keeps_the_head_and_the_surroundings_of_a_late_onset():
@@ -78,7 +78,7 @@ def test_excerpt_keeps_the_head_and_the_surroundings_of_a_late_onset():
         ("text", "h" * 10),
         ("gap", "20 characters not shown"),
         ("text", "abc"),
-        ("onset", "onset at character 33"),
+        ("onset", "goes wrong at character 33"),
         ("after", "XYZ"),
         ("gap", "1,000 characters not shown"),
     ]

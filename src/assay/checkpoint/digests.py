@@ -1,7 +1,7 @@
 """Hash files in parallel: sha256, and git's blob id where that is what the Hub gives.
 
 One thread per file (hashlib releases the interpreter lock), the largest file first so that no core idles at the end.
-Digests are remembered, see `digest_cache`; a second run hashes only what changed.
+Digests are remembered: a second run hashes only what changed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from assay.checkpoint.findings import found, noted, plural, some, warned
-from assay.checkpoint.layout import PICKLES, read_bounded
 from assay.errors import AssayError
 from assay.runs import Kept, cache_path
 from assay.verdict import Finding
+
+WEIGHTS = (".safetensors", ".gguf")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".msgpack", ".h5", ".onnx", ".npz")
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """A file of at most `most` bytes. Raises OSError for a longer one, and reads no more of it than that."""
+    with path.open("rb") as stream:
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it is longer than {most} bytes")
+    return data
+
 
 # -----------------------------------------------------------------------------
 # Digests that were computed before, by path, size, modification time, inode and change time.

@@ -13,14 +13,13 @@ from assay.checkpoint.digests import Digest, DigestCache, FileResult, Manifest, 
 from assay.checkpoint.findings import found, noted, plural, warned
 from assay.checkpoint.gguf import Gguf
 from assay.checkpoint.hub import list_revision
-from assay.checkpoint.layout import Layout
 from assay.checkpoint.mtp import MtpReport
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
 from assay.checkpoint.serve_args import Version
 from assay.checkpoint.serve_args import engine_version as parse_engine_version
 from assay.checkpoint.structure import loaded_files
-from assay.checkpoint.subject import Opened
+from assay.checkpoint.subject import Layout, Opened
 from assay.errors import AssayError
 from assay.options import Options, option
 from assay.verdict import Finding, Severity, Verdict

@@ -1,4 +1,4 @@
-"""How long the Hub is waited for. Used as `limits.NAME`, so that a test can be quicker."""
+"""A repository on the Hub: its files, digests, headers and small documents, within bounds on time and tries."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ _FINAL = ("Timeout", "Connect", "Offline", "InvalidURL")
 
 
 def retried(question: Callable[[], T]) -> T:
-    """The answer to `question`, asked up to `limits.TRIES` times. Raises its last error."""
+    """The answer to `question`, asked up to `TRIES` times. Raises its last error."""
     for attempt in range(TRIES - 1):
         try:
             return question()

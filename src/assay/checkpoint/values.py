@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from assay.checkpoint.safetensors import DTYPE_BITS, Tensor
+from assay.checkpoint.findings import SHOWN, found, plural, some, warned
+from assay.checkpoint.safetensors import DTYPE_BITS, FLOATS, Tensor, layer_index, layer_role
+from assay.verdict import Finding
 
 # -----------------------------------------------------------------------------
 # Bit patterns of stored floats: enough to find NaN, Inf, zeros and the largest value by integer comparison.
@@ -340,3 +346,327 @@ def scan_tensor(
             left -= whole
     statistics.finish()
     return statistics
+
+
+# -----------------------------------------------------------------------------
+# What the statistics say: values that are no numbers, constant, holed, denormal, or of another scale.
+
+PEER_RATIO = 64.0
+"""A weight whose rms is this far from the median of its peers in other layers was scaled, not trained."""
+MODEL_RATIO = 256.0
+"""The same against all matrices of the model, where a role has fewer than three layers."""
+OUTLIER, OUTLIER_RATIO = 1e3, 1e4
+"""A largest value above both was damaged: trained weights reach a few hundred times their rms, seldom more."""
+
+_ZERO_POINTS = ("qzeros", "g_idx", "weight_zero_point", "weight_shape", "zero", "weight_g_idx", "zeros")
+_SCALES = re.compile(r"(scale|scales|scale_inv|absmax|SCB|scale_2)$")
+_NORM = re.compile(r"(norm|layernorm|ln_\w+)\.(weight|bias)$")
+_EMBEDDING = re.compile(r"(embed\w*|lm_head|wte|shared_head\.head|token_embd|output)\.weight$")
+_STATE = re.compile(r"(A_log|dt_bias|D|inv_freq|conv1d\.\w+|e_score_correction_bias|bias|sinks)$")
+
+
+def is_norm(name: str) -> bool:
+    """Whether a tensor is a normalisation weight."""
+    return bool(_NORM.search(name))
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor holds quantisation scales."""
+    return bool(_SCALES.search(name))
+
+
+def judge_values(statistics: Sequence[Statistics], signed_scales: bool = False) -> Iterator[Finding]:
+    """Findings on values. `signed_scales` allows negative scales (AutoRound's symmetric scheme uses them)."""
+    by_name = {s.name: s for s in statistics}
+    yield from _nonfinite(statistics)
+    yield from _constant(statistics)
+    yield from _holes(statistics)
+    yield from _denormal(statistics)
+    yield from _scaled(by_name)
+    yield from _scales(statistics, signed_scales)
+
+
+def _nonfinite(statistics: Sequence[Statistics]) -> Iterator[Finding]:
+    bad = [s for s in statistics if s.nan or s.inf]
+    if not bad:
+        return
+    worst = max(bad, key=lambda s: s.nan + s.inf)
+    row = ""
+    if worst.first_bad is not None and len(worst.shape) > 1:
+        row = f", first in row {worst.first_bad // math.prod(worst.shape[1:])}"
+    title = f"{plural(len(bad), 'tensor')} with values that are no numbers, worst {worst.name}: "
+    title += f"{worst.nan} NaN, {worst.inf} Inf of {worst.elements}{row}"
+    causes = [
+        "an overflow when converting to float16",
+        "bytes damaged on disk",
+        "a diverged training or calibration",
+    ]
+    evidence = {s.name: {"nan": s.nan, "inf": s.inf} for s in bad[:SHOWN]}
+    detail = "One such value turns whole logits into NaN, which engines print as token 0, often '!'."
+    yield found("nonfinite", title, detail=detail, causes=causes, tensors=evidence, count=len(bad))
+
+
+def _constant(statistics: Sequence[Statistics]) -> Iterator[Finding]:
+    flat = [s for s in statistics if s.constant and s.elements > 16 and not _may_be_constant(s)]
+    zero = [s.name for s in flat if s.all_zero]
+    other = [s.name for s in flat if not s.all_zero and not s.nan]
+    if zero:
+        title = f"{plural(len(zero), 'tensor')} all zero: {some(zero)}"
+        causes = [
+            "the file has a hole where the bytes should be",
+            "the weight was never filled before saving",
+        ]
+        yield found("tensor_constant", title, causes=causes, tensors=zero[:SHOWN], count=len(zero))
+    if other:
+        title = f"{plural(len(other), 'tensor')} with one value throughout: {some(other)}"
+        causes = ["the weight was never filled before saving"]
+        yield found("tensor_constant", title, causes=causes, tensors=other[:SHOWN], count=len(other))
+
+
+def _may_be_constant(s: Statistics) -> bool:
+    """Zero points, biases, scalars and states may; so may norms of ones (zeros are judged here)."""
+    if s.name.endswith(_ZERO_POINTS) or _STATE.search(s.name) or is_scale(s.name):
+        return True
+    if is_norm(s.name):
+        return not s.all_zero or s.name.endswith(".bias")
+    return len(s.shape) < 2
+
+
+def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
+    holed: dict[str, tuple[int, int]] = {}
+    rows: dict[str, tuple[int, int]] = {}
+    for s in statistics:
+        if (
+            s.hole is None
+            or s.constant
+            or len(s.shape) < 2
+            or s.name.endswith(_ZERO_POINTS)
+            or is_scale(s.name)
+        ):
+            continue
+        start, length = s.hole
+        width = math.prod(s.shape[1:])
+        if not _EMBEDDING.search(s.name) or start % width or (start + length) % width:
+            if not (_EMBEDDING.search(s.name) and start + length >= s.elements - width):
+                holed[s.name] = s.hole
+        elif start + length < s.elements:  # unused rows at the end only pad the vocabulary
+            rows[s.name] = s.hole
+    if holed:
+        name, (start, length) = next(iter(holed.items()))
+        title = f"{plural(len(holed), 'tensor')} with a hole of zeros, first {name}: {length} values from {start} on"
+        causes = ["a block of the file was never written (an interrupted download or copy)"]
+        remedies = ["download the shard again"]
+        evidence = {n: {"first": a, "length": b} for n, (a, b) in list(holed.items())[:SHOWN]}
+        yield found(
+            "tensor_constant", title, causes=causes, remedies=remedies, tensors=evidence, count=len(holed)
+        )
+    if rows:
+        title = f"rows of zeros in the middle of {some(rows)}"
+        yield warned(
+            "tensor_constant", title, causes=["unused tokens, or a hole that fits whole rows"], tensors=rows
+        )
+
+
+def _denormal(statistics: Sequence[Statistics]) -> Iterator[Finding]:
+    def flooded(s: Statistics) -> bool:
+        # float16 reaches only 6e-5 before it goes denormal, where small honest weights may lie.
+        limit = {"F16": 0.5, "BF16": 0.01, "F32": 0.01, "F64": 0.01}.get(s.dtype)
+        return limit is not None and s.elements > 64 and s.denormal_share > limit
+
+    names = [s.name for s in statistics if flooded(s)]
+    if names:
+        title = f"{plural(len(names), 'tensor')} flooded with denormal values: {some(names)}"
+        causes = ["bytes read as another type", "a scale was applied twice"]
+        yield found("tensor_scale", title, causes=causes, tensors=names[:SHOWN], count=len(names))
+
+
+def _scaled(by_name: Mapping[str, Statistics]) -> Iterator[Finding]:
+    matrices = {
+        n: s for n, s in by_name.items()
+        if s.dtype in FLOATS and len(s.shape) >= 2 and not s.constant and not is_scale(n) and not _STATE.search(n)
+        and s.rms > 0
+    }  # fmt: skip
+    roles: dict[str, list[float]] = defaultdict(list)
+    for name, s in matrices.items():
+        roles[layer_role(name)].append(s.rms)
+    overall = median(s.rms for s in matrices.values()) if matrices else 0.0
+    strange: dict[str, str] = {}
+    for name, s in matrices.items():
+        peers = roles[layer_role(name)]
+        usual, limit = (median(peers), PEER_RATIO) if len(peers) >= 3 else (overall, MODEL_RATIO)
+        ratio = s.rms / usual
+        if len(matrices) >= 3 and not 1 / limit < ratio < limit:
+            strange[name] = f"its rms {s.rms:.3g} is {ratio:.3g} times that of its peers"
+        elif s.absmax > OUTLIER and s.absmax > OUTLIER_RATIO * s.rms:
+            strange[name] = f"its largest value {s.absmax:.3g} is {s.absmax / s.rms:.3g} times its rms"
+    for name, s in by_name.items():
+        if is_norm(name) and s.absmax > 1e5:
+            strange[name] = f"its largest value is {s.absmax:.3g}"
+    if strange:
+        name, reason = next(iter(strange.items()))
+        title = f"{plural(len(strange), 'tensor')} of another scale, first {name}: {reason}"
+        causes = ["a flipped exponent bit", "a quantisation scale applied twice or not at all"]
+        evidence = dict(list(strange.items())[:SHOWN])
+        yield found("tensor_scale", title, causes=causes, tensors=evidence, count=len(strange))
+
+
+def _scales(statistics: Sequence[Statistics], signed: bool) -> Iterator[Finding]:
+    wrong: dict[str, str] = {}
+    for s in statistics:
+        if not is_scale(s.name) or s.dtype not in {*FLOATS, "F8_E4M3"} or not s.elements:
+            continue
+        if s.all_zero:
+            wrong[s.name] = "all zero"
+        elif s.negative_share and not signed:
+            wrong[s.name] = f"{s.negative_share:.1%} negative"
+        elif s.absmax > 1e5 or (s.rms and s.elements > 64 and s.absmax > 1e5 * float(_typical(s))):
+            wrong[s.name] = f"as large as {s.absmax:.3g}"
+    if wrong:
+        name, reason = next(iter(wrong.items()))
+        title = f"{plural(len(wrong), 'scale tensor')} out of range, first {name}: {reason}"
+        causes = ["scales were never filled or were damaged"]
+        yield found(
+            "tensor_scale", title, causes=causes, tensors=dict(list(wrong.items())[:SHOWN]), count=len(wrong)
+        )
+
+
+def _typical(s: Statistics) -> float:
+    return float(np.median(np.abs(s.sample))) or s.rms
+
+
+# -----------------------------------------------------------------------------
+# Norm weights stored as `w` where the architecture computes `1 + w`, and the reverse.
+
+ONE_PLUS = frozenset({
+    "gemma", "gemma2", "gemma3", "gemma3_text", "paligemma", "vaultgemma", "qwen3_next", "qwen3_5", "qwen3_5_text",
+    "qwen3_5_moe", "qwen3_5_moe_text",
+})  # fmt: skip
+"""Architectures whose RMS norm multiplies by 1 + w; the gated norm of their linear attention does not."""
+PLAIN = frozenset({
+    "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "deepseek_v3", "glm4_moe", "mimo",
+    "smollm3", "olmo2", "phi3", "granite",
+})  # fmt: skip
+
+# What a norm multiplies by is positive nearly everywhere, and below 1 in some channel. Measured shares of norms:
+# more than a fifth negative: SmolLM2 2 %, with 1 subtracted 98 %; under a twentieth negative: Gemma 3 41 %, with 1
+# added 98 %. Means tell nothing: SmolLM2's lie at 0.25, Gemma 3's between -0.4 and 323.
+NEGATIVE, POSITIVE, MOST = 0.2, 0.05, 0.8
+
+
+def check_norms(statistics: Sequence[Statistics], model_type: str) -> Iterator[Finding]:
+    """Backbone and draft head are judged apart: a head is often converted by another tool."""
+    if model_type not in ONE_PLUS | PLAIN:
+        return
+    norms = [
+        s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name
+    ]
+    norms = [s for s in norms if "visual" not in s.name and "vision" not in s.name]
+    for part, group in (
+        ("the model", [s for s in norms if "mtp" not in s.name]),
+        ("the multi-token-prediction head", [s for s in norms if "mtp" in s.name]),
+    ):
+        yield from _group(part, group, model_type)
+
+
+def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[Finding]:
+    if len(norms) < 2:
+        return
+    if model_type in PLAIN:
+        odd = [s for s in norms if s.all_zero or s.negative_share > NEGATIVE]
+        if len(odd) * 2 > len(norms):
+            title = f"norm weights of {part} are stored as w - 1, but {model_type} multiplies by w as it is"
+            yield _finding(title, odd, "they come from a format that stores w - 1; add 1 to them")
+        return
+    odd = [s for s in norms if not s.all_zero and s.negative_share < POSITIVE]
+    if len(odd) > MOST * len(norms):
+        title = f"norm weights of {part} are stored as 1 + w, but {model_type} adds the 1 itself"
+        reason = "a converter added the 1 already; subtract it"
+        if all(s.constant for s in odd):
+            yield warned(
+                "norm_convention", title + " (all of them constant)", causes=[reason], count=len(odd)
+            )
+        else:
+            yield _finding(title, odd, reason)
+
+
+def _finding(title: str, odd: Sequence[Statistics], cause: str) -> Finding:
+    detail = "The output is wrong everywhere, though every tensor is present and of the right shape."
+    references = ["https://github.com/youssofal/MTPLX/issues/176"]
+    means = {s.name: round(s.mean, 4) for s in odd[:SHOWN]}
+    title = f"{title} ({plural(len(odd), 'tensor')})"
+    return found("norm_convention", title, detail=detail, causes=[cause], references=references, means=means)
+
+
+# -----------------------------------------------------------------------------
+# Tensors that are bytewise equal and should not be, and a stored head that differs from its tied embedding.
+
+SameBytes = Callable[[str, str], bool]
+_SHARED = ("embed_tokens", "lm_head", "shared_head", "wte", "token_embd", "output.weight")
+
+
+def check_duplicates(statistics: Sequence[Statistics], same: SameBytes) -> Iterator[Finding]:
+    """Matrices of one role that are equal in two layers; whole layers that repeat are only noted."""
+    groups: dict[tuple[str, str, tuple[int, ...], str], list[Statistics]] = defaultdict(list)
+    per_layer: dict[int, set[str]] = defaultdict(set)
+    for s in statistics:
+        if len(s.shape) < 2 or s.constant or any(part in s.name for part in _SHARED):
+            continue
+        groups[s.fingerprint, s.dtype, s.shape, layer_role(s.name)].append(s)
+        index = layer_index(s.name)
+        if index is not None:
+            per_layer[index].add(layer_role(s.name))
+    pairs = [
+        (first.name, other.name)
+        for (_, _, _, _), (first, *others) in groups.items()
+        for other in others
+        if not _packed_side(first.name) and same(first.name, other.name)
+    ]
+    copied: dict[tuple[int | None, int | None], list[tuple[str, str]]] = defaultdict(list)
+    for pair in pairs:
+        copied[layer_index(pair[0]), layer_index(pair[1])].append(pair)
+    single = [
+        pair
+        for (a, b), found_pairs in copied.items()
+        for pair in found_pairs
+        if a is None or b is None or a == b or len(found_pairs) < 0.8 * len(per_layer[a])
+    ]
+    if single:
+        title = f"{plural(len(single), 'tensor')} equal to another that it should differ from, "
+        title += f"first {single[0][1]} and {single[0][0]}"
+        causes = ["a conversion wrote one tensor under two names"]
+        yield found("tensor_duplicate", title, causes=causes, pairs=single[:SHOWN], count=len(single))
+    whole = [pair for pair in pairs if pair not in single]
+    if whole:
+        layers = sorted({(layer_index(a), layer_index(b)) for a, b in whole}, key=str)
+        title = f"{plural(len(layers), 'pair')} of whole layers are equal, first {layers[0][0]} and {layers[0][1]}"
+        yield warned(
+            "tensor_duplicate",
+            title,
+            causes=["a model grown by repeating layers, or a copied layer"],
+            layers=layers,
+        )
+
+
+def _packed_side(name: str) -> bool:
+    return name.endswith(
+        ("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv")
+    )
+
+
+def check_tied(
+    names: Mapping[str, Statistics], embedding: str, head: str, tied: bool, same: SameBytes
+) -> Iterator[Finding]:
+    """A head that is stored although it is tied must equal the embedding: engines drop one of the two."""
+    if not tied or embedding not in names or head not in names:
+        return
+    one, two = names[embedding], names[head]
+    if (
+        one.shape == two.shape
+        and one.dtype == two.dtype
+        and not (one.fingerprint == two.fingerprint and same(embedding, head))
+    ):
+        title = f"tie_word_embeddings is true, but {head} is stored and differs from {embedding}"
+        detail = "Engines that tie drop the stored head; others use it: they answer differently."
+        yield found(
+            "config_conflict", title, detail=detail, causes=["the flag was lost or set when fine-tuning"]
+        )

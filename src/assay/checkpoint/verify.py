@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import mmap
 import time
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from assay.checkpoint import digests, serve_args, serve_flags
-from assay.checkpoint import files as local_files
-from assay.checkpoint import files as remote_files
+from assay.checkpoint.digests import PICKLES, WEIGHTS, FileResult
 from assay.checkpoint.draft import check_draft, is_draft
 from assay.checkpoint.expected import FAMILIES
-from assay.checkpoint.files import Outcome, Show, VerifyOptions, silent
+from assay.checkpoint.files import Outcome, Show, VerifyOptions, examine_local, examine_remote, silent
 from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.gguf import check_gguf, check_splits, examine_gguf, read_gguf
-from assay.checkpoint.layout import PICKLES, WEIGHTS, Layout
 from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
 from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.rules import all_rules
 from assay.checkpoint.safetensors import Tensor
-from assay.checkpoint.serve_args import ServeArgs
+from assay.checkpoint.serve_args import TABLED, ServeArgs
 from assay.checkpoint.serve_flags import advise
 from assay.checkpoint.structure import (
     Expectation,
@@ -33,8 +33,10 @@ from assay.checkpoint.structure import (
     meta_expectation,
     tied,
 )
-from assay.checkpoint.subject import Checkpoint, open_checkpoint
+from assay.checkpoint.subject import Checkpoint, Layout, open_checkpoint
 from assay.errors import UsageError
+from assay.report.text import size_text
+from assay.verdict import Metric, Report, Severity, Table
 
 # -----------------------------------------------------------------------------
 # What kind of checkpoint lies here, and which of its files nobody opens.
@@ -232,8 +234,7 @@ def examine_values(outcome: Outcome, show: Show) -> None:
 
 def _scan(outcome: Outcome, layout: Layout, show: Show) -> None:
     from assay.checkpoint.gguf import check_block_scales, gguf_jobs
-    from assay.checkpoint.value_rules import check_duplicates, check_norms, check_tied, judge_values
-    from assay.checkpoint.values import scan
+    from assay.checkpoint.values import check_duplicates, check_norms, check_tied, judge_values, scan
 
     checkpoint = outcome.opened.checkpoint
     where = {name: layout.files[t.file].real for name, t in checkpoint.tensors.items()}
@@ -278,11 +279,11 @@ def _bytes(path: Path, tensor: Tensor) -> bytes:
 # -----------------------------------------------------------------------------
 
 
-def verify(source: str, options: VerifyOptions, show: Show = silent) -> Outcome:
-    """Examine the checkpoint at a path or `hub:ORG/NAME`.
+def verify(source: str, options: VerifyOptions, show: Show = silent) -> Report:
+    """The report on the checkpoint at a path or `hub:ORG/NAME`.
 
     Raises AssayError if there is nothing to examine or an option makes no sense. An interrupt ends the stage that
-    runs; the outcome then says so and holds what was found before.
+    runs; the report then says so and holds what was found before.
     """
     if options.write_manifest:
         digests.require_writable(options.write_manifest)
@@ -292,7 +293,7 @@ def verify(source: str, options: VerifyOptions, show: Show = silent) -> Outcome:
     outcome = Outcome(source, open_checkpoint(source, options.revision), options)
     _check_options(outcome)
     outcome.seconds["open"] = time.perf_counter() - began
-    files = remote_files.examine_remote if outcome.opened.hub else local_files.examine_local
+    files = examine_remote if outcome.opened.hub else examine_local
     stages: dict[str, Callable[[], None]] = {
         "contents": lambda: examine_contents(outcome),
         "tensors": lambda: examine_tensors(outcome),
@@ -310,7 +311,7 @@ def verify(source: str, options: VerifyOptions, show: Show = silent) -> Outcome:
         finally:
             outcome.seconds[name] = time.perf_counter() - began
     advise_on(outcome)
-    return outcome
+    return _report(outcome)
 
 
 def _check_options(outcome: Outcome) -> None:
@@ -329,3 +330,120 @@ def _check_options(outcome: Outcome) -> None:
             remedy="add --repo ORG/NAME to hold it against that revision of a repository",
             finding_id="checkpoint.usage",
         )
+
+
+# -----------------------------------------------------------------------------
+# The outcome of `assay verify` as a report: results for machines, a few figures and tables for people.
+
+_ORDER = {Severity.ERROR: 0, Severity.WARNING: 1, Severity.INFO: 2}
+SHOWN_FILES = 40
+
+
+def _report(outcome: Outcome) -> Report:
+    findings = sorted(outcome.findings, key=lambda f: _ORDER[f.severity])
+    return Report(
+        command="verify",
+        verdict=outcome.verdict(),
+        subject=_subject(outcome),
+        findings=findings,
+        results=_results(outcome),
+        headline=_headline(outcome),
+        blocks=(_files_table(outcome.files), _model_table(outcome)),
+        interrupted=outcome.interrupted,
+    )
+
+
+def _subject(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "checkpoint": outcome.source, "layout": outcome.opened.checkpoint.kind, "repo": outcome.repo,
+        "revision": outcome.revision,
+    }  # fmt: skip
+
+
+def _results(outcome: Outcome) -> dict[str, Any]:
+    config, declared = outcome.opened.checkpoint.text_config, outcome.declared
+    return {
+        "files": [
+            {"path": f.path, "size": f.size, "sha256": f.sha256, "status": f.status, "against": f.against}
+            for f in outcome.files
+        ],
+        "statuses": dict(Counter(f.status for f in outcome.files)),
+        "tensors": outcome.tensors,
+        "expected_from": outcome.expected_from,
+        "model_type": config.get("model_type"),
+        "quantization": None
+        if declared is None
+        else {
+            "method": declared.method, "bits": declared.bits, "group_size": declared.group_size,
+            "algorithm": declared.algorithm, "source": declared.source,
+        },
+        "kv_cache": {"declared": outcome.cache.declared, "layers_with_scales": len(outcome.cache.layers)},
+        "mtp": outcome.head.to_json(),
+        "advice": outcome.advice,
+        "engine_version": str(outcome.options.version or TABLED),
+        "bytes": {
+            "total": sum(f.size or 0 for f in outcome.files if f.status != "missing"), "hashed": outcome.hashed_bytes,
+            "from_cache": outcome.cached_bytes, "scanned": outcome.scanned_bytes,
+        },
+        "seconds": outcome.seconds,
+    }  # fmt: skip
+
+
+def _headline(outcome: Outcome) -> list[Metric]:
+    counts = Counter(f.status for f in outcome.files)
+    here = sum(counts.values()) - counts["missing"]
+    metrics = [
+        Metric(
+            "files verified", f"{counts['verified']} of {here}", counts["mismatch"] + counts["missing"] == 0
+        ),
+        Metric(
+            "tensors",
+            str(outcome.tensors),
+            note=f"expected by {outcome.expected_from}" if outcome.expected_from else "",
+        ),
+        Metric("quantisation", _method(outcome)),
+    ]
+    if outcome.mtp is not None and outcome.mtp.status != "none":
+        healthy = outcome.mtp.status in {"ok", "declared_quantized"}
+        metrics.append(Metric("draft head", outcome.mtp.status.replace("_", " "), healthy))
+    if outcome.written:
+        metrics.append(Metric("manifest written", str(outcome.options.write_manifest)))
+    if outcome.revision:
+        metrics.append(Metric("revision", outcome.revision))
+    return metrics
+
+
+def _method(outcome: Outcome) -> str:
+    if outcome.declared is None:
+        return "none declared"
+    return outcome.declared.method + (" (not examined)" if outcome.declared.unexamined else "")
+
+
+def _files_table(files: list[FileResult]) -> Table:
+    worst_first = {"mismatch": 0, "missing": 1, "extra": 2, "unverified": 3, "verified": 4}
+    ordered = sorted(files, key=lambda f: (worst_first[f.status], f.path))
+    rows = [
+        (
+            f.path,
+            "" if f.size is None else size_text(f.size),
+            f.status,
+            (f.sha256 or "")[:16],
+            f.against or "",
+        )
+        for f in ordered[:SHOWN_FILES]
+    ]
+    rest = len(ordered) - len(rows)
+    note = f"{plural(rest, 'more file')} in the JSON report" if rest else ""
+    return Table("Files", ("file", "size", "status", "sha256", "held against"), rows, frozenset({1}), note)
+
+
+def _model_table(outcome: Outcome) -> Table:
+    rows = [("serve it with", str(outcome.advice.get("command", "")))]
+    notes = outcome.advice.get("notes")
+    rows.extend(("note", str(note)) for note in (notes if isinstance(notes, list) else ()))
+    mtp = outcome.mtp
+    if mtp is not None and (mtp.announced or mtp.present):
+        owed = f" of {mtp.expected}" if mtp.expected else ""
+        text = f"{plural(mtp.announced, 'layer')} announced, {mtp.present}{owed} tensors, {mtp.quantized or 'plain'}"
+        rows.append((f"draft head ({mtp.family})", text))
+    return Table(f"Serving (vLLM {outcome.options.version or TABLED})", ("what", "how"), rows)

@@ -64,12 +64,11 @@ def verify(checkpoint: str, **given: Any) -> Report:
     so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could not be examined, 3 files with no
     digest to hold against.
     """
-    from assay.checkpoint import report
-    from assay.checkpoint import verify as verification
     from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.verify import verify as verify_checkpoint
     from assay.cli.progress import show_bytes
 
-    return report.build(verification.verify(checkpoint, VerifyOptions.of(given), show_bytes))
+    return verify_checkpoint(checkpoint, VerifyOptions.of(given), show_bytes)
 
 
 @verb(

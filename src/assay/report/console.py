@@ -495,7 +495,7 @@ def _grid(reports: Titled, console: Console) -> RenderableType:
         show_lines=terminal,
         width=console.width,
     )
-    grid.add_column("", no_wrap=False, max_width=18, style="dim")
+    grid.add_column("", no_wrap=False, max_width=20, style="dim")
     for title, _ in reports:
         grid.add_column(Text(one_line(title), style="bold"), ratio=1, overflow="fold")
     for label, cells in _lines(reports, console):

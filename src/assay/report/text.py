@@ -93,7 +93,7 @@ def _pieces(text: str, onset: int | None, spans: Sequence[tuple[int, int]]) -> I
         if onset is not None and start <= onset <= stop:
             if onset > start:
                 yield Piece("text", visible(text[start:onset]))
-            yield Piece("onset", f"onset at character {onset:,}")
+            yield Piece("onset", f"goes wrong at character {onset:,}")
             if stop > onset:
                 yield Piece("after", visible(text[onset:stop]))
         elif stop > start:
