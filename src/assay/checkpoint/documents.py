@@ -180,7 +180,7 @@ _SCHEME: Table = {
 _MODULES = Each({"bits": _BITS, "group_size": _GROUP, "sym": SWITCH, "desc_act": SWITCH})
 QUANTIZATION: Table = {
     "quant_method": TEXT, "bits": _BITS, "w_bit": _BITS, "group_size": _GROUP, "q_group_size": _GROUP, "mode": TEXT,
-    "sym": SWITCH, "desc_act": SWITCH, "zero_point": SWITCH, "lm_head": SWITCH, "version": TEXT, "format": TEXT,
+    "sym": SWITCH, "desc_act": SWITCH, "zero_point": SWITCH, "lm_head": either(SWITCH, OBJECT), "version": TEXT, "format": TEXT,
     "modules_to_not_convert": NAMES, "ignored_layers": NAMES, "ignore": NAMES, "exclude_modules": NAMES,
     "modules_in_block_to_quantize": LIST, "block_name_to_quantize": NAMES, "to_quant_block_names": either(TEXT, LIST),
     "packing_format": TEXT, "dynamic": _MODULES, "extra_config": _MODULES, "weight_block_size": TILE,
