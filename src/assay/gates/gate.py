@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint import report as verify_report
 from assay.checkpoint.verify import verify
 from assay.coherence.check import run_check
 from assay.engines.machine import out_of_memory
@@ -138,7 +137,7 @@ def _spec(contract: Contract, options: Any) -> Report:
 
 
 _RUN: Mapping[str, Callable[[Contract, Any, Progress], Report]] = {
-    "verify": lambda c, options, show: verify_report.build(verify(str(c.subject.checkpoint), options)),
+    "verify": lambda c, options, show: verify(str(c.subject.checkpoint), options),
     "spec": lambda c, options, show: _spec(c, options),
     "check": lambda c, options, show: run_check(str(c.subject.server), options, show),
     "tools": lambda c, options, show: run_check(str(c.subject.server), options, show),
