@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from assay.coherence import determinism, identity
 from assay.coherence.diagnosis import Judgement, judge
 from assay.coherence.measure import Measurement
 from assay.coherence.plan import (
@@ -45,7 +46,7 @@ from assay.errors import AssayError
 from assay.options import option
 from assay.progress import NO_PROGRESS, Progress
 from assay.stats.equivalence import confidence_of_look
-from assay.verdict import Finding, Report, Verdict, worst
+from assay.verdict import Block, Finding, Metric, Report, Verdict, worst
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
@@ -68,9 +69,28 @@ class CheckOptions(Plan):
         None, "Environment variable that holds the API key.", metavar="NAME", apart=True
     )
     timeout: float = option(300.0, "Seconds that one answer may take.", lo=1, hi=86_400, apart=True)
+    identity: Path | None = option(
+        None, "Ask only whether it is the model of this reference (from --identity-out).", apart=True
+    )
+    identity_out: Path | None = option(
+        None, "Write a reference of this server for --identity, and ask nothing else.", apart=True
+    )
+    determinism: bool = option(
+        False, "Ask only whether the same request gives the same answer, alone and in batches.", apart=True
+    )
+
+    @property
+    def exact(self) -> bool:
+        """Whether tokens and probabilities are asked for, instead of texts."""
+        return bool(self.identity or self.identity_out or self.determinism)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.exact and (self.reference or self.reference_engine or self.only or self.suite != "text"):
+            raise self.usage(
+                "--identity, --identity-out and --determinism ask no texts: they go with no reference, probe or suite",
+                "run two commands",
+            )
         if self.reference is not None and self.reference_engine is not None:
             raise self.usage("give --reference or --reference-engine, not both", "leave one of them out")
 
@@ -84,6 +104,8 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
     options = options or CheckOptions()
     if options.quick:
         options = replace(options, samples=1, repeats=min(3, options.repeats))
+    if options.exact:
+        return _run_exact(url, options, progress)
     # A reference that cannot be read should not cost the minutes of a run.
     kept = read_reference(options.reference) if options.reference else None
     folder = reference_folder(options.reference_engine) if options.reference_engine else None
@@ -115,6 +137,55 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
         if before is not None and after is not None:
             check.server.record = replace(check.record, counters={"corrupted_requests": after - before})
     return check.report(subject)
+
+
+def _run_exact(url: str, options: CheckOptions, progress: Progress) -> Report:
+    """The report of `--identity`, `--identity-out` and `--determinism`, which ask for tokens and not for texts."""
+    reference = identity.read_print(options.identity) if options.identity else None
+    if options.identity_out and not options.identity_out.parent.is_dir():
+        raise options.usage(
+            f"--identity-out {options.identity_out}: its folder does not exist", "make it first"
+        )
+    verdicts, findings, headline, blocks = [Verdict.PASS], list[Finding](), list[Metric](), list[Block]()
+    results: dict[str, Any] = {"probes": [], "throughput": {"valid": False, "samples": 0}}
+    summary = "the same requests give the same answers, up to rounding."
+    with ServerEngine.connect(
+        url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
+    ) as engine:
+        subject = engine.describe()
+        if reference or options.identity_out:
+            found = identity.take(engine, progress, noise=options.identity_out is not None)
+            if options.identity_out:
+                identity.write_print(found, options.identity_out)
+                items, listed, scores = identity.kept_facts(found)
+                summary = (
+                    f"the reference holds {items} tokens, {listed} with probabilities, and {scores} scores."
+                )
+                results["identity_reference"] = {
+                    "items": items,
+                    "with_probabilities": listed,
+                    "scores": scores,
+                }
+            if reference:
+                answer = identity.compare_prints(reference, found)
+                results["identity"] = answer.to_json()
+                verdicts.append(identity.VERDICTS[answer.decision])
+                findings.append(identity.finding_of(answer))
+                headline.append(identity.metric_of(answer))
+                blocks.append(identity.table_of(answer))
+                summary = findings[-1].title + "."
+        if options.determinism:
+            levels = determinism.measure_determinism(engine, progress)
+            results["determinism"] = levels.to_json()
+            verdicts.append(levels.verdict)
+            findings += determinism.findings_of(levels)
+            headline.append(determinism.metric_of(levels))
+            blocks.append(determinism.table_of(levels))
+    verdict = worst(verdicts)
+    return Report(
+        command="check", verdict=verdict, subject=subject, findings=tuple(findings), results=results,
+        headline=tuple(headline), blocks=tuple(blocks), summary=summary if verdict is Verdict.PASS else "",
+    )  # fmt: skip
 
 
 _CACHE_FACTS = ("block_size", "enable_prefix_caching", "sliding_window")

@@ -43,8 +43,10 @@ from assay.engines.server.messages import (
 from assay.engines.server.scoring import (
     TopkLogprobs,
     TopkRoute,
+    TopToken,
     greedy_request,
     read_greedy,
+    read_top,
     score_prompts,
     topk_logprobs,
     topk_routes,
@@ -194,6 +196,16 @@ class ServerEngine:
         """Answer in one piece, without timing."""
         url, body = self._body(request, stream=False)
         return whole_reply(self._transport.post_json(url, body), url)
+
+    def generate_with_top(self, request: Request, width: int) -> tuple[Reply, tuple[TopToken, ...]]:
+        """Answer in one piece, with the `width` likeliest tokens of each step where the server gives them, else none."""
+        if Capability.LOGPROBS in self.capabilities:
+            chat = request.messages is not None
+            fields = {"logprobs": True, "top_logprobs": width} if chat else {"logprobs": width}
+            request = replace(request, extra={**request.extra, **fields})
+        url, body = self._body(request, stream=False)
+        answer = self._transport.post_json(url, body)
+        return whole_reply(answer, url), read_top(first_choice(as_object(answer)) or {})
 
     def stream(self, request: Request, on_text: OnText | None = None) -> Reply:
         """Answer piece by piece, with timing; `on_text` is called with every piece."""

@@ -1,0 +1,296 @@
+"""How often `assay watch` cries wolf, how soon it finds a fault, and what it costs the server.
+
+    python benchmarks/watch_alarms.py record NAME [--rounds 150]    # a real vLLM on the CPU: healthy, or a fault
+    python benchmarks/watch_alarms.py judge                         # replays what was recorded; writes the results
+
+`record` serves SmolLM2-135M-Instruct (or a twin of it) and asks rounds of the canary one after another, each with all that
+the canary can ask; `healthy` asks half of them while other requests keep the server at work, then stops the process
+(SIGSTOP) and ends it. Values of items and their times are kept in results/watch_rounds.json. `judge` replays them with
+a clock that runs ahead: in every simulated minute the least round (one fixed text, three tokens, the short text) and every
+tenth minute a tool call takes the next items in turn, with a value drawn from those that were recorded for the item, idle by
+night and at work by day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from assay.demo.damage import damage_checkpoint
+from assay.demo.models import build_smollm2
+from assay.demo.servers import vllm_server
+from assay.engines.base import Request
+from assay.engines.server.engine import ServerEngine
+from assay.environment import describe
+from assay.monitor.canary import GARBAGE_BITS, Canary, Round, State
+from assay.monitor.change import Changes
+from assay.monitor.watch import IN_A_ROW, WatchOptions
+
+RESULTS = Path(__file__).parent / "results"
+ROUNDS, OUT = RESULTS / "watch_rounds.json", RESULTS / "watch_alarms.json"
+TICKS = os.sysconf("SC_CLK_TCK")
+CORES = os.cpu_count() or 1
+YEAR = 365 * 1440
+STARTS = 200
+FAULTS = {"garbage": "random_blocks", "rope": "rope_theta", "int8": 8, "int6": 6, "int5": 5, "int4": 4}
+
+
+def rounded(source: Path, target: Path, bits: int) -> Path:
+    """A twin whose linear weights are rounded to `bits` bits, a scale a row: what a plain quantiser does."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(source, target)
+    for file in target.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name, weight in tensors.items():
+            if weight.ndim == 2 and "embed" not in name:
+                scale = weight.float().abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+                tensors[name] = ((weight.float() / scale).round() * scale).to(weight.dtype)
+        save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    how = FAULTS.get(name)
+    if how is None:
+        return build_smollm2()
+    if isinstance(how, int):
+        return rounded(build_smollm2(), folder / name, how)
+    return damage_checkpoint(how, build_smollm2(), folder / name)
+
+
+def cpu_seconds(leader: int) -> float:
+    """CPU time of a server: its process and all that it started."""
+    total = 0.0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[2]) == leader:  # its process group
+                total += (int(fields[11]) + int(fields[12])) / TICKS
+    return total
+
+
+@contextlib.contextmanager
+def traffic(url: str, streams: int) -> Iterator[None]:
+    """Other people's requests, of changing lengths, until the block ends."""
+    done = threading.Event()
+
+    def ask(seed: int) -> None:
+        rng = random.Random(seed)
+        with ServerEngine.connect(url) as engine:
+            while not done.is_set():
+                prompt = " ".join(
+                    rng.choice(("river", "stone", "the", "and", "light")) for _ in range(rng.randint(5, 80))
+                )
+                engine.generate(
+                    Request(
+                        prompt=prompt,
+                        max_tokens=rng.randint(4, 60),
+                        temperature=1.0,
+                        seed=rng.randint(0, 9999),
+                    )
+                )
+
+    threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(streams)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+
+
+def one(canary: Canary, pid: int, least: bool = False) -> dict[str, Any]:
+    canary.budget.left = 0.0 if least else 1e9
+    before, began = cpu_seconds(pid), time.monotonic()
+    found = canary.round()
+    return {
+        "state": found.state.value, "reason": found.reason, "bits": found.bits, "token_bits": found.token_bits, "tokens": found.tokens,
+        "tools": found.tools, "label": found.label, "cost_s": found.cost_s, "requests": found.requests,
+        "seconds": time.monotonic() - began, "cpu_s": cpu_seconds(pid) - before, "latency_s": found.latency_s,
+    }  # fmt: skip
+
+
+def record(name: str, rounds: int, folder: Path) -> None:
+    kept = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+    with vllm_server(checkpoint(name, folder), name="smollm2", extra_args=("--seed", "0")) as server:
+        canary = Canary(server.url, timeout=30.0, load=1.0)
+        canary.budget.saved_s = 1e9
+        canary.round()
+        rows: dict[str, list[dict[str, Any]]] = {"idle": [one(canary, server.pid) for _ in range(rounds)]}
+        if name == "healthy":
+            rows["least"] = [one(canary, server.pid, least=True) for _ in range(20)]
+            with traffic(server.url, 4):
+                rows["at work"] = [one(canary, server.pid) for _ in range(rounds // 2)]
+            canary.close()
+            canary = Canary(server.url, timeout=5.0, load=1.0)
+            canary.round()
+            os.killpg(server.pid, signal.SIGSTOP)
+            try:
+                rows["stopped"] = [one(canary, server.pid) for _ in range(12)]
+            finally:
+                os.killpg(server.pid, signal.SIGCONT)
+    if name == "healthy":
+        rows["ended"] = [one(canary, server.pid) for _ in range(3)]
+    canary.close()
+    # Another run may have added to it meanwhile.
+    kept = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+    ROUNDS.write_text(
+        json.dumps(kept | {name: rows, "environment": describe()}, indent=None) + "\n", encoding="utf-8"
+    )
+
+
+class Replay:
+    """Least rounds in turn, from recorded values."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.n = random.Random(seed), 0
+
+    def round(self, rows: list[dict[str, Any]]) -> Round:
+        """The next round, every value drawn from those of its item in `rows`."""
+        pools = _pools(rows)
+        found = Round(state=State.OK)
+        self.n += 1
+        for kind, count in (("bits", 1), ("tokens", 3), ("token_bits", 3)):
+            items = sorted(pools[kind])
+            for i in range(count if items else 0):
+                item = items[(self.n * count + i) % len(items)]
+                getattr(found, kind)[item] = self.rng.choice(pools[kind][item])
+        if self.n % 10 == 0 and pools["tools"]:
+            found.tools = {item: self.rng.choice(values) for item, values in pools["tools"].items()}
+        found.label = self.rng.choice(pools["label"]["label"])
+        return found
+
+
+_POOLS: dict[int, dict[str, dict[str, list[Any]]]] = {}
+
+
+def _pools(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    if id(rows) not in _POOLS:
+        pools: dict[str, dict[str, list[Any]]] = {
+            k: {} for k in ("bits", "token_bits", "tokens", "tools", "label")
+        }
+        for row in rows:
+            for kind in ("bits", "token_bits", "tokens", "tools"):
+                for item, value in row[kind].items():
+                    pools[kind].setdefault(item, []).append(value)
+            pools["label"].setdefault("label", []).append(row["label"])
+        _POOLS[id(rows)] = pools
+    return _POOLS[id(rows)]
+
+
+def update(changes: Changes, found: Round) -> list[str]:
+    scores = changes.numbers.name == "bits_per_byte"
+    return changes.update(found.bits if scores else found.token_bits, found.tokens, found.tools)[0]
+
+
+def year(kept: dict[str, Any], seed: int, *, scores: bool) -> dict[str, Any]:
+    """A year of minutes: idle by night, at work by day."""
+    replay, changes, alarms = Replay(seed), Changes(60.0, 1.0, scores=scores), list[str]()
+    most: dict[str, float] = {}
+    for minute in range(YEAR):
+        by_day = 480 <= minute % 1440 < 1080
+        alarms += update(changes, replay.round(kept["healthy"]["at work" if by_day else "idle"]))
+        for quantity in changes.quantities:
+            for kind, detector in quantity.detectors.items():
+                name = f"{quantity.name}.{kind}"
+                most[name] = max(most.get(name, 0.0), detector.evidence / detector.limit)
+    up = changes.numbers.detectors["up"]
+    return {
+        "quantity": changes.numbers.name, "rounds": YEAR, "false_alarms": len(alarms), "alarms": alarms, "seed": seed, "largest_evidence": most,
+        "tolerance": up.tolerance, "noise": changes.numbers.noise, "finds_0.01_rounds": changes.finds(0.01),
+    }  # fmt: skip
+
+
+def detection(kept: dict[str, Any], name: str, *, scores: bool) -> dict[str, Any]:
+    """Rounds from the fault to the first alarm, over many starts; garbage by a round itself counts after two in a row."""
+    taken, kinds = [], set()
+    for start in range(STARTS):
+        replay, changes = Replay(start), Changes(60.0, 1.0, scores=scores)
+        for n in range(80 + start % 24):
+            update(changes, replay.round(kept["healthy"]["idle" if n % 2 else "at work"]))
+        bad = 0
+        for n in range(1, 1441):
+            found = replay.round(kept[name]["idle"])
+            garbage = found.label in ("degenerate", "empty") or bool(
+                found.bits and min(found.bits.values()) > GARBAGE_BITS
+            )
+            bad = bad + 1 if garbage else 0
+            alarms = ["broken"] if bad >= IN_A_ROW else [] if garbage else update(changes, found)
+            if alarms:
+                taken.append(n)
+                kinds |= set(alarms)
+                break
+        else:
+            taken.append(10**9)
+    found_all = [t for t in taken if t < 10**9]
+    means = {k: {i: mean(v) for i, v in _pools(kept[k]["idle"])["bits"].items()} for k in ("healthy", name)}
+    drift = [means[name][i] - value for i, value in means["healthy"].items() if i in means[name]]
+    return {
+        "fault": name, "by": changes.numbers.name, "starts": STARTS, "found": len(found_all), "rounds_median": median(taken) if len(found_all) == STARTS else None,
+        "rounds_largest": max(found_all, default=None), "alarms": sorted(kinds), "drift_bits_per_byte": mean(drift) if drift else None,
+    }  # fmt: skip
+
+
+def judge() -> None:
+    kept = json.loads(ROUNDS.read_text())
+    healthy = kept["healthy"]
+    least = [row for row in healthy["least"] if row["state"] == "ok"]
+    faults = [name for name in FAULTS if name in kept]
+    states = {}
+    for name in ("stopped", "ended"):
+        rows = [row["state"] for row in healthy[name]]
+        first = next(
+            (i for i in range(1, len(rows)) if rows[i] == rows[i - 1] and rows[i] in ("broken", "down")), None
+        )
+        states[name] = {"states": rows, "rounds_to_alarm": None if first is None else first + 1}
+    load = {
+        "requests": median(r["requests"] for r in least), "seconds_of_one_stream": median(r["cost_s"] for r in least),
+        "cpu_seconds": median(r["cpu_s"] for r in least), "cores": CORES,
+        "share_of_one_stream_at_60_s": median(r["cost_s"] for r in least) / 60,
+        "share_of_cpu_at_60_s": median(r["cpu_s"] for r in least) / (60 * CORES),
+        "interval_s_for_1_percent_of_one_stream": max(60.0, median(r["cost_s"] for r in least) / 0.01),
+    }  # fmt: skip
+    out = {
+        "about": __doc__, "model": "SmolLM2-135M-Instruct, vLLM on the CPU", "recorded_rounds": {k: {w: len(r) for w, r in v.items()} for k, v in kept.items() if k != "environment"},
+        "options": WatchOptions().facts(), "load": load,
+        "years": [year(kept, seed, scores=scores) for scores in (True, False) for seed in (1, 2)],
+        "detection": [detection(kept, name, scores=scores) for name in faults for scores in (True, False)],
+        "states": states, "environment": kept["environment"],
+    }  # fmt: skip
+    OUT.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps({k: out[k] for k in ("load", "years", "detection", "states")}, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("record", "judge"))
+    parser.add_argument("names", nargs="*", help=f"healthy or {', '.join(FAULTS)}")
+    parser.add_argument("--rounds", type=int, default=150)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-watch-twins"))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "judge":
+        judge()
+    for name in arguments.names:
+        shutil.rmtree(arguments.folder / name, ignore_errors=True)
+        record(name, arguments.rounds, arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
