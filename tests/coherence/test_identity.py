@@ -102,14 +102,14 @@ def stub(model: lm) -> StubServer:
     return server
 
 
-def taken(noise: bool = False, **fields: Any) -> identity.Print:
+def taken(twice: bool = False, **fields: Any) -> identity.Print:
     with stub(lm(**fields)) as server, ServerEngine.connect(server.url) as engine:
-        return take(engine, noise=noise)
+        return take(engine, noise=twice)
 
 
 @pytest.fixture(scope="module")
 def reference() -> identity.Print:
-    return taken(noise=True)
+    return taken(twice=True)
 
 
 def test_the_same_model_is_the_same_and_the_reference_goes_through_a_file(
@@ -120,7 +120,7 @@ def test_the_same_model_is_the_same_and_the_reference_goes_through_a_file(
     assert read_print(tmp_path / "r.json") == reference
     answer = compare_prints(reference, taken())
     assert answer.decision == "same" and answer.tokenizer == "same ids"
-    assert all(t.hi <= t.allowed for t in answer.tests)
+    assert all(t.hi <= t.allowed for t in answer.tests if t.decides)
 
 
 @pytest.mark.parametrize("noise, decision", [(0.3, "different"), (0.002, "same")])

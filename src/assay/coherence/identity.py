@@ -231,7 +231,7 @@ def read_print(path: Path) -> Print:
 
 def _of_check(document: Mapping[str, Any]) -> Print:
     alone = {
-        p["name"]: float(p["nats"])
+        p["passage"]: float(p["nats"])
         for p in document["results"]["bits_per_byte"]["passages"]
         if not p["depth"]
     }
