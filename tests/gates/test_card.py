@@ -90,7 +90,7 @@ def test_a_card_has_every_figure_its_sizes_and_the_command(
     assert "Qwen \\[int4\\]" in text
     text = text.replace("\\", "")
     for expected in (
-        "| mean KL | 0.0012 nats | 0.001 to 0.0014 | ≤ 0.01 nats | 32 windows, 32,736 tokens |",
+        "| mean KL | 0.0012 nats | 0.001 to 0.0014 (95 %) | ≤ 0.01 nats | 32 windows, 32,736 tokens |",
         "ACCEPT",
     ):
         assert expected in text
@@ -166,13 +166,20 @@ def test_what_did_not_pass_is_never_shown_as_accepted(here: Path) -> None:
 def test_a_gate_is_shown_part_by_part(here: Path) -> None:
     one = compared()
     part = {"name": "compare", "verdict": "pass", "subject": one["subject"], "results": one["results"]}
+    logs = {
+        "name": "spec", "verdict": "pass", "subject": {"sources": ["a.log"]},
+        "limits": [{"name": "min_acceptance", "limit": 60.0, "verdict": "pass"}],
+        "results": {"record": {"drafted": 100}, "evidence": {"acceptance": {"value": 0.7, "lo": 0.65, "hi": 0.75}}},
+    }  # fmt: skip
     gate = {
         "schema": "assay/1", "command": "gate", "verdict": "pass", "exit_code": 0, "subject": {}, "findings": [],
-        "results": {"contract": {"file": "assay.toml", "sha256": "ab" * 32}, "parts": [part]},
+        "results": {"contract": {"file": "assay.toml", "sha256": "ab" * 32}, "parts": [part, logs]},
     }  # fmt: skip
     report = assay.card(stored(here, gate), out="card")
     assert report.results["badge"] == "ACCEPT top-1 ≥ 98.1 margin 95 %"
-    assert "assay gate --contract assay.toml" in (here / "card" / "card.md").read_text()
+    text = (here / "card" / "card.md").read_text()
+    assert "assay gate --contract assay.toml" in text
+    assert "| accepted draft tokens | 70 % | 65 to 75 (95 %) | ≥ 60 % | 100 draft tokens |" in text
     gate["results"]["parts"] = []
     with pytest.raises(UsageError, match="examined nothing"):
         assay.card(stored(here, gate), out="card")

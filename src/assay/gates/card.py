@@ -17,7 +17,7 @@ from assay.coherence.check import CheckOptions
 from assay.environment import VERSION
 from assay.errors import AssayError
 from assay.fidelity.plan import Plan, label_of
-from assay.gates.figures import Figure, figures, short
+from assay.gates.figures import BOUNDED, Figure, figures, short
 from assay.options import Options, declared_options, option
 from assay.report.markdown import code, prose
 from assay.report.svg import CHAR, label, tag
@@ -56,6 +56,8 @@ class Measured:
     findings: Sequence[Mapping[str, Any]]
     repeat: str
     environment: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """What a contract asks for, by figure and in its unit."""
 
     @property
     def figures(self) -> list[Figure]:
@@ -143,7 +145,7 @@ def _report(
             Table("On the card", ("from", "figure", "value", "rests on"), rows),
             Table("Written", ("file",), [(name,) for name in written], detail=True),
         ),
-        summary=f"The card is written: {grade}{f' ({margin})' if margin else ''}.",
+        summary=f"The card is written; it says {grade}{f' ({margin})' if margin else ''}.",
     )  # fmt: skip
 
 
@@ -188,9 +190,10 @@ def _measured(data: Mapping[str, Any], candidate: str | None, name: str) -> Iter
         repeat = f"assay gate --contract {shlex.quote(one_line(str(results['contract']['file'])))}"
         yield Measured("gate", verdict, f"contract {sha}", {}, subject, data["findings"], repeat, environment)
         for part in results["parts"]:
+            limits = {BOUNDED[limit["name"]][0]: float(limit["limit"]) for limit in part.get("limits", ())}
             yield Measured(
                 str(part["name"]), Verdict(part["verdict"]), _label(part["subject"], part["results"]), part["results"],
-                part["subject"], (), _repeat(str(part["name"]), part["subject"], part["results"]), environment,
+                part["subject"], (), _repeat(str(part["name"]), part["subject"], part["results"]), environment, limits,
             )  # fmt: skip
         return
     if several := results.get("candidates"):
@@ -294,9 +297,7 @@ def _section(measured: Measured) -> Iterator[str]:
     if measured.label:
         yield prose(measured.label)
     if rows := [_row(measured, figure) for figure in measured.figures]:
-        yield "\n".join(
-            ("| figure | value | 95 % interval | margin | rests on |", "|---|--:|--:|--:|---|", *rows)
-        )
+        yield "\n".join(("| figure | value | interval | margin | rests on |", "|---|--:|--:|--:|---|", *rows))
     told = [f for f in measured.findings if f.get("severity") in ("error", "warning")]
     if told:
         yield "\n".join(f"- {prose(str(f['severity']))}: {prose(str(f['title']))}" for f in told)
@@ -308,7 +309,9 @@ def _row(measured: Measured, figure: Figure) -> str:
     bound = f"{'≥' if figure.better == 'higher' else '±' if figure.better == 'zero' else '≤'} {short(margin)}"
     unit = f" {figure.unit}" if figure.unit else ""
     interval = (
-        "unknown" if figure.lo is None or figure.hi is None else f"{short(figure.lo)} to {short(figure.hi)}"
+        "unknown"
+        if figure.lo is None or figure.hi is None
+        else f"{short(figure.lo)} to {short(figure.hi)} ({figure.level})"
     )
     cells = (
         figure.title, f"{short(figure.value)}{unit}", interval, "" if margin is None else f"{bound}{unit}", figure.sizes,
@@ -319,7 +322,7 @@ def _row(measured: Measured, figure: Figure) -> str:
 def _margins(measured: Measured, grade: str = "ACCEPT") -> dict[str, float]:
     """The margins of a comparison by figure, in the units of the figure."""
     tests = measured.results.get("margins") or ()
-    return {str(t["metric"]): float(t["bound"]) for t in tests if t["grade"] == grade}
+    return {str(t["metric"]): float(t["bound"]) for t in tests if t["grade"] == grade} | dict(measured.limits)
 
 
 def _with_section(path: Path) -> str:
@@ -356,7 +359,7 @@ def eval_results(measured: Measured, options: CardOptions) -> str:
         interval = (
             ""
             if figure.lo is None or figure.hi is None
-            else f" [{short(figure.lo)}, {short(figure.hi)}] (95 %)"
+            else f" [{short(figure.lo)}, {short(figure.hi)}] ({figure.level})"
         )
         unit = f" {figure.unit}" if figure.unit else ""
         notes = (

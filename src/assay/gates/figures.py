@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import comb
 from statistics import median
 from typing import Any, Literal
@@ -31,6 +31,8 @@ class Figure:
     better: Better = "higher"
     sizes: str = ""
     """What it rests on: `64 windows, 65,472 tokens`."""
+    level: str = "95 %"
+    """Confidence of the interval; `95 % a side` where each bound has that by itself."""
 
     def text(self) -> str:
         """`+0.83 % [+0.50, +1.16]`, the numbers as exact as they are different."""
@@ -43,6 +45,7 @@ class Figure:
         """The number, its interval and its sizes."""
         return {
             "value": self.value, "lo": self.lo, "hi": self.hi, "unit": self.unit, "title": self.title, "sizes": self.sizes,
+            "level": self.level,
         }  # fmt: skip
 
 
@@ -69,11 +72,19 @@ def _compare(results: Mapping[str, Any]) -> Iterator[Figure | None]:
     beyond = results.get("top1_beyond_rounding_pct") or {}  # what the grade rests on
     bound = ", a lower bound" if kld.get("kind", "exact") != "exact" else ""
     yield _of("kld", f"mean KL{bound}", kld | {"value": kld.get("mean")}, "nats", "lower", sizes)
+    yield _of(
+        "control", "mean KL above the control's", _difference(results.get("control")), "nats", "lower", sizes
+    )
     yield _of("dppl_pct", "Δppl", results.get("dppl_pct"), "%", "zero", sizes)
     if _number(beyond.get("value")) is None:
         yield _of("top1_pct", "top-1 agreement", top1, "%", "higher", sizes)
     else:
         yield _of("top1_pct", "top-1 agreement up to rounding", beyond, "%", "higher", sizes)
+
+
+def _difference(control: Any) -> Mapping[str, Any]:
+    """The paired difference that `--control` measured."""
+    return {**control, "value": control.get("difference")} if isinstance(control, Mapping) else {}
 
 
 def _check(results: Mapping[str, Any]) -> Iterator[Figure | None]:
@@ -99,7 +110,8 @@ def _speed(results: Mapping[str, Any]) -> Iterator[Figure | None]:
         for text in speed.get("texts") or ():
             if (value := _number(text.get(key))) is not None:
                 rounds.setdefault(text.get("round"), []).append(value)
-        yield _of(key, title, _median([median(values) for values in rounds.values()]), unit, better, sizes)
+        found = _of(key, title, _median([median(v) for v in rounds.values()]), unit, better, sizes)
+        yield found and replace(found, level="95 % a side")
 
 
 def _median(values: Sequence[float]) -> Mapping[str, float | None]:
@@ -173,7 +185,7 @@ def _number(value: Any) -> float | None:
 # -----------------------------------------------------------------------------
 # A limit of a contract, judged on the interval of its figure.
 
-_BOUNDED = {
+BOUNDED = {
     "min_tokens_per_s": ("decode_tokens_per_s", "throughput.below_contract"),
     "max_ttft_s": ("ttft_s", "throughput.below_contract"),
     "min_schema_valid": ("schema_valid", "coherence.below_contract"),
@@ -210,7 +222,7 @@ class Ruled:
 
 def rule(name: str, limit: float, measured: Iterable[Figure]) -> Ruled:
     """Judge a limit: it holds, or does not, only where the whole interval says so."""
-    key, finding_id = _BOUNDED[name]
+    key, finding_id = BOUNDED[name]
     figure = next((f for f in measured if f.key == key), None)
     scaled = 100 * limit if key in ("schema_valid", "right", "acceptance") else limit
     return Ruled(name, scaled, figure, _verdict(figure, scaled, name.startswith("min_")), finding_id)
