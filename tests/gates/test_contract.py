@@ -38,6 +38,9 @@ def test_a_full_contract_gives_each_verb_its_own_options() -> None:
         api_key_env = "KEY"
         [reference]
         engine = "hf:./qwen"
+        identity = "identity.json"
+        [identity]
+        [determinism]
         [verify]
         values = true
         serve-args = "vllm serve ./qwen"
@@ -54,6 +57,9 @@ def test_a_full_contract_gives_each_verb_its_own_options() -> None:
         """)
     )
     assert list(contract.sections) == list(SECTIONS)
+    identity, determinism = (contract.sections[name] for name in ("identity", "determinism"))
+    assert (str(identity.identity), identity.determinism) == ("identity.json", False)
+    assert (determinism.identity, determinism.determinism, determinism.model) == (None, True, "qwen")
     check, tools, compare = (contract.sections[name] for name in ("check", "tools", "compare"))
     assert (check.only, check.throughput, check.model) == (("france", "story"), False, "qwen")
     assert (tools.suite, tools.api_key_env) == ("tools", "KEY")
@@ -118,6 +124,11 @@ def test_the_pack_is_an_engine_and_the_server_the_candidate() -> None:
         ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"reference": "hf:b"}}, "the gate gives it"),
         ({"subject": SERVER, "reference": {"engine": "hf:a", "pack": "b"}, "compare": {}}, "an engine and a pack"),
         ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"margin_ppl": "5%"}}, "must satisfy"),
+        ({"subject": SERVER, "identity": {}}, "[identity] needs a reference"),
+        ({"subject": SERVER, "determinism": {"samples": 3}}, "[determinism] takes no keys, and has samples"),
+        ({"subject": SERVER, "check": {"identity": "x.json"}}, "[check]: identity: it has no place"),
+        ({"subject": SERVER, "check": {"determinism": True}}, "[check]: determinism: it has no place"),
+        ({"subject": SERVER, "tools": {"identity-out": "x"}}, "[tools]: identity_out: it has no place"),
         ({"subject": SERVER, "reference": {"pakc": "a"}, "check": {}}, "the nearest is 'pack'"),
     ],
 )  # fmt: skip

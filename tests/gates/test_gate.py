@@ -131,6 +131,14 @@ def test_a_section_with_a_missing_reference_is_an_error(gate: Gate, here: Path) 
     assert "none" in report["findings"][0]["title"]
 
 
+def test_identity_and_determinism_are_parts_of_their_own(gate: Gate, here: Path, stub: StubServer) -> None:
+    contract = '[subject]\nserver = "{url}"\n[reference]\nidentity = "none.json"\n[identity]\n[determinism]\n'
+    code, report = gate(contract)
+    assert code == 2
+    assert verdicts(report) == {"identity": "error", "determinism": "pass"}
+    assert parts(report)["determinism"]["results"]["determinism"]["decision"] == "same"
+
+
 def test_two_servers_behind_one_address_are_not_judged(gate: Gate, stub: StubServer) -> None:
     numbers = itertools.count()
     stub.on("GET /version", lambda e: e.json({"version": f"0.3{next(numbers) % 2}.0"}))
@@ -249,8 +257,9 @@ def test_the_screen_the_summary_and_junit_name_every_part(
     assert all((here / name).stat().st_size for name in more[1::2])
     screen = capsys.readouterr().out
     assert len(screen.splitlines()) <= 40
-    assert "spec does not hold; check and tools hold; not in the contract: verify, compare." in " ".join(
-        screen.split()
+    assert (
+        "spec does not hold; check and tools hold; not in the contract: verify, identity, determinism, compare."
+        in " ".join(screen.split())
     )
     text = (here / "summary.md").read_text()
     assert text.startswith("before\n## ✗ assay gate: FAIL")

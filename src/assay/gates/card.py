@@ -241,6 +241,8 @@ def _repeat(command: str, subject: Mapping[str, Any], results: Mapping[str, Any]
         candidate = next(iter(plan["candidates"]), "")
         engines = [public(str(plan["reference"])), public(str(candidate))]
         return shlex.join(["assay", "compare", *engines, *_flags(Plan, plan)])
+    if command in ("identity", "determinism"):
+        return f"assay check URL --{command}" + (" FILE" if command == "identity" else "")
     if command in ("check", "tools"):
         return shlex.join(["assay", "check", "URL", *_flags(CheckOptions, results.get("plan") or {})])
     if command == "kv eval":

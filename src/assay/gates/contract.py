@@ -49,10 +49,13 @@ class Subject(Options):
 
 @dataclass(frozen=True)
 class Against(Options):
-    """What `compare` holds the subject against: one of the two."""
+    """What the subject is held against; for `compare` an engine or a pack."""
 
     engine: str | None = option(None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'.")
     pack: Path | None = option(None, "Reference pack: a file of `assay reference pack`.")
+    identity: Path | None = option(
+        None, "What `[identity]` holds the server against: a file of `assay check --identity-out`."
+    )
 
 
 # -----------------------------------------------------------------------------
@@ -110,22 +113,32 @@ class Section:
     """Options of the verb that make no sense in a contract, or that the gate gives."""
     shared: tuple[str, ...] = ()
     """Options of the verb that `[subject]` gives."""
+    about: str = ""
+    """Of a section that takes no keys: what it asks."""
 
     def declared(self) -> Iterator[Declared]:
         """Its options, the limits first."""
+        if self.about:
+            return
         taken = {*self.refused, *self.shared}
         listed = [d for d in declared_options(self.options).values() if d.listed and d.name not in taken]
         yield from sorted(listed, key=lambda d: d.panel != LIMIT)
 
 
 _ASKED = ("model", "api_key_env", "timeout")
-_NO_TOOLS = ("suite", "only", "throughput", "repeats", "run_code", "longest_needle", "concurrency")
+_EXACT = ("identity", "identity_out", "determinism")
+_NO_TOOLS = (*_EXACT, "suite", "only", "throughput", "repeats", "run_code", "longest_needle", "concurrency")
 SECTIONS = {
     section.name: section
     for section in (
         Section("verify", VerifySection, ("checkpoint",), ("write_manifest",)),
         Section("spec", SpecSection, ("logs", "server"), ("follow", "seconds"), ("api_key_env",)),
-        Section("check", CheckSection, ("server",), ("suite",), _ASKED),
+        Section("identity", CheckOptions, ("server",), (), _ASKED, "Is it the model of `[reference] identity`? No keys."),
+        Section(
+            "determinism", CheckOptions, ("server",), (), _ASKED,
+            "Does the same request give the same answer, alone and in batches? No keys.",
+        ),
+        Section("check", CheckSection, ("server",), ("suite", *_EXACT), _ASKED),
         Section("tools", ToolsSection, ("server",), _NO_TOOLS, _ASKED),
         Section("compare", Plan, ("engine", "server"), ("keep",), ("reference", "candidates")),
     )
@@ -219,12 +232,18 @@ def _options(section: Section, contract: Contract, given: Mapping[str, Any]) -> 
             f"give {section.needs[0]} in [subject]"
             + (", or --server URL" if "server" in section.needs else ""),
         )
+    if section.about and given:
+        raise _refused(f"{place} takes no keys, and has {', '.join(given)}", section.about)
+    if section.name == "identity" and contract.against.identity is None:
+        raise _refused(f"{place} needs a reference", "give identity in [reference]")
     if section.options is Plan:
         if contract.reference is None:
             raise _refused(f"{place} needs a reference", "give engine or pack in [reference]")
         engines = {"reference": contract.reference, "candidates": [subject.engine or subject.server]}
         return _placed(lambda values, where: plan_from(values, {}, where), {**given, **engines}, place)
     shared = {name: value for name in section.shared if (value := getattr(subject, name)) is not None}
+    if section.about:
+        shared[section.name] = contract.against.identity if section.name == "identity" else True
     return _placed(section.options.of, {**given, **shared}, place)
 
 
@@ -253,14 +272,16 @@ def contract_reference() -> str:
     parts = [_page("subject", Subject.__doc__, declared_options(Subject).values())]
     parts.append(_page("reference", Against.__doc__, declared_options(Against).values()))
     for name, section in SECTIONS.items():
-        about = "The options of `assay compare`." if section.options is Plan else section.options.__doc__
+        told = "The options of `assay compare`." if section.options is Plan else section.options.__doc__
+        about = section.about or told
         parts.append(_page(name, about, section.declared()))
     return "\n\n".join(parts) + "\n"
 
 
 def _page(name: str, about: str | None, declared: Any) -> str:
     rows = [f"| `{d.flag.replace('-', '_')}` | {_about(d)} |" for d in declared]
-    return f"### `[{name}]`\n\n{about}\n\n| key | meaning |\n|---|---|\n" + "\n".join(rows)
+    table = "\n\n| key | meaning |\n|---|---|\n" + "\n".join(rows) if rows else ""
+    return f"### `[{name}]`\n\n{about}{table}"
 
 
 def _about(declared: Declared) -> str:

@@ -32,7 +32,8 @@ from assay.speculation.spec import examine
 from assay.verdict import SCHEMA, Block, Finding, Quote, Report, Severity, Table, Verdict, worst
 
 AREA = {
-    "verify": "checkpoint", "spec": "speculation", "check": "throughput", "tools": "coherence", "compare": "fidelity",
+    "verify": "checkpoint", "spec": "speculation", "check": "throughput", "tools": "coherence",
+    "identity": "coherence", "determinism": "coherence", "compare": "fidelity",
 }  # fmt: skip
 """Area of a section's own findings."""
 
@@ -139,8 +140,10 @@ def _spec(contract: Contract, options: Any) -> Report:
 _RUN: Mapping[str, Callable[[Contract, Any, Progress], Report]] = {
     "verify": lambda c, options, show: verify(str(c.subject.checkpoint), options),
     "spec": lambda c, options, show: _spec(c, options),
-    "check": lambda c, options, show: run_check(str(c.subject.server), options, show),
-    "tools": lambda c, options, show: run_check(str(c.subject.server), options, show),
+    **dict.fromkeys(
+        ("identity", "determinism", "check", "tools"),
+        lambda c, options, show: run_check(str(c.subject.server), options, show),
+    ),
     "compare": lambda c, options, show: run_compare(options, show),
 }
 
@@ -200,7 +203,7 @@ class Servers:
     """Who answers at the address, seen before and after every part."""
 
     def __init__(self, contract: Contract) -> None:
-        asked = {"check", "tools"} & contract.sections.keys()
+        asked = {"identity", "determinism", "check", "tools"} & contract.sections.keys()
         asked |= {"spec"} & contract.sections.keys() if not contract.subject.logs else set()
         asked |= {"compare"} & contract.sections.keys() if not contract.subject.engine else set()
         self.subject = contract.subject
