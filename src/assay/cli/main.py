@@ -29,6 +29,7 @@ VERBS: Mapping[str, Verb | Any] = {
     "spec": verbs.spec,
     "compare": verbs.compare,
     "reference": verbs.reference,
+    "reference pack": verbs.reference_pack,
     "rerun": verbs.rerun,
     "kv": group("kv", kv.HELP, {c.name.removeprefix("kv "): c for c in kv.COMMANDS}),
     "gap": verbs.gap,
@@ -104,6 +105,8 @@ def invoke(arguments: list[str]) -> int:
     """Run one command line and return its exit code. A wrong one is a report too, so `--json` stays JSON."""
     command = build()
     arguments = _json_in_one_word(arguments)
+    if " ".join(arguments[:2]) in VERBS:  # a command of two words is one name
+        arguments = [" ".join(arguments[:2]), *arguments[2:]]
     try:
         result = command.main(args=arguments, prog_name="assay", standalone_mode=False)
     except typer.Abort:

@@ -125,6 +125,21 @@ def reference(engine: str, **given: Any) -> Report:
     return keep_reference(options.plan, options.out, dtype=options.dtype, form=options.format, progress=show)
 
 
+@verb(
+    "reference pack",
+    "assay.fidelity.pack:PackOptions",
+    source="DIR|FILE :: Stored reference to pack, or pack to check.",
+)
+def reference_pack(source: str, **given: Any) -> Report:
+    """Put a stored reference into one file that others can check and compare against, or check such a file.
+
+    Exit code 0 packed, or whole and signed with the key; 2 it was altered, or the key is another.
+    """
+    from assay.fidelity.pack import PackOptions, write_pack
+
+    return write_pack(PackOptions.of({"source": source, **given}))
+
+
 @verb("rerun", "assay.fidelity.plan:RerunOptions", result="JSON that `assay compare --json` wrote.")
 def rerun(result: Path, **given: Any) -> Report:
     """Run the comparison of an earlier result again, from the plan that it echoes.

@@ -52,10 +52,10 @@ def check_spec(spec: str, path: ScoringPath | None = None) -> None:
                 if path:
                     parsed.refuse_path(path)
             return
-    if spec.startswith("run:"):
+    if spec.startswith(("run:", "pack:")):
         raise UsageError(
             f"{spec} is a stored reference, which has no model to score a candidate with",
-            remedy="name it first: assay compare run:DIR CANDIDATE…",
+            remedy=f"name it first: assay compare {spec} CANDIDATE…",
             finding_id="fidelity.usage",
         )
     if not is_server(spec) and added_engine(spec) is None:
@@ -87,7 +87,7 @@ def _unknown(spec: str) -> UsageError:
         f"{spec!r} names no engine that scores whole distributions",
         remedy="write "
         + ", ".join(("hf:MODEL", "vllm:MODEL", "gguf:FILE", *(f"{n}:…" for n in names("assay.engines"))))
-        + " or run:DIR; a candidate may be http://…",
+        + ", run:DIR or pack:FILE; a candidate may be http://…",
         finding_id="fidelity.usage",
     )
 

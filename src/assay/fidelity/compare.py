@@ -293,6 +293,7 @@ def _candidate(
             )
         else:
             reference.check(engine.tokenizer, label)
+            reference.find_head(engine)
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
             try:
@@ -309,7 +310,7 @@ def _candidate(
                 cut = True
         if not seen:
             return None, cut
-        same = bool(reference.fingerprint) and fingerprint(spec) == reference.fingerprint
+        same = reference.is_same(spec, facts)
         took_part = engaged(
             seen,
             Engagement() if isinstance(engine, ServerCandidate) else engine.engagement(),

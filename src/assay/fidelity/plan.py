@@ -142,7 +142,7 @@ def _too_short(token_count: int, taken: int, cut: Cut) -> AssayError:
 # -----------------------------------------------------------------------------
 # What an engine or a text on the command line stands for: how it is named, and whether it has changed.
 
-_PREFIXES = ("hf:", "vllm:", "gguf:", "run:", "jsonl:", "datasets:")
+_PREFIXES = ("hf:", "vllm:", "gguf:", "run:", "pack:", "jsonl:", "datasets:")
 
 
 def label_of(spec: str, among: Sequence[str] = ()) -> str:
@@ -392,6 +392,10 @@ def plan_from(data: Mapping[str, Any], overrides: Mapping[str, Any], where: str)
         from assay.fidelity.store import stored_settings
 
         values = stored_settings(values["reference"]) | values
+    if values["reference"].startswith("pack:"):
+        from assay.fidelity.pack import pack_settings
+
+        values = pack_settings(values["reference"]) | values
     return Plan(**values)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from assay.errors import AssayError, UsageError
 from assay.fidelity.floors import Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
+from assay.fidelity.pack import open_pack
 from assay.fidelity.plan import (
     Plan,
     available_windows,
@@ -50,6 +52,10 @@ class Reference:
     greedy: Continued = field(default_factory=lambda: Continued(reason="a stored reference has no model"))
     """Its greedy continuations, where the plan asks for them."""
     engine: ScoringEngine | None = None
+    find_head: Callable[[Any], None] = lambda engine: None
+    """Told each candidate's engine before it scores: a pack without an output head takes the candidate's."""
+    model_sha256: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the files of its model, by which a stranger's copy is known as the same; empty where nobody knows."""
     fingerprint: str = ""
     """`identity.fingerprint` of what scored it; empty where nobody knows."""
 
@@ -58,6 +64,13 @@ class Reference:
         """The cluster of each window; a stored reference of version 0.1 has its windows one after the other."""
         places = self.text_facts.get("places") or range(len(self.windows))
         return blocks_of(places[: len(self.windows)])
+
+    def is_same(self, spec: str, facts: Mapping[str, Any]) -> bool:
+        """Whether `spec`, whose engine says `facts` of itself, is the reference itself: the same files run the same way."""
+        if self.fingerprint and fingerprint(spec) == self.fingerprint:
+            return True
+        own = {name: value for name, value in self.facts.items() if name not in ("label", "states")}
+        return bool(self.model_sha256) and own == facts and model_digests(spec) == self.model_sha256
 
     def close(self) -> None:
         """Close the engine, where one is still open."""
@@ -68,7 +81,7 @@ class Reference:
 
 def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
     """Score the reference of the plan into `folder`, read a stored one, or get one ready that scores along."""
-    if plan.reference.startswith("run:"):
+    if plan.reference.startswith(("run:", "pack:")):
         return stored_reference(plan)
     text = plan_text(plan)  # before a model is loaded: a wrong name should not cost that
     engine = open_scorer(plan.reference)
@@ -146,8 +159,6 @@ def plan_windows(
 
 def hash_of(windows: Sequence[Window]) -> str:
     """One hash of all windows."""
-    import hashlib
-
     return hashlib.sha256("".join(w.sha256 for w in windows).encode()).hexdigest()
 
 
@@ -252,28 +263,38 @@ def stored_reference(plan: Plan) -> Reference:
             remedy="leave out --text: candidates are scored on the text that was stored",
             finding_id="fidelity.usage",
         )
+    if plan.reference.startswith("pack:"):
+        pack = open_pack(plan.reference)
+        return _stored(plan, pack.header, pack.windows, pack, find_head=pack.find_head)
     path = stored_path(plan.reference)
     return _base_file(plan, path) if path.is_file() else _store(plan, path)
 
 
 def _store(plan: Plan, path: Path) -> Reference:
     store = open_store(path)
-    header = store.header
+    return _stored(plan, store.header, store.windows, store)
+
+
+def _stored(
+    plan: Plan, header: StoreHeader, windows: Sequence[Window], rows: ReferenceRows, **more: Any
+) -> Reference:
     _fits(plan, header.length, header.scored_from, header.path)
-    windows = store.windows[: plan.windows]
+    available, windows = len(windows), windows[: plan.windows]
     tokenizer = header.tokenizer
-    text = {**header.text, "windows_available": len(store.windows), "windows_sha256": hash_of(windows)}
+    text = {**header.text, "windows_available": available, "windows_sha256": hash_of(windows)}
     facts = {"label": label_of(plan.reference), **header.engine, "states": header.dtype}
     check = tokenizer_check(str(tokenizer["sha256"]), int(tokenizer["vocab_size"]))
     return Reference(
         windows,
-        store,
+        rows,
         check,
         facts,
         text,
         floors=Floors(**header.environment.get("floors", {})),
         probe_ids=tokenizer.get("probe_ids"),
+        model_sha256=header.environment.get("model_sha256", {}),
         fingerprint=str(header.environment.get("engine_fingerprint", "")),
+        **more,
     )
 
 
@@ -353,7 +374,10 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
                 finding_id="fidelity.no_states",
                 remedy="store its log-probabilities: --format llama.cpp --scored second-half",
             )
-        facts: dict[str, Any] = {"engine_fingerprint": fingerprint(plan.reference)}
+        facts: dict[str, Any] = {
+            "engine_fingerprint": fingerprint(plan.reference),
+            "model_sha256": model_digests(plan.reference),
+        }
         if plan.floors:
             live = LiveRows(engine, plan.job)
             facts["floors"] = measure_floors(engine, live, windows, plan.job, plan.seed, progress).to_json()
@@ -387,6 +411,18 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             Metric("output head", f"{size.head_bytes / 2**20:.1f} MiB, once"),
         ],
     )
+
+
+def model_digests(spec: str) -> dict[str, str]:
+    """SHA-256 of the files of a model on this machine by their names; empty where the spec names none."""
+    path = Path(spec.partition("?")[0].partition(":")[2]).expanduser()
+    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    found = {}
+    for file in files:
+        if file.is_file() and not file.name.startswith("."):
+            with file.open("rb") as content:
+                found[file.name] = hashlib.file_digest(content, "sha256").hexdigest()
+    return found
 
 
 def _write_base(

@@ -366,7 +366,12 @@ def stored_settings(spec: str) -> dict[str, Any]:
         return _settings(len(base.tokens), base.length, base.scored_from, "prefill")
     manifest = read_manifest(path)
     header = manifest.header
-    return _settings(len(manifest.windows), header.length, header.scored_from, header.path)
+    return stored_settings_of(header, len(manifest.windows))
+
+
+def stored_settings_of(header: StoreHeader, windows: int) -> dict[str, Any]:
+    """The same of a header."""
+    return _settings(windows, header.length, header.scored_from, header.path)
 
 
 def _settings(windows: int, length: int, scored_from: int, path: str) -> dict[str, Any]:
