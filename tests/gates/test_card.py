@@ -290,6 +290,19 @@ def test_a_shortened_number_is_the_number(value: float) -> None:
     assert float(short(value)) == pytest.approx(value, rel=5.1e-3, abs=1e-300)
 
 
+def test_a_codec_is_shown_with_its_ratio_and_its_command(here: Path) -> None:
+    plan = {"model": "/home/somebody/qwen", "codec": "int(bits=4)", "windows": 8, "length": 512}
+    kv = compared("REJECT", codec="int(bits=4)", bytes={"ratio": 3.9}) | {
+        "command": "kv eval", "subject": {"model": "/home/somebody/qwen", "plan": plan},
+    }  # fmt: skip
+    (measured,) = read_report(stored(here, kv))
+    assert measured.label == "qwen with int(bits=4)"
+    assert {f.key: f.value for f in measured.figures}["kv_ratio"] == 3.9
+    words = shlex.split(measured.repeat)
+    assert words[:6] == ["assay", "kv", "eval", "qwen", "--codec", "int(bits=4)"]
+    assert words[words.index("--windows") + 1] == "8"
+
+
 def test_a_report_need_not_be_a_file(here: Path) -> None:
     report = assay.Report("spec", Verdict.INCONCLUSIVE, {"sources": ["a.log"]}, results={"record": {}})
     assert run_card([report], CardOptions(out=Path("card"))).results["badge"] == "INCONCLUSIVE spec"

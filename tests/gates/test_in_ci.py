@@ -234,11 +234,16 @@ def test_the_example_stops_a_server_that_breaks_tool_calls(
 def test_the_example_stops_an_altered_file(
     example: Path, stub: StubServer, environment: dict[str, str]
 ) -> None:
+    run(["assay", "gate", "--server", stub.url, "--json=good.json"], example, environment)
     shard = next((example / "model").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    done = run(["assay", "gate", "--server", stub.url], example, environment)
+    shard.with_name("extra.txt").write_text("x")
+    gate = ["assay", "gate", "--server", stub.url, "--baseline", "good.json"]
+    done = run([*gate, "--json=now.json"], example, environment)
+    changed = json.loads((example / "now.json").read_text())["results"]["baseline"]["changes"]
+    assert {"file extra.txt", f"file {shard.name}"} <= {c["what"] for c in changed if c["part"] == "verify"}
     assert done.returncode == 1
     assert "verify does not hold; check and tools hold" in " ".join(done.stdout.split())
 

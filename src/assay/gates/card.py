@@ -219,9 +219,10 @@ def _label(subject: Mapping[str, Any], results: Mapping[str, Any]) -> str:
     if "reference" in subject:
         candidate = results.get("candidate") or (subject.get("candidates") or [""])[0]
         return f"{label_of(str(candidate))} against {public(str(subject['reference']))}"
+    codec = f" with {results['codec']}" if results.get("codec") else ""
     for name in ("model", "checkpoint", "repo"):
         if isinstance(subject.get(name), str):
-            return Path(subject[name]).name
+            return Path(subject[name]).name + codec
     return ", ".join(Path(str(source)).name for source in subject.get("sources") or ())
 
 
@@ -246,8 +247,11 @@ def _repeat(command: str, subject: Mapping[str, Any], results: Mapping[str, Any]
     if command in ("check", "tools"):
         return shlex.join(["assay", "check", "URL", *_flags(CheckOptions, results.get("plan") or {})])
     if command == "kv eval":
-        codec = str(subject.get("codec") or results.get("codec") or "SPEC")
-        return shlex.join(["assay", "kv", "eval", "MODEL", "--codec", codec])
+        from assay.lab.options import EvalPlan
+
+        plan = subject["plan"]
+        words = [public(str(plan["model"])), "--codec", str(results["codec"]), *_flags(EvalPlan, plan)]
+        return shlex.join(["assay", "kv", "eval", *words])
     repo = subject.get("repo")
     more = ["--repo", str(repo), "--revision", str(subject.get("revision"))] if repo else []
     what = {"verify": "CHECKPOINT", "spec": "LOG", "grade": "FILE"}[command]

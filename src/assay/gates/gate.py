@@ -294,7 +294,7 @@ def read_baseline(path: Path) -> Baseline:
         parts = {part["name"]: part for part in data["results"]["parts"]}
         for part in parts.values():
             part["verdict"], part["findings"] = str(part["verdict"]), set(map(str, part["findings"]))
-            part["subject"].keys()
+            _files(part["results"]), part["subject"].keys()
         measured = {name: {f.key: f for f in figures(name, p["results"])} for name, p in parts.items()}
         contract = data["results"]["contract"]["sha256"]
         return Baseline(path.name, str(data["verdict"]), contract, parts, measured, dict(data["environment"]))
@@ -326,6 +326,7 @@ def changes(contract: Contract, parts: Iterable[Part], before: Baseline) -> Iter
                 part.name, "verdict", old["verdict"], part.verdict.value, "worse" if worse else "better"
             )
         yield from _subject_changes(part, old["subject"])
+        yield from _differences(part.name, "file", _files(old["results"]), _files(part.report.results))
         now = {f.id for f in part.findings()}
         yield from (Change(part.name, "finding", "", id_, "new") for id_ in sorted(now - old["findings"]))
         yield from (Change(part.name, "finding", id_, "", "gone") for id_ in sorted(old["findings"] - now))
@@ -343,6 +344,11 @@ _WORST_LAST = (Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL)
 
 def _rank(verdict: str, ranks: Sequence[str]) -> int:
     return ranks.index(verdict) if verdict in ranks else -1
+
+
+def _files(results: Mapping[str, Any]) -> dict[str, str]:
+    """The digests of a checkpoint's files, as far as they were hashed."""
+    return {str(f["path"]): str(f["sha256"])[:12] for f in results.get("files") or () if f.get("sha256")}
 
 
 def _asked(results: Mapping[str, Any]) -> Any:
