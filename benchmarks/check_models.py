@@ -4,11 +4,13 @@
 
 Each server (vLLM) is checked alone, against the model itself in transformers, and by the suite of tool calls and JSON
 schemas at each concurrency. Written to results/check_models.json and .md as it is measured; rows of other models are kept.
+All texts are kept in full in results/check_models_texts.jsonl.gz, by which benchmarks/detector_roc.py measures stutter.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import subprocess
 import sys
@@ -17,12 +19,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from assay.demo.models import build_qwen05, build_qwen15
+from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.demo.servers import vllm_server
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
-MODELS = {"qwen05": build_qwen05, "qwen15": build_qwen15}
+TEXTS = RESULTS.with_name("check_models_texts.jsonl.gz")
+MODELS = {"qwen05": build_qwen05, "qwen15": build_qwen15, "smollm2": build_smollm2, "gemma3": build_gemma3}
+WHOLE_TEXTS = """
+import sys
+from assay.cli.main import main
+from assay.coherence import measure, tools
+measure.HEAD_CHARS = tools._HEAD = 100_000
+sys.exit(main())
+"""
+"""The command line of assay, which keeps its texts whole."""
 
 
 def main() -> None:
@@ -60,7 +71,7 @@ def checked(url: str, options: list[str]) -> dict[str, Any]:
     """The result of one check, and how long it took."""
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        command = [sys.executable, "-m", "assay", "check", url, "--json", *options]
+        command = [sys.executable, "-c", WHOLE_TEXTS, "check", url, "--json", *options]
         subprocess.run(command, stdout=out, check=False)
         out.seek(0)
         report = json.load(out)
@@ -86,15 +97,42 @@ def add(given: argparse.Namespace, dtype: str, way: str, found: dict[str, Any]) 
         "errors": [f["id"] for f in report["findings"] if f["severity"] == "error"],
         "warnings": [f["id"] for f in report["findings"] if f["severity"] == "warning"],
         "titles": [f["title"] for f in report["findings"] if f["severity"] != "info"][:8],
-        "tools": report["results"].get("tools"),
+        "tools": [
+            {key: value for key, value in level.items() if key != "answers"}
+            for level in report["results"].get("tools") or ()
+        ],
         "server": report["subject"].get("server"),
     }
     same = ("model", "device", "kv_cache_dtype", "way")
     document["rows"] = [r for r in document["rows"] if any(r[k] != row[k] for k in same)] + [row]
     document.setdefault("machines", {})[given.device] = describe()
+    keep_texts(given.out.with_name(TEXTS.name), {key: row[key] for key in same}, report["results"])
     given.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     given.out.with_suffix(".md").write_text(table(document["rows"]), encoding="utf-8")
     print(row["kv_cache_dtype"], way, row["verdict"], row["seconds"], "s", row["errors"], flush=True)
+
+
+def keep_texts(path: Path, run: dict[str, str], results: dict[str, Any]) -> None:
+    """Put the texts of one run into a file of texts, in place of those of an earlier run of the same kind."""
+    kept = []
+    if path.exists():
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            kept = [line for line in map(json.loads, lines) if any(line[key] != run[key] for key in run)]
+    fields = ("label", "kind", "finish_reason", "temperature", "seed", "tool_form")
+    for probe in results.get("probes", ()):
+        for sample in probe.get("samples", ()):
+            kept.append({**run, "probe": probe["name"], **{key: sample.get(key) for key in fields}})
+            kept[-1]["text"] = sample["text_head"]
+    for text in (results.get("throughput") or {}).get("texts") or ():
+        kept.append(
+            {**run, "probe": "speed", "label": text["label"], "temperature": 0.0, "text": text["text_head"]}
+        )
+    for level in results.get("tools") or ():
+        for answer in level.get("answers", ()):
+            kept.append({**run, "probe": f"tools at {level['concurrency']}", **answer})
+    path.write_bytes(
+        gzip.compress("".join(json.dumps(k, ensure_ascii=False) + "\n" for k in kept).encode(), mtime=0)
+    )
 
 
 def table(rows: list[dict[str, Any]]) -> str:

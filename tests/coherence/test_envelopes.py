@@ -107,13 +107,29 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
         "tgi stream": ("tgi", sse(*tokens, {"token": {"text": "</s>", "special": True}, "generated_text": text}, done=False)),
         "pipeline": ("tgi", json.dumps([{"generated_text": [asked, said]}])),
         "llama.cpp": ("llama.cpp", json.dumps({"content": text, "stop": True, "stop_type": "eos"})),
-        "llama.cpp stream": ("llama.cpp", sse(*({"content": c, "stop": False, **slot} for c in text), {"content": "", "stop": True, "stop_type": "eos", **slot}, done=False)),
+        "llama.cpp stream": ("llama.cpp", sse(*({"content": c, "stop": False, "index": 0, "id_slot": -1} for c in text), {"content": "", "stop": True, "stop_type": "eos", **slot}, done=False)),
         "sglang": ("sglang", json.dumps({"text": text, "meta_info": stopped})),
         "sglang stream": ("sglang", sse(*({"text": text[: i + 1], "meta_info": about} for i in range(len(text))), {"text": text, "meta_info": stopped})),
         "gemini": ("gemini", json.dumps({"candidates": [{"content": thought, "finishReason": "STOP"}]})),
         "message": ("message", json.dumps(said)),
         "conversation": ("message", json.dumps({"messages": [asked, said]})),
         "batch": ("batch", lines({"id": "b1", "custom_id": "q1", "response": {"status_code": 200, "body": {"choices": [body]}}, "error": None})),
+        "triton stream": ("plain", sse(*({"model_name": "ensemble", "text_output": c} for c in text or " "), done=False) if text else json.dumps({"model_name": "e", "text_output": ""})),
+        "bedrock": ("plain", json.dumps({"generation": text, "prompt_token_count": 3, "stop_reason": "stop"})),
+        "kserve": ("results", json.dumps({"model_name": "m", "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [text]}]})),
+        "koboldcpp": ("results", json.dumps({"results": [{"text": text, "finish_reason": "stop", "prompt_tokens": 3}]})),
+        "titan": ("results", json.dumps({"inputTextTokenCount": 3, "results": [{"outputText": text, "completionReason": "FINISH"}]})),
+        "cohere stream": ("cohere", sse({"type": "message-start", "delta": {"message": {"content": []}}}, *({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": c}}}} for c in text), {"type": "message-end", "delta": {"finish_reason": "COMPLETE"}}, done=False)),
+        "converse": ("batch", json.dumps({"output": {"message": {"role": "assistant", "content": [{"text": text}]}}, "stopReason": "end_turn"})),
+        "har": ("archive", json.dumps({"log": {"entries": [{"response": {"content": {"text": json.dumps({"choices": [body]})}}}]}})),
+        "after a command": ("openai", "$ curl localhost/v1/chat/completions \\\n  -d '{\n \"model\": \"m\"\n}'\n" + json.dumps({"choices": [body]})),
+        "after a meter": ("openai", "  % Total    % Received\n     Dload  Upload   Total\n100   412  100   300  100   112   120 0:00:02 --:--:--  165\n" + json.dumps({"choices": [body]})),
+        "in a fence": ("openai", "Response:\n```json\n" + json.dumps({"choices": [body]}, indent=2) + "\n```\n"),
+        "with times": ("openai", "".join(f"[10:00:01.123] data: {json.dumps(e)}\n" for e in chat_stream(text)) + "data: [DONE]\n"),
+        "printed bytes": ("openai", "".join(f"{f'data: {json.dumps(e)}'.encode()!r}\n" for e in chat_stream(text)) + "b'data: [DONE]'\n"),
+        "printed dict": ("openai", repr({"id": "a", "choices": [{**body, "logprobs": None}]})),
+        "printed object": ("python", f"ChatCompletion(id='a', choices=[Choice(finish_reason='stop', message=ChatCompletionMessage(content={text!r}, role='assistant'))])"),
+        "printed output": ("python", f"RequestOutput(prompt='Hi' , outputs=[CompletionOutput(index=0, text={text!r}, finish_reason=stop)])"),
         "vllm demo": ("records", json.dumps({"text": [text]})),
         "records": ("records", lines({"id": 1, "completion": text}, {"id": 2, "completion": GOOD})),
         "plain stream": ("records", sse({"token": ""}, *({"token": c} for c in text))),
@@ -134,6 +150,40 @@ def test_every_form_is_unpacked_and_graded(tmp_path: Path, form: str) -> None:
         assert result.label == label or (label == "empty" and result.kind == "reasoning_cut")
         if label == "degenerate":
             assert (result.kind, result.onset_char) == ("single_char_flood", 4)
+
+
+@pytest.mark.parametrize("written", [
+    '{"object": "list", "data": [{"id": "m", "object": "model"}]}',
+    "curl: (7) Failed to connect to localhost port 8000",
+    "HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n",
+    '{"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {}}',
+    "ChatCompletion(id='a', choices=[])",
+])  # fmt: skip
+def test_what_holds_no_answer_is_not_examined(written: str) -> None:
+    found = unpack(written)
+    assert found is not None and found.reason in ("error_body", "unknown_envelope")
+
+
+@pytest.mark.parametrize("written", [
+    "A reply looks like this:\n\n```json\n" + json.dumps({"choices": [{"message": {"content": "Hi"}}]}) + "\n```\n\nThat is all.",
+    "Events look like this:\n\ndata: {\"a\": 1}\n\ndata: [DONE]\n\nand the client joins them.",
+    '{"question": "Which?", "choices": ["a", "b"]}',
+    "{'city': 'Oslo', 'country': 'Norway'}",
+    '["Nile", "Amazon"]',
+    "curl is a tool that moves data:\nit speaks HTTP.",
+])  # fmt: skip
+def test_an_answer_that_shows_envelopes_is_itself(written: str) -> None:
+    assert unpack(written) is None
+
+
+def test_bodies_under_one_id_are_answers_of_their_own() -> None:
+    body = {
+        "id": "a",
+        "object": "chat.completion",
+        "choices": [{"message": {"content": GOOD}, "finish_reason": "stop"}],
+    }
+    found = unpack(lines(body, {**body, "choices": [{"message": {"content": ""}, "finish_reason": "stop"}]}))
+    assert found is not None and ["".join(a.content) for a in found.answers] == [GOOD, ""]
 
 
 def test_every_reader_is_tried() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from assay.coherence.reading import Parsed, json_values, without_http_head
+from assay.coherence.reading import Parsed, http_head, json_values, python_fields, without_noise
 
 Value = Mapping[str, Any]
 TOKEN = 12
@@ -96,6 +96,12 @@ class Assembly:
             self.turns[name] = self.turns.get(name, 0) + 1
         return self.answer(*name, f"turn {self.turns[name]}")
 
+    def is_open(self, *key: Any) -> bool:
+        """Whether `in_turn` would go on with an answer that has begun."""
+        name = tuple(map(str, key))
+        found = self.answers.get((*name, f"turn {self.turns.get(name)}"))
+        return found is not None and not found.whole
+
     def begin(self) -> None:
         """A stream without ids begins."""
         self.overlapping |= self.open > 0
@@ -126,7 +132,10 @@ def openai(value: Value, out: Assembly) -> bool:
         return False
     for place, choice in enumerate(choices):
         where = out.answer if value.get("id") else out.in_turn
-        answer = where(value.get("id"), f"choice {choice.get('index', place)}")
+        key = (value.get("id"), f"choice {choice.get('index', place)}")
+        answer = where(*key)
+        if answer.whole and "delta" not in choice and "object" in value:
+            answer = out.in_turn(*key)  # another body under the same id
         message = choice.get("message") or choice.get("delta")
         _speech(message if isinstance(message, Mapping) else {"content": choice.get("text")}, answer)
         finish(answer, choice.get("finish_reason"))
@@ -146,8 +155,10 @@ def responses(value: Value, out: Assembly) -> bool:
     if isinstance(kind, str) and kind.startswith("response."):
         return _response_event(kind, value, out)
     items = value.get("output")
-    if value.get("object") != "response" or not isinstance(items, list):
-        return False
+    if not isinstance(items, list) or (
+        value.get("object") != "response" and "model_instance_id" not in value
+    ):
+        return False  # the second is LM Studio's own
     answer = out.answer("response", value.get("id"))
     for place, item in enumerate(i for i in items if isinstance(i, Mapping)):
         if item.get("type") == "message":
@@ -157,7 +168,8 @@ def responses(value: Value, out: Assembly) -> bool:
         elif "name" in item:
             answer.call(place, item["name"], item.get("arguments", item.get("input")))
     cut, failed = value.get("incomplete_details"), value.get("error")
-    finish(answer, cut.get("reason") if isinstance(cut, Mapping) else value.get("status"))
+    status = value.get("status", "completed" if "model_instance_id" in value else None)
+    finish(answer, cut.get("reason") if isinstance(cut, Mapping) else status)
     if isinstance(failed, Mapping):
         out.errors.append(str(failed.get("message")))
     return True
@@ -173,7 +185,9 @@ def _response_event(kind: str, value: Value, out: Assembly) -> bool:
             responses({**whole, "object": "response", "output": whole.get("output") or []}, out)
             if out.open <= 0:  # every response that began is there as a whole
                 streams = [key for key in out.answers if key[0] == "response stream"]
-                if any(not a.blank for key, a in out.answers.items() if key not in streams):
+                if all(out.answers[key].blank for key in streams) or any(
+                    not a.blank for key, a in out.answers.items() if key not in streams
+                ):
                     out.answers = {key: a for key, a in out.answers.items() if key not in streams}
                     out.overlapping = False
         return True
@@ -256,7 +270,10 @@ def llama_cpp(value: Value, out: Assembly) -> bool:
     """llama.cpp's own `/completion`."""
     if not isinstance(value.get("content"), str) or not isinstance(value.get("stop"), bool):
         return False
-    answer = out.in_turn("slot", value.get("id_slot"), value.get("index"))
+    slot = value.get("id_slot", value.get("slot_id"))
+    if value["stop"] and not out.is_open("slot", slot, value.get("index")):
+        slot = -1  # events of a stream do not know their slot, and its last one does
+    answer = out.in_turn("slot", slot, value.get("index"))
     answer.content.append(value["content"])
     if value["stop"]:
         finish(answer, "length" if value.get("stopped_limit") else value.get("stop_type") or "stop")
@@ -277,7 +294,10 @@ def sglang(value: Value, out: Assembly) -> bool:
 
 def gemini(value: Value, out: Assembly) -> bool:
     """Gemini's generateContent."""
-    candidates = value.get("candidates")
+    candidates, feedback = value.get("candidates"), value.get("promptFeedback")
+    if candidates is None and _has(feedback, ("blockReason",)):
+        out.errors.append(f"the prompt was blocked: {feedback['blockReason']}")
+        return True
     if not isinstance(candidates, list) or not all(_has(c, ("content", "finishReason")) for c in candidates):
         return False
     for place, candidate in enumerate(candidates):
@@ -303,10 +323,112 @@ def message(value: Value, out: Assembly) -> bool:
     return True
 
 
+def cohere(value: Value, out: Assembly) -> bool:
+    """The events of Cohere's stream, of both versions."""
+    kind, piece = value.get("type"), value.get("delta")
+    if value.get("event_type") in ("stream-start", "text-generation", "stream-end"):
+        answer = out.in_turn("message")
+        if value["event_type"] == "text-generation":
+            answer.content.append(_string(value.get("text")))
+        finish(answer, value.get("finish_reason"))
+        return True
+    if not isinstance(kind, str) or kind not in _COHERE_EVENTS or ("delta" not in value and not kind.endswith("-end")):
+        return False
+    answer = out.in_turn("message")
+    if isinstance(piece, Mapping):
+        content = (piece.get("message") or {}).get("content")
+        if _has(content):
+            (answer.reasoning if content.get("thinking") else answer.content).append(
+                _string(content.get("thinking") or content)
+            )
+        finish(answer, piece.get("finish_reason"))
+    return True
+
+
+_COHERE_EVENTS = {
+    "message-start", "content-start", "content-delta", "content-end", "message-end", "tool-plan-delta", "tool-call-start",
+    "tool-call-delta", "tool-call-end", "citation-start", "citation-end"
+}  # fmt: skip
+
+
+def plain(value: Value, out: Assembly) -> bool:
+    """APIs with one text under a key of their own: Triton, Bedrock, the older ones of Anthropic and Cohere, LMDeploy."""
+    key = next(
+        (k for k, beside in _PLAIN.items() if isinstance(value.get(k), str) and _has(value, beside)), None
+    )
+    if key is None:
+        return False
+    reasons = [value[name] for name in _REASON_KEYS if name in value]
+    answer = out.in_turn("text") if reasons else out.answer("text")
+    answer.content.append(value[key])
+    finish(answer, reasons[0] if reasons else "stop")
+    return True
+
+
+_PLAIN = {
+    "text_output": ("model_name", "model_version"), "generation": ("generation_token_count", "prompt_token_count"),
+    "completion": ("stop_reason", "log_id"), "text": ("generation_id", "history_tokens", "finish_reason"),
+    "token": ("finish_reason",), "response": ("p", "usage")
+}  # fmt: skip
+"""The key of the text, and keys of which one stands beside it."""
+_REASON_KEYS = ("finish_reason", "stop_reason", "completionReason")
+
+
+def results(value: Value, out: Assembly) -> bool:
+    """Lists of texts: KoboldCpp, Bedrock, KServe, Vertex, Replicate."""
+    name = next((k for k in ("results", "outputs", "predictions", "output") if value.get(k)), None)
+    items = value.get(name) if name else None
+    if value.get("status") == "succeeded" and value.get("output", "") in (None, []):
+        items = [""]
+    if not isinstance(items, list) or set(value) - {name} - _RESULT_KEYS:
+        return False
+    if all(isinstance(item, str) for item in items):
+        if len(value) == 1:
+            return False  # any list
+        items = ["".join(items)] if name == "output" else items
+    if not all(
+        isinstance(item, str) or (_has(item, _RESULT_TEXTS) and set(item) <= _RESULT_KEYS) for item in items
+    ):
+        return False
+    for number, item in enumerate(items):
+        answer = (
+            out.answer("result", number + 1) if len(items) > 1 else out.answer("result", len(out.answers))
+        )
+        text = item if isinstance(item, str) else next(item[k] for k in _RESULT_TEXTS if k in item)
+        answer.content.append(_string(text))
+        reasons = [] if isinstance(item, str) else [item[k] for k in _REASON_KEYS if item.get(k)]
+        finish(answer, reasons[0] if reasons else "stop")
+    return True
+
+
+_RESULT_TEXTS = ("text", "outputText", "content", "data")
+_RESULT_KEYS = {
+    *_RESULT_TEXTS, *_REASON_KEYS, "logprobs", "prompt_tokens", "completion_tokens", "tokenCount", "inputTextTokenCount",
+    "name", "datatype", "shape", "parameters", "citationMetadata", "safetyAttributes", "metadata", "id", "model", "version",
+    "model_name", "model_version", "deployedModelId", "modelDisplayName", "modelVersionId", "status", "error", "metrics",
+    "logs", "urls", "input", "created_at", "started_at", "completed_at", "data_removed", "stream", "webhook"
+}  # fmt: skip
+
+
+def archive(value: Value, out: Assembly) -> bool:
+    """A HAR file of a browser: the bodies of its requests."""
+    entries = (value.get("log") or {}).get("entries") if isinstance(value.get("log"), Mapping) else None
+    if not isinstance(entries, list):
+        return False
+    for entry in entries:
+        content = ((entry.get("response") or {}).get("content") or {}) if isinstance(entry, Mapping) else {}
+        parsed = json_values(str(content.get("text") or "").strip())
+        for inner in parsed.values if parsed else ():
+            _ = _has(inner) and _read(inner, out)
+    return bool(out.answers or out.errors)
+
+
 def wrapped(value: Value, out: Assembly) -> bool:
     """A line of a batch or of a log of requests, with the body inside."""
     inner = next((value[k] for k in ("response", "body", "result", "output") if _has(value.get(k))), None)
     seen = set(out.answers)
+    if inner is not None and value.get("success") is True and isinstance(inner.get("response"), str):
+        inner = {"usage": None, **inner}  # Cloudflare's
     if inner is None or not _read(inner, out):
         return False
     for key in [key for key in out.answers if key not in seen]:
@@ -344,20 +466,25 @@ READERS: dict[str, Reader] = {
     "llama.cpp": llama_cpp,
     "sglang": sglang,
     "gemini": gemini,
+    "cohere": cohere,
+    "plain": plain,
+    "results": results,
     "message": message,
     "batch": wrapped,
+    "archive": archive,
 }
 """By name, in the order in which they are asked."""
 
 _SIGNS = re.compile(
     r'"(choices|finish_reason|stop_reason|done_reason|eval_count|meta_info|tokens_predicted|usageMetadata|candidates|usage'
     r'|system_fingerprint|completion_tokens|prompt_tokens|output_tokens|generated_text|output_ids|logprobs)"\s*:'
-    r'|"object"\s*:\s*"(chat\.completion|text_completion|response)'
+    r'|"object"\s*:\s*"(chat\.completion|text_completion|response|list|model|embedding)'
 )
 _PLAIN_ERROR = re.compile(
     r"(?:<(?:html|!doctype).{0,400}?<title>\s*[45]\d\d\b.*|(?:\d{3} )?(?:Internal Server Error|Bad Gateway|Service Unavailable"
     r"|Gateway Time-?out|Not Found|page not found|Unauthorized|Forbidden|Too Many Requests|Method Not Allowed"
-    r"|no healthy upstream|upstream (?:connect error|request timeout)[^\n]*)\.?)\Z",
+    r"|no healthy upstream|upstream (?:connect error|request timeout)[^\n]*)\.?|curl: \(\d+\) [^\n]*"
+    r"|Error: (?:model \S+ not found|llama runner|connect E|could not connect|POST predict)[^\n]*)\Z",
     re.IGNORECASE | re.DOTALL,
 )
 _TEXT_KEYS = ("text", "content", "completion", "response", "output", "answer", "token", "delta")
@@ -365,29 +492,57 @@ _TEXT_KEYS = ("text", "content", "completion", "response", "output", "answer", "
 
 def unpack(text: str) -> Unpacked | None:
     """The answers in the text of a file, or None if it is no envelope but an answer itself."""
-    body = without_http_head(text)
-    if len(body) < 20_000 and _PLAIN_ERROR.match(body):
+    status, body = http_head(text)
+    if (len(body) < 20_000 and _PLAIN_ERROR.match(body)) or (status >= 400 and body[:1] not in ("{", "[")):
         title = re.search(r"<title>\s*(.*?)\s*</title>", body, re.IGNORECASE | re.DOTALL)
-        return Unpacked("http", notes=(_said(title[1] if title else body),), reason="error_body")
+        said = title[1] if title else body or f"status {status} and no body"
+        return Unpacked("http", notes=(_said(said),), reason="error_body")
+    for candidate in dict.fromkeys((body, without_noise(body))):
+        parsed = json_values(candidate)
+        found = None if parsed is None else unpack_values(parsed)
+        if found is not None:
+            return found
+    if (fields := python_fields(body)) is not None:
+        return _from_python(fields)
     parsed = json_values(body)
-    found = None if parsed is None else unpack_values(parsed)
-    if found is None and parsed and (parsed.stream or len(set(_SIGNS.findall(body[:100_000]))) > 1):
+    if parsed and (parsed.stream or len(set(_SIGNS.findall(body[:100_000]))) > 1):
         return Unpacked(
             "unknown", notes=("no API that is known here writes it so",), reason="unknown_envelope"
         )
-    return found
+    return Unpacked("http", [Answer(content=[body], whole=True)]) if status else None
+
+
+def _from_python(fields: Sequence[Mapping[str, str]]) -> Unpacked:
+    """The answers in objects of a client library as Python prints them."""
+    answers = []
+    for said in fields:
+        answer = Answer(content=[said.get("content", "")], reasoning=[said.get("reasoning", "")], whole=True)
+        if "arguments" in said:
+            answer.call(0, said.get("name"), said["arguments"])
+        finish(answer, said.get("reason"))
+        answers.append(answer)
+    if not answers:
+        return Unpacked("python", notes=("the printed object shows no text",), reason="unknown_envelope")
+    return Unpacked("python", answers)
 
 
 def unpack_values(parsed: Parsed) -> Unpacked | None:
     """The answers in JSON values, or None if no reader understands any of them."""
     out = Assembly()
-    objects = [
-        v for value in parsed.values for v in (value if isinstance(value, list) else (value,)) if _has(v)
-    ]
+    objects = [v for v in _flat(parsed.values, 2) if _has(v)]
     unknown = [value for value in objects if not _read(value, out)]
     if unknown and not (out.answers or out.errors) and _records(unknown, out, parsed.stream):
         unknown = []
     return _finished(out, parsed, len(objects), len(unknown)) if out.apis or out.errors else None
+
+
+def _flat(values: Iterable[Any], depth: int) -> list[Any]:
+    """Values, with those of lists in their place, `depth` lists deep."""
+    return [
+        v
+        for value in values
+        for v in (_flat(value, depth - 1) if depth and isinstance(value, list) else (value,))
+    ]
 
 
 def _finished(out: Assembly, parsed: Parsed, objects: int, unknown: int) -> Unpacked:
@@ -443,7 +598,7 @@ def _speech(message: Value, answer: Answer) -> None:
     for place, part in enumerate(content if isinstance(content, list) else (content,)):
         _part(place, part, answer)
     answer.content.append(_string(message.get("refusal")))
-    names = ("reasoning_content", "reasoning", "thinking")
+    names = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
     answer.reasoning.append(next((text for n in names if (text := _string(message.get(n)))), ""))
     calls, old = message.get("tool_calls"), message.get("function_call")
     for place, call in enumerate(calls if isinstance(calls, list) else [old]):
@@ -474,7 +629,14 @@ def _string(part: Any) -> str:
         return "".join(map(_string, part))
     if isinstance(part, Mapping):
         return _string(
-            next((part[n] for n in ("text", "refusal", "reasoningText", "transcript") if part.get(n)), "")
+            next(
+                (
+                    part[n]
+                    for n in ("text", "refusal", "reasoningText", "transcript", "summary")
+                    if part.get(n)
+                ),
+                "",
+            )
         )
     return part if isinstance(part, str) else ""
 

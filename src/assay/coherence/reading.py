@@ -5,6 +5,7 @@ What was odd (broken bytes, NULs, an event that is no JSON, a value that breaks 
 
 from __future__ import annotations
 
+import ast
 import codecs
 import json
 import os
@@ -144,10 +145,96 @@ class Parsed:
     """The stream says itself that it is done."""
 
 
-def without_http_head(text: str) -> str:
-    """The text without the header lines that `curl -i` saves, and without blanks around it."""
+def http_head(text: str) -> tuple[int, str]:
+    """The status in the header lines that `curl -i` saves, 0 where there are none, and the text after them."""
     head = _HTTP_HEAD.match(text)
-    return text[head.end() if head else 0 :].strip(" \t\r\n\ufeff\0")
+    status = int(re.findall(r"^HTTP/\S+ (\d{3})", head.group(), re.MULTILINE)[-1]) if head else 0
+    return status, text[head.end() if head else 0 :].strip(" \t\r\n\ufeff\0")
+
+
+def without_noise(text: str) -> str:
+    """The text without what terminals, logs and chats put around a body: commands, meters, labels, fences, prefixes."""
+    if fenced := _FENCED.match(text):
+        text = fenced.group(1)
+    if _COMMAND.match(text):
+        text = _after_command(text)
+    while noise := _NOISE.match(text):
+        text = text[noise.end() :]
+    lines = text[:8000].splitlines()
+    if 2 * sum(bool(_PRINTED_BYTES.match(line)) for line in lines) > len(lines):
+        return _PRINTED_BYTES.sub(lambda m: _literal(m.group(1), m.group()), text)
+    if 2 * sum(bool(_LOGGED.match(line)) for line in lines) > len([line for line in lines if line.strip()]):
+        text = _LOGGED.sub("", text)
+    return text.strip()
+
+
+_FENCED = re.compile(r"\A(?:[^\n]{0,80}\n+)?```\w*\n(.*)\n```\s*\Z", re.DOTALL)
+_COMMAND = re.compile(r"(?:[\w@:~./-]*[$#>%] ?)?(?:curl|wget|http|xh|time curl) ")
+_NOISE = re.compile(
+    r"(?:\s*|[*<>] ?[^\n\"]*|[{}] \[[^\n]*|\s*% Total[^\n]*|\s*Dload  Upload[^\n]*|[ \d.kMG]+[\d:\- .kMG]*|[A-Z][\w ]{0,40}:\s*)\r?\n"
+    r"|[A-Z][\w ]{0,40}: (?=[{\[])"
+)
+_PRINTED_BYTES = re.compile(r"^(b(?:'[^\n]*'|\"[^\n]*\"))[ \t]*$", re.MULTILINE)
+_LOGGED = re.compile(r"^[^\n{}\"]{1,80}?(?=data: ?(?:[{\[]))", re.MULTILINE)
+
+
+def _after_command(text: str) -> str:
+    """What follows a shell command: it ends with its line, unless a quote is open or a backslash ends the line."""
+    quote = ""
+    for at, mark in enumerate(text[:20_000]):
+        if quote:
+            quote = "" if mark == quote and text[at - 1] != "\\" else quote
+        elif mark in "'\"":
+            quote = mark
+        elif mark == "\n" and text[at - 1] not in "\\^":
+            return text[at + 1 :]
+    return text
+
+
+def _literal(source: str, otherwise: str) -> str:
+    try:
+        value = ast.literal_eval(source)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return otherwise
+    return (
+        value.decode(errors="replace")
+        if isinstance(value, bytes)
+        else value
+        if isinstance(value, str)
+        else ""
+    )
+
+
+_PYTHON = re.compile(r"\A\[?(?:\w+\.)*\w*(?:Completion|Message|Response|Output|Chunk|Reply)\w*\(\s*\w+=")
+_PYTHON_CHOICE = re.compile(r"(?=\b(?:Choices?|CompletionOutput)\((?!delta=))")
+_STRING = r"\"\"\".*?\"\"\"|'''.*?'''|'[^'\\]*(?:\\.[^'\\]*)*'|\"[^\"\\]*(?:\\.[^\"\\]*)*\"|None|\w+"
+_PYTHON_FIELD = re.compile(
+    rf"\b(content|text|reasoning_content|reasoning|thinking|arguments|name|finish_reason|stop_reason)=({_STRING})",
+    re.DOTALL,
+)
+
+
+def python_fields(body: str) -> list[dict[str, str]] | None:
+    """What an object of a client library says, as Python prints it, one dict a choice; None if the text is no such object.
+
+    >>> python_fields("ChatCompletion(id='1', choices=[Choice(message=Message(content='Hi'))])")
+    [{'content': 'Hi'}]
+    """
+    if not _PYTHON.match(body):
+        return None
+    found: list[dict[str, str]] = []
+    for part in _PYTHON_CHOICE.split(body):
+        said: dict[str, str] = {}
+        for name, source in _PYTHON_FIELD.findall(part):
+            known = {"text": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}.get(
+                name, name
+            )
+            known = "reason" if name.endswith("_reason") else known
+            value = "" if source == "None" else _literal(source, source)
+            said[known] = value if known in ("reason", "name") else said.get(known, "") + value
+        if said.keys() & {"content", "reasoning", "arguments"}:
+            found.append(said)
+    return found
 
 
 def json_values(body: str) -> Parsed | None:
@@ -159,9 +246,21 @@ def json_values(body: str) -> Parsed | None:
     elif body[:1] in ("{", "["):
         parsed = Parsed()
         parsed.values += _values(body, parsed)
+        if not parsed.values and (value := _python_value(body)) is not None:
+            return Parsed([value])
     else:
         return None
     return parsed
+
+
+def _python_value(body: str) -> Any:
+    """The value of a dict or list as Python prints it; None if it is none."""
+    if re.match(r"\[?\{\s*'", body) is None:
+        return None
+    try:
+        return ast.literal_eval(body)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def _events(body: str, parsed: Parsed) -> Iterator[Any]:
