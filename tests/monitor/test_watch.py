@@ -370,7 +370,7 @@ def test_every_alarm_has_a_finding_and_every_quantity_an_alarm() -> None:
     watch = Watch("http://127.0.0.1:9", WatchOptions(listen="none"), Replayed(clock), clock=clock)  # type: ignore[arg-type]
     for name in ALARMS:
         watch._raise(name, "why")
-        assert watch._finding(name).detail == "why"
+        assert watch._finding(name).title == f"{ALARMS[name].title}: why"
     for scores in (True, False):
         from assay.monitor.change import Changes
 

@@ -197,6 +197,8 @@ class Watch:
     done: int = 0
     """Rounds of this process; `rounds` counts those of earlier ones too."""
     in_a_row: int = 0
+    met: set[State] = field(default_factory=set)
+    """States of the rounds of this process."""
     model: str = ""
     server: str = ""
     starts: list[float] = field(default_factory=list)
@@ -233,6 +235,7 @@ class Watch:
         with self._lock:
             self.last, self._at, self._beat = found, self.wall(), self.clock()
             self.done += 1
+            self.met.add(found.state)
             self.rounds[found.state.value] = self.rounds.get(found.state.value, 0) + 1
             self._whether_it_works(found)
             if found.state in (State.OK, State.BUSY):
@@ -426,15 +429,12 @@ class Watch:
         status = self.status()
         findings = [self._finding(name) for name in dict.fromkeys([*self._new, *self.alarms])]
         verdict = Verdict.PASS
-        if any(f.severity is Severity.ERROR for f in findings):
-            verdict = Verdict.FAIL
-        elif not self.rounds.get("ok") and not self.rounds.get("busy"):
+        if self.met <= {State.DOWN}:
             verdict = Verdict.ERROR
-            findings.append(
-                AssayError(
-                    self.last.reason or "it was never asked", finding_id="server.unreachable"
-                ).to_finding()
-            )
+            why = self.last.reason or "it was never asked"
+            findings = [AssayError(why, finding_id="server.unreachable").to_finding()]
+        elif any(f.severity is Severity.ERROR for f in findings):
+            verdict = Verdict.FAIL
         elif self.learning:
             verdict = Verdict.INCONCLUSIVE
         findings += self.kept.notices("server")
@@ -453,7 +453,7 @@ class Watch:
             ),
         ]
         rows = [
-            (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e["at"])), e["kind"], e["text"])
+            (time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(e["at"])), f"{e['kind']}: {e['text']}"[:72])
             for e in list(self.events)[-12:]
         ]
         plan = self.options.facts() | {
@@ -464,17 +464,16 @@ class Watch:
         return Report(
             command="watch", verdict=verdict, subject={"engine": "server", "url": self.where, "model": self.model, "server": self.server},
             findings=tuple(findings), results={"watch": status, "events": list(self.events), "plan": plan},
-            headline=tuple(headline), blocks=(Table("Latest events (UTC)", ("when", "what", "text"), rows),) if rows else (),
+            headline=tuple(headline), blocks=(Table("Latest events (UTC)", ("when", "what"), rows),) if rows else (),
             interrupted=interrupted, summary=summary,
         )  # fmt: skip
 
     def _finding(self, name: str) -> Finding:
-        alarm = ALARMS[name]
+        alarm, stands = ALARMS[name], self.alarms.get(name)
         told = [e["text"] for e in self.events if e["alarm"] == name and e["kind"] == "alarm"]
-        stands = self.alarms.get(name)
+        title = f"{alarm.title}: {stands['why']}" if stands else told[-1] if told else alarm.title
         return Finding(
-            alarm.id, alarm.severity, alarm.title + ("" if stands else " (it is over)"),
-            detail=str(stands["why"] if stands else told[-1] if told else ""),
+            alarm.id, alarm.severity, title + ("" if stands else " (it is over)"),
             evidence={"alarm": name, "raised": self.raised.get(name, 0), "stands": stands is not None},
             causes=alarm.causes, remedies=tuple(r.replace("URL", self.where) for r in alarm.remedies),
         )  # fmt: skip
