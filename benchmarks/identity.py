@@ -5,7 +5,7 @@
     python benchmarks/identity.py judge            # compares all pairs that were taken; writes the results
 
 SmolLM2-135M-Instruct comes as a GGUF file of Q4_1; `bf16` is that file with its weights written as bf16, `q8_0` and `q4_0`
-are rounded from it once more, `q4_1` is the file itself (the same numbers as bf16, in other kernels), `vllm` serves the
+are rounded from it once more (by the package gguf), `q4_1` is the file itself (the same numbers as bf16, in other kernels), `vllm` serves the
 checkpoint in bf16. Each is asked twice: the first is the reference of every pair, the second what is examined.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,8 +28,31 @@ from assay.environment import describe
 from assay.runs import cache_dir
 
 OUT = Path(__file__).parent / "results" / "identity.json"
-BINARIES = cache_dir("llama.cpp") / "bin"
+BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
 FILES = {"q4_1": SMOLLM2, "qwen05": QWEN05, "qwen15": QWEN15}
+
+
+def rounded(source: Path, target: Path, kind: str) -> None:
+    """A copy of a GGUF file whose quantised tensors are of another type, from the numbers that they stand for."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.get_field("general.architecture").contents())
+    for field in reader.fields.values():
+        if field.name == "general.architecture" or field.name.startswith("GGUF."):
+            continue
+        sub = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=sub)
+    wanted = gguf.GGMLQuantizationType[kind]
+    for tensor in reader.tensors:
+        data, own = tensor.data, tensor.tensor_type
+        if own not in (gguf.GGMLQuantizationType.F32, wanted):
+            data, own = gguf.quants.quantize(gguf.quants.dequantize(data, own), wanted), wanted
+        writer.add_tensor(tensor.name, data, raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @contextmanager
@@ -44,19 +66,9 @@ def serve(name: str, folder: Path) -> Iterator[Server]:
     if kind in FILES:
         file = gguf_of(FILES[kind])
     elif not file.exists():
-        source = gguf_of(SMOLLM2) if kind == "bf16" else folder / "bf16.gguf"
-        command = [
-            str(BINARIES / "llama-quantize"),
-            "--allow-requantize",
-            str(source),
-            str(file),
-            kind.upper(),
-        ]
-        subprocess.run(command, check=True, capture_output=True)
+        rounded(gguf_of(SMOLLM2), file, kind.upper())
     more = ("--seed", seed) if seed else ()
-    with llama_server(
-        file, BINARIES / "llama-server", max_model_len=512, streams=8, extra_args=more
-    ) as server:
+    with llama_server(file, BINARY, max_model_len=512, streams=8, extra_args=more) as server:
         yield server
 
 

@@ -183,6 +183,17 @@ def test_a_hung_server_is_broken_and_a_busy_one_is_not() -> None:
         watch.canary.close()
 
 
+def test_a_server_whose_page_of_health_hangs_too_is_broken() -> None:
+    with StubServer() as stub:
+        serve(stub)
+        watch = watch_of(stub.url, timeout=2)
+        asked(watch, 1)
+        stub.everywhere(hang())
+        assert asked(watch, 2) == [State.BROKEN, State.BROKEN]
+        assert "hangs" in watch.alarms["broken"]["why"]
+        watch.canary.close()
+
+
 def test_requests_that_wait_make_it_busy_and_are_measured_all_the_same() -> None:
     with StubServer() as stub:
         watch = learnt(stub)

@@ -365,7 +365,7 @@ class Canary:
         if error.finding_id == "server.unreachable" or status == 502:
             found.state = State.DOWN
         elif error.finding_id == "server.stream_cut":
-            found.state = State.BROKEN if self._lives() else State.DOWN
+            found.state = State.DOWN if self._lives() is False else State.BROKEN
         elif error.finding_id == "server.rate_limited":
             found.state = State.BUSY
         elif error.finding_id == "server.timeout" or status in (503, 504):
@@ -375,8 +375,11 @@ class Canary:
 
     def _silent(self, found: Round) -> None:
         """No answer in time. A busy server still writes tokens for others, or has not been silent for long."""
-        if not self._lives():
-            found.state = State.DOWN
+        lives = self._lives()
+        if lives is not True:
+            found.state = State.DOWN if lives is False else State.BROKEN
+            if lives is None:
+                found.reason = f"it hangs: its page of health does not answer either; {found.reason}"
             return
         before = self._before
         counts = before is not None and found.written is not None and before.written is not None
@@ -388,8 +391,8 @@ class Canary:
             nothing = "writes no token for anybody" if counts else "gives no answer"
             found.reason = f"it hangs: it {nothing} for {self._still} rounds; {found.reason}"
 
-    def _lives(self) -> bool:
-        """Whether its own page of health answers; where it has none, its list of models."""
+    def _lives(self) -> bool | None:
+        """Whether its own page of health answers, or its list of models where it has none; None where that hangs too."""
         if self.engine is None:
             return True
         for page in ("/health", "/v1/models"):
@@ -398,6 +401,8 @@ class Canary:
             except AssayError as error:
                 if error.finding_id in ("server.not_found", "server.unauthorized"):
                     continue
+                if error.finding_id == "server.timeout":
+                    return None
                 return error.finding_id not in ("server.unreachable", "server.stream_cut", "server.failing")
             return True
         return True
