@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from assay.lab.kv.cache_hook import (
 )
 from assay.lab.kv.calibration import (
     Calibration,
+    read_calibration,
     write_calibration,
 )
 from assay.lab.kv.resident import (
@@ -49,6 +51,11 @@ def calibrations(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             Calibration(bench.calibration.tensors, {"cache": bench.shape.to_json()}),  # type: ignore[union-attr]
         )
     return {kind: folder / kind for kind in ("llama", "gemma3")}
+
+
+def with_file(kind: str, calibrations: dict[str, Path]) -> Any:
+    """The bench with what its file holds, where samples are coded."""
+    return replace(bench_of(kind), calibration=read_calibration(calibrations[kind]))
 
 
 def resident(net: Any, cache: Any, prefix: int) -> Any:
@@ -77,7 +84,9 @@ def test_attention_sees_what_the_laboratory_measures(
     kind: str, spec: str, prefix: int, calibrations: dict[str, Path]
 ) -> None:
     net = model(kind)
-    hook = CodecHook(coders_of(bench_of(kind), spec).by_stream, Mode.DECODE, LENGTH, measure_windows=0)
+    hook = CodecHook(
+        coders_of(with_file(kind, calibrations), spec).by_stream, Mode.DECODE, LENGTH, measure_windows=0
+    )
     job = ScoreJob(ScoringPath.DECODE, scored_from=prefix + 1, batch=2)
     with hook.attach(net):
         expected = torch.stack([s for _, s in window_states(net, windows(2), job, hook)])

@@ -3,15 +3,17 @@
 One safetensors file. For every layer l:
 
     layer_{l}_k       bf16 [KV heads, tokens, head_dim], keys before RoPE        layer_{l}_v   the same of values
-    layer_{l}_sigma   f32 [KV heads, d, d], second moment of the queries of the head's group before RoPE, not centred
-    layer_{l}_sigma_rope   the same averaged over the rotations of relative positions
+    layer_{l}_sigma_rope   f32 [KV heads, d, d], second moment of the queries of the head's group before RoPE, not centred,
+                           averaged over the rotations of relative positions
     layer_{l}_gram    f32 [KV heads, d, d], Gram matrix of the output projection, summed over the group
     positions         int32 [tokens], where in its window each sample stood
     sensitivity f32 [layers, 2], of keys and values: KL in nats for an error of 1 in the metric (`--sensitivity`)
     levels_{k|v}_{b}  f32 [2^b], levels of residuals for the codec `kakeya`
 
+In the file samples are coded in six to seven bits a value (`coded_samples`), in version 1 they were plain; both are read.
+
 A file that was made of those of older tools (`benchmarks/kv_import.py`) has only sigma of some layers, and levels; one
-of `assay kv calibrate` has all but levels.
+of `assay kv calibrate` has all but levels. `layer_{l}_sigma`, which older files have too, is the moment before it is averaged.
 
 The metadata holds the model's cache shape, a fingerprint of the model, and the hashes of the text and of every window.
 """
@@ -19,6 +21,7 @@ The metadata holds the model's cache shape, a fingerprint of the model, and the 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = "assay-kv-calibration"
-VERSION = "1"
+VERSION, READ = "2", ("1", "2")
 _POSITIONS = 2048
 """Positions that a moment is averaged over where the file does not have the average."""
 
@@ -118,7 +121,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
     part = path.with_suffix(path.suffix + ".part")
     metadata = {"format": FORMAT, "version": VERSION, "provenance": json.dumps(calibration.provenance)}
-    save_file({k: v.contiguous() for k, v in calibration.tensors.items()}, part, metadata=metadata)
+    save_file({k: v.contiguous() for k, v in coded(calibration.tensors).items()}, part, metadata=metadata)
     part.replace(path)
 
 
@@ -131,18 +134,99 @@ def read_calibration(path: Path) -> Calibration:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
-        raise AssayError(
-            f"cannot read the calibration {path}: {str(error).removesuffix(f': {path}')}",
-            finding_id="kv.calibration_unreadable",
-            remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
+        raise _unreadable(
+            f"cannot read the calibration {path}: {str(error).removesuffix(f': {path}')}"
         ) from error
-    if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
-        raise AssayError(
-            f"{path} is no calibration of assay (format {metadata.get('format')!r}, version {metadata.get('version')!r})",
-            finding_id="kv.calibration_unreadable",
-            remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
+    if metadata.get("format") != FORMAT or metadata.get("version") not in READ:
+        raise _unreadable(
+            f"{path} is no calibration of assay (format {metadata.get('format')!r}, version {metadata.get('version')!r})"
         )
-    return Calibration(tensors, json.loads(metadata["provenance"]))
+    try:
+        return Calibration(decoded(tensors), json.loads(metadata["provenance"]))
+    except (zlib.error, KeyError, RuntimeError, ValueError) as error:
+        raise _unreadable(f"cannot read the calibration {path}: its samples are damaged ({error})") from error
+
+
+def _unreadable(message: str) -> AssayError:
+    return AssayError(
+        message,
+        finding_id="kv.calibration_unreadable",
+        remedy="make it with `assay kv calibrate MODEL --text FILE --out FILE`",
+    )
+
+
+# -----------------------------------------------------------------------------
+# Samples as they lie in the file. Each head's are rotated to uncorrelated channels (KLT), rounded to a sixteenth of the
+# channel's standard deviation, and Huffman-coded. The error then has the covariance of the samples themselves, 1/3072 of
+# it, along every direction and in every metric. Tokens that lie too far out (sinks) are kept as they are.
+
+_STEP = 16.0
+_LEAST = 4
+"""Samples for each channel below which a KLT is not worth its bytes."""
+
+
+def coded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a calibration with the samples coded."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        enough = tensor.ndim == 3 and tensor.shape[1] >= _LEAST * tensor.shape[2]
+        if name.endswith(("_k", "_v")) and name.startswith("layer_") and enough:
+            found |= {f"{name}.{part}": value for part, value in coded_samples(tensor).items()}
+        else:
+            found[name] = tensor
+    return found
+
+
+def decoded(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a calibration, from those of its file."""
+    names = {name.partition(".")[0] for name in tensors if "." in name}
+    parts = {n: {k.partition(".")[2]: v for k, v in tensors.items() if k.startswith(f"{n}.")} for n in names}
+    return {name: tensor for name, tensor in tensors.items() if "." not in name} | {
+        name: decoded_samples(part) for name, part in parts.items()
+    }
+
+
+def coded_samples(samples: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Parts from which `decoded_samples` makes samples [heads, n, d] again."""
+    import torch
+
+    x = samples.float()
+    size = x.square().sum((0, 2))
+    usual = size <= 16 * size.median()
+    mean = x[:, usual].mean(1, keepdim=True)
+    centred = x - mean
+    covariance = centred[:, usual].mT @ centred[:, usual] / max(1, int(usual.sum()) - 1)
+    basis = torch.linalg.eigh(covariance.double()).eigenvectors.to(torch.float16).contiguous()
+    z = torch.linalg.solve(basis.float(), centred.mT).mT  # x = z basisᵀ, with the basis as it is stored
+    step = z[:, usual].std(1, keepdim=True).clamp_min(1e-12) / _STEP
+    q = (z / step).round()
+    far = (q.abs() > 127).any((0, 2))
+    raw = q.masked_fill(far[None, :, None], 0).to(torch.int8).numpy().tobytes()
+    packer = zlib.compressobj(9, zlib.DEFLATED, 15, 9, zlib.Z_HUFFMAN_ONLY)
+    packed = packer.compress(raw) + packer.flush()
+    return {
+        "basis": basis,
+        "mean": mean,
+        "step": step,
+        "coded": torch.frombuffer(bytearray(packed), dtype=torch.uint8),
+        "rows": far.nonzero().flatten().to(torch.int32),
+        "exact": samples[:, far].contiguous(),
+    }
+
+
+def decoded_samples(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Samples [heads, n, d] in the type that they had; ValueError where the parts do not belong together."""
+    import torch
+
+    basis, rows = parts["basis"], parts["rows"].long()
+    heads, width = basis.shape[:2]
+    raw = zlib.decompress(parts["coded"].numpy().tobytes())
+    q = torch.frombuffer(bytearray(raw), dtype=torch.int8).reshape(heads, -1, width)
+    # In float64, so that machines that add in another order round to the same 16 bits.
+    x = (q.double() * parts["step"].double()) @ basis.double().mT + parts["mean"].double()
+    x = x.to(parts["exact"].dtype)
+    x[:, rows] = parts["exact"]
+    return x
 
 
 # -----------------------------------------------------------------------------
@@ -202,7 +286,6 @@ class Sampler:
             for stream in ("k", "v"):
                 found[f"layer_{layer}_{stream}"] = torch.cat(self.kept[layer, stream], dim=1)
             sigma = (self.moments[layer] / per_head).float()
-            found[f"layer_{layer}_sigma"] = sigma
             found[f"layer_{layer}_sigma_rope"] = averaged(sigma, rotary, layer, self.length)
             found[f"layer_{layer}_gram"] = self._gram(output[layer])
         return found
