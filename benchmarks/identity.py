@@ -6,7 +6,7 @@
 
 SmolLM2-135M-Instruct comes as a GGUF file of Q4_1; `bf16` is that file with its weights written as bf16, `q8_0` and `q4_0`
 are rounded from it once more (by the package gguf), `q4_1` is the file itself (the same numbers as bf16, in other kernels), `vllm` serves the
-checkpoint in bf16. Each is asked twice: the first is the reference of every pair, the second what is examined.
+checkpoint in bf16, and benchmarks/watch_alarms.py adds its twins `vllm_int8` and so on. Each is asked twice: the first is the reference of every pair, the second what is examined.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from assay.coherence.determinism import measure_determinism
 from assay.coherence.identity import compare_prints, read_print, take, write_print
@@ -72,18 +73,23 @@ def serve(name: str, folder: Path) -> Iterator[Server]:
         yield server
 
 
+def keep(url: str, name: str, folder: Path, *, determinism: bool) -> None:
+    """Take the fingerprint of a running server, and again as a reference with its noise."""
+    with ServerEngine.connect(url) as engine:
+        began = time.monotonic()
+        write_print(take(engine), folder / f"{name}.found.json")
+        kept: dict[str, Any] = {"seconds_to_check": time.monotonic() - began}
+        write_print(take(engine, noise=True), folder / f"{name}.reference.json")
+        if determinism:
+            kept["determinism"] = measure_determinism(engine).to_json()
+        (folder / f"{name}.more.json").write_text(json.dumps(kept))
+    print(name, kept["seconds_to_check"], flush=True)
+
+
 def take_all(names: list[str], folder: Path) -> None:
     for name in names:
-        with serve(name, folder) as server, ServerEngine.connect(server.url) as engine:
-            began = time.monotonic()
-            write_print(take(engine), folder / f"{name}.found.json")
-            seconds = time.monotonic() - began
-            write_print(take(engine, noise=True), folder / f"{name}.reference.json")
-            kept = {"seconds_to_check": seconds}
-            if name in ("bf16", "vllm", "qwen05"):
-                kept |= {"determinism": measure_determinism(engine).to_json()}
-            (folder / f"{name}.more.json").write_text(json.dumps(kept))
-        print(name, f"{seconds:.0f} s", flush=True)
+        with serve(name, folder) as server:
+            keep(server.url, name, folder, determinism=name in ("bf16", "vllm", "qwen05"))
 
 
 def judge(folder: Path) -> None:

@@ -36,6 +36,7 @@ from assay.environment import describe
 from assay.monitor.canary import GARBAGE_BITS, Canary, Round, State
 from assay.monitor.change import Changes
 from assay.monitor.watch import IN_A_ROW, WatchOptions
+from identity import keep
 
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, OUT = RESULTS / "watch_rounds.json", RESULTS / "watch_alarms.json"
@@ -124,33 +125,39 @@ def one(canary: Canary, pid: int, least: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def record(name: str, rounds: int, folder: Path) -> None:
+def save(name: str, rows: dict[str, list[dict[str, Any]]]) -> None:
+    """Add what was recorded so far: the file may have grown meanwhile, and the rest may fail."""
     kept = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
+    ROUNDS.write_text(json.dumps(kept | {name: rows, "environment": describe()}) + "\n", encoding="utf-8")
+
+
+def record(name: str, rounds: int, folder: Path) -> None:
+    rows: dict[str, list[dict[str, Any]]] = {}
     with vllm_server(checkpoint(name, folder), name="smollm2", extra_args=("--seed", "0")) as server:
         canary = Canary(server.url, timeout=30.0, load=1.0)
         canary.budget.saved_s = 1e9
         canary.round()
-        rows: dict[str, list[dict[str, Any]]] = {"idle": [one(canary, server.pid) for _ in range(rounds)]}
+        rows["idle"] = [one(canary, server.pid) for _ in range(rounds)]
+        save(name, rows)
         if name == "healthy":
-            rows["least"] = [one(canary, server.pid, least=True) for _ in range(20)]
+            rows["least"] = [one(canary, server.pid, least=True) for _ in range(12)]
             with traffic(server.url, 4):
-                rows["at work"] = [one(canary, server.pid) for _ in range(rounds // 2)]
+                rows["at work"] = [one(canary, server.pid) for _ in range(rounds // 3)]
+            save(name, rows)
+        keep(server.url, f"vllm_{name}", folder, determinism=name == "healthy")
+        if name == "healthy":
             canary.close()
-            canary = Canary(server.url, timeout=5.0, load=1.0)
+            canary = Canary(server.url, timeout=3.0, load=1.0)
             canary.round()
             os.killpg(server.pid, signal.SIGSTOP)
             try:
-                rows["stopped"] = [one(canary, server.pid) for _ in range(12)]
+                rows["stopped"] = [one(canary, server.pid) for _ in range(4)]
             finally:
                 os.killpg(server.pid, signal.SIGCONT)
     if name == "healthy":
         rows["ended"] = [one(canary, server.pid) for _ in range(3)]
     canary.close()
-    # Another run may have added to it meanwhile.
-    kept = json.loads(ROUNDS.read_text()) if ROUNDS.exists() else {}
-    ROUNDS.write_text(
-        json.dumps(kept | {name: rows, "environment": describe()}, indent=None) + "\n", encoding="utf-8"
-    )
+    save(name, rows)
 
 
 class Replay:
@@ -211,7 +218,7 @@ def year(kept: dict[str, Any], seed: int, *, scores: bool) -> dict[str, Any]:
     up = changes.numbers.detectors["up"]
     return {
         "quantity": changes.numbers.name, "rounds": YEAR, "false_alarms": len(alarms), "alarms": alarms, "seed": seed, "largest_evidence": most,
-        "tolerance": up.tolerance, "noise": changes.numbers.noise, "finds_0.01_rounds": changes.finds(0.01),
+        "tolerance": up.tolerance, "noise": changes.numbers.noise, "finds_0.01_rounds": changes.finds(0.01) if scores else None,
     }  # fmt: skip
 
 
@@ -282,7 +289,7 @@ def main() -> None:
     parser.add_argument("what", choices=("record", "judge"))
     parser.add_argument("names", nargs="*", help=f"healthy or {', '.join(FAULTS)}")
     parser.add_argument("--rounds", type=int, default=150)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-watch-twins"))
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-identity"))
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.what == "judge":

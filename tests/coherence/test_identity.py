@@ -223,6 +223,17 @@ def test_a_reference_that_is_none_is_one_line(tmp_path: Path, content: str) -> N
         read_print(tmp_path / "missing.json")
 
 
+@pytest.mark.parametrize("value", [math.nan, 3.0, "x", None])
+def test_a_reference_with_numbers_that_are_none_is_refused(
+    reference: identity.Print, tmp_path: Path, value: object
+) -> None:
+    document = reference.to_json()
+    document["items"][3][4]["likely"]["x"] = value
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    with pytest.raises(AssayError, match=r"r\.json"):
+        read_print(tmp_path / "r.json")
+
+
 def test_the_verb_writes_a_reference_and_compares(tmp_path: Path) -> None:
     file = tmp_path / "reference.json"
     with stub(lm()) as server:

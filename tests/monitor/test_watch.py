@@ -72,6 +72,29 @@ def test_a_server_without_scores_is_watched_by_its_tokens() -> None:
         watch.canary.close()
 
 
+def test_a_server_that_no_longer_scores_is_watched_by_its_tokens_from_then_on() -> None:
+    clock = Clock()
+    canary = Replayed(clock)
+    watch = Watch("http://127.0.0.1:9", WatchOptions(listen="none"), canary, clock=clock)  # type: ignore[arg-type]
+    for _ in range(60):
+        watch.step()
+    ask = canary.round
+
+    def without() -> Round:
+        found = ask()
+        return replace(found, bits={}, token_bits={"t00": 0.5})
+
+    canary.round = without  # type: ignore[method-assign]
+    for _ in range(20):
+        watch.step()
+    assert watch.changes is not None and watch.changes.numbers.name == "bits_per_token" and not watch.alarms
+    assert "it no longer scores texts" in [e["text"] for e in watch.events]
+    canary.round = ask  # type: ignore[method-assign]
+    for _ in range(60):
+        watch.step()
+    assert watch.changes.scores and watch.state == "ok"
+
+
 @pytest.mark.parametrize(
     "behaviour, state",
     [

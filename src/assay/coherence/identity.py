@@ -226,6 +226,12 @@ def read_print(path: Path) -> Print:
         raise unusable(f"is no fingerprint of a model ({type(error).__name__})") from error
     if found.texts != _digest() or {len(t) for t in items} - {CUTS} or len(items) not in (0, len(passages())):
         raise unusable("was made with other texts, by another version of assay")
+    numbers = [v for text in items for item in text for v in (0.0, *item.likely.values())]
+    if (
+        not all(map(math.isfinite, (*numbers, *found.nats, *found.noise.values())))
+        or max(numbers, default=0.0) > 0.01
+    ):
+        raise unusable("holds numbers that are no log-probabilities")
     return found
 
 

@@ -53,6 +53,8 @@ _WRITTEN = (
     "llamacpp:tokens_predicted_total",
     "sglang:generation_tokens_total",
 )
+TRIES = 5
+"""Times that a server is asked anew what it can do, where a time-out left that open."""
 STILL = 3
 """Rounds without an answer while no token is written that make a busy server a hung one."""
 SILENT = 10
@@ -166,6 +168,7 @@ class Canary:
         self.engine: ServerEngine | None = None
         self._turn: dict[str, int] = {}
         self._still = 0
+        self._again, self._tries = False, 0
         self._before: Round | None = None
         self._page = ("", 0.0)
         self._last = clock()
@@ -210,11 +213,14 @@ class Canary:
         if self.engine is None:
             engine = self._connect()
             try:
-                engine.capabilities  # noqa: B018  # about a dozen tiny requests, once
+                unfinished = engine.capabilities.unfinished  # about a dozen tiny requests, once
             except BaseException:
                 engine.close()
                 raise
             self.engine = engine
+            # A server that was busy when it was asked what it can do is asked again, a few times.
+            self._again = bool(unfinished) and self._tries < TRIES
+            self._tries += 1
         engine = self.engine
         found.model, found.version = (
             engine.model,
@@ -234,6 +240,8 @@ class Canary:
         if latencies:
             found.latency_s = median(latencies)
         self._judge(found)
+        if self._again:
+            self.close()
 
     # What is asked.
 

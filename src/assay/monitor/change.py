@@ -246,13 +246,22 @@ class Changes:
     """
 
     def __init__(self, interval_s: float, per_month: float, *, scores: bool) -> None:
-        bits = ("bits_per_byte", BITS) if scores else ("bits_per_token", TOKEN_BITS)
         limit = threshold(len(Numbers.KINDS) + 2 * len(Answers.KINDS), interval_s, per_month)
         self.limit = limit
-        self.numbers = Numbers(*bits, limit)
         self.tokens = Answers("first_tokens", limit)
         self.tools = Answers("tool_call", limit)
         self.standing: dict[str, dict[str, Any]] = {}
+        self.measure(scores=scores)
+
+    def measure(self, *, scores: bool) -> None:
+        """Take bits per byte of scored texts as the numbers, or those of greedy tokens; their baseline is learnt anew."""
+        bits = ("bits_per_byte", BITS) if scores else ("bits_per_token", TOKEN_BITS)
+        self.numbers = Numbers(*bits, self.limit)
+
+    @property
+    def scores(self) -> bool:
+        """Whether the numbers are those of scored texts."""
+        return self.numbers.name == "bits_per_byte"
 
     @property
     def quantities(self) -> tuple[Quantity, ...]:

@@ -197,6 +197,8 @@ class Watch:
     done: int = 0
     """Rounds of this process; `rounds` counts those of earlier ones too."""
     in_a_row: int = 0
+    other: int = 0
+    """Rounds in a row that gave the other kind of numbers than those that are watched."""
     met: set[State] = field(default_factory=set)
     """States of the rounds of this process."""
     model: str = ""
@@ -285,19 +287,31 @@ class Watch:
                 self._over("speculation")
 
     def _whether_it_changed(self, found: Round) -> None:
-        if self.changes is None:
-            self.changes = Changes(self.options.interval, self.options.false_alarms, scores=bool(found.bits))
+        changes = self._changes_for(found)
         if found.bits:
             self.bits = math.fsum(found.bits.values()) / len(found.bits)
-        scores = self.changes.numbers.name == "bits_per_byte"
-        raised, over = self.changes.update(
-            found.bits if scores else found.token_bits, found.tokens, found.tools
+        raised, over = changes.update(
+            found.bits if changes.scores else found.token_bits, found.tokens, found.tools
         )
         for name in raised:
             self._raise(name, self._measured(name))
         for name in over:
             if name in self.alarms:
                 self._over(name)
+
+    def _changes_for(self, found: Round) -> Changes:
+        """The detectors, made for what the server can: after a restart it may score texts that it did not, or no more."""
+        if self.changes is None:
+            self.changes = Changes(self.options.interval, self.options.false_alarms, scores=bool(found.bits))
+        changes = self.changes
+        other = found.bits if not changes.scores else found.token_bits if not found.bits else {}
+        self.other = self.other + 1 if other else 0
+        if self.other >= LEARN:
+            changes.measure(scores=not changes.scores)
+            for name in [n for n in self.alarms if n.startswith("bits_per_")]:
+                self._over(name)
+            self._event("state", f"it {'scores texts now' if changes.scores else 'no longer scores texts'}")
+        return changes
 
     def _measured(self, name: str) -> str:
         assert self.changes is not None
@@ -403,11 +417,7 @@ class Watch:
                 for q in (changes.quantities if changes else ())
                 for kind, d in q.detectors.items()
             }
-            finds = (
-                changes.finds(_DRIFT) * self.waited
-                if changes and changes.numbers.name == "bits_per_byte"
-                else math.inf
-            )
+            finds = changes.finds(_DRIFT) * self.waited if changes and changes.scores else math.inf
             return {
                 "url": self.where, "model": self.model, "server": self.server, "state": self.state, "states": STATES,
                 "reason": last.reason, "alarms": sorted(self.alarms), "known_alarms": tuple(ALARMS),
