@@ -17,7 +17,7 @@ from stub_server import StubServer
 
 ROOT = Path(__file__).parents[2]
 SNIPPETS = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "api.md").read_text(), re.M | re.S)
-FUNCTIONS = ("check", "grade", "verify", "spec", "compare", "reference", "gate", "card")
+FUNCTIONS = ("check", "grade", "verify", "spec", "compare", "reference", "gate", "card", "watch")
 LOG = (
     "INFO 01-01 00:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.40, Accepted throughput: "
     "70.00 tokens/s, Drafted throughput: 100.00 tokens/s, Accepted: 700 tokens, Drafted: 1000 tokens, Per-position "
