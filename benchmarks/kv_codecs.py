@@ -21,6 +21,7 @@ import lzma
 import shlex
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,6 +33,7 @@ from assay.cli.progress import show
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.engines.hf.scorer import HfScorer
 from assay.environment import describe
+from assay.errors import AssayError
 from assay.fidelity.plan import Plan, blocks_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.result import summarise
@@ -39,7 +41,7 @@ from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
-from assay.lab.kv.fit import Bench, fitters
+from assay.lab.kv.fit import Bench, Fitters, fitters
 from assay.lab.kv.lab import Lab
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
@@ -73,9 +75,12 @@ def main() -> None:
     bench = Measuring(arguments, spec, table)
     try:
         for section, specs in sections(arguments):
-            bench.section(section, specs)
+            try:
+                bench.section(section, specs)
+            except AssayError as error:  # such as a context that the model has not
+                print(f"left out: {error}", flush=True)
     finally:
-        bench.scorer.close()
+        bench.stack.close()
 
 
 def sections(arguments: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, list[str]]]:
@@ -119,31 +124,33 @@ class Measuring:
         self.spec = spec
         self.calibration = read_calibration(table)
         self.digest = sha256(table.read_bytes()).hexdigest()
+        self.stack = ExitStack()
         self.scorer = HfScorer.load(spec)
+        self.stack.callback(self.scorer.close)
+        self._pools: dict[int, Fitters] = {}
         self.shape = cache_shape(self.scorer.engine.model)
         self.calibration.check_model(self.shape)
 
     def section(self, arguments: argparse.Namespace, lines: list[str]) -> None:
         """Measure the SPECs of a section on each of its texts, as far as the time goes."""
-        rotary = Rotary(self.scorer.engine.model, arguments.length)
-        bench = Bench(self.shape, rotary, self.calibration)
+        pool = self._fitters(arguments)
+        bench = pool.bench
         texts = [self._text(arguments, bench, source) for source in arguments.text]
         specs = [str(parse_spec(line)) for line in lines]
-        with fitters(bench, arguments.jobs) as pool:
-            todo = [s for s in specs if any(self._row(arguments, t, s) is None for t in texts)]
-            pending: dict[str, Any] = {}
-            for number, codec in enumerate(todo):
-                # Two ahead: fitting goes on while this one is scored.
-                for ahead in todo[number : number + 1 + arguments.jobs]:
-                    if ahead not in pending:
-                        pending[ahead] = pool.start(parse_spec(ahead), range(self.shape.layers))
-                coders = pending[codec]()
-                for text in texts:
-                    if time.monotonic() > arguments.ends:
-                        print("out of time")
-                        return
-                    if self._row(arguments, text, codec) is None:
-                        self._measure(arguments, text, codec, coders)
+        todo = [s for s in specs if any(self._row(arguments, t, s) is None for t in texts)]
+        pending: dict[str, Any] = {}
+        for number, codec in enumerate(todo):
+            # Some ahead: fitting goes on while this one is scored.
+            for ahead in todo[number : number + 1 + arguments.jobs]:
+                if ahead not in pending:
+                    pending[ahead] = pool.start(parse_spec(ahead), range(self.shape.layers))
+            coders = pending[codec]()
+            for text in texts:
+                if time.monotonic() > arguments.ends:
+                    print("out of time")
+                    return
+                if self._row(arguments, text, codec) is None:
+                    self._measure(arguments, text, codec, coders)
         for text in texts if arguments.choose else ():
             rows = [row for s in specs if (row := self._row(arguments, text, s))]
             accepted = [row for row in rows if row["grade"] == "ACCEPT"]
@@ -153,6 +160,14 @@ class Measuring:
                     recipe = parse_spec(best)
                     coders = bench.fit_all(lambda _, stream, recipe=recipe: recipe.of(stream))  # type: ignore[misc]
                     self._measure(arguments, text, best, coders, chosen_from=specs)
+
+    def _fitters(self, arguments: argparse.Namespace) -> Fitters:
+        """Processes that fit codecs for windows of one length; they are kept, as starting them takes a while."""
+        if arguments.length not in self._pools:
+            rotary = Rotary(self.scorer.engine.model, arguments.length)
+            bench = Bench(self.shape, rotary, self.calibration)
+            self._pools[arguments.length] = self.stack.enter_context(fitters(bench, arguments.jobs))
+        return self._pools[arguments.length]
 
     def _text(self, arguments: argparse.Namespace, bench: Bench, source: str) -> Text:
         name, path = _evaluated(arguments, source)
@@ -166,7 +181,7 @@ class Measuring:
         labs = [
             Lab(
                 self.scorer, self.spec, part, Mode(arguments.mode), arguments.batch, bench=bench, about=self.digest,
-                scored_from=arguments.length - arguments.scored if arguments.scored else None,
+                scored_from=arguments.length - arguments.scored + 1 if arguments.scored else None,
                 block=arguments.block, progress=show,
             )
             if part else None
@@ -203,7 +218,6 @@ class Measuring:
         )  # fmt: skip
         row = {
             **_key(arguments, text.name, codec, chosen_from is not None),
-            "block": arguments.block,
             "bytes": measured.bytes.to_json(),
             **{k: figures[k] for k in named},
             "characters_per_token": text.facts["characters_per_token"],
@@ -230,6 +244,7 @@ def _key(arguments: argparse.Namespace, text: str, codec: str, fresh: bool) -> d
         "length": arguments.length,
         "calibration": arguments.calibration_name,
         "dtype": arguments.dtype,
+        "block": arguments.block,
         "fresh": fresh,
     }
 
