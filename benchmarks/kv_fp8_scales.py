@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kv_codecs import MODELS, machine
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from kv_codecs import MODELS, machine
 
 TOP = 448.0
 PIECE, PIECES = 256, 2
