@@ -262,10 +262,12 @@ def judge(
     sources: Sequence[Source],
     dangling: Sequence[str] = (),
     loaded: Collection[str] = (),
+    accepted: bool = False,
 ) -> tuple[list[FileResult], list[Finding]]:
     """A result for every file, and findings for those that are wrong, missing, extra or unverified.
 
-    A file that a complete list does not know is extra; one of `loaded`, which the model is made of, is unverified.
+    A file that a complete list does not know is extra; one of `loaded`, which the model is made of, is unverified. Files
+    without a digest are only noted if the user `accepted` them.
     """
     results: list[FileResult] = []
     findings: list[Finding] = []
@@ -292,7 +294,7 @@ def judge(
             FileResult(path, entry.size if entry else None, None, "missing", entry.source if entry else None)
         )
     findings.extend(_missing(gone, files))
-    findings.extend(_loose(results, complete))
+    findings.extend(_loose(results, complete, accepted))
     return sorted(results, key=lambda r: r.path), findings
 
 
@@ -355,7 +357,7 @@ def _missing(gone: Sequence[str], files: Mapping[str, int]) -> list[Finding]:
     return findings
 
 
-def _loose(results: Sequence[FileResult], complete: Sequence[Source]) -> list[Finding]:
+def _loose(results: Sequence[FileResult], complete: Sequence[Source], accepted: bool) -> list[Finding]:
     findings = []
     extra = [r.path for r in results if r.status == "extra"]
     if extra:
@@ -368,11 +370,10 @@ def _loose(results: Sequence[FileResult], complete: Sequence[Source]) -> list[Fi
     loose = [r.path for r in results if r.status == "unverified"]
     if loose:
         title = f"{plural(len(loose), 'file')} with no digest to hold against: {some(loose)}"
-        remedies = [
-            "give --repo ORG/NAME (the Hub's digests) or --manifest FILE",
-            "accept it knowingly with --allow-unverified",
-        ]
-        findings.append(warned("unverified", title, paths=loose, remedies=remedies))
+        remedies = ["give --repo ORG/NAME (the Hub's digests) or --manifest FILE"]
+        if not accepted:
+            remedies.append("accept it knowingly with --allow-unverified")
+        findings.append((noted if accepted else warned)("unverified", title, paths=loose, remedies=remedies))
     return findings
 
 

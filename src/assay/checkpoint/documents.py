@@ -78,7 +78,7 @@ def one_of(*words: str) -> Kind:
 
 def several(kind: Kind) -> Kind:
     """A list of such values, not empty."""
-    rule = f"a list of which each entry is {kind.rule}"
+    rule = f"a list whose entries are each {kind.rule}"
     return Kind(rule, lambda v: isinstance(v, list) and bool(v) and all(map(kind.holds, v)))
 
 

@@ -149,8 +149,16 @@ class Outcome:
             return Verdict.INCONCLUSIVE
         statuses = {f.status for f in self.files}
         strangers = "extra" in statuses and "verified" not in statuses
-        asked = self.options.repo or self.options.manifest or not self.options.write_manifest
-        return Verdict.INCONCLUSIVE if asked and ("unverified" in statuses or strangers) else Verdict.PASS
+        return (
+            Verdict.INCONCLUSIVE
+            if _held(self.options) and ("unverified" in statuses or strangers)
+            else Verdict.PASS
+        )
+
+
+def _held(options: VerifyOptions) -> bool:
+    """Whether files are held against digests: whoever only writes a manifest does not ask for that."""
+    return bool(options.repo or options.manifest or not options.write_manifest)
 
 
 # -----------------------------------------------------------------------------
@@ -169,7 +177,14 @@ def examine_local(outcome: Outcome, stated: manifest.Manifest | None, show: Show
     finally:  # after an interrupt, what was hashed until then is judged too
         findings = list(_unread(digests))
         loaded = loaded_files(outcome.opened.checkpoint)
-        outcome.files, judged = integrity.judge(sizes, digests, sources, layout.dangling, loaded)
+        outcome.files, judged = integrity.judge(
+            sizes,
+            digests,
+            sources,
+            layout.dangling,
+            loaded,
+            accepted=options.allow_unverified or not _held(options),
+        )
         outcome.findings[:0] = findings + judged
     outcome.add(_unhashed(outcome, digests))
     if options.write_manifest is not None:

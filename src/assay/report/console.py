@@ -303,7 +303,7 @@ def first_screen(report: Report, console: Console) -> list[RenderableType]:
     if report.headline:
         top += ["", headline(report.headline[:_MAX_METRICS], console)]
     findings = sorted(report.findings, key=lambda f: -_ORDER.index(f.severity))
-    tables = [b for b in report.blocks if isinstance(b, Table) and not b.detail]
+    tables = [b for b in report.blocks if isinstance(b, Table) and b.rows and not b.detail]
     telling = _telling(report) if report.verdict in (Verdict.FAIL, Verdict.INCONCLUSIVE) else None
     shown = [_short_finding(f, console) for f in findings[:MAX_FINDINGS]]
     free = SCREEN_LINES - _height(top, console) - 3
@@ -326,7 +326,7 @@ def first_screen(report: Report, console: Console) -> list[RenderableType]:
         if _height([*middle, *quote], console) <= free:
             middle += quote
     more = _left_out(report, len(findings) - len(shown), len(tables), console)
-    return [*top, *middle, *bottom, "", more]
+    return [*top, *middle, *bottom, *(["", more] if more else [])]
 
 
 _SHORT_HEAD, _SHORT_AROUND = 120, 60
@@ -397,10 +397,15 @@ def _left_out(report: Report, findings: int, tables: int, console: Console) -> T
     if findings:
         rest.append(plural(findings, "more finding"))
     hidden = len(report.blocks) - min(tables, 1)
-    rest.append("evidence and causes" if report.findings else "all details")
+    if any(f.evidence or f.causes for f in report.findings):
+        rest.append("evidence and causes")
     if hidden > 0:
         rest.append(f"{hidden} more tables, charts and texts" if hidden > 1 else "one more table or text")
-    return dim(f"-v shows {', '.join(rest)}; --html FILE draws the charts; --json has every number.")
+    if not rest and not report.results:
+        return dim("")
+    return dim(
+        f"-v shows {', '.join(rest) or 'all details'}; --html FILE draws the charts; --json has every number."
+    )
 
 
 def banner(report: Report, console: Console) -> RenderableType:

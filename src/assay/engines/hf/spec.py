@@ -238,7 +238,7 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
     if get("assay.weights", call.func.id) is None:
         raise UsageError(
             f"weights={spec!r}: unknown transformation {call.func.id!r}",
-            remedy=f"one of {', '.join(names('assay.weights'))}",
+            remedy=f"one of {', '.join(names('assay.weights'))}, with options in parentheses: weights=int(bits=8)",
             finding_id="fidelity.usage",
         )
     try:
