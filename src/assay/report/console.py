@@ -326,7 +326,8 @@ def first_screen(report: Report, console: Console) -> list[RenderableType]:
         if _height([*middle, *quote], console) <= free:
             middle += quote
     more = _left_out(report, len(findings) - len(shown), len(tables), console)
-    return [*top, *middle, *bottom, *(["", more] if more else [])]
+    last: list[RenderableType] = ["", more] if more else []
+    return [*top, *middle, *bottom, *last]
 
 
 _SHORT_HEAD, _SHORT_AROUND = 120, 60
