@@ -59,6 +59,26 @@ def test_a_healthy_server_is_learnt_and_passes() -> None:
         watch.canary.close()
 
 
+def test_a_first_baseline_is_learnt_within_minutes_and_every_item_gets_its_turn() -> None:
+    with StubServer() as stub:
+        serve(stub)
+        watch = watch_of(stub.url)
+        canary = watch.canary
+        canary._chosen = canary._least  # type: ignore[method-assign]
+        seen: list[set[str]] = []
+        for _ in range(150):
+            found = watch.step()
+            assert len(found.bits) == 1 and len(found.tokens) == 3
+            seen.append(set(found.bits) | set(found.tokens))
+        assert watch.changes is not None and len(watch.changes.numbers.base) == 12
+        assert set().union(*seen[-30:]) >= {f"p{i:02d}" for i in range(12)} | {f"t{i:02d}" for i in range(24)}
+        canary.close()
+        again = watch_of(stub.url, new_baseline=True)
+        asked(again, 12)
+        assert not again.learning
+        again.canary.close()
+
+
 def test_a_server_without_scores_is_watched_by_its_tokens() -> None:
     with StubServer() as stub:
         serve(stub, scores=False, echo=False)

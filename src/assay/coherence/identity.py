@@ -161,11 +161,10 @@ def take(engine: ServerEngine, progress: Progress = NO_PROGRESS, *, noise: bool 
 def _items(engine: ServerEngine, route: str, advance: Any, parallel: int) -> tuple[tuple[Item, ...], ...]:
     def ask(text: int, cut: int) -> tuple[int, int, Item | AssayError]:
         prompt = prompts()[text][cut]
-        extra = {"cache_prompt": False} if engine.identity.kind == "llama.cpp" else {}
-        request = Request(prompt=prompt, max_tokens=1, seed=0, extra=extra)
+        request = Request(prompt=prompt, max_tokens=1, seed=0)
         if route == "chat":
             asked = user(f"Continue this text, without repeating it: {prompt}")
-            request = Request(messages=(asked,), max_tokens=1, seed=0, extra=extra)
+            request = Request(messages=(asked,), max_tokens=1, seed=0)
         try:
             reply, top = engine.generate_with_top(request, WIDTH)
         except AssayError as error:

@@ -27,7 +27,7 @@ from assay.engines.server.engine import ServerEngine
 from assay.engines.server.errors import one_line
 from assay.engines.server.http import Limits
 from assay.errors import AssayError, UsageError
-from assay.monitor.change import typical
+from assay.monitor.change import LEARN, typical
 from assay.speculation.health import Assessment, assess
 from assay.speculation.live import ENOUGH_DRAFTS, between
 
@@ -166,7 +166,10 @@ class Canary:
         )  # fmt: skip
         self.budget = Budget(load, saved_s=10 * load * interval_s)
         self.engine: ServerEngine | None = None
-        self._turn: dict[str, int] = {}
+        self._turn = 0
+        self._asked: dict[str, list[int]] = {}
+        self._when: dict[str, list[int]] = {}
+        self._round: set[tuple[str, int]] = set()
         self._still = 0
         self._again, self._tries = False, 0
         self._before: Round | None = None
@@ -193,6 +196,7 @@ class Canary:
         now = self.clock()
         self.budget.earn(now - self._last)
         self._last = now
+        self._round.clear()
         found = Round()
         try:
             self._ask(found)
@@ -267,9 +271,22 @@ class Canary:
         return chosen
 
     def _next(self, kind: str, count: int) -> int:
-        """The next of `count` items of a kind, in turn."""
-        self._turn[kind] = self._turn.get(kind, -1) + 1
-        return self._turn[kind] % count
+        """Which of `count` items of a kind to ask now, each once a round.
+
+        Half of the requests go to the first item that was not asked `LEARN` times yet, so that a first baseline is there
+        after a few rounds; the others to the item that was asked longest ago, so that what is learnt is watched meanwhile.
+        """
+        asked = self._asked.setdefault(kind, [0] * count)
+        last = self._when.setdefault(kind, [0] * count)
+        self._turn += 1
+        left = [i for i in range(count) if (kind, i) not in self._round] or list(range(count))
+        fresh = [i for i in left if asked[i] < LEARN]
+        known = [i for i in left if asked[i] >= LEARN]
+        index = fresh[0] if fresh and (self._turn % 2 or not known) else min(known, key=last.__getitem__)
+        asked[index] += 1
+        last[index] = self._turn
+        self._round.add((kind, index))
+        return index
 
     def _extra(self, engine: ServerEngine, chat: bool) -> dict[str, Any]:
         extra: dict[str, Any] = {}
