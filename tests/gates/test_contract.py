@@ -81,10 +81,12 @@ def test_limits_are_no_part_of_what_is_measured() -> None:
 
 
 def test_the_pack_is_an_engine_and_the_server_the_candidate() -> None:
-    assert (
-        contract_of({"subject": SERVER, "reference": {"pack": "a.pack"}, "check": {}}).reference
-        == "pack:a.pack"
-    )
+    for reference, spec in (
+        ({"pack": "a.pack"}, "pack:a.pack"),
+        ({"pack": "a.pack", "key": "k"}, "pack:a.pack?key=k"),
+        ({"pack": "a.pack", "key": "k", "head": "./m"}, "pack:a.pack?head=m&key=k"),
+    ):
+        assert contract_of({"subject": SERVER, "reference": reference, "check": {}}).reference == spec
     data = {"subject": SERVER, "reference": {"engine": "hf:./m"}, "compare": {}}
     assert contract_of(data).sections["compare"].candidates == ("http://localhost:8000",)
     assert contract_of(data, server="http://other:1").sections["compare"].candidates == ("http://other:1",)
@@ -124,6 +126,7 @@ def test_the_pack_is_an_engine_and_the_server_the_candidate() -> None:
         ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"reference": "hf:b"}}, "the gate gives it"),
         ({"subject": SERVER, "reference": {"engine": "hf:a", "pack": "b"}, "compare": {}}, "an engine and a pack"),
         ({"subject": SERVER, "reference": {"engine": "hf:a"}, "compare": {"margin_ppl": "5%"}}, "must satisfy"),
+        ({"subject": SERVER, "reference": {"engine": "hf:a", "key": "k"}, "compare": {}}, "belong to a pack"),
         ({"subject": SERVER, "identity": {}}, "[identity] needs a reference"),
         ({"subject": SERVER, "determinism": {"samples": 3}}, "[determinism] takes no keys, and has samples"),
         ({"subject": SERVER, "check": {"identity": "x.json"}}, "[check]: identity: it has no place"),
@@ -150,6 +153,17 @@ def test_a_file_that_is_no_contract_is_refused(tmp_path: Path, content: bytes, s
     path.write_bytes(content)
     with pytest.raises(UsageError, match=said):
         read_contract(path)
+
+
+def test_a_pack_that_is_none_is_one_line(tmp_path: Path) -> None:
+    for content in (None, b"", b"\0" * 64):
+        pack = tmp_path / "a.pack"
+        if content is not None:
+            pack.write_bytes(content)
+        with pytest.raises(AssayError) as caught:
+            contract_of({"subject": SERVER, "reference": {"pack": str(pack)}, "compare": {}})
+        assert "a.pack" in caught.value.message
+        assert "\n" not in caught.value.message
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:

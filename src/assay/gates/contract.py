@@ -53,6 +53,8 @@ class Against(Options):
 
     engine: str | None = option(None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'.")
     pack: Path | None = option(None, "Reference pack: a file of `assay reference pack`.")
+    key: Path | None = option(None, "File with the secret key that signed the pack.")
+    head: Path | None = option(None, "Checkpoint that has the pack's output head; default: the candidate's.")
     identity: Path | None = option(
         None, "What `[identity]` holds the server against: a file of `assay check --identity-out`."
     )
@@ -160,7 +162,11 @@ class Contract:
     @property
     def reference(self) -> str | None:
         """The engine that the subject is compared with."""
-        return f"pack:{self.against.pack}" if self.against.pack else self.against.engine
+        against = self.against
+        if against.pack is None:
+            return against.engine
+        more = [f"{name}={value}" for name in ("head", "key") if (value := getattr(against, name))]
+        return f"pack:{against.pack}" + (f"?{'&'.join(more)}" if more else "")
 
     def limits(self, section: str) -> dict[str, float]:
         """The limits that a section sets, by name."""
@@ -207,6 +213,8 @@ def contract_of(
     against = Against.of(data.get("reference", {}), f"{where} [reference]")
     if against.engine and against.pack:
         raise _refused(f"{where} [reference] names an engine and a pack", "leave one of them out")
+    if (against.key or against.head) and not against.pack:
+        raise _refused(f"{where} [reference]: key and head belong to a pack", "name it: pack = FILE")
     asked = [section for name, section in SECTIONS.items() if name in data]
     if not asked:
         raise _refused(
