@@ -282,7 +282,7 @@ class Canary:
         left = [i for i in range(count) if (kind, i) not in self._round] or list(range(count))
         fresh = [i for i in left if asked[i] < LEARN]
         known = [i for i in left if asked[i] >= LEARN]
-        index = fresh[0] if fresh and (self._turn % 2 or not known) else min(known, key=last.__getitem__)
+        index = fresh[0] if fresh and (sum(asked) % 2 or not known) else min(known, key=last.__getitem__)
         asked[index] += 1
         last[index] = self._turn
         self._round.add((kind, index))
