@@ -62,7 +62,7 @@ def by_confidence(seen: Sequence[WindowObservation]) -> list[Bin]:
 
 
 def by_class(seen: Sequence[WindowObservation], class_of: Callable[[int], str]) -> list[Bin]:
-    """By the kind of token that came; `class_of` names it from the id."""
+    """By the kind of target token; `class_of` names it from the id."""
     ids = np.unique(np.concatenate([w.tokens for w in seen]))
     classes = {int(i): class_of(int(i)) for i in ids}
     names = sorted(set(classes.values()))

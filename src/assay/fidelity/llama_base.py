@@ -71,7 +71,7 @@ class BaseFile:
     def rows(self, windows: Sequence[Window]) -> Iterator[LogitRows]:
         """The rows of the given windows, one window in memory at a time.
 
-        Raised entries are −∞, one bucket of the rest, but for the token that came: its log-probability is then an upper
+        Raised entries are −∞, one bucket of the rest, but for the target token: its log-probability is then an upper
         bound.
         """
         import torch

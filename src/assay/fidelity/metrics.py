@@ -1,6 +1,6 @@
 """How far one distribution is from another at every scored token: pure functions of two rows of logits.
 
-With p the reference's distribution and q the candidate's, x the token that came:
+With p the reference's distribution and q the candidate's, x the target token:
 
     NLL = −log p(x),   KL(p‖q) = Σ_v p(v) (log p(v) − log q(v)),   reverse KL = KL(q‖p),   TV = ½ Σ_v |p(v) − q(v)|,
 
@@ -51,7 +51,7 @@ class RowStatistics:
     """Statistics of n scored tokens, each a tensor [n]; not-a-number where either side's logits are not finite.
 
     `nll_ref`, `nll_cand`, `kl`, `kl_rev` in nats (float64), `top1` whether both sides have the same likeliest token
-    (the lower id wins a tie), `p_ref` and `p_cand` the probability of the token that came, `conf` the reference's
+    (the lower id wins a tie), `p_ref` and `p_cand` the probability of the target token, `conf` the reference's
     largest probability, `tv` the total variation, `beyond` whether the likeliest token differs beyond rounding.
     """
 
