@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,14 @@ def test_any_text_is_a_contract_or_one_clear_line(
     with pytest.raises(UsageError) as caught:
         read_contract(path)
     assert "\n" not in caught.value.message
+
+
+def test_the_contracts_that_are_shown_can_be_read() -> None:
+    shown = re.findall(r"^```toml\n(.*?)^```", DOCS.read_text(encoding="utf-8"), re.M | re.S)
+    shown.append((DOCS.parents[1] / "examples" / "gated-model" / "assay.toml").read_text(encoding="utf-8"))
+    assert len(shown) == 2
+    for text in shown:
+        assert contract_of(tomllib.loads(text)).sections
 
 
 def test_the_page_shows_every_key_as_it_is_declared() -> None:
