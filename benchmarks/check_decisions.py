@@ -20,11 +20,12 @@ import random
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from assay.coherence.check import DECIDED_BY_TEXTS
+from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.diagnosis import judge
 from assay.coherence.grading import grade
 from assay.coherence.passages import passages, score_alone, score_in_context
@@ -41,6 +42,8 @@ from assay.verdict import Verdict
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "check_decisions.json"
 SCORES = HERE / "results" / "check_scores.json"
+MODELS = HERE / "results" / "check_models_texts.jsonl.gz"
+"""Texts of checks of real servers (benchmarks/check_models.py)."""
 CONTEXT = 2016
 ROUNDING = 0.0026
 """Spread over texts of the bits per byte that ten whole servers lost: intervals of ±0.0012 over 20 scores."""
@@ -56,16 +59,26 @@ def pools() -> dict[str, dict[str, list[Sample]]]:
     with gzip.open(HERE / "corpus" / "outputs.jsonl.gz", "rt", encoding="utf-8") as lines:
         for line in lines:
             row = json.loads(line)
-            result = grade(row["text"], finish_reason=row["finish_reason"])
-            heat = row["sampling"]["temperature"]
-            sample = Sample(
-                label=result.label.value, kind=result.kind, onset_char=result.onset_char,
-                finish_reason=row["finish_reason"], completion_tokens=row["completion_tokens"],
-                text_head=row["text"][:200], text_chars=len(row["text"]), coherent_chars=result.coherent_chars,
-                temperature=heat, seed=row["sampling"]["seed"],
-            )  # fmt: skip
-            found[row["source"]]["sampled" if heat else "greedy"].append(sample)
+            put(found[row["source"]], row, row["sampling"]["temperature"])
+    if MODELS.exists():
+        with gzip.open(MODELS, "rt", encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                if row["way"] == "alone" and row["probe"] != "speed" and row["kv_cache_dtype"] == "auto":
+                    put(found[f"healthy {row['model']}, served by vLLM"], row, row["temperature"])
     return {name: pool for name, pool in found.items() if pool["sampled"]}
+
+
+def put(pool: dict[str, list[Sample]], row: dict[str, Any], heat: float) -> None:
+    """Grade one kept text into a pool."""
+    text = row["text"]
+    result, said = grade(text, finish_reason=row["finish_reason"]), stutter_counts(text)
+    sample = Sample(
+        label=result.label.value, kind=result.kind, onset_char=result.onset_char,
+        finish_reason=row["finish_reason"], completion_tokens=row.get("completion_tokens") or len(text) // 4,
+        text_head=text[:200], text_chars=len(text), coherent_chars=result.coherent_chars,
+        temperature=heat, seed=0, words=said.words, stutters=said.total,
+    )  # fmt: skip
+    pool["sampled" if heat else "greedy"].append(sample)
 
 
 def texts(rng: random.Random, pool: dict[str, list[Sample]], sampled: int, greedy: int) -> list[Sample]:
@@ -103,7 +116,11 @@ def scores(rng: random.Random, kept: list[list[Any]], spread: float) -> tuple[Pa
 
 def record(drawn: Sequence[Sample], passages: tuple[PassageScore, ...]) -> CheckRecord:
     """A record of these texts, dealt to the probes."""
-    probes = tuple(ProbeResult(n, n, tuple(drawn[i :: len(PROBES)])) for i, n in enumerate(PROBES))
+    # A text may be drawn for several questions; that these got the same answer says nothing of a server here.
+    probes = tuple(
+        ProbeResult(n, n, tuple(replace(s, text_head=f"{n} {s.text_head}") for s in drawn[i :: len(PROBES)]))
+        for i, n in enumerate(PROBES)
+    )
     return CheckRecord(probes=probes, passages=passages)
 
 

@@ -437,3 +437,43 @@ def test_any_json_is_taken_without_an_error(values: list[Any], stream: bool, cut
     written = sse(*values) if stream else lines(*values)
     found = unpack(written[: len(written) - cut] if cut < len(written) else written)
     assert found is None or found.answers or found.reason or found.api
+
+
+def token(number: int, text: str) -> dict[str, Any]:
+    return {"index": number, "token": {"text": text, "special": False}, "generated_text": None}
+
+
+def test_streams_of_tgi_are_told_apart_by_their_numbers() -> None:
+    pairs = [t for i, word in enumerate(WORDS) for t in (token(i + 1, word), token(i + 1, word.upper()))]
+    cut = unpack(sse(*pairs, done=False))
+    assert cut is not None and cut.reason == "interleaved_streams"
+    ends = [{**token(9, ""), "generated_text": text} for text in (GOOD, FLOOD)]
+    whole = unpack(sse(*pairs, *ends, done=False))
+    assert whole is not None and ["".join(a.content) for a in whole.answers] == [GOOD, FLOOD]
+    both = unpack(sse(*(token(i + 1, w) for _ in range(2) for i, w in enumerate(WORDS)), done=False))
+    assert both is not None and both.reason is None and len(both.answers) == 2
+
+
+def test_events_out_of_order_are_said_or_sorted() -> None:
+    events = chat_stream(GOOD)
+    found = unpack(sse(events[0], events[-1], *events[1:-1]))
+    assert found is not None and found.partial and "out of order" in found.notes[0]
+    numbered = [{**e, "sequence_number": i} for i, e in enumerate(responses_stream(GOOD))]
+    sorted_ = unpack(sse(*numbered[:2], *reversed(numbered[2:]), done=False))
+    assert sorted_ is not None and "".join(sorted_.answers[0].content) == GOOD
+
+
+def test_the_event_in_which_a_stream_breaks_off_counts(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text(sse(*chat_stream(GOOD)[:-1], chunk({"content": "!" * 300}), done=False)[:-12])
+    graded = grade_file(str(path))
+    assert graded.grade.kind == "single_char_flood"
+    assert graded.unpacked is not None and graded.unpacked.partial
+
+
+def test_nuls_within_a_body_are_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    body = json.dumps({"choices": [{"message": {"content": GOOD}, "finish_reason": "stop"}]})
+    path.write_bytes(body.replace("rye", "r\0ye").encode())
+    graded = grade_file(str(path))
+    assert (graded.grade.label, graded.reading.nul_bytes) == ("ok", 1)

@@ -26,6 +26,10 @@ NOTATION = {
     "rnbqkbnr/pppppppp/8/8/4P3/8/PPPP1PPP/RNBQKBNR b KQkq e3 0 1",
     "tune": "X:7\nT:Lullaby\nM:6/8\nK:G\nD | G2A B2c | d2B G2B | A2F D2F | G3-G2D | G2A B2c | d2B G2B | c2A F2A | G3-G2 :|\n"
     "d | g2f e2d | c2B A2G | F2G A2B | c3-c2d | g2f e2d | c2B A2G | B2G F2A | G3-G2 |]",
+    "tune with graces": "X:1\nT:A reel\nM:4/4\nK:Emin\n|:D2|EB{c}BA B2 EB|~B2 AB dBAG|FDAD BDAD|FDAD dAFD|\n"
+    "EBBA B2 EB|B2 AB defg|afe^c dBAF|DEFD E2:|\n|:gf|eB B2 efge|eB B2 gedB|A2 FA DAFA|A2 FA defg|",
+    "proof": "theorem add_comm (a b : ℕ) : a + b = b + a := by\n  induction a with\n  | zero => simp\n"
+    "  | succ n ih => rw [Nat.succ_add, ih, Nat.add_succ]",
     "molecules": "CC(C)NCC(O)COC1=CC=C(C=C1)CC(=O)N\nCN1CCC[C@H]1C2=CN=CC=C2\nO=C(O)C[C@H](N)C(=O)O\nClC1=CC=C(C=C1)C(=O)N2CCOCC2\n"
     "CC1(C)SC2C(NC(=O)Cc3ccccc3)C(=O)N2C1C(O)=O\nN#CC1=CC=CC=C1\nCCN(CC)CC\nc1ccc2c(c1)ccc3c2cccc3",
     "token": token(27, 90, 32),
@@ -68,3 +72,12 @@ def test_salads_with_digits_and_marks_are_found(seed: int) -> None:
         for _ in range(160)
     ]
     assert grade("".join((" " if rng.random() < 0.4 else "") + p for p in pieces)).label is Label.DEGENERATE
+
+
+def test_the_same_few_codes_again_are_no_list_of_codes() -> None:
+    text = (
+        "The light is more like).\n1011. 1011. 10011. 10011. "
+        + "I0011. I00011. I0011. " * 4
+        + "10011. 10011. I0011. 1"
+    )
+    assert grade(text, finish_reason="length").label is Label.DEGENERATE

@@ -31,9 +31,16 @@ NAMED = [
     "The virtual assistant\nanswers the user\nand calls the model\n",
     "<think>\nA word on rain.\n</think>\n\nIt rains.",
     "The answer is 4.<|im_end|>",
+    "DeepSeek uses <｜begin▁of▁sentence｜>, <｜User｜> and <｜Assistant｜>, and ends with <｜end▁of▁sentence｜>.",
+    "1. `[INST]` begins an instruction.\n2. `[/INST]` ends it.\n\nSo a prompt reads <s>[INST] Hello [/INST] Hi</s>.",
+    "Gemma marks a turn with <start_of_turn>user and ends it with <end_of_turn>.",
+    "Here is a dialogue.\n\nUser: Hi.\nAssistant: Hello.\nUser: Bye.\nAssistant: Goodbye.",
+    "Reporter: How did you begin?\nWriter: I wrote letters.\nReporter: To whom?\nWriter: To my aunt.",
 ]  # fmt: skip
 
 LEAKED = [
+    "Rome is the capital.\nUser: And of Spain?\nAssistant: Madrid.\nUser: And of Peru?\nAssistant: Lima.",
+    'commentary to=functions.get_weather json{"city": "Oslo"}',
     "Paris is the capital.[control_129][control_130] It lies on the Seine.",
     "Paris[control_129] is the capital of France.",
     "Sure.<|im_end|>\n<|im_start|>user\nMore",

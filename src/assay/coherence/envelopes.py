@@ -80,6 +80,8 @@ class Assembly:
     open: int = 0
     overlapping: bool = False
     """A stream without ids began before the last one had ended."""
+    disorder: bool = False
+    """Text came after the event that ended its answer."""
 
     def answer(self, *key: Any) -> Answer:
         """The answer under `key`, begun where there is none."""
@@ -137,6 +139,7 @@ def openai(value: Value, out: Assembly) -> bool:
         if answer.whole and "delta" not in choice and "object" in value:
             answer = out.in_turn(*key)  # another body under the same id
         message = choice.get("message") or choice.get("delta")
+        out.disorder |= answer.whole and _has(message) and bool(message.get("content"))
         _speech(message if isinstance(message, Mapping) else {"content": choice.get("text")}, answer)
         finish(answer, choice.get("finish_reason"))
     return True
@@ -253,7 +256,11 @@ def tgi(value: Value, out: Assembly) -> bool:
     if isinstance(whole, list):  # a pipeline that was given a conversation
         return all(message(said, out) for said in whole if _has(said))
     if isinstance(whole, str):
-        out.answers.pop(("tokens",), None)
+        out.answers.pop(("tokens", str(out.turn)), None)
+        if out.overlapping:  # the last event of each stream tells all of it
+            for key in [key for key in out.answers if key[0] == "tokens"]:
+                del out.answers[key]
+            out.overlapping = False
         for best in [{"generated_text": whole, **details}, *(details.get("best_of_sequences") or ())]:
             answer = out.answer("text", len(out.answers) + 1)
             answer.content.append(_string(best.get("generated_text")))
@@ -262,8 +269,21 @@ def tgi(value: Value, out: Assembly) -> bool:
         return True
     if not _has(token, ("text",)):
         return False
-    out.answer("tokens").content.append("" if token.get("special") else _string(token["text"]))
+    _count_token(value.get("index"), out)
+    out.answer("tokens", out.turn).content.append("" if token.get("special") else _string(token["text"]))
     return True
+
+
+def _count_token(number: Any, out: Assembly) -> None:
+    """Tokens are numbered from 0 or 1 on: a number that does not follow belongs to another stream."""
+    last = out.turns.get(("token",))
+    if not isinstance(number, int):
+        return
+    if last is not None and number != last + 1:
+        begins = number in (0, 1) and number < last
+        out.turn += begins
+        out.overlapping |= number == last or (not begins and (number < last or out.turn > 0))
+    out.turns["token",] = number
 
 
 def llama_cpp(value: Value, out: Assembly) -> bool:
@@ -534,6 +554,9 @@ def unpack_values(parsed: Parsed) -> Unpacked | None:
     """The answers in JSON values, or None if no reader understands any of them."""
     out = Assembly()
     objects = [v for v in _flat(parsed.values, 2) if _has(v)]
+    numbers = [v.get("sequence_number") for v in objects]
+    if parsed.stream and all(isinstance(n, int) for n in numbers) and len(set(numbers)) == len(numbers):
+        objects = sorted(objects, key=lambda v: int(v["sequence_number"]))
     unknown = [value for value in objects if not _read(value, out)]
     if unknown and not (out.answers or out.errors) and _records(unknown, out, parsed.stream):
         unknown = []
@@ -556,6 +579,8 @@ def _finished(out: Assembly, parsed: Parsed, objects: int, unknown: int) -> Unpa
     if out.overlapping and out.open <= 0:
         notes.append("two streams are interleaved, and their events carry no id that tells them apart")
         return Unpacked(api, notes=notes, reason="interleaved_streams")
+    if out.disorder:
+        notes.append("events stand out of order: text follows the end of its answer")
     if unknown:
         notes.append(f"{unknown} of {objects} JSON values are of no form that is known here")
     if parsed.lost:
@@ -565,7 +590,7 @@ def _finished(out: Assembly, parsed: Parsed, objects: int, unknown: int) -> Unpa
     cut = bool(open_ended) and (streamed or parsed.breaks_off or out.open > 0)
     if cut:
         notes.append("it breaks off before its end")
-    partial = bool(cut or unknown or parsed.lost or out.errors)
+    partial = bool(cut or unknown or parsed.lost or out.errors or out.disorder)
     if all(answer.blank for answer in answers) and (out.errors or (cut and answers)):
         return Unpacked(api, notes=notes, reason="error_body" if out.errors else "stream_cut")
     if not answers and api == "message":

@@ -27,6 +27,9 @@ FIFO_WAIT_S = 10.0
 _ALLOWED_INVALID = 0.1
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _HOLE = re.compile(rb"\A\0+|\0{16,}|\0+\Z")
+_INNER_NUL = re.compile(
+    rb"(?<=[^}\]\n\0])\0{1,3}(?=[^{\[\n\0])"
+)  # elsewhere one may stand between two values
 _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x7f]")
 LEAST_BESIDE_HOLES = 16
 
@@ -59,7 +62,7 @@ def decode(data: bytes, path: str, *, truncated: bool = False) -> Reading:
     data = data[len(bom) :]
     holes = 0
     if encoding == "utf-8" and 0 in data:
-        whole = _HOLE.sub(b"", data)
+        whole = _INNER_NUL.sub(b"", _HOLE.sub(b"", data))
         holes = len(data) - len(whole)
         if holes and (len(whole) < LEAST_BESIDE_HOLES or _CONTROL.search(whole)):
             raise unreadable(path, "a binary file, not text")
@@ -284,8 +287,12 @@ def _events(body: str, parsed: Parsed) -> Iterator[Any]:
             pending.append(payload)
             if len(pending) > MOST_SPREAD:
                 parsed.lost, pending = parsed.lost + len(pending), []
-    parsed.lost += bool(pending)
-    parsed.breaks_off = bool(pending)
+    if pending:
+        parsed.breaks_off = True
+        value = _closed("\n".join(pending))
+        parsed.lost += value is None
+        if value is not None:
+            yield value
 
 
 def _values(body: str, parsed: Parsed) -> Iterator[Any]:

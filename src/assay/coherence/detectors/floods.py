@@ -72,7 +72,8 @@ def _character_flood(view: TextView) -> Detection | None:
         limit = run_limit(char)
         if end == len(text) and view.ending is Ending.CUT and char.isalpha() and char != "A":
             limit = min(limit, CUT_LETTERS)
-        whole = length >= 0.9 * short and length >= (24 if char in _RULES else 8) and not char.isalnum()
+        least = 24 if char in _RULES else 16 if char.isalpha() else 8
+        whole = length >= 0.9 * short and length >= least and not char.isdigit()
         if (length >= limit and not _drawn(view, start, end, limit)) or whole:
             kind = "asterisk_attractor" if char == "*" else "single_char_flood"
             return Detection(

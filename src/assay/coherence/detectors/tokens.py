@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import pairwise
 
 from assay.coherence.text import Detection, Spans, TextView
 
@@ -42,12 +43,16 @@ _NOUN_BEFORE = re.compile(
     r"(?:(?:[^\W_]|[,;:–—-]|``)[ \t]+(?:and |or )?|[(/|=\u3000-\u9fff][ \t]*|^[ \t]*(?:(?:[-*•|>]|\d+[.)])[ \t]*)?)\Z"
 )
 _NOUN_AFTER = re.compile(
-    r"[ \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|[ \t]*\|[ \t]"
+    r"(?:user|assistant|system|model)?[ \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|[ \t]*\|[ \t]"
 )
+_LISTED = re.compile(
+    rf"(?:{_SPECIAL.pattern})(?:, (?:and |or )?| (?:and|or|und|et|y|i|&) )(?:{_SPECIAL.pattern})"
+)
+"""Tokens in an enumeration are the subject by themselves."""
 _ENDS_LINE = re.compile(r"[ \t]*(?:\n|\Z)")
 _ANNOUNCED = re.compile(r"(?:[:=|(]|\b(?:is|are|by|token|called|with|or|and|ist|est|es))[ \t]*\Z")
 _SUBJECT = re.compile(
-    r"token|vocab|template|marker|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"
+    r"token|vocab|template|marker|marks?\b(?: |ed)|delimiter|placeholder|separator|padding|tag\b|tags\b|special|reserved|embedding|BERT|EOS|BOS"
     r"|chatml|prompt|harmony|jeton|marcador|marqueur|токен|词元|标记|令牌|トークン|토큰",
     re.IGNORECASE,
 )
@@ -64,7 +69,7 @@ _INTRODUCED = re.compile(r"^([^\n]{1,400}):[ \t]*\n+([<\[][^\n]+(?:\n[^\n]+)*)",
 _HARMONY = re.compile(
     r"\A\s*analysis(?=(?:We|The|User|I|Need|Okay|So|This|Let|It|They|Just|Simple|Question|You|He|There)\b)"
     r"|(?<=[^\s`\"'(_/-])assistant(?:final|analysis|commentary)|^assistant(?:final|commentary)(?=\S)"
-    r"|(?:assistant|commentary)\s*to=functions\.\w+",
+    r"|(?:assistant|commentary|analysis)\s*to=(?:functions|python|browser|container)\b",
     re.MULTILINE,
 )
 _GLUED_ROLE = re.compile(r"(?<=[.!?)\]}\"'`…。！？])(?:assistant|user|model)[ \t]*\n")
@@ -96,7 +101,13 @@ def _leak(view: TextView) -> Detection | None:
         return tag
     marks = [m for m in marks if not _PLAIN.fullmatch(m.group())]
     often = Counter(m.group() for m in marks)
-    leaks = [m for m in marks if often[m.group()] > OFTEN or not _named(text, m)]
+    spoken = {m.group() for m in _SPECIAL.finditer(text) if m.start() in quoted or _named(text, m)}
+    leaks = [
+        m
+        for m in marks
+        if often[m.group()] > OFTEN
+        or not (_named(text, m) or (m.group() in spoken and _in_sentence(text, m)))
+    ]
     turns = [m for m in leaks if _TURN.search(m.group())]
     if turns:
         return _found("template_leak", turns)
@@ -119,7 +130,14 @@ def _named(text: str, mark: re.Match[str]) -> bool:
     if not announced and not (_NOUN_BEFORE.search(before) and _NOUN_AFTER.match(text, mark.end())):
         return False
     around = text[max(0, mark.start() - ABOUT) : mark.start()] + text[mark.end() : mark.end() + ABOUT]
-    return _SUBJECT.search(_SPECIAL.sub("", around)) is not None
+    listed = _LISTED.search(text, max(0, mark.start() - ABOUT), mark.end() + ABOUT)
+    return listed is not None or _SUBJECT.search(_SPECIAL.sub("", around)) is not None
+
+
+def _in_sentence(text: str, mark: re.Match[str]) -> bool:
+    """Whether words stand before the token on its line: there a token that the text has named is shown in its place."""
+    line = _SPECIAL.sub("", text[text.rfind("\n", 0, mark.start()) + 1 : mark.start()])
+    return len(re.findall(r"\w+", line)) >= 2
 
 
 def _quoted(view: TextView) -> Spans:
@@ -154,8 +172,12 @@ def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None
 def _roles(view: TextView) -> Detection | None:
     """Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, lines of roles alone."""
     text = view.text
-    if "assistant" not in text and "analysis" not in text and "user" not in text:
+    if not any(
+        word in text for word in ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:")
+    ):
         return None
+    if turns := _labelled_turns(view):
+        return _found("template_leak", turns)
     marks, lines = [*_HARMONY.finditer(text), *_GLUED_ROLE.finditer(text)], list(_ROLE_LINE.finditer(text))
     if not marks and len(lines) < MIN_ROLE_LINES:
         return None
@@ -169,6 +191,28 @@ def _roles(view: TextView) -> Detection | None:
     if len(turns) >= MIN_ROLE_LINES and {"user"} < {m.group(1) for m in turns}:
         return _found("template_leak", turns)
     return None
+
+
+_LABEL = re.compile(r"^(?:### ?)?(?:(User|Human|USER)|(Assistant|AI|ASSISTANT|Bot)): ?(?=\S)", re.MULTILINE)
+_DIALOGUE = re.compile(
+    r"dialog|convers|transcript|interview|example|script|chat|scene|exchange|role|prompt|log\b|sample",
+    re.IGNORECASE,
+)
+
+
+def _labelled_turns(view: TextView) -> list[re.Match[str]]:
+    """`User: …` and `Assistant: …` in turns after an answer that is none of them, and that announces no dialogue."""
+    marks = list(_LABEL.finditer(view.text))
+    if (
+        len(marks) < MIN_ROLE_LINES
+        or not marks[0].group(1)
+        or any(bool(a.group(1)) == bool(b.group(1)) for a, b in pairwise(marks))
+    ):
+        return []
+    before = view.text[: marks[0].start()].rstrip()
+    if not before or before[-1] not in ".!?)\"'”" or _DIALOGUE.search(before[-2 * ABOUT :]):
+        return []
+    return [] if marks[0].start() in _quoted(view) else marks
 
 
 def _in_code(view: TextView, mark: re.Match[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -239,7 +239,7 @@ PIECES = {
     "cube turns": r"[RLUDFBMESrludfbxyz]w?[2']{0,2}|\([RLUDFB][2']?|[RLUDFB][2']?\)\d?",
     "chords": r"[A-G][#b♯♭]?(?:m|maj|min|dim|aug|sus|add|M|°|ø)?\d{0,2}(?:sus\d|add\d|b5|#5)?(?:/[A-G][#b]?)?|%|\[?[A-Z][a-z]+\]?:",
     "note names": r"[a-gr](?:is|es|s)?[',]*\d*\.{0,2}[~()]?|\\[a-z]+|[A-G][#b]?\d",
-    "tune": r"[|:\[\]]*+[({]?\d?+(?:[_^=]*+[A-Ga-gzx][,']*+\d*+(?:/\d*+)?[<>-]?[)\]}]?)++[|:\]]*+|\|[:|\]\d]*|:\|:?",
+    "tune": r"[|:\[\]]*+[({]?\d?+(?:(?:\{[A-Ga-g,']{1,8}\}|[~.])?[_^=]*+[A-Ga-gzx][,']*+\d*+(?:/\d*+)?[<>-]?[)\]}]?)++(?:[|:\]]+(?=\s|\Z))?|\|[:|\]\d]*|:\|:?",
     "stitches": r"\*?(?:k|p|sl|inc|dec|ch|sc|dc|tr|hdc|yo|ssk|psso|m1[lr]?|st)s?\d*(?:tog)?(?:\(\d+\))?[*:.]?",
     "machine code": rf"[GMTN]\d+(?:\.\d)?|[XYZEFSIJKRPABC]{_NUMBER}",
     "cards": r"(?:[2-9TJQKA]|10)[shdcSHDC♠♥♦♣]",
@@ -272,7 +272,8 @@ WHOLE = {
     "pattern": r"(?<!\S)(?=\S{0,80}(?:\(\?[:=!<]|\[\^?(?:a-z|A-Z|0-9)|\\[dwsbDWSB][+*?{\])]|\{\d+,\d*\}))\S+",
     "formula": r"\\begin\{(?:align|equation|gather|cases|array|[pbv]?matrix)\*?\}[^\0]{0,2000}?\\end\{\w+\*?\}|\$\$[^$]{1,800}\$\$"
     r"|\\\[[^\0]{1,800}?\\\]",
-    "special tokens": r"<\|[^|\n]{1,40}\|>",
+    "special tokens": r"<\|[^|\n]{1,40}\|>|<｜[^｜\n]{1,40}｜>|<(?:start|end)_of_\w+>|<\|?\w{2,20}\|?>|</?s>|\[/?INST\]",
+    "proof": r"^(?:theorem|lemma|Theorem|Lemma)\b[^\n]*(?:\n(?:[ \t|·][^\n]*|Proof\.|Qed\.))*",
     "symbols": r"(?<![^\W\d_])[\u0370-\u03ff\u2100-\u214f\u2190-\u22ff][₀-₉⁰-⁹]*(?![^\W\d_])",
     "gloss": r"[(（][^()（）\x00-\u024f]{1,24}[)）]",
 }
@@ -289,6 +290,8 @@ _BLOCK = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
 _CODE = re.compile(r"(?<!\S)(?=\S{0,40}\d)[^\s|,;]{2,40}(?=[\s|,;]|\Z)")
 LEAST_CODES, SHAPES = 10, 0.3
 """Pieces with digits in a row, and how many shapes there may be for each of them, unless all are of one length."""
+DISTINCT, LONG = 0.5, 4
+"""Of pieces so long on average so many are different in a list of codes: the same few again are a loop."""
 LEAST_LENGTH = 5
 _SHAPE = str.maketrans(
     {
@@ -301,7 +304,9 @@ _SHAPE = str.maketrans(
 
 def notation_spans(text: str) -> Iterator[tuple[int, int]]:
     """Spans of notation, in no order; some overlap."""
-    yield from (m.span() for m in _ROWS.finditer(text) if _is_no_sentence(m.group()))
+    for match in _ROWS.finditer(text):
+        if _is_no_sentence(match.group()) and not _same_again(match.group().split()):
+            yield match.span()
     yield from (m.span() for m in _WHOLE.finditer(text))
     yield from _like_shapes(text)
 
@@ -322,6 +327,10 @@ def _is_no_sentence(piece: str) -> bool:
     )
 
 
+def _same_again(pieces: Sequence[str]) -> bool:
+    return len(set(pieces)) < DISTINCT * len(pieces) and sum(map(len, pieces)) >= LONG * len(pieces)
+
+
 def _like_shapes(text: str) -> Iterator[tuple[int, int]]:
     row: list[re.Match[str]] = []
     for match in _CODE.finditer(text):
@@ -336,6 +345,8 @@ def _like_shapes(text: str) -> Iterator[tuple[int, int]]:
 def _row(row: list[re.Match[str]]) -> Iterator[tuple[int, int]]:
     pieces = [m.group() for m in row]
     if len(row) < LEAST_CODES or sum(any(map(str.isalpha, p)) for p in pieces) < len(row) / 2:
+        return
+    if _same_again(pieces):
         return
     lengths = Counter(map(len, pieces))
     shapes = {p.translate(_SHAPE) for p in pieces}
