@@ -14,6 +14,7 @@ from synthetic import configurations, observed, sums
 
 from assay.engines.scoring import Engagement
 from assay.errors import AssayError
+from assay.fidelity.budget import Budget
 from assay.lab.gap import gap as run
 from assay.lab.gap.buckets import decompose, effect
 from assay.lab.gap.outcome import CodecGap, Floors, Outcome, check_step, check_sum, closed, closed_nll
@@ -224,6 +225,7 @@ class Scripted:
     def __init__(self, plan: GapPlan, last: int, failure: BaseException) -> None:
         self.plan, self.left, self.failure = plan, last, failure
         self.facts: dict[str, Any] = {}
+        self.budget = Budget()
         self.measured: dict[str, Measured] = {}
         self.windows = {"main": [0] * 12, "fresh": []}
         self.text = {"windows_available": 99}
@@ -233,6 +235,9 @@ class Scripted:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def affords(self, *_: object) -> bool:
+        return True
 
     def anchor(self, *_: object) -> None:
         pass

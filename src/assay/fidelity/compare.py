@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -18,25 +19,38 @@ from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, token_class, worst_tokens
+from assay.fidelity.budget import Budget
 from assay.fidelity.control import control_findings, control_metrics, controlled
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.margins import all_pairs, margin_tests
-from assay.fidelity.plan import Plan, fingerprint, label_of, printable
+from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference
 from assay.fidelity.report import blocks, headline
-from assay.fidelity.result import CandidateResult, Summary, findings_of, power_of, summarise, verdict_of
+from assay.fidelity.result import (
+    CandidateResult,
+    Summary,
+    findings_of,
+    is_certain,
+    margins_of,
+    power_of,
+    summarise,
+    verdict_of,
+)
 from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, require
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import Kept, RunLock, cache_dir, write_atomically
 from assay.stats.bootstrap import Resampling
-from assay.stats.equivalence import MIN_PILOT, Margins, confidence_of_look
+from assay.stats.equivalence import MIN_PILOT, confidence_of_look
 from assay.verdict import Finding, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]
 """Told one line of text that a person may want to read while the run goes on."""
 Decode = Callable[[Sequence[int]], str]
+
+FIRST_LOOK = 16
+"""Windows after which the verdict is looked at for the first time, then after twice as many, and so on."""
 
 
 def run_compare(
@@ -54,6 +68,7 @@ def run_compare(
     """
     for spec in plan.sides:
         check_spec(spec, ScoringPath(plan.path))
+    budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / plan_key(plan))
         servers = _servers(plan)
@@ -62,11 +77,20 @@ def run_compare(
         interrupted = False
         reference = None
         try:
-            reference = open_reference(plan, folder, progress)
-            for spec in plan.sides:
+            reference = open_reference(plan, folder, progress, budget)
+            plan = reference.plan or plan
+            for number, spec in enumerate(plan.sides):
+                label = label_of(spec, plan.sides)
+                share = budget.left() / (len(plan.sides) - number)
+                if share <= 0:
+                    budget.leave_out(label, f"anything about {label}")
+                    continue
                 try:
-                    engine = servers.pop(spec, None) or open_candidate(spec)
-                    result, cut = _candidate(plan, reference, spec, engine, folder, progress, say)
+                    with budget.stage(label):
+                        engine = servers.pop(spec, None) or open_candidate(spec)
+                        result, cut = _candidate(
+                            plan, reference, spec, engine, folder, progress, say, budget, share
+                        )
                 except AssayError as error:
                     if len(plan.candidates) == 1:
                         raise
@@ -78,13 +102,32 @@ def run_compare(
                 if cut:
                     interrupted = True
                     break
+            if not interrupted and results:
+                results = _with_floors(results, reference, budget)
         finally:
             for opened in (reference, *servers.values()):
                 if opened:
                     opened.close()
-        if not (interrupted or plan.keep or failed):
+        if not (
+            interrupted or plan.keep or failed or any("passages" in i["unknown"] for i in budget.left_out)
+        ):
             shutil.rmtree(folder, ignore_errors=True)
-    return report(plan, reference, results, failed, interrupted=interrupted)
+    return report(plan, reference, results, failed, interrupted=interrupted, budget=budget)
+
+
+def _with_floors(
+    results: Sequence[CandidateResult], reference: Reference, budget: Budget
+) -> list[CandidateResult]:
+    """The results with the floors, where these were left for later and there is time for them."""
+    if reference.floors_later is None:
+        return list(results)
+    seconds, measure = reference.floors_later
+    if seconds > budget.left():
+        budget.leave_out("the floors", "whether a small KL is more than rounding would give")
+        return list(results)
+    with budget.stage("floors"):
+        floors = measure()
+    return [replace(result, floors=floors) for result in results]
 
 
 def _not_compared(error: AssayError, label: str) -> Finding:
@@ -154,10 +197,15 @@ def report(
     failed: Sequence[Finding] = (),
     *,
     interrupted: bool,
+    budget: Budget | None = None,
 ) -> Report:
     """The report of what was measured, and of the candidates that could not be compared (`failed`)."""
+    budget = budget or Budget()
+    missing = len(results) + len(failed) < len(plan.sides)
     results, against = controlled(results, plan)
     findings = [*failed, *(f for r in results for f in findings_of(r, plan.allow_marginal))]
+    findings += budget.findings()
+    findings += certain_findings(results, len(reference.windows))
     findings += control_findings([*against.values()])
     if interrupted:
         findings.append(
@@ -168,6 +216,8 @@ def report(
             )
         )
     verdicts = [verdict_of(r, plan.allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
+    if missing:
+        verdicts.append(Verdict.INCONCLUSIVE)
     verdicts += [found.verdict for found in against.values()]
     verdict = worst(verdicts or [Verdict.INCONCLUSIVE])
     tests = margin_tests([r.summary for r in results], plan)
@@ -189,11 +239,12 @@ def report(
         "chars_per_token": text.get("characters_per_token"),
         "plan_sha256": plan.sha256,
         "seed": plan.seed,
+        **budget.results(),
+        "candidates": bodies,
+        "pairs": [pair.to_json() for pair in pairs],
     }
-    if len(plan.candidates) == 1 and bodies:
-        body: dict[str, Any] = bodies[0]
-    else:
-        body = {"candidates": bodies, "pairs": [pair.to_json() for pair in pairs]}
+    # Of one candidate its figures stand at the top as well.
+    body = bodies[0] if len(plan.candidates) == 1 and bodies else {}
     return Report(
         command="compare",
         verdict=verdict,
@@ -214,6 +265,16 @@ def report(
         blocks=blocks(results, plan, tests, pairs) if results else (),
         interrupted=interrupted,
     )
+
+
+def certain_findings(results: Sequence[CandidateResult], windows: int) -> list[Finding]:
+    """Of which results further windows would not have changed the verdict."""
+    title = "{}: the verdict was certain after {} of {} passages; --all scores all"
+    return [
+        Finding("fidelity.certain", Severity.INFO, title.format(r.label, r.summary.windows, windows))
+        for r in results
+        if r.certain
+    ]
 
 
 LEAST_CHARACTERS, MOST_PERPLEXITY = 2.0, 300.0
@@ -269,12 +330,28 @@ def _candidate(
     folder: Path,
     progress: Progress,
     say: Say,
+    budget: Budget,
+    share: float,
 ) -> tuple[CandidateResult | None, bool]:
-    """One candidate, which is closed then, and whether the run was interrupted in the middle of it."""
+    """One candidate, which is closed then, and whether the run was interrupted in the middle of it.
+
+    `share` are the seconds that it may take. It ends early once its verdict is certain (`--all`: never).
+    """
     label = label_of(spec, plan.sides)
-    looks = Looks(plan, spec, len(reference.windows))
     seen: list[WindowObservation] = []
-    cut = False
+    margins = margins_of(plan)
+    cut = certain = False
+    began, look, total = time.monotonic(), FIRST_LOOK, len(reference.windows)
+
+    def left() -> float:
+        return began + share - time.monotonic()
+
+    def enough() -> bool:
+        nonlocal certain, look
+        if not (plan.all or plan.control) and look <= len(seen) < total:
+            look = 2 * len(seen)
+            certain = is_certain(seen, margins, reference.blocks(len(seen)))
+        return certain or left() <= 0
 
     def on_window(found: WindowObservation) -> None:
         seen.append(found)
@@ -305,11 +382,21 @@ def _candidate(
                     kept=Kept(kept),
                     on_window=on_window,
                     advance=advance,
+                    enough=enough,
+                    left=left,
                 )
             except KeyboardInterrupt:
                 cut = True
+        if not cut and not certain and len(seen) < total:
+            budget.leave_out(
+                f"{total - len(seen)} of {total} passages of {label}",
+                "differences that fewer passages cannot resolve",
+            )
         if not seen:
             return None, cut
+        looks, blocks = Looks(plan, spec, len(seen)), reference.blocks(len(seen))
+        if cut:  # batches that were kept may lie anywhere
+            blocks = reference.blocks(total)
         same = reference.is_same(spec, facts)
         took_part = engaged(
             seen,
@@ -329,13 +416,13 @@ def _candidate(
             label,
             took_part,
             {**facts, **engine.describe()},
-            blocks=reference.blocks,
+            blocks=blocks,
             confidence=confidence_of_look(looks.number),
             self_test=same,
         )
         if not cut:
             looks.record(result.summary)
-        result = replace(result, power=power_of(seen, plan, len(reference.windows)))
+        result = replace(result, power=power_of(seen, plan, len(seen)), certain=certain)
         if plan.greedy and not cut:
             continued = continue_greedily(engine, reference.windows, plan.greedy, kept / "greedy.json")
             texts = (lambda token: decode([token])) if decode else str
@@ -387,18 +474,10 @@ def assess(
             finding_id="fidelity.nonfinite",
             remedy="look for NaN in the checkpoint (assay verify --values) or score in a wider type (?dtype=float32)",
         )
-    margins = Margins(
-        100 * plan.margin_ppl,
-        100 * plan.marginal_ppl,
-        100 * plan.margin_top1,
-        100 * plan.marginal_top1,
-        plan.margin_kl,
-        plan.marginal_kl,
-    )
     return CandidateResult(
         label=label,
         summary=summarise(
-            seen, margins, Resampling(plan.draws, plan.seed), blocks=blocks, confidence=confidence
+            seen, margins_of(plan), Resampling(plan.draws, plan.seed), blocks=blocks, confidence=confidence
         ),
         engaged=took_part,
         seen=seen,

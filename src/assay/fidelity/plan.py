@@ -273,7 +273,37 @@ class MarginOptions(Options):
 
 
 @dataclass(frozen=True)
-class Plan(MarginOptions, Passages):
+class TimeOptions(Options):
+    """How long a run may take."""
+
+    _: KW_ONLY
+    budget: float | None = option(
+        None,
+        "Time that the run may take: passages are chosen to fit, and it says what it leaves out.",
+        lo=0.01,
+        metavar="MINUTES",
+        apart=True,
+    )
+    quick: bool = option(False, "A first answer: --budget 3.", apart=True)
+    all: bool = option(
+        False, "Score every passage, also once the verdict is certain; --windows means it too.", apart=True
+    )
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+        """The values that were given. Who asks for a number of windows without a budget gets as many."""
+        values = super().read(given, where)
+        if "windows" in values and values.get("budget") is None and not values.get("quick"):
+            values.setdefault("all", True)
+        return values
+
+
+QUICK_MINUTES = 3.0
+"""What `--quick` stands for."""
+
+
+@dataclass(frozen=True)
+class Plan(TimeOptions, MarginOptions, Passages):
     """A comparison of candidates with a reference."""
 
     VERB = "compare"

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Window, WindowRows
-from assay.engines.specs import check_spec, open_scorer
+from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.floors import Floors, measure_floors
+from assay.fidelity.budget import Budget, measure_pace
+from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
 from assay.fidelity.pack import open_pack
@@ -58,12 +60,15 @@ class Reference:
     """Digests of the files of its model, by which a stranger's copy is known as the same; empty where nobody knows."""
     fingerprint: str = ""
     """`identity.fingerprint` of what scored it; empty where nobody knows."""
+    plan: Plan | None = None
+    """The plan with as many windows as a budget allows, None where it is as it was."""
+    floors_later: tuple[float, Callable[[], Floors]] | None = None
+    """Seconds that the floors will take, and what measures them; None where they are measured or not wanted."""
 
-    @property
-    def blocks(self) -> list[int]:
-        """The cluster of each window; a stored reference of version 0.1 has its windows one after the other."""
+    def blocks(self, count: int) -> list[int]:
+        """The cluster of each of the first windows; a store of version 0.1 has its windows one after the other."""
         places = self.text_facts.get("places") or range(len(self.windows))
-        return blocks_of(places[: len(self.windows)])
+        return blocks_of(places[:count])
 
     def is_same(self, spec: str, facts: Mapping[str, Any]) -> bool:
         """Whether `spec`, whose engine says `facts` of itself, is the reference itself: the same files run the same way."""
@@ -79,16 +84,25 @@ class Reference:
             self.engine = None
 
 
-def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
-    """Score the reference of the plan into `folder`, read a stored one, or get one ready that scores along."""
+def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget | None = None) -> Reference:
+    """Score the reference of the plan into `folder`, read a stored one, or get one ready that scores along.
+
+    OutOfTime where the budget is too small for any answer.
+    """
+    budget = budget or Budget()
     if plan.reference.startswith(("run:", "pack:")):
         return stored_reference(plan)
     text = plan_text(plan)  # before a model is loaded: a wrong name should not cost that
-    engine = open_scorer(plan.reference)
+    with budget.stage("loading libraries"):  # once; a candidate is opened without
+        import_module(SCORERS.get(f"{plan.reference.partition(':')[0]}:", "torch").partition(":")[0])
+    with budget.stage("opening the reference"):
+        engine = open_scorer(plan.reference)
+    opening = budget.took["opening the reference"]
     keep_open = not engine.ability.states
     try:
         require_path(engine, plan.job)
         own = write_own_text(plan, engine, progress, folder)
+        plan = _fitting(plan, engine, own or text, budget, folder, opening, progress)
         windows, text_facts = plan_windows(plan, engine.tokenizer, own, text)
         check = tokenizer_check(engine.tokenizer.sha256, engine.tokenizer.vocab_size)
         facts = {"label": label_of(plan.reference), **engine.describe()}
@@ -107,17 +121,39 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
                 greedy=greedy,
                 engine=engine,
                 fingerprint=own_print,
+                plan=plan,
             )
-        store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
-        floors = (
-            _floors(plan, engine, store, windows, folder / "floors.json", progress)
-            if plan.floors
-            else Floors()
-        )
+        with budget.stage("scoring the reference"):
+            store = store_states(plan, engine, windows, text_facts, folder / "reference", progress)
+        # The floors come after the answer, unless opening the engine again would take longer than they do.
+        passes = 3 * FLOOR_WINDOWS * budget.took["scoring the reference"] / len(windows)
+        floors, kept, later = Floors(), folder / "floors.json", None
+        if plan.floors and (kept.exists() or (budget.seconds is None and opening > passes)):
+            floors = _floors(plan, engine, store, windows, kept, progress)
+        elif plan.floors:
+
+            def measure_later() -> Floors:
+                again = open_scorer(plan.reference)
+                try:
+                    return _floors(plan, again, store, windows, kept, progress)
+                finally:
+                    again.close()
+
+            later = (opening + passes, measure_later)
         greedy = _greedy(plan, engine, windows, folder, progress)
         facts |= engine.describe()  # by now also how many windows ran together
         return Reference(
-            windows, store, check, facts, text_facts, floors, probe, greedy, fingerprint=own_print
+            windows,
+            store,
+            check,
+            facts,
+            text_facts,
+            floors,
+            probe,
+            greedy,
+            fingerprint=own_print,
+            plan=plan,
+            floors_later=later,
         )
     except BaseException:
         keep_open = False
@@ -125,6 +161,44 @@ def open_reference(plan: Plan, folder: Path, progress: Progress) -> Reference:
     finally:
         if not keep_open:
             engine.close()
+
+
+def _fitting(
+    plan: Plan,
+    engine: ScoringEngine,
+    text: Text | OwnText | None,
+    budget: Budget,
+    folder: Path,
+    opening: float,
+    progress: Progress,
+) -> Plan:
+    """The plan with as many windows as the budget allows, by the engine's own speed; a run that goes on keeps its size."""
+    if budget.seconds is None:
+        return plan
+    words = text.text if isinstance(text, OwnText) else text
+    pace = measure_pace(engine, plan, words.text if isinstance(words, Text) else words or "")
+    sides = len(plan.sides)
+    here = sum(not is_server(spec) for spec in plan.sides)  # whose opening takes as long as the reference's
+    scored = sides if engine.ability.states else 2 * sides - 1
+    a_token = pace.score * (1 + scored) + pace.compare * sides
+    kept = folder / "size.json"
+    if kept.exists():
+        windows, length, batch = json.loads(kept.read_text(encoding="utf-8"))
+    else:
+        windows, length = budget.size(a_token, plan.windows, plan.length, opening=opening * here)
+        batch = plan.batch or budget.together(pace.score * length)
+        write_atomically(kept, json.dumps([windows, length, batch]))
+    budget.note_size((plan.windows, plan.length), (windows, length))
+    budget.expected = {
+        "reference": pace.score * windows * length,
+        **{
+            label_of(spec, plan.sides): opening * (not is_server(spec))
+            + (pace.score * (1 + (not engine.ability.states)) + pace.compare) * windows * length
+            for spec in plan.sides
+        },
+    }
+    budget.tell(progress)
+    return replace(plan, windows=windows, length=length, batch=batch)
 
 
 def plan_text(plan: Plan) -> Text | None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from assay.fidelity.breakdown import Bin
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import Greedy
-from assay.fidelity.plan import Plan
+from assay.fidelity.plan import MarginOptions, Plan
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles
 from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_proportion, cluster_ratio, not_negative
@@ -221,13 +221,8 @@ def summarise(
     """
     windows = sum(1 for w in seen if w.finite.any())
     seen = by_block(seen, blocks)
-    dnll = cluster_mean(_by_window(seen, "dnll"))
+    bounds, top1, (dnll, agreement, kl) = _estimates(seen)
     kl_values = pooled(seen, "kl")
-    bounds = bounds_of(seen)
-    top1 = bounds.top1 if bounds else _share(seen, [w.top1 for w in seen])
-    # Where a server leaves the likeliest token open, what rounding turned cannot be told apart.
-    agreement = top1 if bounds and not bounds.top1_exact else _share(seen, [~w.beyond for w in seen])
-    kl = _mean(seen, [w.kl for w in seen])
     names = list(QUANTILES)
     quantiles = bootstrap_quantiles(
         _by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling
@@ -249,6 +244,44 @@ def summarise(
         clusters=dnll.clusters,
         nonfinite=sum(int((~w.finite).sum()) for w in seen),
         bounds=bounds,
+    )
+
+
+def _estimates(
+    seen: Sequence[WindowObservation],
+) -> tuple[Bounds | None, ClusterEstimate, tuple[ClusterEstimate, ClusterEstimate, ClusterEstimate]]:
+    """The bounds where there are any, top-1 agreement, and what is judged: ΔNLL, agreement beyond rounding, KL."""
+    bounds = bounds_of(seen)
+    top1 = bounds.top1 if bounds else _share(seen, [w.top1 for w in seen])
+    # Where a server leaves the likeliest token open, what rounding turned cannot be told apart.
+    agreement = top1 if bounds and not bounds.top1_exact else _share(seen, [~w.beyond for w in seen])
+    dnll = cluster_mean(_by_window(seen, "dnll"))
+    return bounds, top1, (dnll, agreement, _mean(seen, [w.kl for w in seen]))
+
+
+EARLY = 0.9999
+"""Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
+
+
+def is_certain(seen: Sequence[WindowObservation], margins: Margins, blocks: Sequence[int] | None) -> bool:
+    """Whether no further windows can be expected to change the grade. Tokens that are not finite fail in any case."""
+    if not all(w.finite.all() for w in seen):
+        return True
+    judged = judge(*_estimates(by_block(seen, blocks))[2], margins, windows=len(seen), confidence=EARLY)
+    return judged.grade in (Grade.ACCEPT, Grade.REJECT) or (
+        judged.grade is Grade.MARGINAL and judged.accept_excluded
+    )
+
+
+def margins_of(plan: MarginOptions) -> Margins:
+    """The margins of a plan as they are judged by."""
+    return Margins(
+        100 * plan.margin_ppl,
+        100 * plan.marginal_ppl,
+        100 * plan.margin_top1,
+        100 * plan.marginal_top1,
+        plan.margin_kl,
+        plan.marginal_kl,
     )
 
 
@@ -372,6 +405,8 @@ class CandidateResult:
     """Where its greedy continuations leave the reference's, if that was asked for."""
     power: Power | None = None
     """What its first windows said that the run would resolve."""
+    certain: bool = False
+    """Whether it was ended early, since its verdict was certain."""
     blocks: Sequence[int] | None = None
     """The cluster of each window by its index; None: every window is one."""
 

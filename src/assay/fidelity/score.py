@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields
 from itertools import chain, islice
+from math import inf
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -157,7 +158,11 @@ class _Reduces(Protocol):
 
 
 def measure(
-    rows: Iterator[WindowRows], candidate: Candidate, windows: Sequence[Window], job: ScoreJob
+    rows: Iterator[WindowRows],
+    candidate: Candidate,
+    windows: Sequence[Window],
+    job: ScoreJob,
+    left: Callable[[], float] = lambda: inf,
 ) -> Generator[WindowObservation, None, None]:
     """Observations of `windows`, in order; `rows` are the reference's rows of them.
 
@@ -165,7 +170,7 @@ def measure(
     any other come the rows themselves.
     """
     if isinstance(candidate, ServerCandidate):
-        yield from _by_ids(rows, candidate, job)
+        yield from _by_ids(rows, candidate, job, left)
         return
     first = next(rows, None)
     rows = chain([] if first is None else [first], rows)
@@ -185,16 +190,21 @@ def _by_reduction(
 
 
 def _by_ids(
-    rows: Iterator[WindowRows], candidate: ServerCandidate, job: ScoreJob
+    rows: Iterator[WindowRows], candidate: ServerCandidate, job: ScoreJob, left: Callable[[], float]
 ) -> Iterator[WindowObservation]:
-    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once, or 8."""
+    """Bounds from log-probabilities of the reference's likeliest ids; `job.batch` requests are under way at once, or 8.
+
+    It ends early where no time is `left` (seconds) while an answer is waited for.
+    """
     at_once = job.batch or 8
     pool = ThreadPoolExecutor(at_once)
     asked: deque[tuple[WindowRows, Future[TopkLogprobs]]] = deque()
 
     def oldest() -> WindowObservation:
         row, scores = asked.popleft()
-        return observation(row.window, row.first, window_bounds(row, scores.result()))
+        seconds = left()
+        scored = scores.result(None if seconds == inf else max(0.0, seconds))
+        return observation(row.window, row.first, window_bounds(row, scored))
 
     try:
         for row in rows:
@@ -204,6 +214,8 @@ def _by_ids(
                 yield oldest()
         while asked:
             yield oldest()
+    except TimeoutError:
+        return
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
@@ -260,8 +272,10 @@ def observe(
     kept: Kept | None = None,
     on_window: Callable[[WindowObservation], Any] = lambda seen: None,
     advance: Advance = lambda: None,
+    enough: Callable[[], bool] = lambda: False,
+    left: Callable[[], float] = lambda: inf,
 ) -> list[WindowObservation]:
-    """Observations of all windows, in order.
+    """Observations of all windows, in order; of the first ones where `enough` ends it between two batches, or no time is `left`.
 
     With `kept`, every batch is kept as it is done, and what is there already is not scored again. `on_window` sees
     each observation as it comes, those that were kept first.
@@ -278,11 +292,13 @@ def observe(
             seen[found.index] = found
             on_window(found)
             advance()
+        if enough():
+            return [seen[w.index] for w in windows if w.index in seen]
     rows = [window for part in todo for window in part]
     if not rows:
         return [seen[w.index] for w in windows]
     # Closed however it ends: an engine says what took part when its rows have come to an end.
-    with closing(measure(iter(reference.rows(rows)), candidate, rows, job)) as scored:
+    with closing(measure(iter(reference.rows(rows)), candidate, rows, job, left)) as scored:
         for part in todo:
             done = []
             for found in islice(scored, len(part)):
@@ -292,9 +308,12 @@ def observe(
                     kept.put(key_of(part), to_arrays(done))
                 on_window(found)
                 advance()
-        for _ in scored:
-            pass
-    return [seen[w.index] for w in windows]
+            if enough():
+                break
+        else:
+            for _ in scored:
+                pass
+    return [seen[w.index] for w in windows if w.index in seen]
 
 
 def require(candidate: Candidate, job: ScoreJob, length: int) -> None:

@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.fidelity.plan import MarginOptions
+from assay.fidelity.plan import MarginOptions, TimeOptions
 from assay.options import Options, option
 
 MODES = ("decode", "inforward", "snapshot")
@@ -103,7 +103,7 @@ class KvPlan(Options):
 
 
 @dataclass(frozen=True)
-class EvalPlan(KvPlan, MarginOptions):
+class EvalPlan(KvPlan, TimeOptions, MarginOptions):
     """`assay kv eval`: `skip_layers` stay exact."""
 
     VERB = "kv eval"
@@ -129,7 +129,7 @@ class EvalPlan(KvPlan, MarginOptions):
 
 
 @dataclass(frozen=True)
-class SweepPlan(KvPlan):
+class SweepPlan(KvPlan, TimeOptions):
     """`assay kv sweep`: `fresh` further windows are for the codec that is chosen; `jobs` processes fit the codecs."""
 
     VERB = "kv sweep"
@@ -351,6 +351,8 @@ PHASES = {
 }
 SWEEP = (0.125, 0.25, 0.5, 1.0, 2.0)
 """Noise levels, as multiples of the codec's own relative error."""
+GAP_MINUTES = 10.0
+"""What `assay gap --quick` may take."""
 QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "sweep": (0.25, 0.5, 1.0)}
 
 
@@ -372,8 +374,17 @@ class GapOptions(Options):
         "SPEC of `assay kv`, such as hadamard(bits=4); left out: two engines are told apart.",
         metavar="SPEC",
     )
+    budget: float | None = option(
+        None,
+        "Time that the run may take: passages are chosen to fit, and it says what it leaves out.",
+        lo=0.01,
+        metavar="MINUTES",
+        apart=True,
+    )
     quick: bool = option(
-        False, "8 windows of 256 tokens, layers in 5 groups, fewer noise levels.", apart=True
+        False,
+        "8 windows of 256 tokens, layers in 5 groups, fewer noise levels, in 10 minutes (or --budget).",
+        apart=True,
     )
     mode: str = _mode("decode", "What the total is measured in.")
     base_mode: str = _mode("inforward", "What engine and codec are told apart in.")

@@ -6,6 +6,7 @@ states of one engine by one path, scored once.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,18 +14,26 @@ from typing import Any
 
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.engines.specs import open_scorer
+from assay.fidelity.budget import Budget, OutOfTime, measure_pace, span
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
 from assay.fidelity.reference import plan_windows, tokenizer_check
 from assay.fidelity.score import engaged, from_arrays, key_of, observation, require_path, to_arrays
+from assay.fidelity.text import read_text
 from assay.lab.gap.plan import Configuration, GapPlan
 from assay.lab.kv.accounting import measured_bytes
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.lab import Measured, Scoring, kept_measurements, measure_kept
+from assay.lab.options import GAP_MINUTES
 from assay.progress import Progress
 from assay.runs import Kept
 from assay.verdict import Finding
+
+PATH_RUNS = 16
+"""Runs of an engine alone that the path, its repetition and the floors take about as long as: codecs cost twice as much."""
+OVERRUN = 0.1
+"""Share of a budget by which a run that is under way may exceed it: what is left is for the report."""
 
 
 class Bench:
@@ -33,6 +42,9 @@ class Bench:
     def __init__(self, plan: GapPlan, progress: Progress) -> None:
         self.plan = plan
         self.progress = progress
+        self.budget = Budget.of(plan.budget, plan.quick, GAP_MINUTES)
+        self.run_seconds: list[float] = []
+        """What each configuration took that had to be scored."""
         self.facts: dict[str, Mapping[str, Any]] = {}
         self.measured: dict[str, Measured] = {}
         self.windows: dict[str, list[Window]] = {}
@@ -66,7 +78,9 @@ class Bench:
         return [*self._states.notices("gap"), *self._kept.notices("gap")]
 
     def _read_text(self) -> None:
-        tokenizer = self.engine(self.plan.reference).tokenizer
+        with self.budget.stage("opening the reference"):
+            tokenizer = self.engine(self.plan.reference).tokenizer
+        self._fit()
         windows, facts = plan_windows(self.plan.comparison(self.plan.base), tokenizer)
         # What is decomposed comes first; what is left of the text is fresh.
         main = min(self.plan.windows, len(windows))
@@ -76,6 +90,36 @@ class Bench:
         for path in filter(None, (self.plan.calibration, self.plan.other_calibration)):
             read_calibration(Path(path)).check_text(facts, hashes)
         self._check = tokenizer_check(tokenizer.sha256, tokenizer.vocab_size)
+
+    def _fit(self) -> None:
+        """Take as many and as long windows as let the path fit into half of the budget."""
+        plan, budget = self.plan, self.budget
+        if budget.seconds is None:
+            return
+
+        def measure() -> tuple[int, int]:
+            compared = replace(plan.comparison(plan.mode), windows=plan.windows)
+            pace = measure_pace(self.engine(plan.reference), compared, read_text(plan.text).text)
+            runs = PATH_RUNS if plan.codec else PATH_RUNS // 2
+            opening = 3 * budget.took["opening the reference"]
+            found = budget.size(runs * pace.score, plan.windows, plan.length, opening=opening, share=0.5)
+            budget.expected = {
+                "engine and codec": opening + runs * pace.score * found[0] * found[1],
+                "phases": 0.4 * budget.left(),
+            }
+            return found
+
+        about = ["gap size", asdict(plan), budget.seconds]
+        windows, length = self._kept.have(about, measure)
+        budget.note_size((plan.windows, plan.length), (windows, length))
+        if budget.expected:
+            budget.tell(self.progress)
+        self.plan = replace(plan, windows=windows, length=length, fresh=min(plan.fresh, windows))
+
+    def affords(self, what: str, unknown: str, runs: int, reserve: int = 0) -> bool:
+        """Whether the budget allows so many more runs, and `reserve` after them."""
+        pace = sum(self.run_seconds) / len(self.run_seconds) if self.run_seconds else 0.0
+        return self.budget.affords(what, unknown, (runs + reserve) * pace)
 
     def engine(self, spec: str, again: bool = False) -> ScoringEngine:
         """The engine, opened where it is not; whatever else is open is closed first.
@@ -155,8 +199,22 @@ class Bench:
             rows = self.anchor(anchor, windows)
             return rows, self.engine(config.engine, config.again), self._hooked(config)
 
+        def late() -> bool:
+            budget = self.budget
+            if budget.seconds is not None and budget.left() < -OVERRUN * budget.seconds:
+                raise OutOfTime(
+                    f"the budget of {span(budget.seconds)} ended while {config.label} was scored",
+                    finding_id="fidelity.budget",
+                    remedy="run it again: it goes on from there",
+                )
+            return False
+
+        began = time.monotonic()
         with self.progress(f"scoring {config.label}", len(chosen)) as advance:
-            found = measure_kept(chosen, job.batch, self._kept_for(config, anchor), prepare, advance=advance)
+            found = measure_kept(
+                chosen, job.batch, self._kept_for(config, anchor), prepare, advance=advance, enough=late
+            )
+        self.run_seconds.append(time.monotonic() - began)
         seen = sorted(found.seen, key=lambda w: w.index)
         if not config.lossless:
             path = ScoringPath(job.path)

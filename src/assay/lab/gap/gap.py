@@ -38,10 +38,13 @@ from assay.lab.gap.recommend import Proposal, judged, measure_proposals, proposa
 from assay.lab.gap.report import blocks, findings_of, headline, measured_table, verdict_of
 from assay.lab.kv.accounting import NOTE
 from assay.lab.kv.lab import Measured, Unfinished
+from assay.lab.options import PHASES
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Report, Verdict
 
 SIDES = ("reference", "candidate")
+CLOSING = 5
+"""Runs that a budget keeps time for: both ends once more and the floors, without which there is no repeatability."""
 
 
 # What a decomposition scores. What the buckets are made of comes first, floors and phases after it.
@@ -98,12 +101,13 @@ def measure_all(bench: Bench, runs: Runs) -> None:
     if bench.states(plan.candidate):
         runs.path["floor.candidate"] = bench.measure(other, corners.candidate)
     _phases(bench, corners, "candidate", runs)
-    if plan.codec:
+    if plan.codec and bench.affords("recommendations", "what would make it smaller", 6, CLOSING):
         _proposals(bench, corners, runs)
     runs.steps = steps_of(bench, corners)
     for step in runs.steps[:-1]:
         runs.between[step.name] = bench.measure(Configuration(step.engine, plan.base), corners.reference)
-    if plan.wants(1):
+    single = "single switches", "what one option of an engine does alone"
+    if plan.wants(1) and bench.affords(*single, 3, CLOSING):
         measure_direct(bench, runs.steps[:-1], runs.direct)
         possible = switches(plan.reference, plan.candidate, runs.steps, bench.facts)
         measure_switches(bench, possible, runs.switched, runs.skipped)
@@ -117,12 +121,14 @@ def measure_all(bench: Bench, runs: Runs) -> None:
         runs.path["floor.rounding"] = bench.measure(noise, corners.reference)
     _phases(bench, corners, "reference", runs)
     fresh = plan.wants(1) and len(bench.windows["fresh"]) >= 2
+    fresh = fresh and bench.affords("fresh windows", "whether the sum holds on other text", 3)
     if fresh:
         bench.anchor(corners.reference, "fresh")
     runs.total = bench.measure(corners.with_codec(plan.candidate, plan.mode, again=True), again)
-    if plan.wants(1):
+    repeat = "checks by a direct run", "whether steps measured directly agree with the sum"
+    if plan.wants(1) and bench.affords(*repeat, len(runs.steps)):
         measure_direct(bench, runs.steps, runs.direct)
-    if fresh:
+    if fresh and bench.affords("fresh windows", "whether the sum holds on other text", 2):
         runs.fresh = bench.measure(corners.with_codec(plan.candidate), corners.reference, "fresh")
 
 
@@ -154,18 +160,25 @@ def _phases(bench: Bench, corners: Corners, side: str, runs: Runs) -> None:
     if not plan.codec:
         return
     engine = getattr(plan, side)
-    if plan.wants(3):
+    reserve = CLOSING if side == "candidate" else CLOSING - 2
+
+    def wants(phase: int, count: int) -> bool:
+        name = f"{PHASES[phase]} of the {side}"
+        return plan.wants(phase) and bench.affords(name, name, count, reserve)
+
+    if wants(4, plan.groups or runs.layers):
+        measure_layers(bench, corners, engine, runs.layers, found.alone)
+    if wants(3, len(plan.sweep)):
         # Both engines get the same noise: that of the codec's error on the reference.
         sigmas = sigmas_of(relative_error(runs.path["codec"]), plan.sweep)
         measure_noise(bench, corners, engine, sigmas, found.noise)
-    if plan.wants(4):
-        measure_layers(bench, corners, engine, runs.layers, found.alone)
-    if plan.wants(5):
+    if wants(5, 7):
         refused = measure_harness(bench, corners, engine, found.harness)
         runs.skipped |= {f"{label_of(engine)}: {name}": why for name, why in refused.items()}
     if plan.wants(6):
         if plan.calibration and plan.other_calibration:
-            measure_tables(bench, corners, engine, found.tables)
+            if wants(6, 2):
+                measure_tables(bench, corners, engine, found.tables)
         else:
             runs.skipped["calibration"] = (
                 "give the tables of both engines: --calibration and --other-calibration"
@@ -314,7 +327,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     bench, runs = Bench(plan, progress), Runs()
     with Unfinished(lambda: bench.measured) as cut, bench:
         measure_all(bench, runs)
-    notices = [*cut.findings("gap"), *bench.notices()]
+    notices = [*cut.findings("gap"), *bench.budget.findings(), *bench.notices()]
     try:
         outcome = outcome_of(bench, runs)
     except (KeyError, AssayError):
@@ -326,7 +339,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
             cut.verdict(Verdict.INCONCLUSIVE),
             subject,
             notices,
-            {"measured": measured},
+            {"measured": measured} | bench.budget.results(),
             environment=describe(),
             blocks=[measured_table(measured)] if measured else [],
             interrupted=cut.interrupted,
@@ -337,7 +350,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
         verdict=cut.verdict(verdict_of(outcome)),
         subject=subject,
         findings=[*notices, *findings_of(outcome)],
-        results=outcome.to_json(),
+        results=outcome.to_json() | bench.budget.results(),
         environment=describe(),
         headline=headline(outcome),
         blocks=blocks(outcome),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from assay.environment import describe
-from assay.fidelity.compare import Looks, assess, implausible
+from assay.fidelity.budget import Budget
+from assay.fidelity.compare import FIRST_LOOK, Looks, assess, certain_findings, implausible
 from assay.fidelity.control import against_control, control_findings, control_metrics
 from assay.fidelity.floors import Floors
-from assay.fidelity.plan import MarginOptions, Plan, label_of
+from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan, label_of
 from assay.fidelity.report import blocks, headline
-from assay.fidelity.result import findings_of, verdict_of
-from assay.fidelity.score import engaged
+from assay.fidelity.result import findings_of, is_certain, margins_of, verdict_of
+from assay.fidelity.score import WindowObservation, engaged
 from assay.lab.kv.accounting import LENGTHS, NOTE, CacheBytes
 from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.hook_plan import path_of
@@ -52,7 +54,9 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         one.require(plan.streams)
         if plan.calibration is None:
             require_no_calibration(one, plan.streams)
-    subject = {"model": plan.model, "plan": plan.facts()}
+    budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
+    margins, look = margins_of(plan), FIRST_LOOK
+    certain = False
     with open_lab(
         plan.model,
         plan.text,
@@ -63,14 +67,28 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         block=plan.block,
         calibration=plan.calibration,
         any_engine=True,
+        budget=budget,
+        codecs=1 + bool(plan.control),
         progress=progress,
     ) as lab:
+        plan = replace(plan, windows=len(lab.windows), length=lab.length)
+        compared, blocks_of_windows = comparison(plan), lab.blocks
+
+        def enough(seen: Sequence[WindowObservation]) -> bool:
+            nonlocal look, certain
+            if not (plan.all or plan.control) and look <= len(seen) < len(lab.windows):
+                look = 2 * len(seen)
+                certain = is_certain(seen, margins, blocks_of_windows)
+            return certain or budget.left() <= 0
+
+        subject = {"model": plan.model, "plan": plan.facts()}
         with Unfinished(lambda: lab.partial) as cut:
             lab.measure(
                 plan.codec,
                 streams=plan.streams,
                 skip_layers=plan.skip_layers,
                 table_tokens=plan.table_tokens,
+                enough=enough,
             )
         measured = lab.partial
         if plan.control and not cut:
@@ -94,10 +112,16 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
             "cache": note.get("cache"),
             "calibration": lab.provenance,
             "table_tokens": plan.table_tokens,
+            **budget.results(),
         }
-        if not measured:
+        if measured and not (certain or cut) and (missing := len(lab.windows) - len(measured.seen)):
+            budget.leave_out(
+                f"{missing} of {len(lab.windows)} passages", "differences that fewer passages cannot resolve"
+            )
+        if not (measured and measured.seen):
             verdict = cut.verdict(Verdict.INCONCLUSIVE)
-            return Report("kv eval", verdict, subject, cut.findings(), results, interrupted=cut.interrupted)
+            found = [*cut.findings(), *budget.findings()]
+            return Report("kv eval", verdict, subject, found, results, interrupted=cut.interrupted)
         # Placements that spare every layer of this model are no self-test: nothing took part.
         same = bool(note.get("lossless")) and spec.changes_nothing
         took_part = engaged(
@@ -111,7 +135,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         # The engine stays open until here: its tokenizer says what tokens are.
         facts, decode = lab.engine.describe(), lab.engine.tokenizer.decode
         settings = json.dumps([plan.mode, plan.streams, plan.skip_layers, lab.about])
-        looks = Looks(compared, f"{spec} {settings}", len(lab.windows))
+        looks = Looks(compared, f"{spec} {settings}", len(measured.seen))
         result = assess(
             compared,
             Floors(),
@@ -126,7 +150,14 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         )
         if not cut:
             looks.record(result.summary)
-        found = [*cut.findings(), *findings_of(result, plan.allow_marginal), *lab.notices()]
+        result = replace(result, certain=certain)
+        found = [
+            *cut.findings(),
+            *budget.findings(),
+            *certain_findings([result], len(lab.windows)),
+            *findings_of(result, plan.allow_marginal),
+            *lab.notices(),
+        ]
         found += implausible(lab.text, result.summary.ppl_reference)
     verdict = verdict_of(result, plan.allow_marginal)
     body = result.to_json() | results

@@ -30,10 +30,12 @@ from assay.engines.scoring import (
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
+from assay.fidelity.budget import Budget, measure_pace
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import ReferenceRows, WindowObservation, batches, key_of, observe, read_kept
+from assay.fidelity.text import read_text
 from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
 from assay.lab.kv.cache_hook import CodecHook, Mode
 from assay.lab.kv.calibration import Calibration, read_calibration
@@ -84,6 +86,7 @@ def measure_kept(
     *,
     on_window: Callable[[WindowObservation], Any] = lambda seen: None,
     advance: Callable[[], None] = lambda: None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Measured:
     """Score windows, of which those that `kept` holds are read; `prepare` is called only if so many are left to score.
 
@@ -113,13 +116,13 @@ def measure_kept(
             on_window(window)
 
         try:
-            observe(reference, engine, todo, job, kept=kept, on_window=note, advance=advance)
+            observe(reference, engine, todo, job, kept=kept, on_window=note, advance=advance, enough=enough)
         finally:
             if new:
                 seconds = [fitted, time.perf_counter() - began]
                 pieces.append({**asdict(engine.engagement()), "windows": new, "seconds": seconds})
                 kept.put("pieces", pieces)
-    return _joined([seen[w.index] for w in windows], pieces)
+    return _joined([seen[w.index] for w in windows if w.index in seen], pieces)
 
 
 def _joined(seen: Sequence[WindowObservation], pieces: Sequence[Mapping[str, Any]]) -> Measured:
@@ -253,13 +256,14 @@ class Lab:
         coders: Callable[[], CoderSet] | None = None,
         table_tokens: int | None = None,
         measure_windows: int = 8,
+        enough: Callable[[Sequence[WindowObservation]], bool] = lambda seen: False,
         **placed: Any,
     ) -> Measured:
         """Score the windows with a codec in the cache, and encode `measure_windows` of them for real.
 
         `placed` are fields of `HookPlan` that say in which layers and streams it works. `coders` fits them otherwise than
         the plan would. Interrupted, it raises and `partial` holds what has been seen. `table_tokens` share the tables:
-        by default as many as the model's context, up to 32,768.
+        by default as many as the model's context, up to 32,768. `enough` ends it between two batches.
         """
         plan = HookPlan(
             codec,
@@ -293,7 +297,13 @@ class Lab:
                 self.progress(f"scoring {label or codec}", len(self.windows)) as advance,
             ):
                 found = measure_kept(
-                    self.windows, self.batch, kept, prepare, on_window=seen.append, advance=advance
+                    self.windows,
+                    self.batch,
+                    kept,
+                    prepare,
+                    on_window=seen.append,
+                    advance=advance,
+                    enough=lambda: enough(seen),
                 )
         except BaseException:
             if seen:
@@ -342,12 +352,15 @@ def open_lab(
     fresh: int = 0,
     calibration: str | None = None,
     any_engine: bool = False,
+    budget: Budget | None = None,
+    codecs: int = 1,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[Lab]:
     """Load a model, cut the text, and check the calibration against both; the model is given back at the end.
 
     UsageError where the text has fewer `fresh` windows than that behind those to measure on, and for another engine than
-    transformers unless `any_engine`. A device that runs out of memory is an AssayError.
+    transformers unless `any_engine`. With a `budget` in which `codecs` are measured the windows are as many and as long as
+    fit; OutOfTime where nothing does. A device that runs out of memory is an AssayError.
     """
     spec = engine_spec(model)
     if not (any_engine or spec.startswith("hf:")):
@@ -368,6 +381,10 @@ def open_lab(
         engine = open_scorer(spec)
         try:
             plan = Plan(spec, (spec,), text=tuple(text), windows=windows + fresh, length=length)
+            if budget and budget.seconds is not None:
+                plan = replace(plan, path=path_of(mode).value, batch=batch)
+                windows, length = _fitting(plan, windows, engine, budget, codecs, progress)
+                plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
             if known:
                 known.check_text(facts, [w.sha256 for w in found])
@@ -395,6 +412,31 @@ def open_lab(
             )
         finally:
             engine.close()
+
+
+CODEC_COST = 2.0
+"""A codec is taken to make scoring so much slower; where it is more, the clock ends the run earlier."""
+
+
+def _fitting(
+    plan: Plan, windows: int, engine: ScoringEngine, budget: Budget, codecs: int, progress: Progress
+) -> tuple[int, int]:
+    """Windows and length that fit; those of an equal command before, so that it goes on from there."""
+
+    def measure() -> tuple[int, int]:
+        pace = measure_pace(engine, plan, read_text(plan.text).text)
+        share = (plan.windows / windows) * (1 + codecs * CODEC_COST) * pace.score + codecs * pace.compare
+        found = budget.size(share, windows, plan.length)
+        exact = pace.score * found[0] * found[1]
+        budget.expected = {"the exact cache": exact, "codecs": share * found[0] * found[1] - exact}
+        return found
+
+    about = ["size", engine_key(plan.reference), plan.facts(), codecs, budget.seconds]
+    found = kept_measurements().have(about, measure)
+    budget.note_size((windows, plan.length), (found[0], found[1]))
+    if budget.expected:
+        budget.tell(progress)
+    return found[0], found[1]
 
 
 def _bench(scorer: HfScorer, length: int, calibration: Calibration | None) -> Bench:
@@ -444,7 +486,7 @@ class Unfinished:
     def verdict(self, whole: Verdict) -> Verdict:
         """The verdict of what there is: what was cut short cannot pass."""
         if self.error:
-            return whole if whole is Verdict.FAIL else Verdict.ERROR
+            return whole if whole is Verdict.FAIL else self.error.verdict
         return Verdict.INCONCLUSIVE if self.interrupted and whole is Verdict.PASS else whole
 
     def findings(self, area: str = "kv") -> list[Finding]:

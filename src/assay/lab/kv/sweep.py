@@ -15,6 +15,8 @@ from typing import Any
 
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
+from assay.fidelity.budget import Budget
+from assay.fidelity.plan import QUICK_MINUTES
 from assay.fidelity.result import summarise
 from assay.lab.kv.fit import Fitters, fitters, kept_layers
 from assay.lab.kv.lab import Lab, Measured, Unfinished, open_lab
@@ -101,6 +103,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
     chosen: int | None = None
     again: dict[str, Any] | None = None
     running = ""
+    budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with open_lab(
         plan.model,
         plan.text,
@@ -111,8 +114,11 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         batch=plan.batch,
         block=plan.block,
         calibration=plan.calibration,
+        budget=budget,
+        codecs=len(specs),
         progress=progress,
     ) as lab:
+        plan = replace(plan, windows=len(lab.windows), length=lab.length)
         rows_of = identity(plan, [w.sha256 for w in [*lab.windows, *lab.fresh]])
         file = KeptFile(plan.out, rows_of, FORMAT, FINDING) if plan.out else None
         layers, shape = kept_layers(lab.bench.shape, plan.skip_layers), lab.bench.shape
@@ -125,6 +131,9 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
 
         with fitters(lab.bench, plan.jobs) as pool, Unfinished(lambda: rows) as cut:
             for name, spec in specs.items():
+                if budget.left() <= 0:
+                    budget.leave_out(name, f"anything about {name}")
+                    continue
                 running = name
                 try:
                     rows.append({"codec": name, **row(lab, spec, name)})
@@ -133,10 +142,14 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
                         raise
                     failed[name] = error
             running = ""
+            if not rows and not failed:
+                raise budget.nothing_fits("opening the model took it")
             if not rows:
                 raise next(iter(failed.values()))
             chosen = choose(rows)
-            if chosen is not None and plan.fresh:
+            if chosen is not None and plan.fresh and budget.left() <= 0:
+                budget.leave_out("fresh windows", "whether the choice holds on other text")
+            elif chosen is not None and plan.fresh:
                 name = rows[chosen]["codec"]
                 again = row(lab.on(lab.fresh), specs[name], f"fresh|{name}")
         if running and lab.partial and lab.partial.bytes:  # what was measured of the row that was cut short
@@ -151,6 +164,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         subject={"model": plan.model, "plan": plan.facts()},
         findings=[
             *cut.findings(),
+            *budget.findings(),
             *findings,
             *(_failure(codec, error) for codec, error in failed.items()),
             *notices,
@@ -162,6 +176,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
             "winner": winner,
             "failed": {codec: error.message for codec, error in failed.items()},
             "text": text,
+            **budget.results(),
             "cache": shape.to_json(),
         },
         environment=describe(),
