@@ -45,8 +45,9 @@ def assay_gate(request: pytest.FixtureRequest) -> Callable[..., Report]:
     return lambda contract=None, **options: _run(request.config, contract, options)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Run the gate of a marked test; fail unless it passes."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    """Run the gate of a marked test before its body; the test fails unless the gate passes."""
     for mark in item.iter_markers(MARKER):
         contract, options = (mark.args[0] if mark.args else None), dict(mark.kwargs)
         if len(mark.args) > 1:
