@@ -266,9 +266,7 @@ _ALL = (
     Damage("int2", "projections rounded to 2 bits", int2),
     Damage("int3", "projections rounded to 3 bits, one scale per row", int3),
     Damage(
-        "shifted_scales",
-        "4-bit projections read with the scales of the neighbouring row",
-        shifted_scales,
+        "shifted_scales", "4-bit projections read with the scales of the neighbouring row", shifted_scales
     ),
     Damage("rope_theta", "rope_theta 3,000", rope_theta),
     Damage("wrong_tokenizer", "vocabulary permuted", wrong_tokenizer),

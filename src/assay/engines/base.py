@@ -393,13 +393,7 @@ def require_local(spec: str, path: str, *, finding_id: str = "fidelity.engine_lo
 
 
 def read_options(
-    spec: str,
-    prefix: str,
-    known: Sequence[str],
-    *,
-    example: str,
-    what: str = "model",
-    shown: str = "",
+    spec: str, prefix: str, known: Sequence[str], *, example: str, what: str = "model", shown: str = ""
 ) -> tuple[str, Options]:
     """What stands between `prefix` and the question mark, and the options after it.
 

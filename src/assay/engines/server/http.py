@@ -126,10 +126,7 @@ class Transport:
         self._sleep = sleep
         self._origin = origin(endpoint.api)
         self._secrets = tuple(s for s in (key, (endpoint.credentials or ("", ""))[1]) if s)
-        headers = {
-            "User-Agent": f"assay/{VERSION}",
-            "Accept-Encoding": "identity",
-        }
+        headers = {"User-Agent": f"assay/{VERSION}", "Accept-Encoding": "identity"}
         if key:
             headers["Authorization"] = f"Bearer {key}"
         auth = httpx.BasicAuth(*endpoint.credentials) if endpoint.credentials and not key else None

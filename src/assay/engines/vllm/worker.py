@@ -83,11 +83,7 @@ class Session:
             found = attrgetter(call)(self.core)
             return True, found(*arguments) if callable(found) else found
         except AssayError as error:
-            facts = {
-                "finding_id": error.finding_id,
-                "remedy": error.remedy,
-                "evidence": error.evidence,
-            }
+            facts = {"finding_id": error.finding_id, "remedy": error.remedy, "evidence": error.evidence}
             return False, (type(error).__name__, error.message, facts)
         except Exception as error:
             traceback.print_exc()
