@@ -443,31 +443,23 @@ VERDICTS: Mapping[Decision, Verdict] = {
 }
 
 
+_SHORT = {
+    "moved": "probability that moved", "flips": "tokens turned beyond rounding", "tokens": "tokens that changed", "scores": "bits per byte",
+}  # fmt: skip
+
+
 def table_of(answer: Identity) -> Table:
     """The tests as a table."""
     rows = [
-        (t.says, f"{t.value:.4f}", f"{t.lo:.4f} to {t.hi:.4f}", f"{t.allowed:.4f}", str(t.n), t.decision if t.decides or t.decision == "different" else "–")
+        (_SHORT[t.name], f"{t.value:.4f}", f"{t.lo:.4f} to {t.hi:.4f}", f"{t.allowed:.4f}", t.decision if t.decides or t.decision == "different" else "–")
         for t in answer.tests
     ]  # fmt: skip
-    rows.append(
-        (
-            "tokenizer",
-            answer.tokenizer,
-            "",
-            "",
-            "",
-            "different" if answer.tokenizer.startswith("other") else "–",
-        )
-    )
+    other = answer.tokenizer.startswith("other")
+    rows.append(("tokenizer", answer.tokenizer.split(" of ")[0], "", "none", "different" if other else "–"))
     title = f"Against {answer.reference.model} on {answer.reference.server}"
-    note = f"bounds are one-sided: {ALPHA:.0%} for all that say different together, {ALPHA:.0%} for each that says same"
-    return Table(
-        title,
-        ("statistic", "measured", "bounds", "allowed", "of", "says"),
-        rows,
-        numeric=frozenset({1, 2, 3, 4}),
-        note=note,
-    )
+    note = f"one-sided bounds: {ALPHA:.0%} for all that say different together, {ALPHA:.0%} for each that says same"
+    columns = ("difference", "measured", "bounds", "allowed", "says")
+    return Table(title, columns, rows, numeric=frozenset({1, 2, 3}), note=note)
 
 
 def metric_of(answer: Identity) -> Metric:
