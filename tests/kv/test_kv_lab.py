@@ -67,10 +67,10 @@ class Tiny(HfScorer):
             yield rows
 
 
-def lab(engine: Tiny, mode: Mode = Mode.INFORWARD, count: int = 6) -> Lab:
+def lab(engine: Tiny, mode: Mode = Mode.INFORWARD, count: int = 6, block: int = 1) -> Lab:
     net = engine.engine.model
     bench = Bench(cache_shape(net), Rotary(net, LENGTH))
-    return Lab(engine, "hf:small", windows(count), mode, 2, bench=bench)
+    return Lab(engine, "hf:small", windows(count), mode, 2, bench=bench, block=block)
 
 
 def numbers(measured: Any) -> Any:
@@ -92,6 +92,18 @@ def test_the_exact_cache_is_scored_once_for_all_codecs_and_commands() -> None:
     lab(second, Mode.DECODE).measure("fp8")
     assert second.scored[6:12] == [("exact", i) for i in range(6)]
     assert numbers(lab(second).measure("identity")) == [0.0] * (6 * (LENGTH - 1))
+
+
+def test_tokens_that_are_fed_together_give_the_numbers_of_one_at_a_time() -> None:
+    engine = Tiny()
+    alone = lab(engine, Mode.DECODE).measure("hadamard(bits=3)")
+    blocks = lab(engine, Mode.DECODE, block=7)
+    together = blocks.measure("hadamard(bits=3)")
+    np.testing.assert_allclose(numbers(together), numbers(alone), rtol=1e-3, atol=1e-6)
+    assert together.bytes == alone.bytes
+    # Nothing of the other path was read: exact and coded windows were scored by each.
+    assert len(engine.scored) == 4 * 6
+    assert numbers(blocks.measure("identity")) == [0.0] * len(numbers(alone))
 
 
 def test_an_interrupted_measurement_goes_on_by_whole_batches_with_the_same_numbers(tmp_path: Path) -> None:
