@@ -426,7 +426,7 @@ def finding_of(answer: Identity) -> Finding:
             "coherence.identity_undecided", Severity.WARNING, "it cannot be told apart from its reference, nor called the same, at this budget",
             detail=f"{open_.value:.4f} {open_.says} ({open_.lo:.4f} to {open_.hi:.4f}), allowed {open_.allowed:.4f}",
             evidence=answer.to_json(),
-            remedies=("assay compare scores whole texts, which tells smaller differences",),
+            remedies=("score whole texts, which tells smaller differences: `assay compare`",),
         )  # fmt: skip
     return Finding(
         "coherence.identity_same",

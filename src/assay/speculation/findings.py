@@ -57,7 +57,7 @@ DIAGNOSES: Mapping[HeadState, Diagnosis] = {
         ),
         (
             "disable speculation until it is fixed: every draft costs time and earns nothing",
-            "assay verify CHECKPOINT says whether the head's tensors are there and of the declared dtype",
+            "see whether the head's tensors are there and of the declared dtype: `assay verify CHECKPOINT`",
             "make a missing head loud: vLLM --model-loader-extra-config '{\"enable_weights_track\": true}'",
         ),
         (
@@ -92,7 +92,7 @@ DIAGNOSES: Mapping[HeadState, Diagnosis] = {
         ),
         (
             "lower the number of speculative tokens, or use a draft made for this target",
-            "assay compare measures how far the target itself moved",
+            "measure how far the target itself moved: `assay compare`",
         ),
         (f"{VLLM}pull/41044", f"{VLLM}issues/47602", "https://arxiv.org/abs/2211.17192"),
     ),
@@ -311,7 +311,7 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             detail=a.reason,
             evidence=_figures(a),
             causes=("NaN logits in the target or the draft: every comparison gives the same answer",),
-            remedies=("assay check: the text is likely broken too", "try another attention backend"),
+            remedies=("look at the text, which is likely broken too: `assay check URL`", "try another attention backend"),
             references=("https://github.com/NVIDIA/TensorRT-LLM/pull/5146",),
         )
     if a.collapse is not None:
@@ -330,7 +330,7 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
                 "window": c.at + 1, "time": c.time, "engine": c.replica, "before": c.before, "after": c.after,
             },
             causes=(*((dummies, corrupt) if c.zero else (corrupt, longer)), "the traffic changed"),
-            remedies=("assay check, now: is the text still sane?", "compare max_model_len of draft and target"),
+            remedies=("ask at once whether the text is still sane: `assay check URL`", "compare max_model_len of draft and target"),
             references=(f"{VLLM}issues/58080", "https://github.com/LMCache/LMCache/issues/4247"),
         )  # fmt: skip
     zeros = zero_windows(judged.evidence.windows, a.collapse)
@@ -447,7 +447,7 @@ def _suspicious(judged: Judged) -> Iterator[Finding]:
             "every draft token was accepted",
             detail="right for repetitive text or a draft equal to the target; in normal traffic it hints at a loop",
             evidence={"drafted": record.drafted},
-            remedies=("assay check: is the text degenerate?",),
+            remedies=("see whether the text is degenerate: `assay check URL`",),
             references=(f"{VLLM}issues/55605",),
         )
     if a.design_effect > 4 and rate is not None:

@@ -300,7 +300,7 @@ def _findings(answer: Lossless) -> list[Finding]:
             Finding(
                 "speculation.lossless_undecided", Severity.WARNING,
                 "greedy texts part, but only at near ties, which the engine's own noise explains", evidence=figures,
-                remedies=("assay compare bounds how far the distributions can be apart",),
+                remedies=("bound how far the distributions can be apart: `assay compare`",),
             )
         ]  # fmt: skip
     return [
