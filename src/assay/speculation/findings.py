@@ -311,7 +311,10 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
             detail=a.reason,
             evidence=_figures(a),
             causes=("NaN logits in the target or the draft: every comparison gives the same answer",),
-            remedies=("look at the text, which is likely broken too: `assay check URL`", "try another attention backend"),
+            remedies=(
+                "look at the text, which is likely broken too: `assay check URL`",
+                "try another attention backend",
+            ),
             references=("https://github.com/NVIDIA/TensorRT-LLM/pull/5146",),
         )
     if a.collapse is not None:
