@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from assay.coherence.grading import Grade, StreamingGrader
     from assay.environment import VERSION as __version__
     from assay.errors import AssayError, UsageError
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
-    "card", "check", "compare", "gate", "grade", "reference", "spec", "verify", "watch",
+    "card", "check", "compare", "doctor", "gate", "grade", "reference", "spec", "verify", "watch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -92,6 +94,19 @@ def verify(checkpoint: str | Path, **options: Any) -> Report:
     from assay.environment import recorded
 
     return recorded(verify_checkpoint(str(checkpoint), VerifyOptions.of(options)))
+
+
+def doctor(command: str | Sequence[str], *, progress: Progress | None = None, **options: Any) -> Report:
+    """Launch a serve command and find the setting that breaks it. `command` is a text or its words; options: `assay doctor --help`."""
+    import shlex
+
+    from assay.environment import recorded
+    from assay.progress import NO_PROGRESS
+    from assay.serving.doctor import DoctorOptions
+    from assay.serving.run import run_doctor
+
+    words = shlex.split(command) if isinstance(command, str) else list(command)
+    return recorded(run_doctor(words, DoctorOptions.of(options), progress or NO_PROGRESS))
 
 
 def spec(*sources: str | Path, **options: Any) -> Report:

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from assay.cli import demo, kv, verbs
+from assay.cli import demo, doctor, kv, verbs
 from assay.cli.verb import STDOUT, TYPER, Group, Output, Verb, group, group_of, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Verdict
 
@@ -24,6 +24,8 @@ _ClickException: type[Exception] = next(
 VERBS: Mapping[str, Verb | Any] = {
     "check": verbs.check,
     "watch": verbs.watch,
+    "doctor": doctor.doctor,
+    "bundle": group("bundle", doctor.HELP, {"show": doctor.show, "verify": doctor.verify}),
     "grade": verbs.grade,
     "verify": verbs.verify,
     "spec": verbs.spec,

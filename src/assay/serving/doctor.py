@@ -1,0 +1,561 @@
+"""`assay doctor`: which setting of a serve command breaks it? Launch, bisect, prove, and say what to use now."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from assay.errors import AssayError
+from assay.options import Options, option
+from assay.progress import Progress
+from assay.runs import Kept, cache_dir, source_digest
+from assay.serving.command import ServeCommand, Setting
+from assay.serving.engaged import Engaged, engaged
+from assay.serving.launch import (
+    Running,
+    StartFailed,
+    launched,
+    require_disk,
+    tail_of,
+)
+from assay.serving.search import (
+    Bench,
+    Configuration,
+    OutOfTime,
+    Rates,
+    State,
+    minimal_failing_set,
+    starts_needed,
+)
+from assay.serving.symptoms import SYMPTOMS, Measure, Observation, Seen, measure, rules_of, see
+from assay.verdict import Report
+
+_FRESH = 24 * 3600.0
+"""Seconds for which the starts of an interrupted doctor count: the machine may change."""
+_LOG_KEPT = 60_000
+
+
+@dataclass(frozen=True)
+class DoctorOptions(Options):
+    """What is looked for, and how long it may take."""
+
+    VERB, AREA = "doctor", "server"
+
+    symptom: tuple[str, ...] = option(
+        (),
+        "Look for this symptom only; may be given again. Default: what the first bad start shows.",
+        choices=SYMPTOMS,
+    )
+    budget: float = option(
+        60.0, "Time that the doctor may take.", lo=0.05, hi=100_000, metavar="MINUTES", apart=True
+    )
+    seconds: float = option(60.0, "Seconds of questions for each start.", lo=3, hi=3600)
+    concurrency: int = option(24, "Requests at once in the burst.", lo=2, hi=512)
+    fault_rate: float = option(
+        1 / 3,
+        "Smallest share of starts that a fault shows in and must be found at; 1 needs one good start only.",
+        lo=0.05,
+        hi=1,
+    )
+    slower: float = option(0.15, "Loss of speed that counts as a fault.", lo=0.02, hi=0.9, form="fraction")
+    ladder: bool = option(True, "Do not measure the speed of each acquitted setting.")
+    command_template: str | None = option(
+        None, "Command of another engine, with {port} and {settings}.", metavar="TEXT"
+    )
+    reference_engine: str | None = option(
+        None, "Trusted model to compare with where the baseline fails: hf:PATH.", metavar="ENGINE", apart=True
+    )
+    api_key_env: str | None = option(
+        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
+    )
+    health: str = option(
+        "/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True
+    )
+    start_timeout: float = option(600.0, "Seconds that a start may take.", lo=1, hi=86_400, apart=True)
+    seed: int = option(0, "First seed.", lo=0, hi=2**31)
+    tools: bool = option(True, "Do not ask tool calls under load.")
+    lint: bool = option(False, "Read the command and the checkpoint only; launch nothing.", apart=True)
+    engine_version: str | None = option(
+        None,
+        "Engine that the command runs, for --lint, e.g. vllm==0.32.0.",
+        metavar="ENGINE==VERSION",
+        apart=True,
+    )
+    bundle: Path | None = option(None, "Write the evidence to this file (.tar.zst).", apart=True)
+    issue: bool = option(False, "Print a bug report with the minimal command.", apart=True)
+    fresh: bool = option(False, "Forget what an interrupted doctor of this command measured.", apart=True)
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of one configuration and what it showed."""
+
+    configuration: Configuration
+    index: int
+    seen: Seen
+    observation: Observation
+    resumed: bool = False
+
+
+@dataclass
+class Diagnosis:
+    """Everything that a doctor found, for the report."""
+
+    command: ServeCommand
+    options: DoctorOptions
+    baseline: Seen | None = None
+    given: Seen | None = None
+    given_state: State = "undecided"
+    guilty: list[list[str]] = field(default_factory=list)
+    proven: bool = True
+    cannot_run: dict[str, str] = field(default_factory=dict)
+    acquitted: set[str] = field(default_factory=set)
+    rules: frozenset[str] = frozenset()
+    engaged: dict[str, Engaged] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)
+    rungs: list[tuple[Configuration, Observation]] = field(default_factory=list)
+    kept_safe: list[str] = field(default_factory=list)
+    """Settings that the baseline keeps, since it does not start without them."""
+    checkpoint: list[Report] = field(default_factory=list)
+    seconds: float = 0.0
+    out_of_time: bool = False
+    interrupted: bool = False
+    failed: str = ""
+    notices: list[Any] = field(default_factory=list)
+
+    @property
+    def all(self) -> Configuration:
+        """Every setting of the given command that can run."""
+        return frozenset(s.name for s in self.command.settings if s.name not in self.cannot_run)
+
+    def setting(self, name: str) -> Setting:
+        """The setting of a name."""
+        return next(s for s in self.command.settings if s.name == name)
+
+    def of(self, configuration: Configuration) -> Start | None:
+        """The first measured start of a configuration."""
+        starts = [s for s in self.starts if s.configuration == configuration and not s.observation.failed]
+        return starts[0] if starts else None
+
+    @property
+    def launches(self) -> int:
+        """Servers that this run started."""
+        return sum(not s.resumed for s in self.starts)
+
+
+class Doctor:
+    """One run: the clock, what is kept, and the launches."""
+
+    def __init__(self, command: ServeCommand, options: DoctorOptions, progress: Progress) -> None:
+        self.options, self.progress = options, progress
+        self.found = Diagnosis(command, options)
+        self.until = time.monotonic() + 60 * options.budget
+        about = [
+            command.start, command.fixed, [(s.name, s.words, s.value) for s in command.settings], command.environment,
+            _identity(command), options.facts(), source_digest("serving", "coherence"),
+        ]  # fmt: skip
+        name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+        self.folder = cache_dir(f"doctor/{name}")
+        if options.fresh:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder = cache_dir(f"doctor/{name}")
+        self.kept = Kept(self.folder / "starts")
+        self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools, options.ladder)
+        self.bench = Bench(self._start)
+        self.rules: frozenset[str] = rules_of(options.symptom)
+        self.baseline: Observation | None = None
+
+    # What is launched.
+
+    def say(self, line: str) -> None:
+        """Tell one line."""
+        with self.progress(line, 0):
+            pass
+
+    def _start(self, configuration: Configuration, index: int) -> State:
+        observation, resumed = self.observe(configuration, index)
+        seen = see(observation, self.baseline, self.rules, self.options.slower)
+        self.found.starts.append(Start(configuration, index, seen, observation, resumed))
+        what = "; ".join(f"{rule}: {says}" for rule, says in seen.bad.items()) or "as the baseline"
+        self.say(
+            f"{self.label(configuration)}, start {index + 1}: {seen.state.replace('_', ' ')}"
+            f"{' (kept from before)' if resumed else ''}, {what[:160]}; {self.left():.0f} s left"
+        )
+        return seen.state
+
+    def left(self) -> float:
+        """Seconds until the budget is spent."""
+        return self.until - time.monotonic()
+
+    def observe(
+        self, configuration: Configuration, index: int, rules: Collection[str] | None = None
+    ) -> tuple[Observation, bool]:
+        """One start: launched and measured, or as it was kept. OutOfTime once the budget is spent."""
+        rules = self.rules if rules is None else rules
+        key = [sorted(configuration), index, sorted(rules), self.baseline is not None]
+        kept = self.kept.get(key)
+        if kept is not None and time.time() - kept["at"] < _FRESH:
+            return Observation.from_json(kept["observation"]), True
+        if self.left() <= 0:
+            raise OutOfTime
+        require_disk(self.folder)
+        self.say(f"{self.label(configuration)}, start {index + 1}: starting")
+        observation = self._launch(configuration, index, rules)
+        self.kept.put(key, {"at": time.time(), "observation": observation.to_json()})
+        return observation, False
+
+    def _launch(self, configuration: Configuration, index: int, rules: Collection[str]) -> Observation:
+        command, options = self.found.command, self.options
+        number = len(self.found.starts)
+        log = (
+            self.folder
+            / f"{number:03}-{hashlib.sha256(repr(sorted(configuration)).encode()).hexdigest()[:8]}-{index}.log"
+        )
+        drafts = any(
+            command_setting.safe.kind == "draft" for command_setting in self._settings(configuration)
+        )
+        from assay.engines.server.engine import read_key
+
+        try:
+            timeout = min(options.start_timeout, max(10.0, self.left()))
+            with launched(
+                command, configuration, log, timeout=timeout, health=options.health,
+                api_key=read_key(options.api_key_env) or _own_key(command),
+            ) as running:  # fmt: skip
+                seen = self._measure(running, index, rules, drafts)
+                died = not running.alive()
+                return replace(
+                    seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT), died=died,
+                    said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
+                )  # fmt: skip
+        except StartFailed as failed:
+            if failed.kind == "silent" and self.left() <= 1:
+                raise OutOfTime from failed
+            return Observation(failed=failed.kind, said=failed.said, log=tail_of(log, _LOG_KEPT))
+
+    def _measure(self, running: Running, index: int, rules: Collection[str], drafts: bool) -> Observation:
+        how = replace(self.how, seconds=max(5.0, min(self.how.seconds, self.left())))
+        try:
+            return measure(
+                running.url, how, index, rules, self.baseline, drafts=drafts, log=running.log,
+                api_key_env=self.options.api_key_env,
+            )  # fmt: skip
+        except AssayError as error:
+            if not running.alive():
+                return Observation(said=error.message)
+            return Observation(failed="silent", said=error.message)
+
+    def _settings(self, configuration: Collection[str]) -> list[Setting]:
+        return [s for s in self.found.command.settings if s.name in configuration]
+
+    def label(self, configuration: Configuration) -> str:
+        """A configuration in a few words."""
+        everything = self.found.all
+        if not configuration:
+            return "baseline"
+        if configuration == everything:
+            return "given command"
+        missing = everything - configuration
+        if len(missing) < len(configuration):
+            return f"without {', '.join(sorted(missing))}"
+        return f"with {', '.join(sorted(configuration))}"
+
+    # What is found out.
+
+    def run(self) -> Diagnosis:
+        """Baseline, given command, guilty sets, acquittal, ladder; what was measured stays when it is cut off."""
+        began = time.monotonic()
+        try:
+            self._examine()
+        except OutOfTime:
+            self.found.out_of_time = True
+        except KeyboardInterrupt:
+            self.found.interrupted = True
+        except AssayError as error:
+            if not self.found.starts:
+                raise
+            self.found.failed = error.message
+            self.found.notices.append(error.to_finding())
+        self.found.rules = self.rules
+        self._engagement()
+        self.found.seconds = time.monotonic() - began
+        self.found.notices += self.kept.notices("server")
+        decided = not (self.found.out_of_time or self.found.interrupted or self.found.failed)
+        if decided and not self.found.notices:
+            shutil.rmtree(self.folder / "starts", ignore_errors=True)
+        return self.found
+
+    def _examine(self) -> None:
+        found = self.found
+        if not self._baseline():
+            return
+        if found.baseline is None or found.baseline.state == "bad":
+            self._checkpoint()
+            return
+        everything = found.all
+        if not everything:
+            found.given, found.given_state = found.baseline, "good"
+            found.rungs.append((frozenset(), self.baseline or Observation()))
+            return
+        state = self._given()
+        if state == "cannot_run":
+            self._find_cannot_run()
+            if not found.all:
+                return
+            state = self._given()
+        found.given_state = state
+        if state == "bad":
+            self._bisect()
+        elif state == "good":
+            found.acquitted |= found.all
+        if state in ("bad", "good"):
+            self._climb()
+
+    def _baseline(self) -> bool:
+        """Measure the baseline; where it does not start, with what a model may need to load. False if nothing starts."""
+        found = self.found
+        observation, resumed = self.observe(frozenset(), 0)
+        found.starts.append(Start(frozenset(), 0, see(observation, None, self.rules), observation, resumed))
+        if observation.failed:
+            self.say(f"baseline does not start: {observation.said[:200]}")
+            needed = [s.name for s in found.command.settings if s.safe.needed]
+            for kept in [[n] for n in needed] + ([needed] if len(needed) > 1 else []):
+                again, resumed = self.observe(frozenset(kept), 0)
+                found.starts.append(Start(frozenset(kept), 0, see(again, None, self.rules), again, resumed))
+                if not again.failed:
+                    found.kept_safe = kept
+                    self._keep(kept)
+                    observation = again
+                    break
+            else:
+                everything = found.all
+                given, resumed = self.observe(everything, 0) if everything else (observation, True)
+                if everything:
+                    found.starts.append(Start(everything, 0, see(given, None, self.rules), given, resumed))
+                if given.failed or not everything:
+                    found.failed = f"nothing could be launched: {(given.said if given.failed else observation.said)[:300]}"
+                else:
+                    found.given = see(given, None, self.rules)
+                    found.failed = ""
+                    found.notices.append(_no_baseline(observation.said))
+                return False
+        self.baseline = None if see(observation, None).state == "bad" else observation
+        found.baseline = see(observation, None, self.rules)
+        if found.baseline.state == "undecided":
+            found.baseline = Seen("good")
+            self.baseline = observation
+        return True
+
+    def _keep(self, names: Collection[str]) -> None:
+        """From here on these settings are a part of the baseline."""
+        command = self.found.command
+        words = [word for s in command.settings if s.name in names for word in s.words]
+        self.found.command = replace(
+            command,
+            always=(*command.always, *words),
+            settings=tuple(s for s in command.settings if s.name not in names),
+        )
+        self.found.starts = [
+            replace(s, configuration=s.configuration - set(names)) for s in self.found.starts
+        ]
+
+    def _given(self) -> State:
+        """As bad as it looks, or as good as the baseline in as many starts as a fault of the declared rate needs."""
+        found, everything, needed = self.found, self.found.all, starts_needed(self.options.fault_rate)
+        tally_bad = tally_good = cannot = unclear = 0
+        while True:
+            state = self.bench.once(everything)
+            last = found.starts[-1]
+            if state == "cannot_run":
+                cannot += 1
+                if cannot >= 2 or last.observation.failed in ("memory", "refused"):
+                    return "cannot_run"
+            elif state == "bad":
+                tally_bad += 1
+                found.given = last.seen if found.given is None or found.given.state != "bad" else found.given
+                # One start decides where the evidence is beyond doubt, or the second shows the same.
+                if last.seen.certain or tally_bad >= 2:
+                    break
+            elif state == "good":
+                tally_good += 1
+                found.given = found.given or last.seen
+                if tally_good >= needed and not tally_bad:
+                    return "good"
+                if tally_good >= 2 * needed:
+                    return "undecided"
+            else:
+                unclear += 1
+                found.given = found.given or last.seen
+                if unclear >= 3:
+                    return "undecided"
+        assert found.given is not None
+        self.rules = frozenset(found.given.bad)
+        self.bench.rates = Rates().after(tally_bad, tally_good)
+        self.bench.settled |= {everything: "bad", frozenset(): "good"}
+        # Starts of before were judged by all rules; they count again by those that are bad.
+        self.bench.tallies = {}
+        return "bad"
+
+    def _weight(self, name: str) -> float:
+        """How likely a setting is guilty: by the table, by what is bad, and by what is known to break."""
+        setting = self.found.setting(name)
+        weight = setting.safe.suspicion
+        if self.rules <= {"slower", "speculation"}:
+            weight *= 5 if setting.safe.kind == "draft" else 1
+        if self.rules & {"prompts"}:
+            weight *= 5 if "template" in name or "tokenizer" in name else 1
+        return weight
+
+    def _bisect(self) -> None:
+        """Minimal failing sets, until what is left is as good as the baseline."""
+        found = self.found
+        left = set(found.all)
+        while left:
+            names, proven = minimal_failing_set(sorted(left), self.bench.decide, self._weight)
+            found.proven = found.proven and proven
+            found.guilty.append(names)
+            left -= {max(names, key=self._weight)}
+            if not left:
+                break
+            state = self.bench.decide(frozenset(left))
+            if state == "good":
+                break
+            if state != "bad":
+                found.proven = False
+                break
+        accused = {name for names in found.guilty for name in names}
+        for configuration, state in self.bench.settled.items():
+            if state == "good":
+                found.acquitted |= configuration - accused
+
+    def _find_cannot_run(self) -> None:
+        """Which settings keep the server from starting: these can be judged on another machine only."""
+        found = self.found
+        why = found.starts[-1].observation.said
+
+        def runs(configuration: Configuration) -> State:
+            known = next((s for s in found.starts if s.configuration == configuration), None)
+            if known is None:
+                self._start(configuration, 0)
+                known = found.starts[-1]
+            return "bad" if known.observation.failed else "good"
+
+        left = set(found.all)
+        while left and runs(frozenset(left)) == "bad":
+            names, _ = minimal_failing_set(sorted(left), runs, self._weight)
+            failed = next((s for s in found.starts if s.configuration == frozenset(names)), None)
+            for name in names:
+                found.cannot_run[name] = failed.observation.said if failed else why
+            left -= set(names)
+        self.bench.tallies, self.bench.settled = {}, {}
+
+    def _climb(self) -> None:
+        """Add the acquitted settings back, one by one, and measure: the fastest that is still coherent."""
+        found = self.found
+        safe = self._complement()
+        base = self.baseline or Observation()
+        if base.speed is not None:
+            found.rungs.append((frozenset(), base))
+        wanted = [safe] if safe else []
+        if self.options.ladder and safe:
+            names = sorted(safe, key=self._weight, reverse=True)
+            wanted = [frozenset(names[:n]) for n in range(1, len(names))][-6:] + wanted
+            if found.given_state == "good":
+                wanted = [safe]
+        for configuration in wanted:
+            kept = next(
+                (
+                    s.observation
+                    for s in found.starts
+                    if s.configuration == configuration and s.observation.speeds
+                ),
+                None,
+            )
+            if kept is None:
+                if self.left() < 30:
+                    break
+                kept, resumed = self.observe(configuration, 0, rules=self.rules | {"slower", "throughput"})
+                seen = see(kept, self.baseline, self.rules - {"slower"})
+                found.starts.append(Start(configuration, 0, seen, kept, resumed))
+                if seen.state != "good":
+                    continue
+            found.rungs.append((configuration, kept))
+
+    def _complement(self) -> Configuration:
+        """All settings but one of each guilty set: the likeliest culprit of it."""
+        dropped = {max(names, key=self._weight) for names in self.found.guilty}
+        return self.found.all - dropped
+
+    def _engagement(self) -> None:
+        found = self.found
+        given = found.of(found.all)
+        base = found.of(frozenset())
+        if given is None:
+            return
+        for setting in found.command.settings:
+            if setting.name not in found.cannot_run:
+                found.engaged[setting.name] = engaged(
+                    setting, given.observation, base.observation if base else None
+                )
+
+    def _checkpoint(self) -> None:
+        """The baseline itself fails: look at the files, then at the numbers."""
+        model = self.found.command.model
+        path = Path(model).expanduser() if model else None
+        if path is None or not path.exists():
+            return
+        from assay.checkpoint.files import VerifyOptions
+        from assay.checkpoint.verify import verify
+
+        self.say("the baseline fails: verifying the checkpoint")
+        with suppress(AssayError):
+            self.found.checkpoint.append(verify(str(path), VerifyOptions(values=True, allow_unverified=True)))
+        engine = self.options.reference_engine
+        if engine is None or self.left() < 60:
+            return
+        from assay.fidelity.compare import run_compare
+        from assay.fidelity.plan import plan_from
+
+        self.say(f"comparing the server's baseline with {engine}")
+        log = self.folder / "compare.log"
+        with (
+            suppress(AssayError, StartFailed),
+            launched(self.found.command, frozenset(), log, timeout=self.options.start_timeout) as running,
+        ):
+            plan = plan_from(
+                {"reference": engine, "candidates": [running.url]},
+                {"windows": 8, "length": 256},
+                where="doctor",
+            )
+            self.found.checkpoint.append(run_compare(plan, self.progress))
+
+
+def _own_key(command: ServeCommand) -> str | None:
+    words = list(command.fixed)
+    return words[words.index("--api-key") + 1] if "--api-key" in words[:-1] else None
+
+
+def _no_baseline(said: str) -> Any:
+    from assay.verdict import Finding, Severity
+
+    return Finding(
+        "server.no_baseline", Severity.WARNING, "the baseline cannot run on this machine, so nothing can be compared with it",
+        detail=said[:400], remedies=("name a machine with more memory", "assay check the running server with --reference-engine"),
+    )  # fmt: skip
+
+
+def _identity(command: ServeCommand) -> list[Any]:
+    """What tells whether program and model are still the same: times and sizes of their files."""
+    found: list[Any] = []
+    for name in (shutil.which(command.start[0]), command.model):
+        path = Path(name).expanduser() if name else None
+        if path and path.exists():
+            files = sorted(path.iterdir()) if path.is_dir() else [path]
+            found += [[f.name, f.stat().st_size, int(f.stat().st_mtime)] for f in files if f.is_file()][:200]
+    return found

@@ -1,0 +1,367 @@
+"""The report of a doctor: the guilty set, each setting's role, the ladder, and a bug report to hand over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from assay.environment import VERSION, describe
+from assay.serving.command import Setting, table_notice
+from assay.serving.doctor import Diagnosis, Start
+from assay.serving.search import exhaustive, starts_needed
+from assay.serving.symptoms import speed_interval
+from assay.verdict import Chart, Finding, Metric, Point, Quote, Report, Series, Severity, Table, Verdict
+
+_ROLE_ORDER = ("guilty", "cannot_run", "no_effect", "undecided", "innocent")
+
+
+def role_of(found: Diagnosis, setting: Setting) -> str:
+    """`guilty`, `cannot_run`, `no_effect`, `innocent` or `undecided`."""
+    name = setting.name
+    if any(name in names for names in found.guilty):
+        return "guilty"
+    if name in found.cannot_run:
+        return "cannot_run"
+    seen = found.engaged.get(name)
+    if seen is not None and seen.yes is False and not setting.implicit:
+        return "no_effect"
+    return "innocent" if name in found.acquitted else "undecided"
+
+
+def verdict_of(found: Diagnosis) -> Verdict:
+    """Exit codes: 0 as good as the baseline, 1 a guilty set or a failing baseline, 2 nothing launched, 3 undecided."""
+    if found.guilty or (found.baseline is not None and found.baseline.state == "bad"):
+        return Verdict.FAIL
+    if found.failed and found.baseline is None:
+        return Verdict.ERROR
+    if found.given_state == "good" and not found.cannot_run:
+        return Verdict.PASS
+    return Verdict.INCONCLUSIVE
+
+
+def build_report(found: Diagnosis) -> Report:
+    """The report of a diagnosis."""
+    verdict = verdict_of(found)
+    command, everything = found.command, found.all | frozenset(found.cannot_run)
+    settings = [_setting_json(found, s) for s in command.settings]
+    best = _best(found)
+    results: dict[str, Any] = {
+        "engine": command.engine,
+        "baseline": {"command": command.text(frozenset()), "verdict": _side(found.baseline)},
+        "given": {"command": command.text(everything), "verdict": _given(found, verdict)},
+        "settings": settings,
+        "guilty": [name for names in found.guilty for name in names],
+        "guilty_sets": found.guilty,
+        "proven": found.proven and bool(found.guilty),
+        "symptoms": sorted(found.rules),
+        "best": best,
+        "ladder": [_rung(found, c, o) for c, o in found.rungs],
+        "starts": [_start_json(s) for s in found.starts],
+        "launches": found.launches,
+        "launches_exhaustive": exhaustive(len(command.settings)),
+        "minutes": found.seconds / 60,
+        "out_of_time": found.out_of_time,
+        "kept_in_baseline": found.kept_safe,
+        "error_rate": 0.05,
+        "fault_rate": found.options.fault_rate,
+        "issue": issue_text(found),
+    }
+    return Report(
+        command="doctor", verdict=verdict, subject={"command": command.text(everything)},
+        findings=tuple(_findings(found, verdict)), results=results, environment=describe(),
+        headline=_headline(found, best), blocks=tuple(_blocks(found)), interrupted=found.interrupted,
+        summary=_summary(found, verdict),
+    )  # fmt: skip
+
+
+def _side(seen: Any) -> str | None:
+    return None if seen is None else {"good": "pass", "bad": "fail"}.get(seen.state, "inconclusive")
+
+
+def _given(found: Diagnosis, verdict: Verdict) -> str | None:
+    if found.given is None:
+        return None
+    return {"bad": "fail", "good": "pass"}.get(found.given_state, "inconclusive")
+
+
+def _setting_json(found: Diagnosis, setting: Setting) -> dict[str, Any]:
+    seen = found.engaged.get(setting.name)
+    return {
+        "name": setting.name, "value": setting.value, "safe_value": setting.safe_value, "role": role_of(found, setting),
+        "engaged": seen.yes if seen else None,
+        "evidence": found.cannot_run.get(setting.name) or (seen.evidence if seen else None), "reason": setting.safe.reason,
+    }  # fmt: skip
+
+
+def _rung(found: Diagnosis, configuration: Any, observation: Any) -> dict[str, Any]:
+    speed = observation.speed
+    return {
+        "settings": sorted(configuration), "command": found.command.text(configuration),
+        "tokens_per_s": None if speed is None else {"value": speed.value, "lo": speed.lo, "hi": speed.hi},
+    }  # fmt: skip
+
+
+def _start_json(start: Start) -> dict[str, Any]:
+    seen = start.observation
+    return {
+        "settings": sorted(start.configuration), "index": start.index, "state": start.seen.state, "bad": dict(start.seen.bad),
+        "start_s": seen.start_s, "measure_s": seen.measure_s, "resumed": start.resumed,
+        "failed": seen.failed or None, "said": seen.said or None,
+    }  # fmt: skip
+
+
+def _best(found: Diagnosis) -> dict[str, Any] | None:
+    """The rung with most settings, or one that is faster beyond doubt."""
+    rungs = [(c, o.speed) for c, o in found.rungs if o.speed is not None]
+    if not rungs:
+        if not found.rungs:
+            return None
+        configuration = max((c for c, _ in found.rungs), key=len)
+        return {
+            "command": found.command.text(configuration),
+            "tokens_per_s": None,
+            "settings": sorted(configuration),
+        }
+    # The fullest one, unless another is faster beyond both intervals.
+    configuration, speed = max(rungs, key=lambda r: len(r[0]))
+    for other, theirs in rungs:
+        if theirs.lo > speed.hi:
+            configuration, speed = other, theirs
+    return {
+        "command": found.command.text(configuration), "settings": sorted(configuration),
+        "tokens_per_s": {"value": speed.value, "lo": speed.lo, "hi": speed.hi},
+    }  # fmt: skip
+
+
+def _summary(found: Diagnosis, verdict: Verdict) -> str:
+    if found.guilty:
+        sets = "; and ".join(" with ".join(names) for names in found.guilty)
+        return (
+            f"{sets}: the command is as bad with it as whole, and as good as the baseline without."
+            if found.proven
+            else (f"{sets}: guilty as far as it was decided.")
+        )
+    if verdict is Verdict.FAIL:
+        return "The baseline itself fails: the fault is in the checkpoint or the engine, not in a setting."
+    if verdict is Verdict.PASS:
+        good = sum(s.configuration == found.all and s.seen.state == "good" for s in found.starts)
+        return (
+            f"The given command is as good as the baseline, in {good} of {good} starts."
+            if found.all
+            else ("The given command is the baseline, and it holds.")
+        )
+    if found.cannot_run:
+        return f"{', '.join(found.cannot_run)} cannot run here; without it the command is {_given(found, verdict) or 'not judged'}."
+    return ""
+
+
+def _findings(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
+    command = found.command
+    for names in found.guilty:
+        accused = [found.setting(n) for n in names]
+        shown = " with ".join(f"{s.name} {s.value or ''}".strip() for s in accused)
+        says = "; ".join(found.given.bad.values()) if found.given else ""
+        slow = found.rules <= {"slower"} and bool(found.rules)
+        alone = next((s for s in found.starts if s.configuration == frozenset(names) and s.seen.bad), None)
+        yield Finding(
+            "throughput.guilty_setting" if slow else "server.guilty_setting", Severity.ERROR,
+            f"{shown} breaks it: {says}"[:400],
+            detail="; ".join(alone.seen.bad.values())[:400] if alone else "",
+            evidence={"settings": names, "proven": found.proven, "symptoms": sorted(found.rules)},
+            causes=[s.safe.reason for s in accused],
+            remedies=(f"use now: {_command_without(found)}",),
+        )  # fmt: skip
+    if found.baseline is not None and found.baseline.state == "bad":
+        yield from _checkpoint_findings(found)
+    for name, said in found.cannot_run.items():
+        yield Finding(
+            "server.cannot_run", Severity.WARNING, f"{name} cannot run here, so it is not judged: {said[:200]}",
+            remedies=("try it on a machine with more memory, or read what the engine says",), evidence={"said": said},
+        )  # fmt: skip
+    for setting in command.settings:
+        seen = found.engaged.get(setting.name)
+        if seen is not None and seen.yes is False and not setting.implicit:
+            yield Finding(
+                "server.no_effect", Severity.WARNING, f"{setting.name} is set and had no effect: {seen.evidence}",
+                remedies=("leave it out, or find out why the engine does not take it",), evidence={"setting": setting.name},
+            )  # fmt: skip
+    if found.failed:
+        severity = Severity.ERROR if verdict is Verdict.ERROR else Severity.WARNING
+        yield Finding(
+            "server.start_failed" if verdict is Verdict.ERROR else "server.cut_off", severity, found.failed,
+            remedies=("read its log, or raise --start-timeout",),
+        )  # fmt: skip
+    yield from found.notices
+    if verdict is Verdict.INCONCLUSIVE:
+        yield _undecided(found)
+    elif found.out_of_time:
+        title = f"the budget of {found.options.budget:g} min is spent: what was not decided is marked"
+        yield Finding(
+            "server.out_of_time", Severity.WARNING, title, remedies=("run it again: it goes on from here",)
+        )
+    if found.guilty and not found.proven:
+        title = "a smaller set could not be decided: some configurations did not run or stayed unclear"
+        yield Finding(
+            "server.not_minimal", Severity.WARNING, title, remedies=("run it again with more --budget",)
+        )
+    if notice := table_notice(command, None):
+        yield Finding("server.no_table", Severity.INFO, notice)
+
+
+def _undecided(found: Diagnosis) -> Finding:
+    starts = [s for s in found.starts if s.configuration == found.all]
+    good, needed = sum(s.seen.state == "good" for s in starts), starts_needed(found.options.fault_rate)
+    why = f"the given command held in {good} of the {needed} starts that a fault in {found.options.fault_rate:.0%} of them asks for"
+    if any(s.seen.state == "bad" for s in starts):
+        bad = sum(s.seen.state == "bad" for s in starts)
+        why = f"the given command was bad in {bad} of {len(starts)} starts, which may be chance"
+    elif found.cannot_run:
+        why = "settings that cannot run here could not be judged"
+    elif not starts:
+        why = "the given command was not measured"
+    reason = "the budget is spent: " if found.out_of_time else ""
+    return Finding(
+        "server.undecided", Severity.WARNING, f"undecided: {reason}{why}",
+        remedies=("run it again with more --budget: it goes on from here", "--fault-rate 1 looks for faults of every start only"),
+    )  # fmt: skip
+
+
+def _checkpoint_findings(found: Diagnosis) -> Iterator[Finding]:
+    says = "; ".join(found.baseline.bad.values()) if found.baseline else ""
+    bad = [r for r in found.checkpoint if r.verdict is Verdict.FAIL]
+    blamed = {
+        "verify": "its files are not what they should be",
+        "compare": "its numbers differ from transformers'",
+    }
+    where = "; ".join(blamed.get(r.command, r.command) for r in bad)
+    looked = (
+        ", ".join(f"assay {r.command}: {r.verdict.value}" for r in found.checkpoint)
+        or "the checkpoint is not a path here"
+    )
+    yield Finding(
+        "server.baseline_fails", Severity.ERROR,
+        f"the baseline itself fails ({says[:200]}): {where or 'the checkpoint, or the engine, is at fault'}",
+        detail=looked, evidence={"examined": [r.command for r in found.checkpoint]},
+        remedies=("assay verify CHECKPOINT --values", "assay compare hf:CHECKPOINT URL"),
+    )  # fmt: skip
+    for report in bad:
+        yield from (f for f in report.findings if f.severity is Severity.ERROR)
+
+
+def _command_without(found: Diagnosis) -> str:
+    best = _best(found)
+    if best is not None:
+        return str(best["command"])
+    return found.command.text(found.all - {n for names in found.guilty for n in names})
+
+
+def _headline(found: Diagnosis, best: dict[str, Any] | None) -> list[Metric]:
+    metrics = []
+    if found.guilty:
+        metrics.append(Metric("guilty", "; ".join(" + ".join(names) for names in found.guilty)))
+    metrics.append(Metric("launches", f"{found.launches} in {found.seconds / 60:.1f} min"))
+    if best and best["tokens_per_s"]:
+        speed = best["tokens_per_s"]
+        metrics.append(
+            Metric("best", f"{speed['value']:.3g} tokens/s [{speed['lo']:.3g}, {speed['hi']:.3g}]")
+        )
+    return metrics
+
+
+def _blocks(found: Diagnosis) -> Iterator[Table | Chart | Quote]:
+    ordered = sorted(found.command.settings, key=lambda s: _ROLE_ORDER.index(role_of(found, s)))
+    rows = [
+        (
+            s.name, s.value or "on", s.safe_value, role_of(found, s).replace("_", " "),
+            found.cannot_run.get(s.name) or (found.engaged[s.name].evidence if s.name in found.engaged else "not measured"),
+        )
+        for s in ordered
+    ]  # fmt: skip
+    yield Table("Settings", ("setting", "value", "baseline", "role", "did it engage?"), rows)
+    best = _best(found)
+    if best is not None:
+        yield Table("Use now", ("command",), [(best["command"],)], detail=not found.guilty)
+    starts = [
+        (
+            _named(found, s), str(s.index + 1), s.seen.state.replace("_", " "),
+            "; ".join(s.seen.bad.values())[:160], f"{s.observation.start_s:.0f}", f"{s.observation.measure_s:.0f}",
+        )
+        for s in found.starts
+    ]  # fmt: skip
+    yield Table(
+        "Starts",
+        ("configuration", "start", "state", "what was bad", "start s", "asked s"),
+        starts,
+        frozenset({1, 4, 5}),
+        detail=True,
+    )
+    rungs = [(c, speed_interval(o.speeds)) for c, o in found.rungs]
+    points = [
+        Point(_rung_name(rungs[:i], c), s.value, s.lo, s.hi)
+        for i, (c, s) in enumerate(rungs)
+        if s is not None
+    ]
+    if points:
+        yield Chart(
+            "Ladder: from the baseline to the fastest that holds",
+            "forest",
+            (Series("tokens/s", points),),
+            y_label="tokens/s",
+        )
+    if found.given is not None and found.given.state == "bad":
+        start = found.of(found.all)
+        for probe in start.observation.record.probes if start else ():
+            for sample in [s for s in probe.samples if s.degenerate][:1]:
+                yield Quote(
+                    f"given command, {probe.title}",
+                    sample.text_head,
+                    sample.kind or sample.label,
+                    sample.onset_char,
+                )
+
+
+def _named(found: Diagnosis, start: Start) -> str:
+    if not start.configuration:
+        return "baseline"
+    if start.configuration == found.all:
+        return "given"
+    missing = found.all - start.configuration
+    few = len(missing) < len(start.configuration)
+    return (
+        f"without {', '.join(sorted(missing))}" if few else f"only {', '.join(sorted(start.configuration))}"
+    )
+
+
+def _rung_name(before: Any, configuration: Any) -> str:
+    if not configuration:
+        return "baseline"
+    known: Any = max((c for c, _ in before if c <= configuration), key=len, default=frozenset())
+    return f"+ {', '.join(sorted(configuration - known))}"
+
+
+def issue_text(found: Diagnosis) -> str:
+    """A bug report in the form that engines ask for: environment, minimal command, what happens, what should."""
+    facts = describe()
+    minimal = {n for names in found.guilty for n in names} or found.all
+    start = found.of(frozenset(minimal)) or found.of(found.all)
+    says = (
+        "\n".join(f"- {rule}: {text}" for rule, text in (start.seen.bad if start else {}).items())
+        or "- nothing was found bad"
+    )
+    texts = [
+        s.text_head
+        for p in (start.observation.record.probes if start else ())
+        for s in p.samples
+        if s.degenerate
+    ][:2]
+    server = start.observation.facts if start else {}
+    return "\n".join([
+        "### Your current environment", "",
+        f"- {facts['platform']}, {facts['cpu']}, GPU: {facts.get('gpu') or server.get('gpu') or 'not asked'}",
+        f"- engine: {found.command.engine} {server.get('version') or ''}".rstrip(),
+        f"- Python {facts['python']}, " + ", ".join(f"{n} {v}" for n, v in facts["packages"].items()), "",
+        "### Minimal command that fails", "", "```", found.command.text(frozenset(minimal)), "```", "",
+        "### Command that works", "", "```", found.command.text(found.all - minimal), "```", "",
+        "### What happens", "", says, *(["", "```text", *texts, "```"] if texts else []), "",
+        f"Found by assay {VERSION} doctor in {found.launches} launches; declared error rate of each decision 5 %.",
+    ])  # fmt: skip

@@ -1,0 +1,298 @@
+"""What one start of a server shows: the rules of `assay check` against the baseline, speed, and the draft's health.
+
+The stages are those of a check, in a time of their own. Once it is known which rules the given command breaks, only the
+stages that those rules need are measured.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from assay.coherence.check import DECIDED_BY_TEXTS, EARLY
+from assay.coherence.diagnosis import judge
+from assay.coherence.measure import Measurement
+from assay.coherence.plan import Pace, Plan, Stage, extension, fit, stages_of
+from assay.coherence.probes import NAMES
+from assay.coherence.record import CheckRecord
+from assay.coherence.report import record_json
+from assay.engines.server.engine import ServerEngine
+from assay.errors import AssayError
+from assay.progress import NO_PROGRESS
+from assay.serving.search import State
+from assay.stats.cluster import mean_interval
+from assay.stats.intervals import Interval
+from assay.verdict import Severity
+
+SYMPTOMS: Mapping[str, frozenset[str]] = {
+    "text": frozenset({
+        "prompts", "hard_texts", "degenerate_rate", "hidden_tokens", "truncated", "same_answers", "answers", "counters",
+        "throughput", "died",
+    }),
+    "stutter": frozenset({"stutter"}),
+    "bits": frozenset({"bits", "depth"}),
+    "tools": frozenset({"tools", "tool_form"}),
+    "speculation": frozenset({"speculation"}),
+    "speed": frozenset({"slower"}),
+}  # fmt: skip
+SLOWER = 0.15
+"""Share of the baseline's tokens a second that must be lost, beyond the interval, before a setting counts as slower."""
+_STAGE_KINDS = {"bits": {"scores"}, "tools": {"tools"}, "speed": {"speed"}, "speculation": {"speed"}}
+TOOL_STREAMS = 32
+_PROBES = tuple(name for name in NAMES if name != "needle")
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one start showed, in plain JSON types but for the record."""
+
+    record: CheckRecord = field(default_factory=CheckRecord)
+    health: str = ""
+    """Of speculation, by the engine's counters or log; empty where nothing speculates."""
+    acceptance: float | None = None
+    start_s: float = 0.0
+    measure_s: float = 0.0
+    failed: str = ""
+    """Why the server could not be started: the kind of `StartFailed`."""
+    said: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    log: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    died: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The form that is kept."""
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "record"}
+        return own | {"record": record_json(self.record), "concurrency": self.record.concurrency}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Observation:
+        """Read it back."""
+        own = {k: v for k, v in data.items() if k in cls.__dataclass_fields__ and k != "record"}
+        return cls(record=CheckRecord.from_json(data["record"]), **own)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Decode speeds of the timed texts, tokens a second."""
+        return [t.decode_tokens_per_s for t in self.record.timed if t.decode_tokens_per_s]
+
+    @property
+    def speed(self) -> Interval | None:
+        """Median decode speed of one stream, with the interval of the mean around it."""
+        return speed_interval(self.speeds)
+
+
+def speed_interval(speeds: Sequence[float]) -> Interval | None:
+    """Geometric mean of speeds with its 95 % interval (Student's, on logarithms); None for fewer than two."""
+    if len(speeds) < 2:
+        return Interval(speeds[0], speeds[0], speeds[0]) if speeds else None
+    logs = mean_interval([math.log(s) for s in speeds])
+    return Interval(math.exp(logs.value), math.exp(logs.lo), math.exp(logs.hi))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an observation amounts to: its state, the rules that are bad and what they say."""
+
+    state: State
+    bad: Mapping[str, str] = field(default_factory=dict)
+    certain: bool = False
+    """Bad beyond doubt: so many looks more would cost next to no error."""
+    findings: tuple[Any, ...] = ()
+
+
+def rules_of(names: Collection[str]) -> frozenset[str]:
+    """The rules of symptoms; all of them where none is named."""
+    return frozenset().union(*(SYMPTOMS[name] for name in names)) if names else frozenset()
+
+
+def see(
+    seen: Observation, baseline: Observation | None, rules: Collection[str] = (), slower: float = SLOWER
+) -> Seen:
+    """Judge an observation against the baseline's, by some rules or by all."""
+    if seen.failed:
+        return Seen("cannot_run", {"start": seen.said})
+    bad: dict[str, str] = {}
+    if seen.died:
+        bad["died"] = seen.said or "the server ended while it was asked"
+    against = baseline.record if baseline is not None else None
+    judged = judge(seen.record, against)
+    early = {r.rule for r in judge(seen.record, against, EARLY).rulings if r.state == "bad"}
+    states = {r.rule: r for r in judged.rulings if not rules or r.rule in rules}
+    bad |= {rule: r.says for rule, r in states.items() if r.state == "bad"}
+    for rule, says in (_slower(seen, baseline, slower), _health(seen)):
+        if says and (not rules or rule in rules):
+            bad[rule] = says
+    if rules:
+        bad = {rule: says for rule, says in bad.items() if rule in rules or rule == "died"}
+    if bad:
+        findings = tuple(f for r in states.values() for f in r.findings if f.severity is Severity.ERROR)
+        return Seen("bad", bad, bool(early & bad.keys()) or "died" in bad or "speculation" in bad, findings)
+    unclear = [r for r in states.values() if r.state == "unclear"]
+    measured = seen.record.samples or seen.record.tools or seen.record.timed or seen.record.passages
+    return Seen("undecided" if unclear or not measured else "good")
+
+
+def _slower(seen: Observation, baseline: Observation | None, least: float) -> tuple[str, str]:
+    if baseline is None or len(seen.speeds) < 3 or len(baseline.speeds) < 3:
+        return "slower", ""
+    ours, theirs = (mean_interval([math.log(s) for s in o.speeds]) for o in (seen, baseline))
+    change = ours.value - theirs.value
+    half = math.hypot(ours.hi - ours.value, theirs.hi - theirs.value)
+    if change + half >= math.log(1 - least):
+        return "slower", ""
+    lost, lo, hi = (1 - math.exp(change + d) for d in (0.0, half, -half))
+    return "slower", (
+        f"{lost:.0%} slower [{lo:.0%}, {hi:.0%}]: {median(seen.speeds):.3g} tokens/s, the baseline {median(baseline.speeds):.3g}"
+    )
+
+
+def _health(seen: Observation) -> tuple[str, str]:
+    if seen.health not in ("broken", "degraded"):
+        return "speculation", ""
+    rate = "" if seen.acceptance is None else f", {seen.acceptance:.0%} of the drafted tokens accepted"
+    return "speculation", f"speculation is {seen.health}{rate}"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a start is measured: seconds of questions, requests at once, and the first seed."""
+
+    seconds: float
+    concurrency: int
+    seed: int = 0
+    tools: bool = True
+    speed: bool = True
+    timeout: float = 120.0
+
+    def plan(self, start: int) -> Plan:
+        """The plan of a check; later starts ask with other seeds."""
+        return Plan(samples=1, repeats=3, parallel=8, seed=self.seed + 1000 * start, only=_PROBES)
+
+
+def measure(
+    url: str, how: Measure, start: int, rules: Collection[str], baseline: Observation | None, *,
+    drafts: bool, log: Path, api_key_env: str | None = None,
+) -> Observation:  # fmt: skip
+    """Ask a running server; an answer that cannot be had ends the questions, not the doctor.
+
+    Raises AssayError where the server cannot be examined at all.
+    """
+    began, plan = time.monotonic(), how.plan(start)
+    with ServerEngine.connect(url, api_key_env=api_key_env, timeout=how.timeout) as engine:
+        facts = engine.describe()
+        wide = replace(plan, concurrency=how.concurrency)
+        taken = Measurement(engine, wide, engine.max_model_len, NO_PROGRESS)
+        probes, pace = taken.probes, Pace()
+        taken.plan = plan
+        rest = _stages(stages_of(plan, probes, engine.max_model_len), rules, how, drafts)
+        before = _counters(engine)
+        said, seen = "", Observation()
+        extended = False
+        while rest:
+            stage, *rest = rest
+            left = began + how.seconds - time.monotonic()
+            chosen, dropped = fit([stage, *rest], pace, left, lambda stage: True)
+            first = not taken.record.samples and not taken.record.timed and not taken.record.passages
+            if stage in dropped and not first:
+                continue
+            begun, written = time.monotonic(), _tokens(taken.record)
+            try:
+                taken.run(chosen[0] if chosen else stage, deadline=began + max(how.seconds, 20.0))
+            except AssayError as error:
+                said = error.message
+                break
+            pace.learn(stage, time.monotonic() - begun, _tokens(taken.record) - written)
+            seen = Observation(record=_without_reasons(taken.record))
+            if baseline is not None and see(seen, baseline, rules).certain:
+                break
+            if not rest and not extended and baseline is not None:
+                unclear = {
+                    r.rule for r in judge(seen.record, baseline.record).rulings
+                    if r.state == "unclear" and (not rules or r.rule in rules)
+                }  # fmt: skip
+                if unclear and unclear <= DECIDED_BY_TEXTS:
+                    rest, extended = [extension(plan, probes, 2)], True
+        if taken.fatal is not None and not taken.record.samples:
+            said = said or taken.fatal.message
+        health, acceptance = _speculation(url, log) if drafts else ("", None)
+        after = _counters(engine)
+    moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    return Observation(
+        record=_without_reasons(taken.record), health=health, acceptance=acceptance, said=said, metrics=moved,
+        measure_s=time.monotonic() - began,
+        facts={k: v for k, v in facts.get("server", {}).items() if isinstance(v, str | int | float | bool)},
+    )  # fmt: skip
+
+
+def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, drafts: bool) -> list[Stage]:
+    """The stages that the rules need, quick ones first; tool calls come last."""
+    kinds = {"texts", "scores", "speed"}
+    if rules:
+        kinds = set()
+        for symptom, own in SYMPTOMS.items():
+            if own & set(rules):
+                kinds |= _STAGE_KINDS.get(symptom, {"texts"})
+    if drafts or how.speed:
+        kinds.add("speed")
+    left_out = ("texts in context", "more texts")
+    found = [
+        s for s in stages if s.kind in kinds and s.name not in left_out and not s.name.startswith("needles")
+    ]
+    if rules and {"depth"} & set(rules):
+        found += [s for s in stages if s.name == "texts in context"]
+    if how.tools and (not rules or "tools" in kinds):
+        found.append(Stage("tools under load", "tools", "whether tool calls hold", streams=TOOL_STREAMS))
+    return found
+
+
+def _without_reasons(record: CheckRecord) -> CheckRecord:
+    """A stage that was cut off by the time for a start is thin evidence, not an open verdict."""
+    return replace(
+        record, passages_failed=None, timed_failed=None,
+        probes=tuple(replace(p, failed=None) if p.samples else p for p in record.probes),
+    )  # fmt: skip
+
+
+def _tokens(record: CheckRecord) -> int:
+    return sum(s.completion_tokens or s.text_chars // 4 for s in record.samples)
+
+
+_COUNTED = (
+    "spec_decode_num_draft",
+    "prefix_cache_hits",
+    "prefix_cache_queries",
+    "num_preemptions",
+    "draft",
+    "prompt_tokens_total",
+)
+
+
+def _counters(engine: ServerEngine) -> dict[str, float]:
+    """Counters of the metrics page that say whether something took part."""
+    with suppress(AssayError):
+        found: dict[str, float] = {}
+        for family in engine.metrics().families.values():
+            for sample in family.samples:
+                if any(name in sample.name for name in _COUNTED) and not sample.name.endswith("_created"):
+                    found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+    return {}
+
+
+def _speculation(url: str, log: Path) -> tuple[str, float | None]:
+    """Health and acceptance rate of the draft since the start, from the counters, else from the log."""
+    from assay.speculation.spec import SpecOptions, examine
+
+    for source in (url, str(log)):
+        with suppress(AssayError):
+            results = examine([source], SpecOptions(interval=0.0)).results
+            if results.get("health") not in (None, "unknown", "insufficient"):
+                return str(results["health"]), results["record"].get("acceptance_rate")
+    return "", None

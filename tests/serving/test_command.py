@@ -1,0 +1,80 @@
+"""Reading serve commands, and making them again."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from assay.errors import UsageError
+from assay.serving.command import read_command, table_notice
+
+VLLM = "VLLM_X=1 vllm serve ./m --kv-cache-dtype fp8 -tp 2 --port 8000 --enable-prefix-caching --max-model-len 32768 --seed 3"
+
+
+def names(text: str) -> list[str]:
+    return [s.name for s in read_command(shlex.split(text)).settings]
+
+
+def test_a_vllm_command_is_read_and_made_back() -> None:
+    command = read_command(shlex.split(VLLM))
+    assert [s.name for s in command.settings] == [
+        "--kv-cache-dtype", "--tensor-parallel-size", "--enable-prefix-caching", "--max-model-len", "VLLM_X", "--no-enforce-eager",
+    ]  # fmt: skip
+    everything = frozenset(s.name for s in command.settings)
+    words = command.words(everything, 5)
+    assert words[:3] == ["vllm", "serve", "./m"] and "8000" not in words and words[-2:] == ["--port", "5"]
+    assert command.variables(everything)["VLLM_X"] == "1" and "VLLM_X" not in command.variables(frozenset())
+    base = command.text(frozenset())
+    assert base == "vllm serve ./m --seed 3 --no-enable-prefix-caching --max-model-len 8000 --enforce-eager"
+    assert "--kv-cache-dtype fp8" in command.text(everything)
+
+
+def test_the_module_form_of_vllm_is_vllm_too() -> None:
+    text = "python3 -m vllm.entrypoints.openai.api_server --model /m --kv-cache-dtype fp8 --enforce-eager --no-enable-prefix-caching"
+    command = read_command(shlex.split(text))
+    assert (command.engine, command.model, names(text)) == ("vllm", "/m", ["--kv-cache-dtype"])
+
+
+def test_dotted_parts_of_one_setting_belong_together() -> None:
+    text = "vllm serve m --speculative-config.method ngram --speculative-config.num_speculative_tokens 4 --enforce-eager"
+    command = read_command(shlex.split(text))
+    setting = command.settings[0]
+    assert setting.name == "--speculative-config" and len(setting.words) == 4
+
+
+def test_llama_server_with_its_short_names() -> None:
+    command = read_command(
+        shlex.split("/x/llama-server -m a.gguf -ctk q4_0 -fa on -c 4096 -np 4 --jinja --rope-freq-base 99")
+    )
+    assert command.engine == "llama.cpp" and command.model == "a.gguf"
+    assert [s.name for s in command.settings] == [
+        "--cache-type-k",
+        "--flash-attn",
+        "--parallel",
+        "--rope-freq-base",
+    ]
+    assert "--parallel 1" in command.text(frozenset()) and "-ctk" not in command.text(frozenset())
+
+
+def test_values_that_are_safe_already_are_no_settings() -> None:
+    assert (
+        names(
+            "vllm serve m --kv-cache-dtype auto -tp 1 --enforce-eager --no-enable-prefix-caching --max-model-len 4096"
+        )
+        == []
+    )
+
+
+def test_any_command_by_a_template() -> None:
+    command = read_command(["--a", "1", "--b", "--c=2"], "serve --port {port} {settings} --end")
+    assert [(s.name, s.value) for s in command.settings] == [("--a", "1"), ("--b", None), ("--c", "2")]
+    assert command.words({"--c"}, 7) == ["serve", "--port", "7", "--c=2", "--end"]
+    assert table_notice(command, None)
+    with pytest.raises(UsageError, match=r"\{port\}"):
+        read_command([], "serve {settings}")
+
+
+def test_nothing_to_read() -> None:
+    with pytest.raises(UsageError, match="no command"):
+        read_command([])

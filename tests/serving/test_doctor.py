@@ -1,0 +1,178 @@
+"""The doctor on small real servers: guilty sets, what cannot run, bad input, and nothing left at any exit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import assay
+from assay.errors import AssayError
+from assay.verdict import Report, Verdict
+
+SERVER = f"{sys.executable} {Path(__file__).with_name('small_server.py')} --port {{port}} {{settings}}"
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+
+
+def ask(*words: str, **options: Any) -> Report:
+    chosen = {
+        "command_template": SERVER,
+        "seconds": 10.0,
+        "budget": 4.0,
+        "fault_rate": 1.0,
+        "ladder": False,
+        "tools": False,
+    }
+    return assay.doctor(list(words), **{**chosen, **options})
+
+
+def roles(report: Report) -> dict[str, str]:
+    return {s["name"]: s["role"] for s in report.results["settings"]}
+
+
+def test_one_guilty_setting_is_found_and_the_others_are_acquitted(tmp_path: Path) -> None:
+    file = tmp_path / "evidence.tar.zst"
+    report = ask("--harmless-a", "1", "--kv", "fp8", "--harmless-b", "2", bundle=file)
+    assert (report.exit_code, report.results["guilty"]) == (1, ["--kv"])
+    assert roles(report) == {"--harmless-a": "innocent", "--kv": "guilty", "--harmless-b": "innocent"}
+    assert report.results["baseline"]["verdict"] == "pass" and report.results["given"]["verdict"] == "fail"
+    assert (
+        "--kv" not in report.results["best"]["command"]
+        and "--harmless-b 2" in report.results["best"]["command"]
+    )
+    assert "--kv fp8" in report.results["issue"] and report.to_html()
+
+    from assay.serving.bundle import read_bundle, show_bundle, verify_bundle
+
+    assert show_bundle(file).verdict is Verdict.FAIL
+    assert verify_bundle(file).verdict is Verdict.PASS, verify_bundle(file).findings
+    text = b"".join(read_bundle(file).values()).decode()
+    assert "listening, kv=fp8" in text and str(Path.home()) + "/" not in text
+
+
+def test_two_settings_that_fail_together_only() -> None:
+    report = ask("--pair-a", "--harmless-a", "1", "--pair-b")
+    assert report.results["guilty_sets"] == [["--pair-a", "--pair-b"]]
+    assert roles(report)["--harmless-a"] == "innocent"
+
+
+def test_a_healthy_command_passes_and_a_broken_baseline_is_said() -> None:
+    assert ask("--harmless-a", "1").exit_code == 0
+    broken = ask("--harmless-a", "1", command_template=SERVER + " --broken")
+    assert broken.exit_code == 1 and broken.results["guilty"] == []
+    assert any(f.id == "server.baseline_fails" for f in broken.findings)
+
+
+def test_one_bad_start_in_three_is_found(tmp_path: Path) -> None:
+    report = ask("--flaky", str(tmp_path / "count"), "--harmless-a", "1", fault_rate=1 / 3)
+    assert report.results["guilty"] == ["--flaky"]
+
+
+def test_memory_is_told_apart_from_a_fault_and_an_ignored_flag_is_named() -> None:
+    report = ask("--memory", "--nothing", "--harmless-a", "1")
+    assert roles(report) == {"--memory": "cannot_run", "--nothing": "no_effect", "--harmless-a": "innocent"}
+    assert report.exit_code == 3 and {"server.cannot_run", "server.no_effect"} <= {
+        f.id for f in report.findings
+    }
+
+
+def test_a_server_that_dies_while_it_is_asked() -> None:
+    assert ask("--dies", "--harmless-a", "1").results["guilty"] == ["--dies"]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("no-such-program {port}", "no such program"),
+        (SERVER + " --refuses", "unrecognized"),
+        (SERVER + " --memory", "out of memory"),
+    ],
+)
+def test_nothing_could_be_launched(template: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from assay.cli.main import invoke
+
+    code = invoke(
+        ["doctor", "--json", "--budget", "1", "--command-template", template, "--", "--harmless-a", "1"]
+    )
+    report = json.loads(capsys.readouterr().out)
+    assert code == 2 and says in json.dumps(report["findings"])
+
+
+def test_lint_launches_nothing_and_an_answer_that_never_comes_is_given_up() -> None:
+    report = assay.doctor(["vllm", "serve", "org/model", "--kv-cache-dtype", "fp8"], lint=True)
+    assert report.results["launches"] == 0 and report.exit_code == 3
+    silent = ask("--harmless-a", "1", command_template=SERVER + " --silent", start_timeout=2.0)
+    assert silent.exit_code == 2
+
+
+def test_a_spent_budget_keeps_what_was_measured(tmp_path: Path) -> None:
+    words = ("--harmless-a", "1", "--delay", "1")
+    first = ask(*words, budget=0.1, fault_rate=0.05)
+    assert first.exit_code == 3 and 0 < first.results["launches"] < 59
+    second = ask(*words, budget=0.15, fault_rate=0.05)
+    assert any(start["resumed"] for start in second.results["starts"])
+
+
+def test_a_changed_bundle_is_found_out(tmp_path: Path) -> None:
+    from assay.serving.bundle import read_bundle, verify_bundle
+
+    file = tmp_path / "b.tar.zst"
+    file.write_bytes(b"\x28\xb5\x2f\xfdnonsense")
+    with pytest.raises(AssayError, match="no bundle"):
+        read_bundle(file)
+    with pytest.raises(AssayError, match="No such file"):
+        verify_bundle(tmp_path / "none")
+
+
+def marked(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and mark.encode() in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("wait", ["starting", "answering", "measuring"])
+def test_nothing_is_left_whatever_kills_the_doctor_at_any_stage(
+    sign: signal.Signals, wait: str, tmp_path: Path
+) -> None:
+    mark = f"mark-{os.getpid()}-{sign.value}-{wait}"
+    extra = " --silent" if wait == "starting" else " --mute" if wait == "answering" else " --slow 0.05"
+    command = [
+        sys.executable, "-m", "assay", "doctor", "--json", "--budget", "2", "--command-template", f"{SERVER} --spawn {mark}{extra}",
+        "--", "--harmless-a", "1",
+    ]  # fmt: skip
+    doctor = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        until = time.monotonic() + 60
+        while len(marked(mark)) < 4 and time.monotonic() < until:  # doctor, supervisor, server, its worker
+            time.sleep(0.1)
+        assert len(marked(mark)) >= 4
+        time.sleep({"starting": 0.2, "answering": 1.0, "measuring": 3.0}[wait])
+        doctor.send_signal(sign)
+        doctor.wait(timeout=60)
+        until = time.monotonic() + 30
+        while marked(mark) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert marked(mark) == []
+        if sign is not signal.SIGKILL:
+            assert doctor.returncode == 130
+    finally:
+        doctor.kill()
+        for pid in marked(mark):
+            os.kill(pid, signal.SIGKILL)
