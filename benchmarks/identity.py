@@ -16,12 +16,13 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from assay.coherence.determinism import measure_determinism
-from assay.coherence.identity import compare_prints, read_print, take, write_print
+from assay.coherence.identity import Print, compare_prints, read_print, take, write_print
 from assay.demo.models import QWEN05, QWEN15, SMOLLM2, build_smollm2, gguf_of
 from assay.demo.servers import Server, llama_server, vllm_server
 from assay.engines.server.engine import ServerEngine
@@ -92,6 +93,20 @@ def take_all(names: list[str], folder: Path) -> None:
             keep(server.url, name, folder, determinism=name in ("bf16", "vllm", "qwen05"))
 
 
+def with_less(reference: Print, found: Print) -> dict[str, str]:
+    """The decision where the server gives less, or where the reference comes from another kind of engine."""
+
+    def tokens(side: Print) -> Print:
+        plain = tuple(tuple(replace(item, likely={}) for item in text) for text in side.items)
+        return replace(side, items=plain, nats=())
+
+    return {
+        "greedy tokens alone": compare_prints(tokens(reference), tokens(found)).decision,
+        "scores alone": compare_prints(replace(reference, items=()), found).decision if found.nats else "",
+        "allowance of another engine": compare_prints(replace(reference, kind="another"), found).decision,
+    }
+
+
 def judge(folder: Path) -> None:
     names = sorted(p.name.removesuffix(".more.json") for p in folder.glob("*.more.json"))
     prints = {
@@ -104,15 +119,14 @@ def judge(folder: Path) -> None:
             t.name: {"value": t.value, "lo": t.lo, "hi": t.hi, "allowed": t.allowed, "decision": t.decision}
             for t in found.tests
         }
-        pairs.append(
-            {
-                "reference": a,
-                "examined": b,
-                "decision": found.decision,
-                "tokenizer": found.tokenizer,
-                "tests": tests,
-            }
-        )
+        pair = {
+            "reference": a,
+            "examined": b,
+            "decision": found.decision,
+            "tokenizer": found.tokenizer,
+            "tests": tests,
+        }
+        pairs.append(pair | {"with_less": with_less(prints[a, "reference"], prints[b, "found"])})
     more = {n: json.loads((folder / f"{n}.more.json").read_text()) for n in names}
     out = {
         "about": __doc__, "noise": {n: prints[n, "reference"].noise for n in names}, "pairs": pairs, "more": more,

@@ -46,6 +46,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 CORES = os.cpu_count() or 1
 YEAR = 365 * 1440
 STARTS = 200
+SHIFT = "every text 0.01 bits per byte worse (added to what was recorded)"
 FAULTS = {"garbage": "random_blocks", "rope": "rope_theta", "int8": 8, "int6": 6, "int5": 5, "int4": 4}
 
 
@@ -251,7 +252,9 @@ def detection(kept: dict[str, Any], name: str, *, scores: bool) -> dict[str, Any
             update(changes, replay.round(kept["healthy"]["idle" if n % 2 else "at work"]))
         bad = 0
         for n in range(1, 1441):
-            found = replay.round(kept[name]["idle"])
+            found = replay.round(kept["healthy" if name == SHIFT else name]["idle"])
+            if name == SHIFT:
+                found.bits = {item: value + 0.01 for item, value in found.bits.items()}
             garbage = found.label in ("degenerate", "empty") or bool(
                 found.bits and min(found.bits.values()) > GARBAGE_BITS
             )
@@ -264,12 +267,16 @@ def detection(kept: dict[str, Any], name: str, *, scores: bool) -> dict[str, Any
         else:
             taken.append(10**9)
     found_all = [t for t in taken if t < 10**9]
-    means = {k: {i: mean(v) for i, v in _pools(kept[k]["idle"])["bits"].items()} for k in ("healthy", name)}
-    drift = [means[name][i] - value for i, value in means["healthy"].items() if i in means[name]]
+    drift = [0.01] if name == SHIFT else _drift(kept, name)
     return {
         "fault": name, "by": changes.numbers.name, "starts": STARTS, "found": len(found_all), "rounds_median": median(taken) if len(found_all) == STARTS else None,
         "rounds_largest": max(found_all, default=None), "alarms": sorted(kinds), "drift_bits_per_byte": mean(drift) if drift else None,
     }  # fmt: skip
+
+
+def _drift(kept: dict[str, Any], name: str) -> list[float]:
+    means = {k: {i: mean(v) for i, v in _pools(kept[k]["idle"])["bits"].items()} for k in ("healthy", name)}
+    return [means[name][i] - value for i, value in means["healthy"].items() if i in means[name]]
 
 
 def judge() -> None:
@@ -300,7 +307,7 @@ def judge() -> None:
             year(kept, seed, scores=scores, noise=noise)
             for seed, (scores, noise) in enumerate(((True, 0.0), (True, 0.0005), (True, 0.002), (False, 0.0005)))
         ],
-        "detection": [detection(kept, name, scores=scores) for name in faults for scores in (True, False)],
+        "detection": [detection(kept, name, scores=scores) for name in faults for scores in (True, False)] + [detection(kept, SHIFT, scores=True)],
         "states": states, "environment": kept["environment"],
     }  # fmt: skip
     OUT.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")

@@ -62,7 +62,7 @@ ALLOWED: Mapping[str, Allowance] = {
     "tokens": Allowance(0.05, 0.05, "share of greedy tokens that changed"),
     "scores": Allowance(0.002, 0.01, "bits per byte, mean absolute difference"),
 }
-"""Measured on twins: benchmarks/results/identity.json."""
+"""On one kind of engine: a sixth of what rounding to 8 bits moves (benchmarks/results/identity.json). On another: a choice."""
 
 
 @dataclass(frozen=True)
