@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,6 +12,7 @@ from assay.engines.base import setup_differences
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.plan import label_of
+from assay.fidelity.score import pooled
 from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Decomposition, WindowSums, aligned, decompose, effect, own_effect, ratio
 from assay.lab.gap.outcome import Check, CodecGap, Floors, Outcome, check_step, check_sum, closed, closed_nll
@@ -213,6 +215,7 @@ def outcome_of(bench: Bench, runs: Runs) -> Outcome:
     specs = {"reference": plan.reference, "candidate": plan.candidate}
     facts = {side: bench.facts.get(spec, {}) for side, spec in specs.items()}
     size = path.get("asked", path.get("codec.candidate"))
+    anchored = next(measured.seen for name, measured in path.items() if name not in _FLOORS)
     gap = None
     if plan.codec:
         own, other = sums["codec"], sums["codec.candidate"]
@@ -227,7 +230,7 @@ def outcome_of(bench: Bench, runs: Runs) -> Outcome:
         checks=_checks(runs, d, floors),
         same=corners.self_test,
         setup=setup_differences(*(facts[s].get("setup", {}) for s in SIDES)),
-        text=bench.text,
+        text={**bench.text, "ppl_reference": math.exp(float(pooled(anchored, "nll_ref").mean()))},
         engines=facts,
         bytes=size.bytes.to_json() if size and size.bytes else None,
         switches=[{**own_effect(m.seen).to_json(), "name": name} for name, m in runs.switched.items()],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from assay.fidelity.compare import implausible
 from assay.lab.gap.buckets import Amount, Bucket, Effect
 from assay.lab.gap.outcome import CAUSE_SHARE, Check, Outcome, Place, dppl, place
 from assay.lab.gap.plan import engine_name
@@ -396,6 +398,8 @@ def findings_of(outcome: Outcome) -> list[Finding]:
                 remedies=("give more text with --text, or a smaller --length",),
             )
         )
+    if (perplexity := outcome.text.get("ppl_reference")) is not None:
+        found += [replace(f, id="gap.implausible_reference") for f in implausible(outcome.text, perplexity)]
     order = [Severity.ERROR, Severity.WARNING, Severity.INFO]
     return sorted(found, key=lambda f: order.index(f.severity))
 

@@ -92,6 +92,12 @@ def code_lengths() -> NDArray[np.float32]:
     return result
 
 
+@cache
+def _lengths_on(device: str) -> torch.Tensor:
+    """`code_lengths`, flat, on a device: 3.5 MB that all coders there share."""
+    return torch.from_numpy(code_lengths()).flatten().to(device)
+
+
 def best_laws(counts: NDArray[np.float64], quantiser: int = 0) -> NDArray[np.uint8]:
     """The law with the shortest code for each channel; `counts` [channels, 2 · RADIUS + 2] of numbers and escapes.
 
@@ -403,10 +409,9 @@ class RangeCoder(TransformCoder):
         first = np.arange(count)[:, None, None] * LAWS
         self._laws = own["laws"].reshape(count, -1, transform.rank) + first
         self._odds = own["odds"].astype("float64")
-        lengths = code_lengths()
-        self._lengths = torch.from_numpy(lengths).flatten()
+        self._lengths = _lengths_on("cpu")
         # Where in `_lengths` the number 0 stands under each law.
-        self._zero = torch.from_numpy(self._laws.astype("int32")) * lengths.shape[1] + RADIUS
+        self._zero = torch.from_numpy(self._laws.astype("int32")) * code_lengths().shape[1] + RADIUS
         self._radius = torch.from_numpy(radii()[self._laws])
         self._shrink = torch.from_numpy(own["shrink"].astype("float32")).view(count, 2, -1) / 256
         self._kind_bits = -torch.from_numpy(own["odds"]).float().log2()
@@ -414,7 +419,8 @@ class RangeCoder(TransformCoder):
 
     def to(self, device: torch.device) -> None:
         """Move the tables of code lengths, which choosing indices reads."""
-        for name in ("_zero", "_lengths", "_radius", "_shrink", "_kind_bits"):
+        self._lengths = _lengths_on(str(device))
+        for name in ("_zero", "_radius", "_shrink", "_kind_bits"):
             setattr(self, name, getattr(self, name).to(device))
 
     def choose(self, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
