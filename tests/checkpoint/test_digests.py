@@ -85,21 +85,21 @@ def test_a_second_run_hashes_nothing_and_any_change_is_hashed_again(tmp_path: Pa
     file = tmp_path / "w.safetensors"
     file.write_bytes(os.urandom(WORTH_BYTES))
     age(file)
-    with DigestCache(tmp_path / "c" / "digests") as cache:
-        first = digests_of([file], cache)[file.name]
-        again = digests_of([file], cache)[file.name]
-        assert (first.cached, again.cached) == (False, True)
-        assert (first.sha256, first.git_sha1) == (again.sha256, again.git_sha1)
-    with DigestCache(tmp_path / "c" / "digests") as cache:  # in another process
-        assert digests_of([file], cache)[file.name].cached
-        # The same size and, set back, the same modification time: only the change time tells.
-        before = file.stat()
-        file.write_bytes(os.urandom(WORTH_BYTES))
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-        age(file)
-        changed = digests_of([file], cache)[file.name]
-        assert not changed.cached
-        assert changed.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    cache = DigestCache(tmp_path / "c" / "digests")
+    first = digests_of([file], cache)[file.name]
+    again = digests_of([file], cache)[file.name]
+    assert (first.cached, again.cached) == (False, True)
+    assert (first.sha256, first.git_sha1) == (again.sha256, again.git_sha1)
+    cache = DigestCache(tmp_path / "c" / "digests")  # in another process
+    assert digests_of([file], cache)[file.name].cached
+    # The same size and, set back, the same modification time: only the change time tells.
+    before = file.stat()
+    file.write_bytes(os.urandom(WORTH_BYTES))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    age(file)
+    changed = digests_of([file], cache)[file.name]
+    assert not changed.cached
+    assert changed.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def test_a_replaced_file_is_another_file(tmp_path: Path) -> None:
@@ -109,18 +109,18 @@ def test_a_replaced_file_is_another_file(tmp_path: Path) -> None:
     stamp = file.stat().st_mtime_ns
     os.utime(other, ns=(stamp, stamp))
     age(other)
-    with DigestCache(tmp_path / "digests") as cache:
-        digests_of([file], cache)
-        other.replace(file)
-        assert not digests_of([file], cache)["w"].cached
+    cache = DigestCache(tmp_path / "digests")
+    digests_of([file], cache)
+    other.replace(file)
+    assert not digests_of([file], cache)["w"].cached
 
 
 def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path) -> None:
     file = tmp_path / "w"
-    with DigestCache(tmp_path / "digests") as cache:
-        file.write_bytes(bytes(WORTH_BYTES))
-        digests_of([file], cache)
-        assert not digests_of([file], cache)["w"].cached
+    cache = DigestCache(tmp_path / "digests")
+    file.write_bytes(bytes(WORTH_BYTES))
+    digests_of([file], cache)
+    assert not digests_of([file], cache)["w"].cached
 
 
 @pytest.mark.parametrize("damage", ["garbage", "folder", "read-only parent"])
@@ -135,9 +135,9 @@ def test_a_cache_that_cannot_be_kept_costs_time_only(tmp_path: Path, damage: str
     file = tmp_path / "w"
     file.write_bytes(bytes(WORTH_BYTES))
     age(file)
-    with DigestCache(place) as cache:
-        assert digests_of([file], cache)["w"].sha256 == hashlib.sha256(bytes(WORTH_BYTES)).hexdigest()
-        assert digests_of([file], cache)["w"].sha256 is not None
+    cache = DigestCache(place)
+    assert digests_of([file], cache)["w"].sha256 == hashlib.sha256(bytes(WORTH_BYTES)).hexdigest()
+    assert digests_of([file], cache)["w"].sha256 is not None
 
 
 def test_a_file_that_goes_away_is_a_problem_not_an_exception(tmp_path: Path) -> None:

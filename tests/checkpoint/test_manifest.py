@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.checkpoint.digests import Entry, Manifest, dump, load, write
+from assay.checkpoint.digests import Expected, Manifest, dump, load, write
 from assay.errors import AssayError
 from checkpoint.asking import Ask, finding, statuses
 
@@ -21,7 +21,12 @@ GOOD = "a" * 64
 names = st.text(
     st.characters(blacklist_categories=("Cs", "Cc"), blacklist_characters="\\/"), min_size=1, max_size=20
 ).filter(lambda n: n not in {".", ".."})
-entries = st.builds(Entry, st.text("0123456789abcdef", min_size=64, max_size=64), st.integers(0, 1 << 50))
+entries = st.builds(
+    Expected,
+    st.just("the manifest"),
+    st.text("0123456789abcdef", min_size=64, max_size=64),
+    size=st.integers(0, 1 << 50),
+)
 
 
 @settings(max_examples=50)
@@ -30,7 +35,7 @@ entries = st.builds(Entry, st.text("0123456789abcdef", min_size=64, max_size=64)
     revision=st.none() | st.text("0123456789abcdef", min_size=40, max_size=40),
 )
 def test_what_is_written_is_read_back(
-    files: dict[str, Entry], revision: str | None, tmp_path_factory: pytest.TempPathFactory
+    files: dict[str, Expected], revision: str | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("m") / "list.json"
     manifest = Manifest(files, "org/name", revision)
@@ -189,5 +194,5 @@ def test_a_manifest_that_knows_no_file_here_proves_nothing(ask: Ask, model: Path
 
 
 def test_the_text_form_is_one_file_a_line() -> None:
-    text = dump(Manifest({"b": Entry(GOOD, 2), "a": Entry(GOOD, 1)}))
+    text = dump(Manifest({"b": Expected("", GOOD, size=2), "a": Expected("", GOOD, size=1)}))
     assert text.splitlines()[1] == f'{{"path": "a", "size": 1, "sha256": "{GOOD}"}},'

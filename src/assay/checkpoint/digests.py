@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from assay.checkpoint.findings import found, noted, plural, some, warned
 from assay.errors import AssayError
-from assay.runs import Kept, cache_path
+from assay.runs import Kept
 from assay.verdict import Finding
 
 WEIGHTS = (".safetensors", ".gguf")
@@ -55,22 +55,6 @@ class DigestCache:
 
     def __init__(self, folder: Path | None) -> None:
         self._kept = Kept(folder) if folder else None
-
-    def __enter__(self) -> DigestCache:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        """Nothing is held open."""
-
-    @staticmethod
-    def default_file() -> Path:
-        """Where the digests lie unless told otherwise (`ASSAY_CACHE` moves it)."""
-        return cache_path("digests")
-
-    @staticmethod
-    def now() -> int:
-        """The wall clock in nanoseconds, as file times count it."""
-        return time.time_ns()
 
     def get(self, path: Path, status: os.stat_result) -> tuple[str, str] | None:
         """(sha256, git blob id) if the file is the one that was hashed."""
@@ -185,7 +169,7 @@ def _hash_or_remember(
     if known is not None:
         progress(size)
         return Digest(*known, cached=True)
-    started = cache.now()
+    started = time.time_ns()
     sha256, git = hash_stream(path, before.st_size, progress, stop)
     after = path.stat()
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
@@ -389,27 +373,20 @@ MAX_BYTES = 64 << 20
 """Of a manifest; one with 100,000 files takes 15 MB."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """What a file should be."""
-
-    sha256: str
-    size: int | None = None
+_NAME = "the manifest"
 
 
 @dataclass(frozen=True)
 class Manifest:
     """Digests by relative path, and where they came from."""
 
-    files: dict[str, Entry]
+    files: dict[str, Expected]
     repo: str | None = None
     revision: str | None = None
 
     def source(self) -> Source:
         """The digests as something that files are held against."""
-        name = "the manifest"
-        files = {p: Expected(name, sha256=e.sha256, size=e.size) for p, e in self.files.items()}
-        return Source(name, files, complete=True)
+        return Source(_NAME, self.files, complete=True)
 
 
 def write(path: Path, manifest: Manifest) -> None:
@@ -474,7 +451,7 @@ def load(path: Path) -> Manifest:
     )
 
 
-def _entry(path: Path, row: Any) -> tuple[str, Entry]:
+def _entry(path: Path, row: Any) -> tuple[str, Expected]:
     if not isinstance(row, dict):
         raise _bad(path, "an entry is not an object")
     name, digest, size = row.get("path"), row.get("sha256"), row.get("size")
@@ -486,7 +463,7 @@ def _entry(path: Path, row: Any) -> tuple[str, Entry]:
         raise _bad(path, "an entry lacks a path or a sha256 of 64 digits")
     if size is not None and (type(size) is not int or size < 0):
         raise _bad(path, f"the size of {name} is not a natural number")
-    return _safe(path, name), Entry(digest.lower(), size)
+    return _safe(path, name), Expected(_NAME, digest.lower(), size=size)
 
 
 def _sum_list(path: Path, text: str) -> Manifest:
@@ -497,7 +474,7 @@ def _sum_list(path: Path, text: str) -> Manifest:
         found = _SUM_LINE.match(line)
         if not found:
             raise _bad(path, "it is neither JSON nor a list of sha256 sums")
-        files[_safe(path, found[2].removeprefix("./"))] = Entry(found[1].lower())
+        files[_safe(path, found[2].removeprefix("./"))] = Expected(_NAME, found[1].lower())
     if not files:
         raise _bad(path, "it names no files")
     return Manifest(files)

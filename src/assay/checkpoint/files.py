@@ -7,9 +7,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from assay.checkpoint import digests as integrity
-from assay.checkpoint import digests as manifest
-from assay.checkpoint.digests import Digest, DigestCache, FileResult, Manifest, Source, hash_bytes, hash_files
+from assay.checkpoint.digests import (
+    Digest,
+    DigestCache,
+    Expected,
+    FileResult,
+    Manifest,
+    Source,
+    hash_bytes,
+    hash_files,
+    judge,
+    recorded_source,
+)
+from assay.checkpoint.digests import write as write_manifest
 from assay.checkpoint.findings import found, noted, plural, warned
 from assay.checkpoint.gguf import Gguf
 from assay.checkpoint.hub import list_revision
@@ -22,6 +32,7 @@ from assay.checkpoint.structure import loaded_files
 from assay.checkpoint.subject import Layout, Opened
 from assay.errors import AssayError
 from assay.options import Options, option
+from assay.runs import cache_path
 from assay.verdict import Finding, Severity, Verdict
 
 # -----------------------------------------------------------------------------
@@ -89,7 +100,7 @@ class VerifyOptions(Options):
     @property
     def cache(self) -> Path | None:
         """Where digests of files that did not change are kept, None where nowhere."""
-        return (self.cache_file or DigestCache.default_file()) if self.digest_cache else None
+        return (self.cache_file or cache_path("digests")) if self.digest_cache else None
 
 
 # -----------------------------------------------------------------------------
@@ -164,7 +175,7 @@ def _held(options: VerifyOptions) -> bool:
 # -----------------------------------------------------------------------------
 
 
-def examine_local(outcome: Outcome, stated: manifest.Manifest | None, show: Show) -> None:
+def examine_local(outcome: Outcome, stated: Manifest | None, show: Show) -> None:
     """Hash and judge the files. Their findings go before the others: a damaged file explains what follows from it."""
     layout, options = outcome.opened.layout, outcome.options
     if layout is None:
@@ -177,7 +188,7 @@ def examine_local(outcome: Outcome, stated: manifest.Manifest | None, show: Show
     finally:  # after an interrupt, what was hashed until then is judged too
         findings = list(_unread(digests))
         loaded = loaded_files(outcome.opened.checkpoint)
-        outcome.files, judged = integrity.judge(
+        outcome.files, judged = judge(
             sizes,
             digests,
             sources,
@@ -198,7 +209,7 @@ def _counted_files(layout: Layout, options: VerifyOptions) -> dict[str, int]:
 
 
 def _sources(
-    outcome: Outcome, layout: Layout, stated: manifest.Manifest | None, sizes: dict[str, int]
+    outcome: Outcome, layout: Layout, stated: Manifest | None, sizes: dict[str, int]
 ) -> list[Source]:
     """Everybody who vouches for files: the manifest, the Hub, what was noted at the download."""
     options = outcome.options
@@ -220,7 +231,7 @@ def _sources(
             sources.append(listed.source())
     if layout.recorded:
         where = "the Hub cache" if layout.kind == "hf_cache" else "the download's own record"
-        sources.append(integrity.recorded_source(where, layout.recorded))
+        sources.append(recorded_source(where, layout.recorded))
     if layout.kind in {"gguf", "safetensors"}:  # one file of a repository: the others are not missed
         sources = [
             replace(s, files={p: e for p, e in s.files.items() if p in sizes}, complete=False)
@@ -243,18 +254,18 @@ def _hash(
         if wants_hash(name, size, sum(sizes.values()), sources, outcome.options)
     ]
     total = sum(size for _, _, size in wanted)
-    with DigestCache(outcome.options.cache) as cache:
-        for name in sizes.keys() - {name for name, _, _ in wanted}:
-            known = cache.look(layout.files[name].real)
-            if known is not None:
-                digests[name] = Digest(*known, cached=True)
-        try:
-            with show("hashing", total) as progress:
-                hash_files(wanted, cache, digests, progress, outcome.options.workers)
-        finally:
-            cached = [n for n, _, _ in wanted if n in digests and digests[n].cached]
-            outcome.cached_bytes = sum(sizes[n] for n in cached)
-            outcome.hashed_bytes = sum(sizes[n] for n, d in digests.items() if d.sha256 and not d.cached)
+    cache = DigestCache(outcome.options.cache)
+    for name in sizes.keys() - {name for name, _, _ in wanted}:
+        known = cache.look(layout.files[name].real)
+        if known is not None:
+            digests[name] = Digest(*known, cached=True)
+    try:
+        with show("hashing", total) as progress:
+            hash_files(wanted, cache, digests, progress, outcome.options.workers)
+    finally:
+        cached = [n for n, _, _ in wanted if n in digests and digests[n].cached]
+        outcome.cached_bytes = sum(sizes[n] for n in cached)
+        outcome.hashed_bytes = sum(sizes[n] for n, d in digests.items() if d.sha256 and not d.cached)
 
 
 def wants_hash(name: str, size: int, total: int, sources: Sequence[Source], options: VerifyOptions) -> bool:
@@ -293,8 +304,8 @@ def _write_manifest(outcome: Outcome, path: Path) -> None:
         title = f"no manifest written: {plural(len(unread), 'file')} could not be hashed"
         outcome.findings.append(found("not_examined", title, paths=unread[:20]))
         return
-    files = {f.path: manifest.Entry(f.sha256, f.size) for f in here if f.sha256}
-    manifest.write(path, manifest.Manifest(files, outcome.repo, outcome.revision))
+    files = {f.path: Expected("", f.sha256, size=f.size) for f in here}
+    write_manifest(path, Manifest(files, outcome.repo, outcome.revision))
     outcome.written = len(files)
     title = f"the digests of {plural(len(files), 'file')} were written to {path.name}"
     remedies = [f"hold the files against it later: assay verify … --manifest {path.name}"]
@@ -329,7 +340,7 @@ def examine_remote(outcome: Outcome, stated: Manifest | None, show: Show) -> Non
             except OSError as error:
                 outcome.findings.append(warned("not_examined", f"cannot read {name}: {error}", path=name))
             progress(hub.files[name].size)
-    results, findings = integrity.judge(dict(checkpoint.files), digests, sources)
+    results, findings = judge(dict(checkpoint.files), digests, sources)
     outcome.files = [
         f if f.sha256 or f.path not in hub.files else replace(f, sha256=hub.files[f.path].sha256)
         for f in results
