@@ -172,7 +172,7 @@ def test_the_hooks_are_a_manifest_and_run(
 ) -> None:
     clientlib = pytest.importorskip("pre_commit.clientlib")
     hooks = {hook["id"]: hook for hook in clientlib.load_manifest(str(ROOT / ".pre-commit-hooks.yaml"))}
-    assert set(hooks) == {"assay-contract", "assay-verify"}
+    assert set(hooks) == {"assay-contract", "assay-verify", "assay-serve"}
     deployment(tmp_path, stub)
     (tmp_path / "bad.toml").write_text("[chek]\n")
 
@@ -185,6 +185,9 @@ def test_the_hooks_are_a_manifest_and_run(
     assert stub.exchanges == []
     llama(tmp_path / "model")
     assert hook("assay-verify", tmp_path / "model") == 0
+    serve = ("vllm", "serve", "./model", "--max-model-len")
+    assert hook("assay-serve", tmp_path, *serve, "64") == 0
+    assert hook("assay-serve", tmp_path, *serve, "64", "--max-num-seqz", "8") == 1
     next((tmp_path / "model").glob("*.safetensors")).write_bytes(b"version https://git-lfs\n")
     assert hook("assay-verify", tmp_path / "model") != 0
 
