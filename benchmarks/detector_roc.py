@@ -10,6 +10,7 @@ keeps what the detectors of commit ba7355e gave, for a comparison side by side. 
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections import Counter, defaultdict
@@ -114,6 +115,12 @@ def stutter(legit: list[Legit], outputs: list[Output]) -> list[dict[str, Any]]:
         groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(
             output.text
         )
+    kept = RESULTS / "check_models_texts.jsonl.gz"
+    if kept.exists():
+        with gzip.open(kept, "rt", encoding="utf-8") as lines:
+            for row in map(json.loads, lines):
+                if row["way"] != "tools" and row["label"] == "ok":
+                    groups[f"{row['model']}, {row['kv_cache_dtype']} cache (served)"].append(row["text"])
     rows = []
     for name, texts in sorted(groups.items()):
         found = judge_stutter([stutter_counts(text) for text in texts])

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.coherence.diagnosis import judge
+from assay.coherence.measure import grade_reply
 from assay.coherence.record import CheckRecord, ProbeResult
 from assay.coherence.report import record_json
 from assay.coherence.rules import is_loop
+from assay.engines.base import Reply
 from assay.verdict import Severity, Verdict, jsonable
 
 
@@ -273,3 +275,25 @@ def test_floods_and_salads_are_not(kind: str | None) -> None:
 def test_useful_speed_counts_the_tokens_before_the_onset() -> None:
     assert timed("degenerate").useful_tokens_per_s == pytest.approx(150 * 0.25 / 5.1)
     assert timed().useful_tokens_per_s == pytest.approx(150 / 5.1)
+
+
+def test_reasoning_up_to_a_bare_tag_is_a_warning_and_the_answer_is_graded() -> None:
+    whole = Reply(
+        content="The user asks for a capital. That is Paris.\n</think>\n\nParis.", finish_reason="stop"
+    )
+    assert grade_reply(whole).label == "ok"
+    looped = replace(whole, content="Hm, let me see. " * 60 + "</think>Paris.")
+    assert (grade_reply(looped).label, grade_reply(looped).part) == ("degenerate", "reasoning")
+    assert grade_reply(replace(whole, reasoning="Thought.")).kind == "think_tag_leak"
+    judgement = judge(record([sample(think_tag=True) for _ in range(40)]))
+    assert judgement.verdict is Verdict.PASS
+    assert [(f.id, f.severity) for f in judgement.findings] == [("coherence.think_tag", Severity.WARNING)]
+
+
+def test_fixed_texts_say_the_same_at_every_look_of_a_finished_plan() -> None:
+    ours, theirs = record(samples(ok=40), passages(loss=0.011)), record(samples(ok=40), passages())
+    states = [
+        next(r.says for r in judge(ours, theirs, c).rulings if r.rule == "bits_per_byte")
+        for c in (0.95, 0.99, 0.9975)
+    ]
+    assert len({says.partition("against")[0].rpartition("[")[2] for says in states}) == 1

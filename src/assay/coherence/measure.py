@@ -78,6 +78,7 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
         tool_text=call_text,
         words=sum(counts.words for counts in said),
         stutters=sum(counts.total for counts in said),
+        think_tag=any(bare_reasoning(reply) for reply in outcome.replies),
         stutter_text="; ".join(example for counts in said for example in counts.examples)[:HEAD_CHARS],
     )
 
@@ -98,13 +99,27 @@ def tool_form(reply: Reply, names: Collection[str]) -> tuple[str, str]:
 
 
 def grade_reply(reply: Reply) -> Grade:
-    """Grade content, reasoning and tool calls of one reply, each in its own right."""
+    """Grade content, reasoning and tool calls of one reply, each in its own right.
+
+    Many templates open the reasoning in the prompt, so that a server without a reasoning parser sends all of it up to
+    `</think>` as content. That is how such a server works, and no broken model: the reasoning is graded as reasoning.
+    """
+    thought = bare_reasoning(reply)
     return grade(
-        reply.content,
-        reasoning=reply.reasoning or None,
+        reply.content.partition(CLOSES)[2] if thought else reply.content,
+        reasoning=thought or reply.reasoning or None,
         tool_calls=reply.tool_calls,
         finish_reason=reply.finish_reason,
     )
+
+
+CLOSES = "</think>"
+
+
+def bare_reasoning(reply: Reply) -> str:
+    """The reasoning in the content that ends with `</think>` and begins without a mark; empty where there is none."""
+    before, closes, after = reply.content.partition(CLOSES)
+    return before if closes and after.strip() and "<think>" not in before and not reply.reasoning else ""
 
 
 def shown_text(reply: Reply) -> str:

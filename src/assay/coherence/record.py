@@ -84,6 +84,8 @@ class Sample:
     """Words of the prose of all replies, of which `stutters` are said twice, whole or in part; and examples of these."""
     stutters: int = 0
     stutter_text: str = ""
+    think_tag: bool = False
+    """Whether the content holds reasoning up to a `</think>` that nothing in it opened."""
 
     @property
     def greedy(self) -> bool:

@@ -14,9 +14,11 @@ from typing import Any, Literal
 
 from assay.coherence.detectors.stutter import HEALTHY, TIMES, Counts, judge_stutter
 from assay.coherence.passages import LEAST_TEXTS
+from assay.coherence.plan import LOOKS
 from assay.coherence.record import CheckRecord, Sample, ToolLevel
 from assay.coherence.tools import paired
 from assay.stats.cluster import cluster_mean, mean_interval
+from assay.stats.equivalence import confidence_of_look
 from assay.stats.intervals import Interval, newcombe, wilson
 from assay.verdict import Finding, Severity
 
@@ -153,7 +155,7 @@ def _rate_against(
         )
     if difference.hi <= RATE_CLEAR:
         return Ruling("degenerate_rate", "good", says)
-    loss = _bit_loss(record, reference, 0.95)  # the fixed texts are the same at every look
+    loss = _bit_loss(record, reference, confidence)
     if difference.lo <= 0 and loss is not None and -BITS_EQUAL <= loss.lo <= loss.hi <= BITS_EQUAL:
         says += f"; the fixed texts, which resolve more, are equal ([{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte)"
         return Ruling("degenerate_rate", "good", says)
@@ -196,6 +198,19 @@ def hidden_tokens(record: CheckRecord, reference: CheckRecord | None, confidence
 def _is_hidden(sample: Sample) -> bool:
     tokens = sample.completion_tokens or 0
     return tokens >= HIDDEN_TOKENS and sample.text_chars < tokens / 4
+
+
+def think_tag(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
+    """Reasoning in the content up to a bare `</think>`: the way of a server without a reasoning parser, not a fault of form."""
+    told = sum(s.think_tag for s in record.samples)
+    if not told or (reference is not None and any(s.think_tag for s in reference.samples)):
+        return None
+    says = f"{told} of {len(record.samples)} answers hold the reasoning up to </think>"
+    finding = _finding(
+        "think_tag", Severity.WARNING, f"{says}: users read it as the answer", {"answers": told},
+        remedies=("start the server with the --reasoning-parser of this model",),
+    )  # fmt: skip
+    return Ruling("think_tag", "good", says, (finding,))
 
 
 def truncated(record: CheckRecord) -> Rulings:
@@ -564,7 +579,12 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
 
 
 def _bit_loss(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Interval | None:
-    """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides."""
+    """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides.
+
+    Extensions of a run add no fixed texts, so later looks see the same scores again and spend no error on them: they are
+    judged at the confidence of the first look, unless the plan itself is not done yet.
+    """
+    confidence = confidence if confidence > confidence_of_look(LOOKS) else confidence_of_look(1)
     theirs = {(p.passage, p.depth): p.bits_per_byte for p in reference.passages} if reference else {}
     losses: dict[str, list[float]] = defaultdict(list)
     for p in record.passages:
