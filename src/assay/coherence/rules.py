@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from assay.coherence.detectors.stutter import HEALTHY, TIMES, Counts, judge_stutter
 from assay.coherence.passages import LEAST_TEXTS
-from assay.coherence.plan import LOOKS
 from assay.coherence.record import CheckRecord, Sample, ToolLevel
 from assay.coherence.tools import paired
 from assay.stats.cluster import cluster_mean, mean_interval
@@ -578,13 +577,17 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
     return Ruling("bits_per_byte", "unclear" if loss is not None and loss.hi > BITS_MARGIN else "good", says)
 
 
+BEYOND_LOOKS = 0.999
+"""Confidence that no look after the plan has (`confidence_of_look`); a run that may end early is judged above it."""
+
+
 def _bit_loss(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Interval | None:
     """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides.
 
     Extensions of a run add no fixed texts, so later looks see the same scores again and spend no error on them: they are
     judged at the confidence of the first look, unless the plan itself is not done yet.
     """
-    confidence = confidence if confidence > confidence_of_look(LOOKS) else confidence_of_look(1)
+    confidence = confidence if confidence > BEYOND_LOOKS else confidence_of_look(1)
     theirs = {(p.passage, p.depth): p.bits_per_byte for p in reference.passages} if reference else {}
     losses: dict[str, list[float]] = defaultdict(list)
     for p in record.passages:
