@@ -34,7 +34,9 @@ def render(report: Report, inconclusive: Inconclusive = "error") -> str:
     command = one_line(report.command)
     suite = ET.Element("testsuite", name=_legal(f"assay {command}"))
     properties = ET.SubElement(suite, "properties")
-    for key, value in [*subject_items(report.subject), *_headline(report)]:
+    subject = subject_items(report.subject)
+    taken = {key for key, _ in subject}
+    for key, value in [*subject, *((f"{k} (count)" if k in taken else k, v) for k, v in _headline(report))]:
         ET.SubElement(properties, "property", name=_legal(key), value=_legal(value))
     classname = _legal(f"assay.{command}")
     if not _told_by_findings(report):

@@ -14,6 +14,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import torch
 import transformers
@@ -310,6 +311,7 @@ def quiet() -> Iterator[None]:
     assay's own progress.
     """
     transformers.utils.logging.set_verbosity_error()
+    huggingface_hub.utils.logging.set_verbosity_error()
     inner = tqdm.__init__
     tqdm.__init__ = partialmethod(inner, disable=True)
     try:
