@@ -151,7 +151,6 @@ def test_the_state_goes_through_json_and_a_damaged_one_is_refused() -> None:
 def test_the_baseline_is_the_mean_of_the_first_values() -> None:
     numbers = Numbers("bits_per_byte", BITS, 1e6)
     for n in range(LEARN):
-        assert numbers.learn_more(["p0"])
         numbers.update({"p0": 1.0 + 0.01 * n})
     assert numbers.base == {"p0": pytest.approx(1.02)} and numbers.last is None
     numbers.update({"p0": 1.05})

@@ -237,6 +237,17 @@ def test_a_server_whose_page_of_health_hangs_too_is_broken() -> None:
         watch.canary.close()
 
 
+def test_answers_of_megabytes_leave_the_state_small(tmp_path: Path) -> None:
+    with StubServer() as stub:
+        serve(stub, word="word " * 200_000)
+        stub.on("GET /version", lambda e: e.json({"version": "9" * 100_000}))
+        watch = watch_of(stub.url)
+        asked(watch, 12)
+        (file,) = (tmp_path / "cache" / "watch").iterdir()
+        assert file.stat().st_size < 65_536
+        watch.canary.close()
+
+
 def test_requests_that_wait_make_it_busy_and_are_measured_all_the_same() -> None:
     with StubServer() as stub:
         watch = learnt(stub)

@@ -34,6 +34,8 @@ from assay.speculation.live import ENOUGH_DRAFTS, between
 T = TypeVar("T")
 
 TEXT_TOKENS = 16
+MOST_CHARS = 200
+"""Of whatever a server says: no answer may fill the memory or the disk of a watch that runs for months."""
 GARBAGE_BITS = 3.0
 """Bits per byte of plain English at which a model predicts nothing: letters drawn at random cost about 4.7."""
 _TEXT = "Name three kinds of fruit and say in one sentence why people like each of them."
@@ -226,11 +228,9 @@ class Canary:
             self._again = bool(unfinished) and self._tries < TRIES
             self._tries += 1
         engine = self.engine
-        found.model, found.version = (
-            engine.model,
-            f"{engine.identity.kind} {engine.identity.version or ''}".strip(),
-        )
-        found.listed = engine.listed()
+        found.model = one_line(engine.model, MOST_CHARS)
+        found.version = one_line(f"{engine.identity.kind} {engine.identity.version or ''}", MOST_CHARS)
+        found.listed = tuple(one_line(name, MOST_CHARS) for name in engine.listed()[:1000])
         self._counters(found, engine)
         latencies = []
         for kind in self._chosen():
@@ -316,7 +316,7 @@ class Canary:
             found.token_bits[name] = -logprob / math.log(2.0)
         # A token less likely than all others together may give way to a rounding error.
         if logprob is None or logprob > math.log(0.5):
-            found.tokens[name] = _said(reply)
+            found.tokens[name] = _said(reply)[:MOST_CHARS]
 
     def _text(self, found: Round, engine: ServerEngine) -> None:
         if Capability.CHAT in engine.capabilities:
@@ -326,7 +326,9 @@ class Canary:
         else:
             request = self._request(engine, _COMPLETED, TEXT_TOKENS)
         reply = engine.generate(request)
-        found.label = grade(reply.content, reasoning=reply.reasoning, finish_reason="stop").label.value
+        found.label = grade(
+            reply.content[:4096], reasoning=reply.reasoning[:4096], finish_reason="stop"
+        ).label.value
         found.head = one_line(_said(reply), 120)
 
     def _score(self, found: Round, engine: ServerEngine) -> None:
@@ -384,7 +386,7 @@ class Canary:
             found.state, found.reason = State.BUSY, f"{found.queued:.0f} requests wait in its queue"
 
     def _failed(self, found: Round, error: AssayError) -> None:
-        found.reason = error.message
+        found.reason = one_line(error.message, 2 * MOST_CHARS)
         found.state = State.BROKEN
         status = error.evidence.get("status")
         if error.finding_id == "server.unreachable" or status == 502:

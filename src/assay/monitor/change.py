@@ -15,9 +15,9 @@ Data Sci. 2 (2024) 229, definition 2.2 and theorem 2.4; for a likelihood ratio P
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median, multimode
+from statistics import fmean, median
 from typing import Any
 
 MONTH_S = 30.44 * 86_400
@@ -112,10 +112,6 @@ class Numbers:
         self.last: float | None = None
         self.size = 0.0
 
-    def learn_more(self, items: Iterable[str]) -> bool:
-        """Whether some of `items` have no baseline yet."""
-        return any(item not in self.base for item in items)
-
     def update(self, values: Mapping[str, float]) -> list[str]:
         """Take the values of a round by item; the kinds of change that it raises an alarm for."""
         known = {item: value for item, value in values.items() if item in self.base}
@@ -191,10 +187,6 @@ class Answers:
         self.compared = 0
         """Items of the last round that could be compared."""
 
-    def learn_more(self, items: Iterable[str]) -> bool:
-        """Whether some of `items` have no baseline yet."""
-        return any(len(self.first.get(item, ())) < LEARN for item in items)
-
     def update(self, answers: Mapping[str, str]) -> list[str]:
         """Take the answers of a round by item; `["changed"]` where it raises the alarm."""
         compared = [answer != self.base[item] for item, answer in answers.items() if item in self.base]
@@ -213,10 +205,6 @@ class Answers:
     def calm(self) -> bool:
         """Whether the last round answered as at first."""
         return not self.last
-
-    def usual(self, item: str) -> str | None:
-        """What an item answered most often at first."""
-        return multimode(self.first[item])[0] if self.first.get(item) else None
 
     def state(self) -> dict[str, Any]:
         """What has to be kept, as plain JSON types."""
