@@ -76,7 +76,7 @@ def _report(reports: Sequence[Report], damage: str) -> Report:
         which: report.to_json()["results"]["throughput"] | {"verdict": report.verdict.value}
         for which, report in zip(("whole", "broken"), reports, strict=False)
     }
-    verdict, summary = Verdict.PASS, "the model as it is passed, the broken copy failed"
+    verdict, summary = Verdict.PASS, "The model as it is passed, and the broken copy failed."
     findings: tuple[Finding, ...] = ()
     if interrupted and not told_apart:
         verdict, findings = Verdict.INCONCLUSIVE, (
