@@ -3,7 +3,7 @@
     python benchmarks/gate_time.py [RUNS]
 
 The contract: digests of the checkpoint against a manifest, a quick check, the tools suite, and a comparison of the weights at
-8 bits with the model itself on 12 windows of 256 tokens. Digests are kept from the run that wrote the
+8 bits with the model itself on 8 windows of 256 tokens. Digests are kept from the run that wrote the
 manifest. Later runs name the first as their baseline. The server is up before the clock starts. Writes results/gate_time.json.
 """
 
@@ -38,15 +38,15 @@ manifest = "manifest.json"
 
 [check]
 quick = true
-budget = 2
+budget = 1
 min_tokens_per_s = 1
 
 [tools]
-budget = 1.5
+budget = 0.75
 min_schema_valid = "25%"
 
 [compare]
-windows = 12
+windows = 8
 length = 256
 no_floors = true
 """
