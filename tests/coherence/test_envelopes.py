@@ -116,6 +116,8 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
         "batch": ("batch", lines({"id": "b1", "custom_id": "q1", "response": {"status_code": 200, "body": {"choices": [body]}}, "error": None})),
         "triton stream": ("plain", sse(*({"model_name": "ensemble", "text_output": c} for c in text or " "), done=False) if text else json.dumps({"model_name": "e", "text_output": ""})),
         "bedrock": ("plain", json.dumps({"generation": text, "prompt_token_count": 3, "stop_reason": "stop"})),
+        "watsonx": ("results", json.dumps({"model_id": "m", "results": [{"generated_text": text, "generated_token_count": 3}]})),
+        "sharegpt": ("message", json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": text}]})),
         "kserve": ("results", json.dumps({"model_name": "m", "outputs": [{"name": "text_output", "datatype": "BYTES", "shape": [1], "data": [text]}]})),
         "koboldcpp": ("results", json.dumps({"results": [{"text": text, "finish_reason": "stop", "prompt_tokens": 3}]})),
         "titan": ("results", json.dumps({"inputTextTokenCount": 3, "results": [{"outputText": text, "completionReason": "FINISH"}]})),

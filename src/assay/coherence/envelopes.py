@@ -330,8 +330,17 @@ def gemini(value: Value, out: Assembly) -> bool:
 
 def message(value: Value, out: Assembly) -> bool:
     """A message by itself, or a conversation of which the assistant's messages are the answers."""
-    inner = value.get("messages")
-    if isinstance(inner, list) and inner and all(_has(m, ("role",)) for m in inner):
+    inner = value.get("messages") or value.get("conversations")
+    if isinstance(value.get("kwargs"), Mapping):
+        value = value["kwargs"]  # LangChain's
+    if "role" not in value and _has(value, ("from",)):
+        value = {
+            "role": {"gpt": "assistant", "model": "assistant"}.get(str(value["from"]), "user"),
+            "content": value.get("value"),
+        }
+    elif value.get("type") == "ai" and "role" not in value:
+        value = {"role": "assistant", **value}
+    if isinstance(inner, list) and inner and all(_has(m, ("role", "from")) for m in inner):
         return all(message(m, out) for m in inner)
     speech = value["message"] if isinstance(value.get("message"), Mapping) else value
     if not isinstance(speech.get("role"), str) or not _has(speech, ("content", "tool_calls")):
@@ -392,7 +401,7 @@ def plain(value: Value, out: Assembly) -> bool:
 _PLAIN = {
     "text_output": ("model_name", "model_version"), "generation": ("generation_token_count", "prompt_token_count"),
     "completion": ("stop_reason", "log_id"), "text": ("generation_id", "history_tokens", "finish_reason"),
-    "token": ("finish_reason",), "response": ("p", "usage")
+    "token": ("finish_reason",), "response": ("p", "usage"), "result": ("is_truncated", "need_clear_history")
 }  # fmt: skip
 """The key of the text, and keys of which one stands beside it."""
 _REASON_KEYS = ("finish_reason", "stop_reason", "completionReason")
@@ -425,12 +434,12 @@ def results(value: Value, out: Assembly) -> bool:
     return True
 
 
-_RESULT_TEXTS = ("text", "outputText", "content", "data")
+_RESULT_TEXTS = ("text", "outputText", "generated_text", "content", "data")
 _RESULT_KEYS = {
     *_RESULT_TEXTS, *_REASON_KEYS, "logprobs", "prompt_tokens", "completion_tokens", "tokenCount", "inputTextTokenCount",
     "name", "datatype", "shape", "parameters", "citationMetadata", "safetyAttributes", "metadata", "id", "model", "version",
     "model_name", "model_version", "deployedModelId", "modelDisplayName", "modelVersionId", "status", "error", "metrics",
-    "logs", "urls", "input", "created_at", "started_at", "completed_at", "data_removed", "stream", "webhook"
+    "logs", "urls", "input", "model_id", "generated_token_count", "input_token_count", "system", "created_at", "started_at", "completed_at", "data_removed", "stream", "webhook"
 }  # fmt: skip
 
 
@@ -608,10 +617,15 @@ def _read(value: Value, out: Assembly) -> bool:
 
 def _records(values: Sequence[Value], out: Assembly, stream: bool) -> bool:
     """Records, or events of a stream, that keep their text under one well-known key."""
-    if len(values) == 1 and set(values[0]) == {"text"} and isinstance(values[0]["text"], list):
-        values = [{"text": text} for text in values[0]["text"]]  # vLLM's demonstration server
+    if all(set(v) == {"text"} and isinstance(v["text"], list) for v in values):
+        stream = stream or len(values) > 1
+        values = [{"text": text} for v in values for text in v["text"]]  # vLLM's demonstration server
     elif len(values) == 1 and not stream:
         return False
+    named = next((k for k in ("type", "event") if all(isinstance(v.get(k), str) for v in values)), None)
+    if named:  # events, of which the most tell the text
+        told = [v for v in values if any(isinstance(v.get(k), str) for k in _TEXT_KEYS)]
+        stream, values = True, told if len(told) > 1 else values
     key = next((k for k in _TEXT_KEYS if all(isinstance(v.get(k), str) for v in values)), None)
     if key is None:
         return False

@@ -152,7 +152,13 @@ def http_head(text: str) -> tuple[int, str]:
     """The status in the header lines that `curl -i` saves, 0 where there are none, and the text after them."""
     head = _HTTP_HEAD.match(text)
     status = int(re.findall(r"^HTTP/\S+ (\d{3})", head.group(), re.MULTILINE)[-1]) if head else 0
-    return status, text[head.end() if head else 0 :].strip(" \t\r\n\ufeff\0")
+    body = text[head.end() if head else 0 :]
+    if head and "chunked" in head.group().lower():
+        body = _CHUNK.sub("", body)
+    return status, body.strip(" \t\r\n\ufeff\0")
+
+
+_CHUNK = re.compile(r"(?:^|(?<=\n))[0-9a-fA-F]{1,6}\r?\n")
 
 
 def without_noise(text: str) -> str:
