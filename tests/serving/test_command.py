@@ -78,3 +78,27 @@ def test_any_command_by_a_template() -> None:
 def test_nothing_to_read() -> None:
     with pytest.raises(UsageError, match="no command"):
         read_command([])
+
+
+def test_no_secret_is_in_the_text_of_a_command() -> None:
+    command = read_command(
+        shlex.split("HF_TOKEN=hf_abcdefgh1234 vllm serve m --api-key sk-verysecret1 --enforce-eager")
+    )
+    text = command.text(frozenset(s.name for s in command.settings))
+    assert "hf_abc" not in text and "verysecret" not in text
+    assert (
+        "sk-verysecret1" in command.words(frozenset(), 1)
+        and command.variables(())["HF_TOKEN"] == "hf_abcdefgh1234"
+    )
+
+
+def test_the_bundle_takes_secrets_out_and_leaves_prose_alone() -> None:
+    from assay.serving.bundle import Scrubber
+
+    scrub = Scrubber(("vllm", "--api-key", "opensesame99"))
+    dirty = "key opensesame99, Authorization: Bearer abcdef123456, hf_abcdefghijkl, /home/ann/models, HF_TOKEN=zzzzyyyy"
+    clean = scrub.text(dirty)
+    for secret in ("opensesame99", "abcdef123456", "hf_abcdefghijkl", "/home/ann", "zzzzyyyy"):
+        assert secret not in clean
+    prose = '{"completion_tokens": 24, "text": "each token predicts the next; max_tokens=160"}'
+    assert scrub.text(prose) == prose

@@ -71,7 +71,7 @@ def test_a_steady_fault_needs_one_start_and_a_rare_one_many() -> None:
     assert Rates().after(1, 0).decide(1, 0) == "bad"
     rare = Rates().after(1, 2)
     assert rare.decide(0, 1) == rare.decide(0, 3) == "undecided"
-    assert rare.decide(1, 2) == "bad"
+    assert rare.decide(2, 2) == "bad"
     assert (starts_needed(1 / 3), starts_needed(1.0)) == (8, 1)
 
 

@@ -35,7 +35,8 @@ _SECRETS = re.compile(
     r"(?i:bearer\s+)[\w.~+/=-]{8,}"
 )
 _NAMED = re.compile(
-    r"(?i)((?:api[-_]?key|token|secret|passw(?:or)?d|authorization)[\"']?(?:\s*[=:]\s*|\s+)[\"']?)([^\s\"',}\]]{4,})"
+    r"(?i)(--[\w-]*(?:api-key|token|secret|password)\s+|"
+    r"(?:api[-_]?key|token|secret|passw(?:or)?d|authorization)[\"']?\s*[=:]\s*[\"']?)([^\s\"',}\]]{4,})"
 )
 _SECRET_NAMES = re.compile(r"(?i)key|token|secret|passw|credential")
 

@@ -192,6 +192,8 @@ _VARIABLES_KEPT = re.compile(
     r"VLLM_CPU_KVCACHE_SPACE|VLLM_NO_USAGE_STATS|DO_NOT_TRACK|OMP_WAIT_POLICY|VLLM_CACHE_ROOT|XDG_\w+|\w*(?:KEY|TOKEN)"
 )
 
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class ServeCommand:
@@ -226,7 +228,13 @@ class ServeCommand:
         tail = [w.replace("{port}", "0") for w in self.port_words]
         if tail and words[-len(tail) :] == tail:
             words = words[: -len(tail)]
-        variables = [f"{name}={shlex.quote(value)}" for name, value in self.variables(active).items()]
+        for at, word in enumerate(words[:-1]):  # a report is passed on
+            if word == "--api-key":
+                words[at + 1] = "API_KEY"
+        variables = [
+            f"{name}={'SECRET' if _SECRET.search(name) else shlex.quote(value)}"
+            for name, value in self.variables(active).items()
+        ]
         return " ".join([*variables, shlex.join(words)])
 
     def without(self, names: Collection[str]) -> ServeCommand:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Collection
@@ -39,6 +40,8 @@ from assay.verdict import Report
 _FRESH = 24 * 3600.0
 """Seconds for which the starts of an interrupted doctor count: the machine may change."""
 _LOG_KEPT = 60_000
+_KEY_ENV = "ASSAY_DOCTOR_KEY"
+"""Where the key that the command itself names is handed to the engine that asks."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,10 @@ class Doctor:
         self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools, options.ladder)
         self.bench = Bench(self._start)
         self.rules: frozenset[str] = rules_of(options.symptom)
+        self.key_env = options.api_key_env
+        if self.key_env is None and (own := _own_key(command)):
+            self.key_env = _KEY_ENV
+            os.environ[_KEY_ENV] = own
         self.baseline: Observation | None = None
 
     # What is launched.
@@ -226,7 +233,7 @@ class Doctor:
             timeout = min(options.start_timeout, max(10.0, self.left()))
             with launched(
                 command, configuration, log, timeout=timeout, health=options.health,
-                api_key=read_key(options.api_key_env) or _own_key(command),
+                api_key=read_key(self.key_env),
             ) as running:  # fmt: skip
                 seen = self._measure(running, index, rules, drafts)
                 died = not running.alive()
@@ -244,7 +251,7 @@ class Doctor:
         try:
             return measure(
                 running.url, how, index, rules, self.baseline, drafts=drafts, log=running.log,
-                api_key_env=self.options.api_key_env,
+                api_key_env=self.key_env,
             )  # fmt: skip
         except AssayError as error:
             if not running.alive():
