@@ -236,7 +236,7 @@ class Doctor:
                 api_key=read_key(self.key_env),
             ) as running:  # fmt: skip
                 seen = self._measure(running, index, rules, drafts)
-                died = not running.alive()
+                died = running.ends() if seen.said else not running.alive()
                 return replace(
                     seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT), died=died,
                     said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
@@ -254,7 +254,7 @@ class Doctor:
                 api_key_env=self.key_env,
             )  # fmt: skip
         except AssayError as error:
-            if not running.alive():
+            if running.ends():
                 return Observation(said=error.message)
             return Observation(failed="silent", said=error.message)
 

@@ -44,6 +44,7 @@ class Running:
     pid: int
     seconds: float
     alive: Callable[[], bool]
+    ends: Callable[[], bool]
 
 
 _MEMORY = re.compile(
@@ -138,7 +139,7 @@ def launched(
                     continue  # somebody took the port between the choice and the start
                 raise
             seconds = time.monotonic() - began
-            yield Running(f"http://127.0.0.1:{port}", log, watched.pid, seconds, watched.alive)
+            yield Running(f"http://127.0.0.1:{port}", log, watched.pid, seconds, watched.alive, watched.ends)
             return
         finally:
             watched.stop()
@@ -179,6 +180,13 @@ class _Watched:
         if self.status is None:
             self._listen()
         return self.status is None
+
+    def ends(self, seconds: float = 1.5) -> bool:
+        """Whether the server ends within a moment: the supervisor looks ten times a second."""
+        until = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < until:
+            time.sleep(0.05)
+        return not self.alive()
 
     def stop(self) -> None:
         """End the server and all that it started; waits until they are gone."""
