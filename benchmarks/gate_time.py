@@ -81,7 +81,8 @@ def main(runs: int) -> None:
         folder = Path(name)
         os.chdir(folder)
         assay.verify(model, write_manifest="manifest.json", allow_unverified=True)
-        with vllm_server(model, name="qwen") as server:
+        tools = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
+        with vllm_server(model, name="qwen", extra_args=tools) as server:
             (folder / "assay.toml").write_text(CONTRACT.format(url=server.url, model=model), encoding="utf-8")
             for number in range(runs):
                 more = {"baseline": "first.json"} if number else {}

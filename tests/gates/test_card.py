@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import assay
 from assay.errors import UsageError
 from assay.gates.card import BEGIN, END, CardOptions, badge, card, eval_results, read_report, run_card
-from assay.gates.figures import short
+from assay.gates.figures import figures, short
 from assay.report.text import visible
 from assay.verdict import Verdict
 from cli.check_servers import run
@@ -37,6 +37,7 @@ BOUNDS = {"ACCEPT": (0.01, 1.0, 95.0), "MARGINAL": (0.03, 3.0, 85.0)}
 
 def compared(grade: str = "ACCEPT", **results: Any) -> dict[str, Any]:
     kld, dppl, top1 = (dict(zip(("value", "lo", "hi"), x, strict=True)) for x in FIGURES[grade])
+    changed = {"value": 100 - top1["value"], "lo": 100 - top1["hi"], "hi": 100 - top1["lo"], "kind": "exact"}
     margins = [
         {"metric": metric, "grade": name, "bound": bound, "p": 0.01, "p_holm": 0.02}
         for name, bounds in BOUNDS.items()
@@ -60,8 +61,8 @@ def compared(grade: str = "ACCEPT", **results: Any) -> dict[str, Any]:
         "findings": [error] if grade == "REJECT" else [],
         "results": {
             "grade": grade, "windows": 32, "tokens": 32_736, "candidate": "hf:qwen-int4",
-            "kld": {"mean": kld.pop("value"), **kld, "kind": "exact"}, "dppl_pct": dppl, "top1_pct": top1 | {"value": 1.0},
-            "top1_beyond_rounding_pct": top1, "margins": margins, "self_test": False, **results,
+            "kld": {"mean": kld.pop("value"), **kld, "kind": "exact"}, "dppl_pct": dppl, "top1_pct": {"value": 90.0, "lo": 89.0, "hi": 91.0},
+            "top1_beyond_rounding_pct": changed, "margins": margins, "self_test": False, **results,
         },
         "environment": {"assay": "0.2.0", "packages": {"torch": "2.13.0"}},
     }  # fmt: skip
@@ -113,7 +114,7 @@ def test_the_hub_reads_its_results(here: Path) -> None:
     entries = yaml.safe_load((here / "card" / ".eval_results" / "assay-compare.yaml").read_text())
     parsed = hub.parse_eval_result_entries(entries)
     assert {(e.dataset_id, e.task_id): e.value for e in parsed} == {
-        ("me/fidelity", "kld"): 0.0012, ("me/fidelity", "dppl_pct"): 0.1, ("me/fidelity", "top1_pct"): 98.7,
+        ("me/fidelity", "kld"): 0.0012, ("me/fidelity", "dppl_pct"): 0.1, ("me/fidelity", "top1_pct"): pytest.approx(98.7),
     }  # fmt: skip
     assert {e.source_url for e in parsed} == {"https://example.com/run"}
     assert "[0.001, 0.0014] (95 %); 32 windows, 32,736 tokens" in parsed[0].notes
@@ -288,6 +289,15 @@ def read_report_of(data: dict[str, Any]) -> list[Any]:
 @given(st.floats(-1e9, 1e9))
 def test_a_shortened_number_is_the_number(value: float) -> None:
     assert float(short(value)) == pytest.approx(value, rel=5.1e-3, abs=1e-300)
+
+
+def test_top1_is_agreement_in_a_real_report(here: Path) -> None:
+    """The keys of `Summary.to_json` itself: `top1_beyond_rounding_pct` is the share of tokens that differ."""
+    for changed, agrees in (((0.2, 0.0, 0.4), (99.8, 99.6, 100.0)), ((None, 0.0, 30.0), (90.0, 89.0, 91.0))):
+        data = compared()
+        data["results"]["top1_beyond_rounding_pct"] = dict(zip(("value", "lo", "hi"), changed, strict=True))
+        figure = next(f for f in figures("compare", data["results"]) if f.key == "top1_pct")
+        assert (figure.value, figure.lo, figure.hi) == pytest.approx(agrees)
 
 
 def test_a_codec_is_shown_with_its_ratio_and_its_command(here: Path) -> None:

@@ -69,17 +69,19 @@ def figures(command: str, results: Mapping[str, Any]) -> list[Figure]:
 def _compare(results: Mapping[str, Any]) -> Iterator[Figure | None]:
     sizes = f"{results.get('windows')} windows, {results.get('tokens') or 0:,} tokens"
     kld, top1 = results.get("kld") or {}, results.get("top1_pct") or {}
-    beyond = results.get("top1_beyond_rounding_pct") or {}  # what the grade rests on
+    changed = results.get("top1_beyond_rounding_pct") or {}  # what the grade rests on: the share that differs
     bound = ", a lower bound" if kld.get("kind", "exact") != "exact" else ""
     yield _of("kld", f"mean KL{bound}", kld | {"value": kld.get("mean")}, "nats", "lower", sizes)
     yield _of(
         "control", "mean KL above the control's", _difference(results.get("control")), "nats", "lower", sizes
     )
     yield _of("dppl_pct", "Δppl", results.get("dppl_pct"), "%", "zero", sizes)
-    if _number(beyond.get("value")) is None:
+    if None in (value := [_number(changed.get(name)) for name in ("value", "lo", "hi")]):
         yield _of("top1_pct", "top-1 agreement", top1, "%", "higher", sizes)
     else:
-        yield _of("top1_pct", "top-1 agreement up to rounding", beyond, "%", "higher", sizes)
+        point, lo, hi = (100 - x for x in value if x is not None)
+        same = {"value": point, "lo": hi, "hi": lo}
+        yield _of("top1_pct", "top-1 agreement up to rounding", same, "%", "higher", sizes)
 
 
 def _difference(control: Any) -> Mapping[str, Any]:
