@@ -27,7 +27,11 @@ def test_help_shows_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFi
     assert invoke(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "..." not in shown.partition("Commands:")[2]
-    names = [line.split()[0] for line in shown.partition("Commands:")[2].splitlines() if line[2:3].strip()]
+    names = [
+        line[2:].partition("  ")[0].strip()
+        for line in shown.partition("Commands:")[2].splitlines()
+        if line[2:3].strip()
+    ]
     assert [name for name in names if name in ORDER] == ORDER
     assert invoke(["kv", "--help"]) == 0
     assert "..." not in capsys.readouterr().out.partition("Commands:")[2]

@@ -84,14 +84,16 @@ class Budget:
         *,
         opening: float = 0.0,
         share: float = 1.0,
+        least: int = LEAST_LENGTH,
     ) -> tuple[int, int]:
         """(windows, length) of what fits, where a token costs `a_token` seconds on all sides together.
 
-        `opening` are the seconds in which further engines are opened, `share` is that of the time. OutOfTime where not even the least fits.
+        `opening` are the seconds in which further engines are opened, `share` is that of the time,
+        `least` the shortest passage. OutOfTime where not even the least fits.
         """
-        found = size_for(share * (self.left() - opening), a_token, windows, length)
+        found = size_for(share * (self.left() - opening), a_token, windows, length, least)
         if found is None:
-            few, short = min(MIN_WINDOWS, windows), min(length, LEAST_LENGTH)
+            few, short = min(MIN_WINDOWS, windows), min(length, least)
             needed = span(opening + a_token * short * few)
             raise self.nothing_fits(f"{few} passages of {short} tokens take about {needed} on all sides")
         return found
@@ -203,12 +205,14 @@ def measure_pace(engine: ScoringEngine, plan: Plan, text: str) -> Pace:
     return Pace((scored - began) / (length * len(some)), (compared - scored) / length)
 
 
-def size_for(seconds: float, a_token: float, windows: int, length: int) -> tuple[int, int] | None:
+def size_for(
+    seconds: float, a_token: float, windows: int, length: int, least: int = LEAST_LENGTH
+) -> tuple[int, int] | None:
     """(windows, length) of what fits into `seconds` where one token of a window costs `a_token` on all sides together.
 
     Passages are halved while fewer than 16 of them fit. None where 8 of the shortest do not fit.
     """
-    shortest = min(length, LEAST_LENGTH)
+    shortest = min(length, least)
     while True:
         fit = min(windows, int(seconds / (a_token * length))) if seconds > 0 else 0
         if fit >= min(windows, WANTED_WINDOWS) or length // 2 < shortest:

