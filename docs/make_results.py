@@ -90,9 +90,13 @@ def keys_of(place: str) -> list[str]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if isinstance(target, ast.Name) and target.id in ("results", "shared", "body", "bodies"):
                 take(node.value)
-            elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-                if isinstance(target.value, ast.Name) and target.value.id in ("results", "body"):
-                    keys.append(str(target.slice.value))
+            elif (
+                isinstance(target, ast.Subscript)
+                and isinstance(target.slice, ast.Constant)
+                and isinstance(target.value, ast.Name)
+                and target.value.id in ("results", "body")
+            ):
+                keys.append(str(target.slice.value))
     return list(dict.fromkeys(keys))
 
 
