@@ -262,10 +262,5 @@ class CodecHook:
         for window in range(first, self._measured_to):
             if window not in self._to_measure:
                 continue
-            held = {
-                key: (layer.keys if key[1] == "k" else layer.values)[window - first]
-                for key, start in starts.items()
-                if not start and (layer := self._cache.layers[key[0]]).is_initialized
-            }
-            for key, found in facts_of_window(self._tracks, window - first, starts, held):
+            for key, found in facts_of_window(self._tracks, window - first, starts):
                 self.facts.setdefault(key, []).append(found)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from assay.errors import AssayError, UsageError
+from assay.errors import UsageError
 from assay.lab.kv.codec import StreamCoder
 
 if TYPE_CHECKING:
@@ -191,12 +191,11 @@ class Track:
         return self._rotary.at(self.key[0], lo, lo + x.shape[-2]).remove(x)
 
     def facts(
-        self, window: int, start: int, side: torch.Tensor | None = None, held: torch.Tensor | None = None
+        self, window: int, start: int, side: torch.Tensor | None = None
     ) -> tuple[StreamFacts, torch.Tensor]:
         """The real stream of one window's tokens from `start` on, encoded and decoded again, and what came back.
 
         `side` [side heads, tokens, d] is what came back of the streams that the coder predicts from; keys before RoPE.
-        AssayError where `held` [h, tokens, d], what attention read of the window, is not what the stream gives back.
         """
         x = self.exact[window, :, start:, :]
         values = x.float()
@@ -208,8 +207,6 @@ class Track:
             x = values = self._rotary.at(self.key[0], start, start + x.shape[-2]).remove(values)
         stream = self.coder.encode(x, side)
         back = self.coder.decode(stream, side=side).to(values.device)
-        if held is not None and not self.coder.lossless:
-            self._check_held(held, back, values, start)
         found = StreamFacts(
             len(stream),
             exact,
@@ -219,31 +216,11 @@ class Track:
         )
         return found, back if self.coder.before_rope else self._before_rope(back, start)
 
-    def _check_held(self, held: torch.Tensor, back: torch.Tensor, values: torch.Tensor, start: int) -> None:
-        """Rounding to the cache's type, and single values at the edge of two levels, may differ; a quarter of the error may not."""
-        if self.coder and self.coder.before_rope:
-            held = self._before_rope(held.float(), start)
-        apart = float((held.float() - back.float()).square().sum())
-        error, power = (float(t.float().square().sum()) for t in (values - back, values))
-        if apart > error / 4 + 1e-4 * power:
-            raise AssayError(
-                f"stream {self.key[1]} of layer {self.key[0]} does not give back what attention read: they differ by "
-                f"{apart / power:.2g} of the power, the codec's own error is {error / power:.2g}",
-                finding_id="kv.stream_mismatch",
-                remedy="report it: bytes and quality would be of different things",
-            )
-
 
 def facts_of_window(
-    tracks: Mapping[Key, Track],
-    window: int,
-    starts: Mapping[Key, int],
-    held: Mapping[Key, torch.Tensor] | None = None,
+    tracks: Mapping[Key, Track], window: int, starts: Mapping[Key, int]
 ) -> Iterator[tuple[Key, StreamFacts]]:
-    """The real streams of one window, each stream's tokens from its start on, predicted from what came back of others.
-
-    `held` is what attention read of each stream, where that can be told: the stream must give it back.
-    """
+    """The real streams of one window, each stream's tokens from its start on, predicted from what came back of others."""
     import torch
 
     needed = {side for track in tracks.values() for side in track.sides}
@@ -252,8 +229,7 @@ def facts_of_window(
     for key in sorted(tracks):
         track = tracks[key]
         parts = [decoded[side][:, starts[key] - starts[side] :] for side in track.sides]
-        read = held.get(key) if held else None
-        found, back = track.facts(window, starts[key], torch.cat(parts) if parts else None, read)
+        found, back = track.facts(window, starts[key], torch.cat(parts) if parts else None)
         yield key, found
         if key in needed:
             decoded[key] = back
