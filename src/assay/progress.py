@@ -20,3 +20,15 @@ def _silent(what: str, steps: int) -> Iterator[Advance]:
 
 NO_PROGRESS: Progress = _silent
 """Tells nobody."""
+
+
+def span(seconds: float) -> str:
+    """Seconds in words."""
+    whole = max(1, round(seconds))
+    return (
+        f"{whole} s"
+        if whole < 100
+        else f"{whole // 60} min {whole % 60} s"
+        if whole < 6000
+        else f"{whole // 60} min"
+    )

@@ -7,9 +7,10 @@ from check_records import passages, record, sample, samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.plan import EXTENSION, FIRST, Pace, Plan, Stage, extension, fit, span, stages_of
+from assay.coherence.plan import EXTENSION, FIRST, Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import standard_probes
 from assay.coherence.record import CheckRecord, ProbeResult
+from assay.progress import span
 
 PROBES = standard_probes(max_model_len=2048, longest_needle=8192, streams=8, seed=0, count_tokens=None)
 

@@ -29,7 +29,6 @@ from assay.coherence.plan import (
     Stage,
     extension,
     fit,
-    span,
     stages_of,
 )
 from assay.coherence.record import CheckRecord, Reference
@@ -44,7 +43,7 @@ from assay.coherence.report import build_report
 from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
 from assay.options import option
-from assay.progress import NO_PROGRESS, Progress
+from assay.progress import NO_PROGRESS, Progress, span
 from assay.stats.equivalence import confidence_of_look
 from assay.verdict import Block, Finding, Metric, Report, Verdict, worst
 

@@ -252,15 +252,3 @@ def fit(
             left -= pace.seconds(form, kept) or 0.0
             chosen.append(form)
     return chosen, dropped
-
-
-def span(seconds: float) -> str:
-    """Seconds in words."""
-    whole = max(1, round(seconds))
-    return (
-        f"{whole} s"
-        if whole < 100
-        else f"{whole // 60} min {whole % 60} s"
-        if whole < 6000
-        else f"{whole // 60} min"
-    )

@@ -8,10 +8,11 @@ from typing import Any
 
 from assay.coherence.diagnosis import Judgement, Subject, diagnose, rollback_command
 from assay.coherence.measure import aggregate_tokens_per_s, summary
-from assay.coherence.plan import Plan, span
+from assay.coherence.plan import Plan
 from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample, ToolLevel
 from assay.coherence.rules import Ruling, interval_json
 from assay.coherence.tools import paired
+from assay.progress import span
 from assay.stats.intervals import wilson
 from assay.verdict import (
     Block,

@@ -12,7 +12,7 @@ from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath
 from assay.errors import AssayError
 from assay.fidelity.metrics import window_statistics
 from assay.fidelity.plan import Plan, cut_windows
-from assay.progress import Progress
+from assay.progress import Progress, span
 from assay.stats.equivalence import MIN_WINDOWS
 from assay.verdict import Finding, Severity, Verdict
 
@@ -163,12 +163,6 @@ class Budget:
             "stages_s": self.took,
             "left_out": self.left_out,
         }
-
-
-def span(seconds: float) -> str:
-    """Seconds in words."""
-    whole = max(1, round(seconds))
-    return f"{whole} s" if whole < 100 else f"{whole // 60} min {whole % 60} s"
 
 
 # How much fits.

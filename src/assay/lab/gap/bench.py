@@ -14,7 +14,7 @@ from typing import Any
 
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.engines.specs import open_scorer
-from assay.fidelity.budget import Budget, OutOfTime, measure_pace, span
+from assay.fidelity.budget import Budget, OutOfTime, measure_pace
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
@@ -26,7 +26,7 @@ from assay.lab.kv.accounting import measured_bytes
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
 from assay.lab.options import GAP_MINUTES
-from assay.progress import Progress
+from assay.progress import Progress, span
 from assay.runs import Kept
 from assay.verdict import Finding
 
