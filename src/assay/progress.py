@@ -25,10 +25,6 @@ NO_PROGRESS: Progress = _silent
 def span(seconds: float) -> str:
     """Seconds in words."""
     whole = max(1, round(seconds))
-    return (
-        f"{whole} s"
-        if whole < 100
-        else f"{whole // 60} min {whole % 60} s"
-        if whole < 6000
-        else f"{whole // 60} min"
-    )
+    if whole < 100:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 6000 else f"{whole // 60} min"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import re
 import threading
+import time
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_piped_progress_is_a_few_plain_lines(clock):
             bar.advance()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "probes …"
-    assert lines[1] == "probes: 10 of 100"
+    assert lines[1] == "probes: 10 of 100, about 4 min 30 s left"
     assert lines[-1] == "probes: 100 of 100 in 300 s"
     assert len(lines) == 11
     assert "\x1b" not in stream.getvalue()
@@ -59,6 +60,23 @@ def test_work_of_unknown_size_is_counted(clock):
     ]  # fmt: skip
 
 
+def test_steps_that_an_earlier_run_kept_say_nothing_of_the_speed(clock):
+    stream = io.StringIO()
+    with progress(100, "probes", file=stream) as bar:
+        for step in range(60):
+            clock[0] += 0.001 if step < 50 else 2
+            bar.advance()
+    # Fifty were read in a moment; ten took two seconds each.
+    assert stream.getvalue().splitlines()[1:-1] == ["probes: 55 of 100, about 90 s left"]
+
+
+def test_work_that_runs_over_its_size_promises_nothing(clock):
+    speed = module.Speed(0.0)
+    speed.learn(3, 30.0)
+    assert (speed.seconds(9), speed.seconds(2), speed.seconds(None)) == (60.0, None, None)
+    assert module.Speed(0.0).seconds(5) is None
+
+
 def test_quiet_progress_is_silent():
     stream = io.StringIO()
     with progress(3, "probes", quiet=True, file=stream) as bar:
@@ -80,6 +98,16 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch):
     # Last of all the cursor is shown again and the bar's line is erased.
     assert stream.getvalue().rindex("\x1b[2K") > stream.getvalue().rindex("2/2")
     assert stream.getvalue().count("\x1b[?25h") == stream.getvalue().count("\x1b[?25l")
+
+
+def test_a_bar_tells_the_time_that_is_left(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    with progress(4, "probes", file=stream) as bar:
+        time.sleep(0.05)
+        bar.advance()
+        bar.note("a note")
+    assert "about 1 s left" in stream.getvalue()
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

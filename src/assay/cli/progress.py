@@ -8,10 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TextIO
+
+from assay.progress import span
 
 PLAIN_SECONDS = 10.0
 """Least time between two plain lines."""
+KEPT_SECONDS = 0.02
+"""A step that takes less than this, before any that took longer, was read and not measured."""
 
 
 class Progress(Protocol):
@@ -61,6 +66,28 @@ def _is_terminal(stream: TextIO) -> bool:
     return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
+@dataclass
+class Speed:
+    """The speed of work, learnt from its steps; what was kept by an earlier run comes in a moment and tells nothing of it."""
+
+    since: float
+    kept: float = 0.0
+    done: float = 0.0
+    now: float = 0.0
+
+    def learn(self, done: float, now: float) -> None:
+        """So many steps are done at a time of the clock."""
+        if self.kept == self.done and now - self.since < KEPT_SECONDS * (done - self.kept):
+            self.since, self.kept = now, done
+        self.done, self.now = done, now
+
+    def seconds(self, total: float | None) -> float | None:
+        """Until all of it is done; None while nobody knows."""
+        if not total or self.done <= self.kept or self.done > total:
+            return None
+        return (total - self.done) * (self.now - self.since) / (self.done - self.kept)
+
+
 class _Silent:
     def advance(self, steps: float = 1, /) -> None:
         """Say nothing."""
@@ -86,6 +113,7 @@ class _Plain:
         self._total, self._description, self._stream = total, description, stream
         self._done = 0.0
         self._begun = self._said_at = time.monotonic()
+        self._speed = Speed(self._begun)
         self._said_share = 0.0
         self._lock = threading.Lock()
         self._say(f"{description} …")
@@ -94,12 +122,13 @@ class _Plain:
         """Count, and say so if enough has happened since the last line."""
         with self._lock:
             self._done += steps
+            self._speed.learn(self._done, time.monotonic())
             share = self._done / self._total if self._total else 1.0
             now = time.monotonic()
             far = share - self._said_share >= 0.1 or not self._total
             if far and now - self._said_at >= PLAIN_SECONDS and share < 1.0 + (not self._total):
                 self._said_at, self._said_share = now, share
-                self._say(f"{self._description}: {self._count()}")
+                self._say(f"{self._description}: {self._count()}{self._left()}")
 
     def update(self, *, description: str | None = None, total: float | None = None) -> None:
         """Take the new name and size; the next line uses them."""
@@ -121,6 +150,10 @@ class _Plain:
         done = self._written(self._done)
         return f"{done} of {self._written(self._total)}" if self._total else done
 
+    def _left(self) -> str:
+        seconds = self._speed.seconds(self._total)
+        return "" if seconds is None else f", about {span(seconds)} left"
+
     def _say(self, line: str) -> None:
         from assay.report.text import one_line
 
@@ -140,6 +173,7 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
         MofNCompleteColumn,
         ProgressColumn,
         SpinnerColumn,
+        Task,
         TextColumn,
         TimeElapsedColumn,
         TransferSpeedColumn,
@@ -152,15 +186,24 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
     console = Console(
         file=stream, markup=False, emoji=False, highlight=False, no_color=bool(os.environ.get("NO_COLOR"))
     )
-    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
+    speed = Speed(time.monotonic())
+
+    class Left(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            """The time that is left, by the measured speed."""
+            seconds = speed.seconds(task.total)
+            return Text("" if seconds is None or task.finished else f"about {span(seconds)} left")
+
+    counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn(), Left())
     if sizes:
-        counts = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn())
+        counts = (DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeElapsedColumn(), Left())
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), *counts)
 
     class Bar:
         def advance(self, steps: float = 1, /) -> None:
             """Move the bar."""
             shown.advance(task, steps)
+            speed.learn(shown.tasks[0].completed, time.monotonic())
 
         def update(self, *, description: str | None = None, total: float | None = None) -> None:
             """Change the name or the length of the bar."""

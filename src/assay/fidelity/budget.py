@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -114,8 +114,9 @@ class Budget:
                 f"{windows - some} of {windows} passages", "differences that fewer passages cannot resolve"
             )
 
-    def tell(self, progress: Progress) -> None:
+    def tell(self, expected: Mapping[str, float], progress: Progress) -> None:
         """Print the expected time of every stage and of all, and what is left out."""
+        self.expected = dict(expected)
         stages = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.expected.items())
         without = "; left out: " + ", ".join(item["what"] for item in self.left_out) if self.left_out else ""
         total = self.spent + sum(self.expected.values())
@@ -166,6 +167,10 @@ class Budget:
 
 
 # How much fits.
+
+
+WORTH_MEASURING = 8192
+"""Tokens of all sides together from which on the time of a run without a budget is told: it takes a while."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.margins import all_pairs, margin_tests
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
-from assay.fidelity.reference import Reference, open_reference
+from assay.fidelity.reference import Reference, open_reference, windows_kept
 from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import (
     CandidateResult,
@@ -39,11 +39,11 @@ from assay.fidelity.result import (
 )
 from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, require
 from assay.fidelity.text import prove_tokenizer
-from assay.progress import NO_PROGRESS, Progress
+from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, RunLock, cache_dir, write_atomically
 from assay.stats.bootstrap import Resampling
 from assay.stats.equivalence import MIN_PILOT, confidence_of_look
-from assay.verdict import Finding, Report, Severity, Verdict, worst
+from assay.verdict import Finding, Metric, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]
 """Told one line of text that a person may want to read while the run goes on."""
@@ -77,7 +77,12 @@ def run_compare(
         interrupted = False
         reference = None
         try:
-            reference = open_reference(plan, folder, progress, budget)
+            try:
+                reference = open_reference(plan, folder, progress, budget)
+            except KeyboardInterrupt:
+                if not (done := windows_kept(folder)):
+                    raise
+                return unfinished(plan, folder, done, budget)
             plan = reference.plan or plan
             for number, spec in enumerate(plan.sides):
                 label = label_of(spec, plan.sides)
@@ -96,6 +101,9 @@ def run_compare(
                         raise
                     failed.append(_not_compared(error, label_of(spec, plan.sides)))
                     continue
+                except KeyboardInterrupt:  # while it was opened; `_candidate` shows what it has
+                    interrupted = True
+                    break
                 if result:
                     results.append(result)
                     on_result(spec, result)
@@ -103,7 +111,10 @@ def run_compare(
                     interrupted = True
                     break
             if not interrupted and results:
-                results = _with_floors(results, reference, budget)
+                try:
+                    results = _with_floors(results, reference, budget)
+                except KeyboardInterrupt:
+                    interrupted = True
         finally:
             for opened in (reference, *servers.values()):
                 if opened:
@@ -128,6 +139,38 @@ def _with_floors(
     with budget.stage("floors"):
         floors = measure()
     return [replace(result, floors=floors) for result in results]
+
+
+def unfinished(plan: Plan, folder: Path, done: int, budget: Budget) -> Report:
+    """The report of a run that was interrupted while its reference was scored: `done` windows of it are kept."""
+    size = folder / "size.json"
+    total = json.loads(size.read_text(encoding="utf-8"))[0] if size.exists() else plan.windows
+    left = budget.expected.get("reference", 0.0) * (total - done) / total
+    after = f", about {span(left)} before the candidates" if left else ""
+    return Report(
+        command="compare",
+        verdict=Verdict.INCONCLUSIVE,
+        subject={"reference": plan.reference, "candidates": [printable(spec) for spec in plan.candidates]},
+        findings=[
+            Finding(
+                "fidelity.interrupted",
+                Severity.INFO,
+                f"interrupted while the reference was scored: {done} of {total} passages are kept, "
+                f"the same command goes on from there{after}",
+                evidence={"passages": done, "of": total},
+            )
+        ],
+        results={
+            "candidates": [],
+            "plan_sha256": plan.sha256,
+            "scored": {"reference": done, "of": total},
+            **budget.results(),
+        },
+        environment=describe(),
+        headline=[Metric("reference", f"{done} of {total} passages scored, no candidate yet")],
+        interrupted=True,
+        summary="nothing is compared yet",
+    )
 
 
 def _not_compared(error: AssayError, label: str) -> Finding:

@@ -14,7 +14,7 @@ from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Wi
 from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import Budget, measure_pace
+from assay.fidelity.budget import WORTH_MEASURING, Budget, measure_pace
 from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
@@ -29,7 +29,8 @@ from assay.fidelity.plan import (
     places_of,
 )
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
-from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store, stored_path
+from assay.fidelity.store import NAME as STORE
+from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store, read_manifest, stored_path
 from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
 from assay.progress import Progress
 from assay.runs import write_atomically
@@ -172,33 +173,46 @@ def _fitting(
     opening: float,
     progress: Progress,
 ) -> Plan:
-    """The plan with as many windows as the budget allows, by the engine's own speed; a run that goes on keeps its size."""
-    if budget.seconds is None:
+    """The plan with as many windows as the budget allows, by the engine's own speed; a run that goes on keeps its size.
+
+    The expected time is told, without a budget too.
+    """
+    sides = len(plan.sides)
+    if budget.seconds is None and plan.windows * plan.length * (1 + sides) < WORTH_MEASURING:
         return plan
     words = text.text if isinstance(text, OwnText) else text
     pace = measure_pace(engine, plan, words.text if isinstance(words, Text) else words or "")
-    sides = len(plan.sides)
     here = sum(not is_server(spec) for spec in plan.sides)  # whose opening takes as long as the reference's
     scored = sides if engine.ability.states else 2 * sides - 1
     a_token = pace.score * (1 + scored) + pace.compare * sides
     kept = folder / "size.json"
-    if kept.exists():
+    if budget.seconds is None:
+        windows, length, batch = plan.windows, plan.length, plan.batch
+    elif kept.exists():
         windows, length, batch = json.loads(kept.read_text(encoding="utf-8"))
     else:
         windows, length = budget.size(a_token, plan.windows, plan.length, opening=opening * here)
         batch = plan.batch or budget.together(pace.score * length)
         write_atomically(kept, json.dumps([windows, length, batch]))
     budget.note_size((plan.windows, plan.length), (windows, length))
-    budget.expected = {
-        "reference": pace.score * windows * length,
-        **{
-            label_of(spec, plan.sides): opening * (not is_server(spec))
-            + (pace.score * (1 + (not engine.ability.states)) + pace.compare) * windows * length
-            for spec in plan.sides
-        },
-    }
-    budget.tell(progress)
+    each = pace.score * (1 + (not engine.ability.states)) + pace.compare
+    expected = {"reference": pace.score * (windows - windows_kept(folder)) * length}
+    for number, spec in enumerate(plan.sides):
+        todo = windows - _scored(folder, number, 1 if is_server(spec) else batch or 4)
+        expected[label_of(spec, plan.sides)] = opening * (not is_server(spec)) + each * max(0, todo) * length
+    budget.tell(expected, progress)
     return replace(plan, windows=windows, length=length, batch=batch)
+
+
+def windows_kept(folder: Path) -> int:
+    """Windows of the reference that an earlier run of this folder has stored."""
+    there = (folder / "reference" / STORE).exists()
+    return len(read_manifest(folder / "reference").windows) if there else 0
+
+
+def _scored(folder: Path, number: int, batch: int) -> int:
+    """Windows of a candidate that an earlier run has scored: its batches, each a file."""
+    return sum(not path.suffix for path in folder.glob(f"candidate-{number:02d}*/*")) * batch
 
 
 def plan_text(plan: Plan) -> Text | None:

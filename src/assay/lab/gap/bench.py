@@ -14,14 +14,14 @@ from typing import Any
 
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.engines.specs import open_scorer
-from assay.fidelity.budget import Budget, OutOfTime, measure_pace
+from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, measure_pace
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
 from assay.fidelity.reference import plan_windows, tokenizer_check
 from assay.fidelity.score import engaged, from_arrays, key_of, observation, require_path, to_arrays
 from assay.fidelity.text import read_text
-from assay.lab.gap.plan import Configuration, GapPlan
+from assay.lab.gap.plan import Configuration, GapPlan, planned_runs
 from assay.lab.kv.accounting import measured_bytes
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
@@ -30,8 +30,12 @@ from assay.progress import Progress, span
 from assay.runs import Kept
 from assay.verdict import Finding
 
-PATH_RUNS = 16
-"""Runs of an engine alone that the path, its repetition and the floors take about as long as: codecs cost twice as much."""
+RUN_COST = 1.7
+"""How much longer a run takes than an engine alone: about two in three have a codec, which takes as long again."""
+IN_MODE = 4
+"""Runs of the path in the mode of the total, where it is not the base mode: the reference twice, the codec twice."""
+PATH_SHARE = 0.75
+"""Share of a budget that the path, its repetition and the floors may take; the rest is for the phases."""
 OVERRUN = 0.1
 """Share of a budget by which a run that is under way may exceed it: what is left is for the report."""
 
@@ -43,8 +47,10 @@ class Bench:
         self.plan = plan
         self.progress = progress
         self.budget = Budget.of(plan.budget, plan.quick, GAP_MINUTES)
-        self.run_seconds: list[float] = []
-        """What each configuration took that had to be scored."""
+        self.run_seconds: list[tuple[str, float]] = []
+        """Mode and seconds of each configuration, its anchor included."""
+        self.planned = 0
+        """About how many configurations will be measured, where somebody has counted them."""
         self.facts: dict[str, Mapping[str, Any]] = {}
         self.measured: dict[str, Measured] = {}
         self.windows: dict[str, list[Window]] = {}
@@ -92,36 +98,59 @@ class Bench:
         self._check = tokenizer_check(tokenizer.sha256, tokenizer.vocab_size)
 
     def _fit(self) -> None:
-        """Take as many and as long windows as let the path fit into half of the budget."""
+        """Take as many and as long windows as let the path fit into most of the budget; tell the expected time."""
         plan, budget = self.plan, self.budget
-        if budget.seconds is None:
+        runs, phases = planned_runs(plan)
+        self.planned = runs + phases
+        if budget.seconds is None and plan.windows * plan.length * self.planned < WORTH_MEASURING:
             return
+        opening = 3 * budget.took["opening the reference"]
+        paces: dict[str, float] = {}
 
         def measure() -> tuple[int, int]:
-            compared = replace(plan.comparison(plan.mode), windows=plan.windows)
-            pace = measure_pace(self.engine(plan.reference), compared, read_text(plan.text).text)
-            runs = PATH_RUNS if plan.codec else PATH_RUNS // 2
-            opening = 3 * budget.took["opening the reference"]
-            found = budget.size(
-                runs * pace.score, plan.windows, plan.length, opening=opening, share=0.5, least=LEAST_CODED
+            text = read_text(plan.text).text
+            for mode in dict.fromkeys((plan.base, plan.mode)):
+                compared = replace(plan.comparison(mode), windows=plan.windows)
+                found = measure_pace(self.engine(plan.reference), compared, text)
+                paces[mode] = RUN_COST * found.score + found.compare
+            if budget.seconds is None:
+                return plan.windows, plan.length
+            a_token = path_cost()
+            return budget.size(
+                a_token, plan.windows, plan.length, opening=opening, share=PATH_SHARE, least=LEAST_CODED
             )
-            budget.expected = {
-                "engine and codec": opening + runs * pace.score * found[0] * found[1],
-                "phases": 0.4 * budget.left(),
-            }
-            return found
+
+        def path_cost() -> float:
+            return (runs - IN_MODE) * paces[plan.base] + IN_MODE * paces[plan.mode]
 
         about = ["gap size", asdict(plan), budget.seconds]
-        windows, length = self._kept.have(about, measure)
+        windows, length = measure() if budget.seconds is None else self._kept.have(about, measure)
         budget.note_size((plan.windows, plan.length), (windows, length))
-        if budget.expected:
-            budget.tell(self.progress)
+        if paces:  # a run that goes on knows its size and nothing of its speed
+            tokens = windows * length
+            path = opening + path_cost() * tokens
+            rest = min(phases * paces[plan.base] * tokens, max(0.0, budget.left() - path))
+            budget.tell({"engine and codec": path, "phases": rest}, self.progress)
         self.plan = replace(plan, windows=windows, length=length, fresh=min(plan.fresh, windows))
 
-    def affords(self, what: str, unknown: str, runs: int, reserve: int = 0) -> bool:
-        """Whether the budget allows so many more runs, and `reserve` after them."""
-        pace = sum(self.run_seconds) / len(self.run_seconds) if self.run_seconds else 0.0
-        return self.budget.affords(what, unknown, (runs + reserve) * pace)
+    def _told(self) -> str:
+        """Which of the planned runs this is, and how long it may be until the last of them."""
+        done = len(self.run_seconds)
+        if not done or done >= self.planned:
+            return ""
+        left = sum(seconds for _, seconds in self.run_seconds) / done * (self.planned - done)
+        number = f"{done + 1} of about {self.planned}, " if self.budget.seconds is None else ""
+        return f" ({number}about {span(min(left, max(0.0, self.budget.left())))} left)"
+
+    def affords(self, what: str, unknown: str, runs: int, reserve: tuple[int, int] = (0, 0)) -> bool:
+        """Whether the budget allows so many more runs in the base mode, and after them `reserve` in it and in that of the total."""
+        base, total = (self._a_run(mode) for mode in (self.plan.base, self.plan.mode))
+        return self.budget.affords(what, unknown, (runs + reserve[0]) * base + reserve[1] * total)
+
+    def _a_run(self, mode: str) -> float:
+        """Mean seconds of the runs so far that had a mode; of all where none had."""
+        took = [s for own, s in self.run_seconds if own == mode] or [s for _, s in self.run_seconds]
+        return sum(took) / len(took) if took else 0.0
 
     def engine(self, spec: str, again: bool = False) -> ScoringEngine:
         """The engine, opened where it is not; whatever else is open is closed first.
@@ -212,11 +241,11 @@ class Bench:
             return False
 
         began = time.monotonic()
-        with self.progress(f"scoring {config.label}", len(chosen)) as advance:
+        with self.progress(f"scoring {config.label}{self._told()}", len(chosen)) as advance:
             found = measure_kept(
                 chosen, job.batch, self._kept_for(config, anchor), prepare, advance=advance, enough=late
             )
-        self.run_seconds.append(time.monotonic() - began)
+        self.run_seconds.append((config.mode, time.monotonic() - began))
         seen = sorted(found.seen, key=lambda w: w.index)
         if not config.lossless:
             path = ScoringPath(job.path)

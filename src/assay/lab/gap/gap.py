@@ -45,8 +45,11 @@ from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Report, Verdict
 
 SIDES = ("reference", "candidate")
-CLOSING = 5
-"""Runs that a budget keeps time for: both ends once more and the floors, without which there is no repeatability."""
+CLOSING = (3, 2)
+"""Runs that a budget keeps time for, in the base mode and in that of the total: both ends once more and the floors,
+without which there is no repeatability."""
+LAST = (0, 1)
+"""What is left of them behind the floors."""
 
 
 # What a decomposition scores. What the buckets are made of comes first, floors and phases after it.
@@ -123,7 +126,7 @@ def measure_all(bench: Bench, runs: Runs) -> None:
         runs.path["floor.rounding"] = bench.measure(noise, corners.reference)
     _phases(bench, corners, "reference", runs)
     fresh = plan.wants(1) and len(bench.windows["fresh"]) >= 2
-    fresh = fresh and bench.affords("fresh windows", "whether the sum holds on other text", 3)
+    fresh = fresh and bench.affords("fresh windows", "whether the sum holds on other text", 2, LAST)
     if fresh:
         bench.anchor(corners.reference, "fresh")
     runs.total = bench.measure(corners.with_codec(plan.candidate, plan.mode, again=True), again)
@@ -162,7 +165,7 @@ def _phases(bench: Bench, corners: Corners, side: str, runs: Runs) -> None:
     if not plan.codec:
         return
     engine = getattr(plan, side)
-    reserve = CLOSING if side == "candidate" else CLOSING - 2
+    reserve = CLOSING if side == "candidate" else LAST
 
     def wants(phase: int, count: int) -> bool:
         name = f"{PHASES[phase]} of the {side}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
@@ -72,6 +74,30 @@ class GapPlan(GapOptions):
     def wants(self, phase: int) -> bool:
         """Whether a phase is part of the run; the path itself always is."""
         return phase in self.phases
+
+
+def planned_runs(plan: GapPlan) -> tuple[int, int]:
+    """About how many configurations are measured: those of the path, its repetition and the floors, and those of all phases."""
+    if not plan.codec:
+        return 6, 4 if plan.wants(1) else 0
+    path = 10 + 2 * (plan.mode != plan.base)
+    own = {
+        3: len(plan.sweep),
+        4: plan.groups or _layers(plan.reference),
+        5: 7,
+        6: 2 * bool(plan.calibration and plan.other_calibration),
+    }
+    sides = 2 * sum(count for phase, count in own.items() if plan.wants(phase))
+    return path, sides + 6 * bool(plan.fresh) + 5 * plan.wants(1)
+
+
+def _layers(spec: str) -> int:
+    """Layers of a model as its config.json has them; 24 where that says nothing."""
+    try:
+        config = json.loads((Path(engine_name(spec).model) / "config.json").read_text(encoding="utf-8"))
+        return int(config.get("text_config", config)["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 24
 
 
 # One way to run the model: an engine, and what is in its KV cache.

@@ -16,7 +16,7 @@ from typing import Any
 
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.lab.kv.attribute import alone, figures, kl_text, parts_table
+from assay.lab.kv.attribute import alone, count_alone, figures, kl_text, parts_table
 from assay.lab.kv.lab import Lab, Unfinished, open_lab
 from assay.lab.kv.live_stream import Key
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
@@ -49,6 +49,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
         progress=progress,
     ) as lab:
         with Unfinished(lambda: parts) as cut:
+            lab.expect(1 + count_alone(lab, spec, plan.each))
             for part in alone(lab, spec, plan.each):
                 parts.append(part)
             sensitivity = {(p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]]) for p in parts}

@@ -36,6 +36,7 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
     ) as lab:
         shape = lab.bench.shape
         with Unfinished(lambda: parts) as cut:
+            lab.expect(1 + count_alone(lab, spec, plan.each, plan.skip_layers))
             for part in alone(lab, spec, plan.each, plan.skip_layers):
                 parts.append(part)
             measured = lab.measure(
@@ -72,6 +73,12 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
         interrupted=cut.interrupted,
         summary=f"{len(parts)} parts measured on {plan.windows} windows of {plan.length} tokens, {plan.mode}",
     )
+
+
+def count_alone(lab: Lab, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()) -> int:
+    """How many parts `alone` measures."""
+    streams = sum(spec.of(s) is not None for s in "kv") if each == "stream" else 1
+    return streams * len(kept_layers(lab.bench.shape, skip_layers))
 
 
 def alone(lab: Lab, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()) -> Iterator[dict[str, Any]]:

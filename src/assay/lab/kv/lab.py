@@ -30,7 +30,7 @@ from assay.engines.scoring import (
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import Budget, measure_pace
+from assay.fidelity.budget import WORTH_MEASURING, Budget, Pace, measure_pace
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
@@ -44,7 +44,7 @@ from assay.lab.kv.fit import Bench, CoderSet
 from assay.lab.kv.hook_plan import HookPlan, hook_spec, path_of
 from assay.lab.kv.rope import Rotary
 from assay.lab.options import TABLE_TOKENS
-from assay.progress import NO_PROGRESS, Progress
+from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, cache_path, source_digest
 from assay.verdict import Finding, Severity, Verdict
 
@@ -189,6 +189,8 @@ class Lab:
         self.partial: Measured | None = None
         """What the last measurement came to, or has come to so far."""
         self._bench = bench
+        self._planned = 0
+        self._seconds: list[float] = []
         first = scored_from or (self.length // 2 + 1 if mode is Mode.DECODE else 1)
         self.job = ScoreJob(path_of(mode), scored_from=first, batch=batch)
         if block > 1 and mode is Mode.DECODE:
@@ -240,6 +242,33 @@ class Lab:
             progress=self.progress,
         )
 
+    def expect(self, count: int, budget: Budget | None = None, pace: Pace | None = None) -> None:
+        """Tell how long the exact cache and `count` measurements will take, by the model's own speed.
+
+        Nothing is told of work that is done in a moment.
+        """
+        self._planned, budget = count, budget or Budget()
+        tokens = len(self.windows) * self.length
+        if pace is None:
+            if budget.seconds is not None or tokens * (1 + count) < WORTH_MEASURING:
+                return  # a run that goes on knows its size and nothing of its speed
+            plan = Plan(self.spec, (self.spec,), windows=len(self.windows), length=self.length)
+            plan = replace(plan, path=self.job.path.value, chunk=self.job.chunk, batch=self.batch)
+            some = [token for window in self.windows[:12] for token in window.tokens]
+            pace = measure_pace(self.engine, plan, self.engine.tokenizer.decode(some[:2000]))
+        missing = len(self.reference.read()) * self.length
+        a_codec = (CODEC_COST * pace.score + pace.compare) * tokens
+        names = {"the codec": a_codec} if count == 1 else {f"{count} measurements": count * a_codec}
+        budget.tell({"the exact cache": missing * pace.score, **names}, self.progress)
+
+    def _left(self) -> str:
+        """Which of the planned measurements this is, and how long it will be until the last of them."""
+        done, count = len(self._seconds), self._planned
+        if count < 2 or done >= count:
+            return ""
+        left = f", about {span(sum(self._seconds) / done * (count - done))} left" if done else ""
+        return f" ({done + 1} of {count}{left})"
+
     def score_reference(self) -> None:
         """Score the windows with the exact cache, those that are not kept."""
         if missing := self.reference.read():
@@ -277,7 +306,10 @@ class Lab:
         share = table_tokens or min(TABLE_TOKENS, self.context or TABLE_TOKENS)
         seen: list[WindowObservation] = []
 
+        began = time.monotonic()
+
         def prepare(windows: int) -> Scoring:
+            nonlocal began
             hook: HookSpec | EngineHook
             if self._bench is None:
                 hook = hook_spec(self.spec, **plan.to_config() | {"windows": windows})
@@ -287,6 +319,7 @@ class Lab:
                     fitted, self.mode, self.length, measure_windows=measure_windows, windows=windows
                 )
             self.score_reference()
+            began = time.monotonic()
             return self.reference, self.engine, replace(self.job, hook=hook)
 
         self.partial = None
@@ -294,7 +327,7 @@ class Lab:
         try:
             with (
                 memory_is_enough(f"{label_of(self.spec)} with {codec}"),
-                self.progress(f"scoring {label or codec}", len(self.windows)) as advance,
+                self.progress(f"scoring {label or codec}{self._left()}", len(self.windows)) as advance,
             ):
                 found = measure_kept(
                     self.windows,
@@ -310,6 +343,7 @@ class Lab:
                 pieces = kept.get("pieces", [])
                 self.partial = self._sized(_joined(seen, pieces), share)
             raise
+        self._seconds.append(time.monotonic() - began)
         self.partial = self._sized(found, share)
         return self.partial
 
@@ -353,14 +387,14 @@ def open_lab(
     calibration: str | None = None,
     any_engine: bool = False,
     budget: Budget | None = None,
-    codecs: int = 1,
+    codecs: int = 0,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[Lab]:
     """Load a model, cut the text, and check the calibration against both; the model is given back at the end.
 
     UsageError where the text has fewer `fresh` windows than that behind those to measure on, and for another engine than
     transformers unless `any_engine`. With a `budget` in which `codecs` are measured the windows are as many and as long as
-    fit; OutOfTime where nothing does. A device that runs out of memory is an AssayError.
+    fit; OutOfTime where nothing does. The time that `codecs` take is told (0: by who knows their number later). A device that runs out of memory is an AssayError.
     """
     spec = engine_spec(model)
     if not (any_engine or spec.startswith("hf:")):
@@ -381,9 +415,10 @@ def open_lab(
         engine = open_scorer(spec)
         try:
             plan = Plan(spec, (spec,), text=tuple(text), windows=windows + fresh, length=length)
+            pace = None
             if budget and budget.seconds is not None:
                 plan = replace(plan, path=path_of(mode).value, batch=batch)
-                windows, length = _fitting(plan, windows, engine, budget, codecs, progress)
+                windows, length, pace = _fitting(plan, windows, engine, budget, codecs)
                 plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
             if known:
@@ -395,7 +430,7 @@ def open_lab(
                     remedy="give more text, or fewer windows (--windows, --fresh)",
                     finding_id="kv.usage",
                 )
-            yield Lab(
+            lab = Lab(
                 engine,
                 spec,
                 found[:measured],
@@ -410,6 +445,9 @@ def open_lab(
                 block=block,
                 progress=progress,
             )
+            if codecs:
+                lab.expect(codecs, budget, pace)
+            yield lab
         finally:
             engine.close()
 
@@ -421,24 +459,21 @@ CODEC_COST = 2.0
 
 
 def _fitting(
-    plan: Plan, windows: int, engine: ScoringEngine, budget: Budget, codecs: int, progress: Progress
-) -> tuple[int, int]:
-    """Windows and length that fit; those of an equal command before, so that it goes on from there."""
+    plan: Plan, windows: int, engine: ScoringEngine, budget: Budget, codecs: int
+) -> tuple[int, int, Pace | None]:
+    """Windows and length that fit; those of an equal command before, so that it goes on from there, and then no speed."""
+    pace: Pace | None = None
 
     def measure() -> tuple[int, int]:
+        nonlocal pace
         pace = measure_pace(engine, plan, read_text(plan.text).text)
         share = (plan.windows / windows) * (1 + codecs * CODEC_COST) * pace.score + codecs * pace.compare
-        found = budget.size(share, windows, plan.length, least=LEAST_CODED)
-        exact = pace.score * found[0] * found[1]
-        budget.expected = {"the exact cache": exact, "codecs": share * found[0] * found[1] - exact}
-        return found
+        return budget.size(share, windows, plan.length, least=LEAST_CODED)
 
     about = ["size", engine_key(plan.reference), plan.facts(), codecs, budget.seconds]
     found = kept_measurements().have(about, measure)
     budget.note_size((windows, plan.length), (found[0], found[1]))
-    if budget.expected:
-        budget.tell(progress)
-    return found[0], found[1]
+    return found[0], found[1], pace
 
 
 def _bench(scorer: HfScorer, length: int, calibration: Calibration | None) -> Bench:

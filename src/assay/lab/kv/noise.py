@@ -144,8 +144,10 @@ def run_noise(plan: NoisePlan, progress: Progress = NO_PROGRESS) -> Report:
     ) as lab:
         shape = lab.bench.shape
         layers = kept_layers(shape, plan.skip_layers)
+        parts = _parts(plan, layers)
         with Unfinished(lambda: points) as cut:
-            for part in _parts(plan, layers):
+            lab.expect(len(parts) * len(sigmas))
+            for part in parts:
                 for sigma in sigmas:
                     measured = lab.measure(
                         f"noise(sigma={sigma!r}, seed={plan.seed})",
