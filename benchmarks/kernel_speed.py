@@ -12,8 +12,7 @@ Forms take turns, in reverse order every other round. On a CPU one thread is use
 other programs disturb less than the clock; on a GPU the clock counts, after the device is done. `first_s` is what the
 first call took: for torch.compile mostly the compiler. `differs` is the share of values or bytes that are not the twin's.
 
-results/kernels_cpu.json also has the rows of numba loops for rotation and packing, which won less than twofold in every
-command and were removed; its `commit` is the last source that has them.
+Rows that the results file has are not measured again: delete it to begin anew.
 """
 
 from __future__ import annotations
@@ -43,6 +42,8 @@ from kv_codec_speed import SITE, values
 
 Form = Callable[[], AbstractContextManager[Any]]
 Use = Callable[[], Any]
+Plan = tuple[str, str, Mapping[str, Form], Callable[[], dict[str, Use]], int]
+"""The twin, the codec, the forms, what prepares the uses, and the rounds."""
 RESULTS = Path(__file__).parent / "results"
 GPU = "cuda"
 AROUND = "prerope+sinks(n=4)+"
@@ -200,7 +201,7 @@ def fit_use(spec: str) -> Callable[[], dict[str, Use]]:
     }
 
 
-def eval_uses(spec: str, skip: tuple[int, ...], calibration: Path | None) -> Callable[[], dict[str, Use]]:
+def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
     """`assay kv eval` of SmolLM2, as a whole; with the reference and loading the model."""
     import kv_texts
     from assay.demo.models import build_smollm2
@@ -222,7 +223,7 @@ def eval_uses(spec: str, skip: tuple[int, ...], calibration: Path | None) -> Cal
             windows=4,
             length=256,
             batch=4,
-            calibration=None if calibration is None else str(calibration),
+            calibration=str(small_calibration()),
         )
         run_eval(plan)
 
@@ -248,21 +249,16 @@ def small_calibration() -> Path:
     return table
 
 
-def on_cpu(rounds: int) -> list[dict[str, Any]]:
+def on_cpu(rounds: int) -> list[Plan]:
     """All uses of the loops for a CPU."""
     torch.set_num_threads(1)
     spec = "pca(bits=3, trellis=8)"
     both = {name: TRELLIS[name] for name in ("twin", "torch")}
     few = tuple(range(2, 28))  # four of 30 layers are coded, as fitting all takes long
-    plans: list[tuple[str, Mapping[str, Form], Any, int]] = [
-        (spec, TRELLIS, stream_uses(spec), rounds),
-        (spec, both, fit_use(spec), 3),
-        (f"prerope+{spec}, 4 of 30 layers", both, eval_uses(f"prerope+{spec}", few, small_calibration()), 2),
-    ]
     return [
-        {"twin": "trellis_loops", "codec": codec, **row}
-        for codec, forms, prepare, turns in plans
-        for row in measured(forms, prepare, turns)
+        ("trellis_loops", spec, TRELLIS, stream_uses(spec), rounds),
+        ("trellis_loops", f"{spec}, fitted", both, fit_use(spec), 3),
+        ("trellis_loops", f"prerope+{spec}, 4 of 30 layers", both, eval_uses(f"prerope+{spec}", few), 2),
     ]
 
 
@@ -270,23 +266,20 @@ def on_cpu(rounds: int) -> list[dict[str, Any]]:
 # Uses on a GPU.
 
 
-def on_gpu(rounds: int) -> list[dict[str, Any]]:
+def on_gpu(rounds: int) -> list[Plan]:
     """All uses of the Triton kernels."""
     searched = "pca(bits=3, trellis=8)"
-    rows = []
-    plans: list[tuple[str, str, Mapping[str, Form], Any]] = [
+    plans: list[Plan] = [
         (
             "metrics_gpu",
-            f"{rows_} rows of {vocab} logits in bf16",
+            f"{rows} rows of {vocab} logits in bf16",
             STATISTICS,
-            statistics_use(rows_, vocab),
+            statistics_use(rows, vocab),
+            rounds,
         )
-        for rows_, vocab in ((4096, 49_152), (4096, 151_936))
+        for rows, vocab in ((4096, 49_152), (4096, 151_936))
     ]
-    plans += [("trellis_kernel", searched, TRELLIS, gpu_round_trip(searched))]
-    for twin, what, forms, prepare in plans:
-        rows += [{"twin": twin, "codec": what, **row} for row in measured(forms, prepare, rounds)]
-    return rows
+    return [*plans, ("trellis_kernel", searched, TRELLIS, gpu_round_trip(searched), rounds)]
 
 
 def plain_statistics() -> AbstractContextManager[None]:
@@ -354,15 +347,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    rows = on_gpu(arguments.rounds) if arguments.gpu else on_cpu(arguments.rounds)
-    found = {
-        "commit": commit(),
-        "unit": "seconds of the clock" if arguments.gpu else "seconds of the processor, one thread",
-        "environment": describe() | ({"gpu": torch.cuda.get_device_name()} if arguments.gpu else {}),
-        "rows": rows,
-    }
     out = arguments.out or RESULTS / f"kernels_{'gpu' if arguments.gpu else 'cpu'}.json"
-    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    rows = json.loads(out.read_text(encoding="utf-8"))["rows"] if out.exists() else []
+    kept = {(row["twin"], row["codec"]) for row in rows}
+    for twin, codec, forms, prepare, rounds in (on_gpu if arguments.gpu else on_cpu)(arguments.rounds):
+        if (twin, codec) in kept:
+            continue
+        rows += [{"twin": twin, "codec": codec, **row} for row in measured(forms, prepare, rounds)]
+        found = {
+            "commit": commit(),
+            "unit": "seconds of the clock" if arguments.gpu else "seconds of the processor, one thread",
+            "environment": describe() | ({"gpu": torch.cuda.get_device_name()} if arguments.gpu else {}),
+            "rows": rows,
+        }
+        out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from assay.verdict import Finding, Report, Severity, Verdict
 
 DAMAGE = "shifted_scales"
 """A fault whose texts a reader recognises as broken; random blocks leave NaN, and no text at all."""
-PLAN: dict[str, Any] = {"quick": True, "longest_needle": 512}
+PLAN: dict[str, Any] = {"quick": True, "budget": 1.75, "longest_needle": 512}
 
 
 def run_demo(
