@@ -16,9 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from assay.lab.kv.cache_hook import HookPlan, read
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet
-from assay.lab.kv.hook_plan import HookPlan, read
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.vllm import VllmCodecHook

@@ -136,7 +136,7 @@ class Bench:
         """The codec in the engine's layers: as a server has it, in snapshot as windows are scored."""
         from assay.engines.scoring import HookSpec
         from assay.engines.vllm.hooks import KvHooks, Steps
-        from assay.lab.kv.hook_plan import hook_spec
+        from assay.lab.kv.cache_hook import hook_spec
 
         runner = self.core.model_executor.driver_worker.model_runner
         spec = hook_spec(

@@ -33,10 +33,9 @@ from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import WindowObservation, engaged, observe
 from assay.lab.gap.phases import noise_codec
 from assay.lab.kv.accounting import measured_bytes
-from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.cache_hook import Mode, hook_spec
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration, write_calibration
-from assay.lab.kv.hook_plan import hook_spec
 from assay.lab.kv.lab import Trials
 from assay.runs import cache_dir
 

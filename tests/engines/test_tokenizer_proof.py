@@ -12,8 +12,8 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from assay.engines import tokenizer_proof
-from assay.engines.tokenizer_proof import PROBE, prove_tokenizer
+from assay.demo import models as tokenizer_proof
+from assay.demo.models import PROBE, prove_tokenizer
 from assay.errors import AssayError
 from assay.runs import cache_dir
 

@@ -16,8 +16,8 @@ from vllm_stand_in import VOCAB, Engine, install
 
 from assay.engines.scoring import Head, HookSpec, ScoreJob, ScoringPath, StateRows, Window
 from assay.engines.vllm.core import VllmCore
+from assay.engines.vllm.scorer import RemoteCore, Session, send
 from assay.engines.vllm.start import VllmSpec
-from assay.engines.vllm.worker import RemoteCore, Session, send
 from assay.errors import AssayError, UsageError
 
 WINDOWS = [Window(3, tuple(range(12))), Window(8, tuple(range(12, 24)))]

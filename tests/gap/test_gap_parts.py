@@ -12,7 +12,16 @@ from synthetic import configurations, observed
 from assay.engines.base import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
 from assay.lab.gap.buckets import Amount, effect
-from assay.lab.gap.outcome import Place, closed, closed_nll, place
+from assay.lab.gap.outcome import (
+    Place,
+    closed,
+    closed_nll,
+    hot_layers,
+    judged,
+    place,
+    proposals,
+    with_more_bits,
+)
 from assay.lab.gap.phases import (
     attribute,
     curve,
@@ -24,7 +33,6 @@ from assay.lab.gap.phases import (
     sigmas_of,
 )
 from assay.lab.gap.plan import Corners, GapPlan
-from assay.lab.gap.recommend import hot_layers, judged, proposals, with_more_bits
 from assay.lab.kv.lab import Measured
 
 

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from assay.lab.kv.diagnose import diagnose_stream
-from assay.lab.kv.predictors import last_readers
+from assay.lab.kv.fit import last_readers
 from assay.lab.kv.reconstruction import (
     Decoded,
     relative_mse,

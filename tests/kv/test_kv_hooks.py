@@ -27,15 +27,13 @@ from assay.lab.kv.accounting import (
 )
 from assay.lab.kv.cache_hook import (
     CodecHook,
-    Mode,
-)
-from assay.lab.kv.codec import cache_shape
-from assay.lab.kv.fit import Bench
-from assay.lab.kv.hook_plan import (
     HookPlan,
+    Mode,
     hook_spec,
     path_of,
 )
+from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.fit import Bench
 from assay.lab.kv.rope import Rotary
 from kv.test_kv_hook import LENGTH, model, windows
 

@@ -26,11 +26,11 @@ from assay.engines.scoring import (
     Window,
 )
 from assay.engines.vllm.scorer import VllmScorer
+from assay.lab.kv.cache_hook import hook_spec
 from assay.lab.kv.calibrate import (
     CalibrationPlan,
     run_calibrate,
 )
-from assay.lab.kv.hook_plan import hook_spec
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

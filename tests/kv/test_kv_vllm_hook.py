@@ -17,7 +17,7 @@ from assay.lab.kv.accounting import (
     measured_bytes,
     stream_facts,
 )
-from assay.lab.kv.hook_plan import hook_spec
+from assay.lab.kv.cache_hook import hook_spec
 
 LAYERS, HEADS, WIDTH, LENGTH = 3, 2, 16, 21
 

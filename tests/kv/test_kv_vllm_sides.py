@@ -15,10 +15,10 @@ from assay.engines.vllm.hooks import Request
 from assay.lab.kv.accounting import stream_facts
 from assay.lab.kv.cache_hook import (
     CodecHook,
+    HookPlan,
     Mode,
 )
 from assay.lab.kv.fit import CoderSet
-from assay.lab.kv.hook_plan import HookPlan
 from assay.lab.kv.vllm import (
     VllmCodecHook,
     lanes_of,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the command line reads its options from here, without torch
     from pathlib import Path
 
-    from assay.lab.kv.attached import AttachableCodec
+    from assay.lab.kv.resident import AttachableCodec
 
 
 def codec(spec: str, *, calibration: str | Path | None = None) -> AttachableCodec:
@@ -18,6 +18,6 @@ def codec(spec: str, *, calibration: str | Path | None = None) -> AttachableCode
 
     UsageError for a wrong SPEC, AssayError where it learns from a calibration and none is given.
     """
-    from assay.lab.kv.attached import AttachableCodec
+    from assay.lab.kv.resident import AttachableCodec
 
     return AttachableCodec.of(spec, calibration)

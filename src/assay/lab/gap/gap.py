@@ -15,7 +15,20 @@ from assay.fidelity.plan import label_of
 from assay.fidelity.score import pooled
 from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Decomposition, WindowSums, aligned, decompose, effect, own_effect, ratio
-from assay.lab.gap.outcome import Check, CodecGap, Floors, Outcome, check_step, check_sum, closed, closed_nll
+from assay.lab.gap.outcome import (
+    Check,
+    CodecGap,
+    Floors,
+    Outcome,
+    Proposal,
+    check_step,
+    check_sum,
+    closed,
+    closed_nll,
+    judged,
+    measure_proposals,
+    proposals,
+)
 from assay.lab.gap.phases import (
     NoiseCurve,
     attribute,
@@ -36,7 +49,6 @@ from assay.lab.gap.phases import (
     tables_json,
 )
 from assay.lab.gap.plan import Configuration, Corners, GapPlan, Step, must_be_tried
-from assay.lab.gap.recommend import Proposal, judged, measure_proposals, proposals
 from assay.lab.gap.report import blocks, findings_of, headline, measured_table, verdict_of
 from assay.lab.kv.accounting import NOTE
 from assay.lab.kv.lab import Measured, Unfinished

@@ -16,8 +16,8 @@ from assay.engines.specs import check_spec
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import AssayError, UsageError
 from assay.fidelity.plan import Plan, label_of
+from assay.lab.kv.cache_hook import hook_spec, path_of
 from assay.lab.kv.evaluate import require_no_calibration
-from assay.lab.kv.hook_plan import hook_spec, path_of
 from assay.lab.kv.serve import check_full_attention, known_architecture
 from assay.lab.kv.spec import parse_spec
 from assay.lab.options import GapOptions

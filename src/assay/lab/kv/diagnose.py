@@ -7,9 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from assay.environment import describe
-from assay.lab.kv.fit import kept_layers
+from assay.lab.kv.fit import kept_layers, last_readers
 from assay.lab.kv.lab import open_lab
-from assay.lab.kv.predictors import last_readers
 from assay.lab.kv.reconstruction import (
     Decoded,
     Distribution,

@@ -17,8 +17,8 @@ from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import findings_of, is_certain, margins_of, verdict_of
 from assay.fidelity.score import WindowObservation, engaged
 from assay.lab.kv.accounting import LENGTHS, NOTE, CacheBytes
+from assay.lab.kv.cache_hook import path_of
 from assay.lab.kv.codec import Samples, Site
-from assay.lab.kv.hook_plan import path_of
 from assay.lab.kv.lab import Unfinished, engine_spec, open_lab
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import EvalPlan

@@ -37,11 +37,10 @@ from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import ReferenceRows, WindowObservation, batches, key_of, observe, read_kept
 from assay.fidelity.text import read_text
 from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
-from assay.lab.kv.cache_hook import CodecHook, Mode
+from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of
 from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet
-from assay.lab.kv.hook_plan import HookPlan, hook_spec, path_of
 from assay.lab.kv.rope import Rotary
 from assay.lab.options import TABLE_TOKENS
 from assay.progress import NO_PROGRESS, Progress, span

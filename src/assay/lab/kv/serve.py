@@ -24,9 +24,8 @@ from assay.engines.vllm.hooks import HOOK, REPORT
 from assay.engines.vllm.scorer import find_python
 from assay.environment import VERSION, describe
 from assay.errors import AssayError
-from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.cache_hook import Mode, hook_spec
 from assay.lab.kv.codec import Samples, Site
-from assay.lab.kv.hook_plan import hook_spec
 from assay.lab.kv.spec import parse_spec
 from assay.lab.options import ServePlan
 from assay.runs import cache_dir

@@ -13,12 +13,11 @@ from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine,
 from assay.engines.vllm.hooks import HookContext, Request, Rewrite
 from assay.errors import AssayError
 from assay.lab.kv.accounting import NOTE, streams_note
-from assay.lab.kv.cache_hook import Mode, spread
+from assay.lab.kv.cache_hook import HookPlan, Mode, bench_of, spread
 from assay.lab.kv.calibration import Sampler, kept_per_window
 from assay.lab.kv.codec import CacheShape, StreamCoder, cache_shape
-from assay.lab.kv.hook_plan import HookPlan, bench_of
+from assay.lab.kv.fit import last_readers
 from assay.lab.kv.live_stream import Coders, Key, StreamFacts, facts_of_window
-from assay.lab.kv.predictors import last_readers
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.vllm_stream import Lane, Spans
 from assay.progress import NO_PROGRESS, Progress
@@ -178,7 +177,7 @@ class VllmCodecHook:
 
 
 def for_vllm(**config: Any) -> VllmCodecHook:
-    """Factory of `assay.lab.kv.hook_plan.hook_spec` for `vllm:`."""
+    """Factory of `assay.lab.kv.cache_hook.hook_spec` for `vllm:`."""
     return VllmCodecHook(HookPlan.from_config(config))
 
 

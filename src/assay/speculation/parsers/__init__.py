@@ -6,9 +6,14 @@ from assay.plugins import load
 from assay.speculation.parsers.base import Parser
 from assay.speculation.parsers.llama_cpp import LlamaCppParser
 from assay.speculation.parsers.named import NamedParser, SummaryParser
-from assay.speculation.parsers.others import FastDeployParser, GuardParser, MlcParser, OpenAIUsageParser
+from assay.speculation.parsers.others import (
+    FastDeployParser,
+    GuardParser,
+    MlcParser,
+    OpenAIUsageParser,
+    TensorRTParser,
+)
 from assay.speculation.parsers.sglang import SglangParser
-from assay.speculation.parsers.tensorrt_llm import TensorRTParser
 from assay.speculation.parsers.vllm import VllmV0Parser, VllmV1Parser
 
 # The first parser that reads a line or a JSON object owns it.
