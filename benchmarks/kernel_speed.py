@@ -33,8 +33,8 @@ import torch
 
 from assay.environment import describe
 from assay.fidelity import metrics
-from assay.lab.kv.cache_hook import _BENCHES
 from assay.lab.kv import lab
+from assay.lab.kv.cache_hook import _BENCHES
 from assay.lab.kv.codec import Samples
 from assay.lab.kv.codecs import pca_entropy
 from assay.lab.kv.spec import parse_recipe
@@ -260,7 +260,7 @@ def on_cpu(rounds: int) -> list[Plan]:
     return [
         ("trellis_loops", spec, TRELLIS, stream_uses(spec), rounds),
         ("trellis_loops", f"{spec}, fitted", both, fit_use(spec), 3),
-        ("trellis_loops", f"prerope+{spec}, 4 of 30 layers", both, eval_uses(f"prerope+{spec}", few), 2),
+        ("trellis_loops", f"prerope+{spec}, 4 of 30 layers", both, eval_uses(f"prerope+{spec}", few), 1),
     ]
 
 

@@ -100,3 +100,24 @@ def test_a_device_and_threads_go_to_the_engines_that_take_them() -> None:
     }.items():
         assert with_options(spec, **asked) == placed  # type: ignore[arg-type]
         assert with_options(spec, device="auto", threads="auto") == spec
+
+
+def test_a_name_on_a_hub_that_does_not_answer_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    import huggingface_hub
+
+    from assay.engines.hf import engine
+
+    asked = []
+
+    class Silent:
+        def head(self, url: str, timeout: float) -> None:
+            asked.append((url, timeout))
+            raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.utils, "get_session", Silent)
+    with pytest.raises(AssayError, match="the Hub cannot be reached") as caught:
+        engine.HfEngine.load("hf:nobody/nothing-of-this-name")
+    assert caught.value.finding_id == "fidelity.engine_load"
+    assert len(asked) == 1 and asked[0][1] <= 10

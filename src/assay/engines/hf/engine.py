@@ -69,6 +69,9 @@ _ABSENT = {
     Capability.METRICS: "there is no server",
 }
 
+HUB_S = 5.0
+"""Seconds that the Hub has to answer before a model is looked for in its cache alone."""
+
 
 class HfEngine:
     """One model in this process. Calls from several threads take turns."""
@@ -87,12 +90,16 @@ class HfEngine:
         spec = parse_spec(spec) if isinstance(spec, str) else spec
         require_local(f"hf:{spec.model}", spec.model)
         spec.refuse_what_is_not_there()
+        kept_only = _hub_is_out_of_reach(spec.model)
         use_threads(spec.threads)
         try:
             with quiet():
-                tokenizer = transformers.AutoTokenizer.from_pretrained(spec.model, trust_remote_code=False)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(
+                    spec.model, trust_remote_code=False, local_files_only=kept_only
+                )
                 model, loading = transformers.AutoModelForCausalLM.from_pretrained(
                     spec.model,
+                    local_files_only=kept_only,
                     dtype="auto" if spec.dtype == "auto" else getattr(torch, spec.dtype),
                     attn_implementation=register_attention()
                     if spec.attention == ATTENTION
@@ -333,6 +340,32 @@ def _on_device(model: Any, spec: HfSpec) -> Any:
             finding_id="fidelity.out_of_memory" if out_of_memory(error) else "fidelity.engine_load",
             remedy="name a device that is there and has room: ?device=cpu",
         ) from error
+
+
+def _hub_is_out_of_reach(model: str) -> bool:
+    """Whether `model` is a name on the Hub, which does not answer: its client would try each file again for minutes.
+
+    AssayError where the Hub's cache on this machine does not hold the model either.
+    """
+    if Path(model).exists():
+        return False
+    if not huggingface_hub.constants.HF_HUB_OFFLINE:
+        try:
+            huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=HUB_S)
+            return False
+        except Exception:  # its HTTP library differs between versions
+            pass
+    try:
+        held = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except ValueError:  # not a name that the Hub could have
+        held = None
+    if not isinstance(held, str):
+        raise AssayError(
+            f"there is no folder {model} here, and the Hub cannot be reached to fetch a model of that name",
+            finding_id="fidelity.engine_load",
+            remedy="give the folder of a checkpoint: hf:PATH",
+        )
+    return True
 
 
 def _cannot_load(spec: HfSpec, error: Exception) -> AssayError:
