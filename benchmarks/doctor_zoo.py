@@ -1,29 +1,38 @@
 """Faulty and healthy serve commands through `assay doctor`: is the guilty set found, is nobody wrongly accused?
 
-    python benchmarks/doctor_zoo.py --llama-server BIN [--only NAME …]     (about two minutes a case)
+    python benchmarks/doctor_zoo.py --llama-server BIN --vllm-python PYTHON [--only NAME …] [--minutes 8]
 
-Cases on `llama-server` are real faults of a real engine and model; those on `small_server.py` of the tests show faults
-that no engine shows at will. Results are added to benchmarks/results/doctor_zoo.json case by case.
+Most cases are real faults of real engines and models (llama.cpp's server, vLLM on the CPU or with `--cuda`); those on
+`small_server.py` of the tests show faults that no engine shows at will. A case that is in the results is not run again
+but with `--again`; results are added case by case to `--out`. `--jobs` runs several at once on cores of their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
+import doctor_faults as faults
 from assay.demo.models import QWEN05, SMOLLM2, gguf_of
+from assay.runs import cache_dir
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "doctor_zoo.json"
 SMALL = ROOT / "tests" / "serving" / "small_server.py"
+FOLDERS = {"smollm2": "SmolLM2-135M-Instruct", "qwen05": "Qwen2.5-Coder-0.5B-Instruct"}
 
 
 @dataclass(frozen=True)
@@ -38,22 +47,50 @@ class Case:
     baseline_fails: bool = False
     fault_rate: float = 1.0
     model: str = "smollm2"
+    plugin: str = ""
+    options: tuple[str, ...] = ()
 
     @property
     def healthy(self) -> bool:
         return not (self.guilty or self.role or self.baseline_fails)
 
 
-PLAIN = "--no-mmap --ubatch-size 128"
+PLAIN = "--batch-size 512 --ubatch-size 128"
+EAGER = "--enforce-eager --no-enable-prefix-caching"
+ROPE = '--hf-overrides {"rope_parameters":{"rope_theta":100.0,"rope_type":"default"}}'
+DRAFT = '--speculative-config {"method":"draft_model","model":"{dead}","num_speculative_tokens":3}'
 CASES = (
+    Case("fp8 KV, Qwen 0.5B", "vllm", f"{EAGER} --max-num-seqs 32 --kv-cache-dtype fp8", ("--kv-cache-dtype",), model="qwen05"),
+    Case("prefix cache and graphs together", "vllm", "--max-num-seqs 32", ("--enable-prefix-caching", "--no-enforce-eager"), plugin="graphs"),
+    Case("above 16 rows in a batch", "vllm", f"{EAGER} --max-num-seqs 32 --max-num-batched-tokens 2048", ("--max-num-seqs",), plugin="crowd"),
+    Case("rope base 100, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 {ROPE}", ("--hf-overrides",)),
+    Case("tokenizer swapped", "vllm", f"{EAGER} --max-num-seqs 32 --tokenizer {{tokenizer}}", ("--tokenizer",)),
+    Case("chat template without its end, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 --chat-template {{template}}", ("--chat-template",)),
+    Case("corrupt shard", "vllm", f"{EAGER} --max-num-seqs 32", baseline_fails=True, model="corrupt"),
+    Case("LoRA of zeros", "vllm", f"{EAGER} --enable-lora --lora-modules zero={{zero}}", role=("--lora-modules", "no_effect")),
+    Case("dead draft, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 {DRAFT}", ("--speculative-config",)),
+    Case("healthy, vLLM eager", "vllm", "--enforce-eager --max-num-seqs 32 --max-num-batched-tokens 2048"),
+    Case("healthy, vLLM graphs, Qwen 0.5B", "vllm", "--max-num-seqs 32", model="qwen05"),
     Case("rope base 100", "llama", f"{PLAIN} --rope-freq-base 100", ("--rope-freq-base",)),
     Case("rope scale", "llama", f"--rope-scale 0.02 {PLAIN}", ("--rope-scale",)),
     Case("norm epsilon overridden", "llama", f"{PLAIN} --override-kv llama.attention.layer_norm_rms_epsilon=float:30", ("--override-kv",)),
     Case("template of another model", "llama", f"{PLAIN} --chat-template gemma", ("--chat-template",)),
-    Case("q4_0 keys, Qwen", "llama", f"{PLAIN} -ctk q4_0", ("--cache-type-k",), model="qwen05"),
+    Case("chat template without its end", "llama", f"{PLAIN} --chat-template-file {{template}}", ("--chat-template-file",)),
+    Case("q4_0 keys, Qwen 0.5B", "llama", f"{PLAIN} -ctk q4_0", ("--cache-type-k",), model="qwen05"),
+    Case("dead draft", "llama", f"{PLAIN} -md {{dead}} --spec-type draft-simple", ("--model-draft",)),
+    Case("a draft that pays nothing", "llama", f"{PLAIN} -md {{model}} --spec-type draft-simple", ("--model-draft",)),
+    Case("all threads on one core", "llama", f"{PLAIN} --cpu-mask {{mask}} --cpu-strict 1", ("--cpu-mask",)),
+    Case("a LoRA too strong", "llama", f"{PLAIN} --lora {{strong}}", ("--lora",)),
+    Case("a LoRA that is not applied", "llama", f"{PLAIN} --lora {{strong}} --lora-init-without-apply", role=("--lora", "no_effect")),
     Case("GPU layers without a GPU", "llama", f"{PLAIN} -ngl 99", role=("--n-gpu-layers", "no_effect")),
-    Case("context beyond memory", "llama", f"{PLAIN} -c 400000000", role=("--ctx-size", "cannot_run")),
+    Case("context beyond memory", "llama", f"{PLAIN} -c 2000000000", role=("--ctx-size", "cannot_run")),
     Case("corrupt file", "llama", PLAIN, baseline_fails=True, model="corrupt"),
+    Case("above 16 streams, proxy", "wrapped", f"{PLAIN} --crowd", ("--crowd",)),
+    Case("one start in three, llama.cpp", "wrapped", f"--flaky {{count}} {PLAIN}", ("--flaky",), fault_rate=1 / 3),
+    Case("healthy, plain", "llama", PLAIN),
+    Case("healthy, flash attention", "llama", f"{PLAIN} -fa on"),
+    Case("healthy, q8_0 keys", "llama", "-ctk q8_0 --ubatch-size 128"),
+    Case("healthy, four streams", "llama", "-np 4 --ubatch-size 128"),
     Case("fp8 that breaks", "small", "--harmless-a 1 --kv fp8 --harmless-b 2 --harmless-c 3", ("--kv",)),
     Case("two that fail together", "small", "--pair-a --harmless-a 1 --pair-b --harmless-b 2", ("--pair-a", "--pair-b")),
     Case("above 16 streams", "small", "--harmless-a 1 --crowd --harmless-b 2", ("--crowd",), fault_rate=1 / 3),
@@ -63,10 +100,6 @@ CASES = (
     Case("out of memory", "small", "--harmless-a 1 --memory", role=("--memory", "cannot_run")),
     Case("a flag that is refused", "small", "--harmless-a 1 --refuses", role=("--refuses", "cannot_run")),
     Case("a flag that is ignored", "small", "--harmless-a 1 --nothing", role=("--nothing", "no_effect")),
-    Case("healthy, plain", "llama", PLAIN),
-    Case("healthy, flash attention", "llama", f"{PLAIN} -fa on"),
-    Case("healthy, q8_0 keys", "llama", "-ctk q8_0 --ubatch-size 128"),
-    Case("healthy, four streams", "llama", "-np 4 --ubatch-size 128"),
     Case("healthy, one flag", "small", "--harmless-a 1"),
     Case("healthy, three flags", "small", "--harmless-a 1 --harmless-b 2 --harmless-c 3"),
     Case("healthy, eight starts", "small", "--harmless-a 1 --kv fp16", fault_rate=1 / 3),
@@ -74,78 +107,228 @@ CASES = (
 )  # fmt: skip
 
 
-def model_of(case: Case, folder: Path) -> Path:
-    if case.model != "corrupt":
-        return gguf_of(QWEN05 if case.model == "qwen05" else SMOLLM2)
-    raw = bytearray(gguf_of(SMOLLM2).read_bytes())
-    for at in range(len(raw) // 2, len(raw) - 70_000, len(raw) // 80):
-        raw[at : at + 60_000] = os.urandom(60_000)
-    (folder / "corrupt.gguf").write_bytes(raw)
-    return folder / "corrupt.gguf"
+class Zoo:
+    """Where engines and models are, and the broken parts made from them."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        self.parts = Path(asked.work)
+        self.parts.mkdir(parents=True, exist_ok=True)
+        self.until = time.monotonic() + 60 * asked.minutes
+
+    def checkpoint(self, name: str) -> Path:
+        root = Path(self.asked.models) if self.asked.models else cache_dir("models")
+        return root / FOLDERS[name]
+
+    def gguf(self, name: str) -> Path:
+        if self.asked.ggufs:
+            return Path(self.asked.ggufs) / f"{name}.gguf"
+        return gguf_of(QWEN05 if name == "qwen05" else SMOLLM2)
+
+    def made(self, name: str, make: Callable[[Path], Path]) -> Path:
+        """A broken part, made once."""
+        target = self.parts / name
+        if target.exists():
+            return target
+        with (self.parts / f".{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return target if target.exists() else make(target)
+
+    def model(self, case: Case) -> Path:
+        llama = case.engine != "vllm"
+        whole = self.gguf if llama else self.checkpoint
+        if case.model == "corrupt":
+            name = "corrupt.gguf" if llama else "corrupt"
+            return self.made(name, lambda target: faults.corrupt(whole("smollm2"), target))
+        return whole(case.model)
+
+    def filled(self, case: Case, folder: Path, core: int) -> list[str]:
+        """The settings of a case with the paths of its parts."""
+        llama, smol = case.engine != "vllm", lambda: self.checkpoint("smollm2")
+        parts: dict[str, Callable[[], object]] = {
+            "count": lambda: folder / "count",
+            "mask": lambda: f"{1 << core:x}",
+            "model": lambda: self.model(case),
+            "template": lambda: faults.template_without_end(self.parts),
+            "tokenizer": lambda: self.made("tokenizer", lambda t: faults.swapped_tokenizer(smol(), t)),
+            "zero": lambda: self.made("zero", lambda t: faults.peft_adapter(smol(), t, 0.0)),
+            "strong": lambda: self.made("strong.gguf", lambda t: faults.gguf_adapter(smol(), t, 20.0)),
+            "dead": lambda: self.made(
+                "dead.gguf" if llama else "dead",
+                lambda t: faults.dead(self.gguf("smollm2") if llama else smol(), t),
+            ),
+        }
+        return [re.sub(r"\{(\w+)\}", lambda m: str(parts[m[1]]()), word) for word in case.settings.split()]
+
+    def command(self, case: Case, folder: Path, core: int) -> tuple[list[str], list[str]]:
+        """Options of the doctor, and the command."""
+        asked, settings = self.asked, self.filled(case, folder, core) if case.engine != "small" else []
+        pinned = ["taskset", "-c", f"{core}-{core + asked.cores - 1}"] if asked.jobs > 1 else []
+        options = [
+            "--seconds",
+            f"{asked.seconds}",
+            "--fault-rate",
+            f"{case.fault_rate}",
+            "--no-ladder",
+            "--no-tools",
+            *case.options,
+        ]
+        if case.engine == "small":
+            settings = case.settings.replace("{count}", str(folder / "count")).split()
+            template = f"{sys.executable} {SMALL} --port {{port}} {{settings}}"
+            return [*options, "--command-template", template], settings
+        if case.engine == "vllm":
+            own = ["--gpu-memory-utilization", asked.memory] if asked.cuda else []
+            env = [] if asked.cuda else ["VLLM_CPU_KVCACHE_SPACE=1"]
+            if case.plugin:
+                path = faults.plugin(self.parts / f"plugin-{case.plugin}", case.plugin)
+                env.append(f"PYTHONPATH={path}:{os.environ.get('PYTHONPATH', '')}")
+            if asked.start_lock:
+                options += ["--start-lock", asked.start_lock]
+            words = [
+                asked.vllm_python,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(self.model(case)),
+                "--max-model-len",
+                "2048",
+            ]
+            return [*options, "--start-timeout", "200"], [*env, *words, *own, *settings]
+        llama = [*pinned, asked.llama_server, "-t", str(asked.cores), "-m", str(self.model(case))]
+        if case.engine == "llama":
+            return options, [*llama, *settings]
+        inner = [
+            asked.llama_server,
+            "-t",
+            str(asked.cores),
+            "-m",
+            str(self.model(case)),
+            "-c",
+            "16384",
+            "-np",
+            "24",
+            "--metrics",
+        ]
+        wrapper = [
+            *pinned,
+            sys.executable,
+            str(ROOT / "benchmarks" / "doctor_faults.py"),
+            "--port",
+            "{port}",
+            "{settings}",
+            "--inner",
+            *inner,
+        ]
+        return [*options, "--command-template", " ".join(wrapper)], settings
+
+    def run(self, case: Case, core: int) -> dict[str, Any]:
+        slug = re.sub(r"\W+", "-", case.name)
+        folder = self.parts / "cases" / slug
+        folder.mkdir(parents=True, exist_ok=True)
+        out = folder / "report.json"
+        out.unlink(missing_ok=True)
+        options, command = self.command(case, folder, core)
+        budget = min(self.asked.budget, (self.until - time.monotonic()) / 60 - 0.2)
+        env = {**os.environ, "ASSAY_CACHE": str(folder / "cache")}
+        env["PYTHONPATH"] = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
+        words = [sys.executable, "-m", "assay", "doctor", "--json", str(out), "--html", str(folder / "report.html"),
+                 "--budget", f"{budget:.2f}", *options, "--", *command]  # fmt: skip
+        with (folder / "said.log").open("w") as said:
+            subprocess.run(words, env=env, stdout=said, stderr=said, check=False, timeout=60 * budget + 240)
+        return judged(case, json.loads(out.read_text()))
 
 
-def run(case: Case, binary: str, folder: Path) -> dict[str, Any]:
-    out = folder / "report.json"
-    options = [
-        "--budget",
-        "7",
-        "--seconds",
-        "15",
-        "--fault-rate",
-        f"{case.fault_rate}",
-        "--no-ladder",
-        "--no-tools",
-    ]
-    settings = case.settings.format(count=folder / "count").split()
-    command = [binary, "-m", str(model_of(case, folder)) if case.engine == "llama" else "", *settings]
-    if case.engine == "small":
-        options += ["--command-template", f"{sys.executable} {SMALL} --port {{port}} {{settings}}"]
-        command = settings
-    env = {**os.environ, "ASSAY_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT / "src")}
-    words = [sys.executable, "-m", "assay", "doctor", "--json", str(out), *options, "--", *command]
-    subprocess.run(words, env=env, capture_output=True, check=False, timeout=560)
-    report = json.loads(out.read_text())
+def judged(case: Case, report: dict[str, Any]) -> dict[str, Any]:
+    """Whether the report says what the case expects."""
     found = report["results"]
-    roles = {s["name"]: s["role"] for s in found["settings"]}
+    roles = {s["name"]: s["role"] for s in found.get("settings", [])}
     fails = any(f["id"] == "server.baseline_fails" for f in report["findings"])
-    right = set(found["guilty"]) == set(case.guilty) and fails == case.baseline_fails
+    accused = found.get("guilty", [])
+    right = set(accused) == set(case.guilty) and fails == case.baseline_fails
     if case.role:
         right = right and roles.get(case.role[0]) == case.role[1]
     if case.healthy:
         right = right and report["verdict"] == "pass"
     return {
-        "engine": case.engine, "model": case.model if case.engine == "llama" else None, "settings": case.settings,
+        "engine": case.engine, "model": None if case.engine == "small" else case.model, "settings": case.settings,
         "expected": list(case.guilty) or (list(case.role) if case.role else ["baseline"] if case.baseline_fails else []),
-        "healthy": case.healthy, "right": right, "accused": found["guilty"], "roles": roles, "verdict": report["verdict"],
-        "symptoms": found.get("symptoms"), "launches": found["launches"], "launches_exhaustive": found.get("launches_exhaustive"),
-        "minutes": round(found["minutes"], 2), "fault_rate": case.fault_rate,
+        "healthy": case.healthy, "right": right, "accused": accused, "roles": roles, "verdict": report["verdict"],
+        "symptoms": found.get("symptoms"), "launches": found.get("launches"), "launches_exhaustive": found.get("launches_exhaustive"),
+        "minutes": round(found.get("minutes", 0), 2), "out_of_time": found.get("out_of_time"), "fault_rate": case.fault_rate,
+        "starts": [{k: s[k] for k in ("settings", "index", "state", "bad", "start_s", "measure_s")} for s in found.get("starts", [])],
+        "engaged": {s["name"]: s["evidence"] for s in found.get("settings", [])},
     }  # fmt: skip
+
+
+def keep(path: Path, name: str, row: dict[str, Any], asked: argparse.Namespace) -> None:
+    """Add one row to the results."""
+    with Path(f"{path}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        kept = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+        row["machine"] = {
+            "platform": platform.platform(), "cores": os.cpu_count(), "cores_a_case": asked.cores, "cuda": asked.cuda,
+            "jobs_at_once": asked.jobs, "said": asked.machine,
+        }  # fmt: skip
+        kept["rows"][name] = row
+        path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--llama-server", default="")
+    for name, default in (
+        ("llama-server", ""), ("vllm-python", ""), ("models", ""), ("ggufs", ""), ("start-lock", ""), ("machine", ""),
+        ("memory", "0.06"), ("work", str(cache_dir("doctor-zoo"))), ("out", str(RESULTS)),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--only", nargs="*")
+    parser.add_argument("--engine", nargs="*", default=["llama", "wrapped", "vllm", "small"])
+    parser.add_argument("--cuda", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--cores", type=int, default=2)
+    parser.add_argument("--first-core", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=15)
+    parser.add_argument("--budget", type=float, default=7)
+    parser.add_argument("--minutes", type=float, default=1000)
     asked = parser.parse_args()
-    machine = {
-        "platform": platform.platform(),
-        "cores": os.cpu_count(),
-        "shared": "two cores shared with other work",
+    zoo, out = Zoo(asked), Path(asked.out)
+    done = json.loads(out.read_text())["rows"] if out.exists() and not asked.again else {}
+    cores: Queue[int] = Queue()
+    for number in range(asked.jobs):
+        cores.put(asked.first_core + number * asked.cores)
+
+    def one(case: Case) -> None:
+        core = cores.get()
+        try:
+            if zoo.until - time.monotonic() < 75:
+                return
+            row = zoo.run(case, core)
+            if row["out_of_time"] and not row["accused"]:
+                print(f"{case.name:36} out of time, goes on the next time", flush=True)
+                return
+            keep(out, case.name, row, asked)
+            print(
+                f"{case.name:36} right={row['right']} accused={row['accused']} launches={row['launches']} {row['minutes']} min",
+                flush=True,
+            )
+        except Exception as error:
+            print(f"{case.name:36} {type(error).__name__}: {error}", flush=True)
+        finally:
+            cores.put(core)
+
+    has = {
+        "llama": asked.llama_server,
+        "wrapped": asked.llama_server,
+        "vllm": asked.vllm_python,
+        "small": True,
     }
-    for case in CASES:
-        if (asked.only and case.name not in asked.only) or (
-            case.engine == "llama" and not asked.llama_server
-        ):
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            row = run(case, asked.llama_server, Path(folder))
-        kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"machine": machine, "rows": {}}
-        kept["rows"][case.name] = row
-        RESULTS.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-        print(
-            f"{case.name:34} right={row['right']} accused={row['accused']} launches={row['launches']} {row['minutes']} min",
-            flush=True,
-        )
+    chosen = [
+        c for c in CASES
+        if has[c.engine] and c.engine in asked.engine and (not asked.only or c.name in asked.only) and c.name not in done
+    ]  # fmt: skip
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        list(pool.map(one, chosen))
 
 
 if __name__ == "__main__":

@@ -102,3 +102,28 @@ def test_the_bundle_takes_secrets_out_and_leaves_prose_alone() -> None:
         assert secret not in clean
     prose = '{"completion_tokens": 24, "text": "each token predicts the next; max_tokens=160"}'
     assert scrub.text(prose) == prose
+
+
+def test_options_that_mean_nothing_alone_are_one_setting_and_an_adapter_is_asked_by_its_name() -> None:
+    lora = read_command(
+        shlex.split(
+            "vllm serve m --enforce-eager --no-enable-prefix-caching --enable-lora --lora-modules a=/x b=/y"
+        )
+    )
+    assert [s.name for s in lora.settings] == ["--lora-modules"]
+    assert lora.settings[0].words == ("--lora-modules", "a=/x", "b=/y", "--enable-lora")
+    assert (lora.asked({"--lora-modules"}), lora.asked(())) == ("a", None)
+    draft = read_command(
+        shlex.split("llama-server -m a.gguf -md b.gguf --spec-type draft-simple --spec-draft-n-max 8")
+    )
+    assert [s.name for s in draft.settings] == ["--model-draft"] and draft.text(
+        ()
+    ) == "llama-server -m a.gguf"
+
+
+def test_a_program_in_front_of_the_engine_belongs_to_its_start() -> None:
+    pinned = read_command(shlex.split("taskset -c 0-3 /x/llama-server -m a.gguf -fa on --metrics -c 4096"))
+    assert (pinned.engine, pinned.start) == ("llama.cpp", ("taskset", "-c", "0-3", "/x/llama-server"))
+    assert pinned.text({"--flash-attn"}) == "taskset -c 0-3 /x/llama-server -m a.gguf -c 4096 -fa on"
+    numa = read_command(shlex.split("numactl -N 0 vllm serve m --enforce-eager --no-enable-prefix-caching"))
+    assert (numa.engine, numa.model) == ("vllm", "m")

@@ -71,7 +71,11 @@ def test_a_steady_fault_needs_one_start_and_a_rare_one_many() -> None:
     assert Rates().after(1, 0).decide(1, 0) == "bad"
     rare = Rates().after(1, 2)
     assert rare.decide(0, 1) == rare.decide(0, 3) == "undecided"
-    assert rare.decide(2, 2) == "bad"
+    # One bad start in three is six times as likely by the fault as by a false alarm of 2 %; 5 % error asks for 19.
+    weights = {0.98: 0.9 * 0.98 * 0.02**2, 2 / 3: 0.05 * 2 / 3 / 9, 1 / 3: 0.05 * 4 / 27}
+    faulty = sum(w * rate * (1 - rate) ** 2 for rate, w in weights.items()) / sum(weights.values())
+    assert 5 < faulty / (0.02 * 0.98**2) < 19
+    assert (rare.decide(1, 2), rare.decide(2, 2)) == ("undecided", "bad")
     assert (starts_needed(1 / 3), starts_needed(1.0)) == (8, 1)
 
 
@@ -88,8 +92,8 @@ def test_faults_of_one_start_in_three_are_found_at_the_declared_error_rates(guil
         bench = Bench(start, Rates().after(2, 4))
         found, _ = minimal_failing_set(items, bench.decide)
         wrong += set(found) != set(guilty)
-    # Half a dozen decisions a run, each wrong in 5 % at most.
-    assert wrong / runs < 0.3
+    # Half a dozen decisions or more a run, each wrong in 5 % at most.
+    assert wrong / runs < 0.2
 
 
 def test_a_start_that_fails_once_is_tried_again() -> None:

@@ -6,10 +6,12 @@ table stays as it is where it names the model, the server or its log; every othe
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Literal
 
 from assay.checkpoint.serve_args import TABLED, known_options
@@ -19,6 +21,8 @@ CONTEXT = 8000
 """Tokens of context in the baseline, as in the rollback that `assay check` prints."""
 ENGINES = ("vllm", "llama.cpp", "template")
 _OWN_PORT = ("--host", "127.0.0.1", "--port", "{port}")
+_LLAMA_OWN = ("--metrics", "--verbosity", "4", *_OWN_PORT)
+"""The doctor needs llama.cpp's counters, and the log in which it names its settings."""
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 
 Kind = Literal["text", "speed", "draft", "parallel", "adapter"]
@@ -125,9 +129,9 @@ _LLAMA: Mapping[str, Safe] = {
         "attention in its plain form; a quantised V cache needs it", ("--flash-attn", "auto"), 1, needed=True
     ),
     "--model-draft": Safe("a draft can be dead, or cost more than it saves", suspicion=4, kind="draft"),
-    "--draft-max": Safe("no draft, no depth of it", suspicion=0.5, kind="draft"),
-    "--draft-min": Safe("no draft, no depth of it", suspicion=0.5, kind="draft"),
     "--spec-type": Safe("a draft can be dead, or cost more than it saves", suspicion=3, kind="draft"),
+    "--spec-default": Safe("a draft can be dead, or cost more than it saves", suspicion=3, kind="draft"),
+    "--cpu-mask": Safe("every core of the machine", suspicion=2),
     "--rope-freq-base": Safe("another base of the positions than the model was trained with", suspicion=6),
     "--rope-freq-scale": Safe("positions that are scaled wrongly", suspicion=5),
     "--rope-scale": Safe("positions that are scaled wrongly", suspicion=5),
@@ -156,10 +160,26 @@ _SHORT: Mapping[str, Mapping[str, str]] = {
     "llama.cpp": {
         "-ctk": "--cache-type-k", "-ctv": "--cache-type-v", "-fa": "--flash-attn", "-md": "--model-draft",
         "-ngl": "--n-gpu-layers", "--gpu-layers": "--n-gpu-layers", "-np": "--parallel", "-c": "--ctx-size", "-m": "--model",
-        "--draft": "--draft-max", "--draft-n": "--draft-max", "-t": "--threads", "-tb": "--threads-batch", "-a": "--alias",
-        "-b": "--batch-size", "-ub": "--ubatch-size", "-hf": "--hf-repo",
+        "--spec-draft-model": "--model-draft", "-hfd": "--model-draft", "--hf-repo-draft": "--model-draft", "-t": "--threads",
+        "--spec-draft-hf": "--model-draft", "-tb": "--threads-batch", "-a": "--alias", "-b": "--batch-size", "-ub": "--ubatch-size",
+        "-hf": "--hf-repo", "-mu": "--model-url", "-hff": "--hf-file", "-lv": "--verbosity", "--log-verbosity": "--verbosity",
+        "-v": "--verbose", "-s": "--seed", "-C": "--cpu-mask", "-lm": "--load-mode", "-nkvo": "--no-kv-offload",
+        "-kvu": "--kv-unified", "-no-kvu": "--no-kv-unified", "-cb": "--cont-batching", "-nocb": "--no-cont-batching",
+        "-nr": "--no-repack", "-ot": "--override-tensor", "-ngld": "--n-gpu-layers-draft", "-ctkd": "--cache-type-k-draft",
+        "-ctvd": "--cache-type-v-draft", "-td": "--threads-draft", "-cram": "--cache-ram",
     },
 }  # fmt: skip
+_TOGETHER: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        "--lora-modules": r"--enable-lora|--max-loras|--max-lora-rank|--max-cpu-loras|--lora-dtype",
+        "--tool-call-parser": r"--enable-auto-tool-choice",
+    },
+    "llama.cpp": {
+        "--model-draft": r"--spec-.+|--draft-.+|--.+-draft", "--spec-type": r"--spec-.+", "--cpu-mask": r"--cpu-strict",
+        "--lora": r"--lora-init-without-apply",
+    },
+}  # fmt: skip
+"""Options that mean nothing without another one, which they are joined to: one setting."""
 # What names the model or the server and does not change the text; `--port` and `--host` are the doctor's own.
 _FIXED: Mapping[str, frozenset[str]] = {
     "vllm": frozenset({
@@ -170,7 +190,8 @@ _FIXED: Mapping[str, frozenset[str]] = {
     }),
     "llama.cpp": frozenset({
         "--model", "--hf-repo", "--hf-file", "--alias", "--api-key", "--threads", "--threads-batch", "--jinja", "--metrics",
-        "--no-warmup", "--log-file", "--verbose", "--seed", "--props", "--slots", "--no-webui",
+        "--no-warmup", "--log-file", "--verbose", "--verbosity", "--seed", "--props", "--slots", "--no-webui", "--no-ui",
+        "--model-url", "--offline", "--log-colors", "--threads-http",
     }),
     "template": frozenset({"--model", "-m", "--api-key"}),
 }  # fmt: skip
@@ -237,14 +258,16 @@ class ServeCommand:
         ]
         return " ".join([*variables, shlex.join(words)])
 
-    def without(self, names: Collection[str]) -> ServeCommand:
-        """The command with some settings at their safe values for good."""
-        fixed = [word for s in self.settings if s.name in names for word in s.safe.words]
-        return replace(
-            self,
-            always=(*self.always, *fixed),
-            settings=tuple(s for s in self.settings if s.name not in names),
-        )
+    def asked(self, active: Collection[str]) -> str | None:
+        """The name to ask for: that of the first adapter where one is loaded, else what the server lists first."""
+        lora = next((s for s in self.settings if s.name == "--lora-modules" and s.name in active), None)
+        if lora is None or len(lora.words) < 2:
+            return None
+        first = lora.words[1]
+        if first.startswith("{"):
+            with suppress(ValueError):
+                return str(json.loads(first).get("name"))
+        return first.partition("=")[0]
 
 
 def _is_variable(setting: Setting) -> bool:
@@ -268,6 +291,11 @@ def read_command(words: Sequence[str], template: str | None = None) -> ServeComm
     if not placed:
         rest = _without(rest, {"--port", "--host"})
     port: tuple[str, ...] = () if placed else ("--port", "{port}") if engine == "template" else _OWN_PORT
+    if engine == "llama.cpp" and not placed:
+        port = _LLAMA_OWN
+        rest = _without(rest, {"--metrics"})
+        if {"-v", "--verbose", "-lv", "--verbosity", "--log-verbosity"} & set(rest):
+            port = ("--metrics", *_OWN_PORT)
     return _divide(engine, start, rest, environment, port)
 
 
@@ -282,15 +310,16 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 def _engine_of(words: list[str]) -> tuple[str, tuple[str, ...], list[str]]:
     """The engine, the words that start it with its model, and the rest."""
-    name = words[0].rpartition("/")[2]
-    if name == "vllm" and words[1:2] == ["serve"]:
-        model = words[2:3] if words[2:3] and not words[2].startswith("-") else []
-        return "vllm", (*words[:2], *model), words[2 + len(model) :]
-    if name.startswith("python") and _VLLM_MODULE in words[:6]:
-        at = words.index(_VLLM_MODULE) + 1
-        return "vllm", tuple(words[:at]), words[at:]
-    if name.startswith("llama-server"):
-        return "llama.cpp", tuple(words[:1]), words[1:]
+    for at, word in enumerate(words[:12], 1):  # taskset, numactl and others may stand in front
+        name = word.rpartition("/")[2]
+        if name == "vllm" and words[at : at + 1] == ["serve"]:
+            model = [w for w in words[at + 1 : at + 2] if not w.startswith("-")]
+            end = at + 1 + len(model)
+            return "vllm", tuple(words[:end]), words[end:]
+        if word == _VLLM_MODULE:
+            return "vllm", tuple(words[:at]), words[at:]
+        if name.startswith("llama-server"):
+            return "llama.cpp", tuple(words[:at]), words[at:]
     at = 1
     while at < len(words) and not words[at].startswith("-"):  # a script and its arguments
         at += 1
@@ -355,6 +384,10 @@ def _groups(engine: str, rest: Sequence[str]) -> list[tuple[str, tuple[str, ...]
             groups[name] = (*groups.get(name, ()), *words)
         else:
             groups[name] = tuple(words)
+    for leader, followers in _TOGETHER.get(engine, {}).items():
+        if leader in groups:
+            for name in [n for n in groups if n != leader and re.fullmatch(followers, n)]:
+                groups[leader] = (*groups[leader], *groups.pop(name))
     return list(groups.items())
 
 
@@ -370,7 +403,7 @@ def _divide(
     settings: list[Setting] = []
     groups = _groups(engine, rest)
     given = {name for name, _ in groups}
-    model = start[2] if engine == "vllm" and start[1:2] == ("serve",) and len(start) > 2 else None
+    model = start[-1] if engine == "vllm" and start[-2:-1] == ("serve",) else None
     for name, words in groups:
         value = " ".join(words[1:]) or (words[0].partition("=")[2] or None)
         if name in ("--model", "-m"):

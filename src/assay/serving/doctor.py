@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -39,7 +40,8 @@ from assay.verdict import Report
 
 _FRESH = 24 * 3600.0
 """Seconds for which the starts of an interrupted doctor count: the machine may change."""
-_LOG_KEPT = 60_000
+_LOG_KEPT = 30_000
+_SPEED = frozenset({"slower", "throughput"})
 _KEY_ENV = "ASSAY_DOCTOR_KEY"
 """Where the key that the command itself names is handed to the engine that asks."""
 
@@ -81,6 +83,9 @@ class DoctorOptions(Options):
         "/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True
     )
     start_timeout: float = option(600.0, "Seconds that a start may take.", lo=1, hi=86_400, apart=True)
+    start_lock: Path | None = option(
+        None, "File to lock while a server starts or ends, where other servers use the device.", apart=True
+    )
     seed: int = option(0, "First seed.", lo=0, hi=2**31)
     tools: bool = option(True, "Do not ask tool calls under load.")
     lint: bool = option(False, "Read the command and the checkpoint only; launch nothing.", apart=True)
@@ -177,6 +182,7 @@ class Doctor:
             self.key_env = _KEY_ENV
             os.environ[_KEY_ENV] = own
         self.baseline: Observation | None = None
+        self.steadied = False
 
     # What is launched.
 
@@ -188,13 +194,36 @@ class Doctor:
     def _start(self, configuration: Configuration, index: int) -> State:
         observation, resumed = self.observe(configuration, index)
         seen = see(observation, self.baseline, self.rules, self.options.slower)
-        self.found.starts.append(Start(configuration, index, seen, observation, resumed))
+        if self.baseline is not None and seen.bad and seen.bad.keys() <= _SPEED and not self.steadied:
+            self._steady()
+            seen = see(observation, self.baseline, self.rules, self.options.slower)
+        self._add(Start(configuration, index, seen, observation, resumed))
         what = "; ".join(f"{rule}: {says}" for rule, says in seen.bad.items()) or "as the baseline"
         self.say(
             f"{self.label(configuration)}, start {index + 1}: {seen.state.replace('_', ' ')}"
             f"{' (kept from before)' if resumed else ''}, {what[:160]}; {self.left():.0f} s left"
         )
         return seen.state
+
+    def _add(self, start: Start) -> None:
+        """Keep a start; one that was judged before is judged anew, not listed twice."""
+        same = [
+            s for s in self.found.starts if (s.configuration, s.index) == (start.configuration, start.index)
+        ]
+        if same and start.resumed:
+            self.found.starts = [s for s in self.found.starts if s is not same[0]]
+            start = replace(start, resumed=same[0].resumed)
+        self.found.starts.append(start)
+
+    def _steady(self) -> None:
+        """Time the baseline once more: what differs between two starts of it is not the fault of a setting."""
+        self.steadied = True
+        again, resumed = self.observe(frozenset(), 1, rules=frozenset({"slower"}))
+        if self.baseline is None or again.failed:
+            return
+        both = (*self.baseline.record.timed, *again.record.timed)
+        self.baseline = replace(self.baseline, record=replace(self.baseline.record, timed=both))
+        self._add(Start(frozenset(), 1, Seen("good"), again, resumed))
 
     def left(self) -> float:
         """Seconds until the budget is spent."""
@@ -206,9 +235,11 @@ class Doctor:
         """One start: launched and measured, or as it was kept. OutOfTime once the budget is spent."""
         rules = self.rules if rules is None else rules
         key = [sorted(configuration), index, sorted(rules), self.baseline is not None]
-        kept = self.kept.get(key)
-        if kept is not None and time.time() - kept["at"] < _FRESH:
-            return Observation.from_json(kept["observation"]), True
+        # What was measured for all rules serves for some of them too.
+        for known in (key, [key[0], index, sorted(rules_of(self.options.symptom)), key[3]]):
+            kept = self.kept.get(known)
+            if kept is not None and time.time() - kept["at"] < _FRESH:
+                return Observation.from_json(kept["observation"]), True
         if self.left() <= 0:
             raise OutOfTime
         require_disk(self.folder)
@@ -233,12 +264,12 @@ class Doctor:
             timeout = min(options.start_timeout, max(10.0, self.left()))
             with launched(
                 command, configuration, log, timeout=timeout, health=options.health,
-                api_key=read_key(self.key_env),
+                api_key=read_key(self.key_env), lock=options.start_lock,
             ) as running:  # fmt: skip
-                seen = self._measure(running, index, rules, drafts)
+                seen = self._measure(running, index, rules, drafts, command.asked(configuration))
                 died = running.ends() if seen.said else not running.alive()
                 return replace(
-                    seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT), died=died,
+                    seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT, _LOG_KEPT), died=died,
                     said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
                 )  # fmt: skip
         except StartFailed as failed:
@@ -246,12 +277,14 @@ class Doctor:
                 raise OutOfTime from failed
             return Observation(failed=failed.kind, said=failed.said, log=tail_of(log, _LOG_KEPT))
 
-    def _measure(self, running: Running, index: int, rules: Collection[str], drafts: bool) -> Observation:
+    def _measure(
+        self, running: Running, index: int, rules: Collection[str], drafts: bool, model: str | None
+    ) -> Observation:
         how = replace(self.how, seconds=max(5.0, min(self.how.seconds, self.left())))
         try:
             return measure(
                 running.url, how, index, rules, self.baseline, drafts=drafts, log=running.log,
-                api_key_env=self.key_env,
+                api_key_env=self.key_env, model=model,
             )  # fmt: skip
         except AssayError as error:
             if running.ends():
@@ -446,6 +479,9 @@ class Doctor:
         found = self.found
         why = found.starts[-1].observation.said
 
+        def weight(name: str) -> float:
+            return self._weight(name) * (100 if _names(name, found.setting(name).words, why) else 1)
+
         def runs(configuration: Configuration) -> State:
             known = next((s for s in found.starts if s.configuration == configuration), None)
             if known is None:
@@ -455,7 +491,7 @@ class Doctor:
 
         left = set(found.all)
         while left and runs(frozenset(left)) == "bad":
-            names, _ = minimal_failing_set(sorted(left), runs, self._weight)
+            names, _ = minimal_failing_set(sorted(left), runs, weight)
             failed = next((s for s in found.starts if s.configuration == frozenset(names)), None)
             for name in names:
                 found.cannot_run[name] = failed.observation.said if failed else why
@@ -543,6 +579,11 @@ class Doctor:
             self.found.checkpoint.append(run_compare(plan, self.progress))
 
 
+def _names(name: str, words: Sequence[str], said: str) -> bool:
+    """Whether the engine names an option, in the form that the command has, in what it says."""
+    return any(re.search(rf"(?<![\w-]){re.escape(form)}(?![\w-])", said) for form in {name, *words[:1]})
+
+
 def _own_key(command: ServeCommand) -> str | None:
     words = list(command.fixed)
     return words[words.index("--api-key") + 1] if "--api-key" in words[:-1] else None
@@ -560,7 +601,7 @@ def _no_baseline(said: str) -> Any:
 def _identity(command: ServeCommand) -> list[Any]:
     """What tells whether program and model are still the same: times and sizes of their files."""
     found: list[Any] = []
-    for name in (shutil.which(command.start[0]), command.model):
+    for name in (*map(shutil.which, command.start), command.model):
         path = Path(name).expanduser() if name else None
         if path and path.exists():
             files = sorted(path.iterdir()) if path.is_dir() else [path]

@@ -120,9 +120,16 @@ def launched(
     timeout: float = START_SECONDS,
     health: str = "/health",
     api_key: str | None = None,
+    lock: Path | None = None,
 ) -> Iterator[Running]:
-    """Run a configuration for as long as the block lasts; StartFailed where it does not answer."""
+    """Run a configuration for as long as the block lasts; StartFailed where it does not answer.
+
+    While it starts, and while it ends, the file `lock` is held: two servers that measure the free memory of one device
+    at one moment take each other's memory for their own.
+    """
     for attempt in range(3):
+        held = contextlib.ExitStack()
+        held.enter_context(_holding(lock, timeout))
         port = free_port()
         words, began = command.words(active, port), time.monotonic()
         env = {**os.environ, **command.variables(active)}
@@ -138,11 +145,31 @@ def launched(
                 if attempt < 2 and failed.kind == "died" and _PORT.search(failed.said):
                     continue  # somebody took the port between the choice and the start
                 raise
+            finally:
+                held.close()
             seconds = time.monotonic() - began
             yield Running(f"http://127.0.0.1:{port}", log, watched.pid, seconds, watched.alive, watched.ends)
+            with _holding(lock, timeout):
+                watched.stop()
             return
         finally:
             watched.stop()
+
+
+@contextlib.contextmanager
+def _holding(lock: Path | None, seconds: float) -> Iterator[None]:
+    """Hold a lock file; it goes on without it after so long."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as file:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.1)
+        yield
 
 
 class _Watched:
@@ -258,12 +285,16 @@ def _failure(watched: _Watched, log: Path) -> StartFailed:
     return StartFailed("refused" if _REFUSED.search(tail) or status == 2 else "died", said, log)
 
 
-def tail_of(log: Path, size: int = 40_000) -> str:
-    """The end of a log."""
+def tail_of(log: Path, size: int = 40_000, head: int = 0) -> str:
+    """The end of a log, and its first `head` bytes, in which an engine tells its settings."""
     try:
         with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
-            return file.read().decode("utf-8", "replace")
+            length = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            first = file.read(head) if length > size + head else b""
+            file.seek(max(0, length - size - (0 if first else head)))
+            body = (first + b"\n[...]\n" if first else b"") + file.read()
+            return body.decode("utf-8", "replace")
     except OSError:
         return ""
 

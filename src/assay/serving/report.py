@@ -323,8 +323,9 @@ def _blocks(found: Diagnosis) -> Iterator[Table | Chart | Quote]:
 def _named(found: Diagnosis, start: Start) -> str:
     if not start.configuration:
         return "baseline"
-    if start.configuration == found.all:
-        return "given"
+    if start.configuration >= found.all:
+        more = sorted(start.configuration - found.all)
+        return f"given{' with ' + ', '.join(more) if more else ''}"
     missing = found.all - start.configuration
     few = len(missing) < len(start.configuration)
     return (

@@ -178,14 +178,14 @@ class Measure:
 
 def measure(
     url: str, how: Measure, start: int, rules: Collection[str], baseline: Observation | None, *,
-    drafts: bool, log: Path, api_key_env: str | None = None,
+    drafts: bool, log: Path, api_key_env: str | None = None, model: str | None = None,
 ) -> Observation:  # fmt: skip
     """Ask a running server; an answer that cannot be had ends the questions, not the doctor.
 
     Raises AssayError where the server cannot be examined at all.
     """
     began, plan = time.monotonic(), how.plan(start)
-    with ServerEngine.connect(url, api_key_env=api_key_env, timeout=how.timeout) as engine:
+    with ServerEngine.connect(url, model, api_key_env=api_key_env, timeout=how.timeout) as engine:
         facts = engine.describe()
         wide = replace(plan, concurrency=how.concurrency)
         taken = Measurement(engine, wide, engine.max_model_len, NO_PROGRESS)
