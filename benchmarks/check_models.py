@@ -1,21 +1,27 @@
-"""`assay check` on real servers of Qwen2.5-Coder, with a sound KV cache and with one that breaks its tool calls.
+"""`assay check` on real servers of four models, with a sound KV cache and with one of 8 bits.
 
-    python benchmarks/check_models.py --model qwen05|qwen15 [--device cpu|cuda] [--levels 1,8] [--kv auto,fp8]
+    python benchmarks/check_models.py --model qwen15 [--device cpu|cuda] [--kv auto,fp8] [--ways alone,reference] [--seeds 0,100]
+    python benchmarks/check_models.py --add FOLDER         # takes the results of other machines into results/
 
 Each server (vLLM) is checked alone, against the model itself in transformers, and by the suite of tool calls and JSON
-schemas at each concurrency. Written to results/check_models.json and .md as it is measured; rows of other models are kept.
-All texts are kept in full in results/check_models_texts.jsonl.gz, by which benchmarks/detector_roc.py measures stutter.
+schemas at each concurrency. Written to results/check_models.json and .md as it is measured; other rows are kept. The
+records of both sides, with whole texts, are kept in results/check_models_runs.jsonl.xz: benchmarks/detector_roc.py
+measures stutter on them, and benchmarks/check_decisions.py judges them again.
 """
 
 from __future__ import annotations
 
 import argparse
-import gzip
+import contextlib
+import fcntl
 import json
+import lzma
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,142 +30,203 @@ from assay.demo.servers import vllm_server
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
-TEXTS = RESULTS.with_name("check_models_texts.jsonl.gz")
-MODELS = {"qwen05": build_qwen05, "qwen15": build_qwen15, "smollm2": build_smollm2, "gemma3": build_gemma3}
+RUNS = RESULTS.with_name("check_models_runs.jsonl.xz")
+MODELS = {"qwen15": build_qwen15, "qwen05": build_qwen05, "smollm2": build_smollm2, "gemma3": build_gemma3}
+WAYS = {
+    "alone": (),
+    "reference": ("reference",),
+    "tools": ("tools",),
+    "tools_reference": ("tools", "reference"),
+}
+RUN = ("model", "device", "kv_cache_dtype", "way", "seed")
+"""What tells runs apart."""
 WHOLE_TEXTS = """
-import sys
+import json, sys
 from assay.cli.main import main
-from assay.coherence import measure, tools
+from assay.coherence import check, measure, tools
+kept, build_report = sys.argv.pop(1), check.build_report
+def build(subject, options, record, reference, *rest):
+    both = {"server": record, "reference": reference and reference.record}
+    with open(kept, "w", encoding="utf-8") as file:
+        json.dump({k: v and check.record_json(v) for k, v in both.items()}, file)
+    return build_report(subject, options, record, reference, *rest)
+from assay.coherence.report import record_json
+check.record_json, check.build_report = record_json, build
 measure.HEAD_CHARS = tools._HEAD = 100_000
 sys.exit(main())
 """
-"""The command line of assay, which keeps its texts whole."""
+"""The command line of assay, which keeps its texts whole and writes the records of both sides to the file named first."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kv", default="auto,fp8")
     parser.add_argument("--ways", default="alone,reference,tools")
+    parser.add_argument("--seeds", default="0", help="of each way but the tools suite, which is greedy")
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--options", default="", help="more options of assay check, separated by spaces")
+    parser.add_argument("--server-options", default="", help="more options of vllm serve")
+    parser.add_argument("--start-lock", type=Path, help="file to lock while a server starts")
+    parser.add_argument(
+        "--add", type=Path, metavar="FOLDER", help="take rows and records from the files of a folder"
+    )
     given = parser.parse_args()
+    if given.add:
+        add_all(given.add, given.out)
+        return
     model = MODELS[given.model]()
     python = Path(sys.executable) if given.device == "cuda" else None
-    extra = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
-    if given.device == "cuda":
-        extra += ["--gpu-memory-utilization", "0.5"]
+    extra = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", *given.server_options.split()]
     for dtype in given.kv.split(","):
-        with vllm_server(
-            model, name=given.model, max_model_len=given.max_model_len, python=python,
-            extra_args=[*extra, "--kv-cache-dtype", dtype],
-        ) as server:  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            with locked(given.start_lock):
+                server = stack.enter_context(
+                    vllm_server(
+                        model, name=f"{given.model}-{dtype}", max_model_len=given.max_model_len, python=python,
+                        extra_args=[*extra, "--kv-cache-dtype", dtype],
+                    )
+                )  # fmt: skip
+            print(given.model, dtype, "is served", flush=True)
             for way in given.ways.split(","):
-                options = {
-                    "alone": [],
-                    "reference": ["--reference-engine", f"hf:{model}"],
-                    "tools": ["--suite", "tools"],
-                }[way]
-                add(given, dtype, way, checked(server.url, [*options, *given.options.split()]))
+                for seed in map(int, given.seeds.split(",") if "tools" not in way else ["0"]):
+                    options = {
+                        "tools": ["--suite", "tools"],
+                        "reference": ["--reference-engine", f"hf:{model}"],
+                    }
+                    asked = [word for name in WAYS[way] for word in options[name]] + ["--seed", str(seed)]
+                    run = dict(zip(RUN, (given.model, given.device, dtype, way, seed), strict=True))
+                    found, records = checked(server.url, [*asked, *given.options.split()])
+                    add(given.out, run, row_of(found), records)
 
 
-def checked(url: str, options: list[str]) -> dict[str, Any]:
-    """The result of one check, and how long it took."""
+@contextlib.contextmanager
+def locked(path: Path | None) -> Iterator[None]:
+    """Hold the lock of a file: two servers that measure their memory at once disturb each other."""
+    if path is None:
+        yield
+        return
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def checked(url: str, options: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """One check: its result with the seconds that it took, and the records of both sides."""
     began = time.perf_counter()
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        command = [sys.executable, "-c", WHOLE_TEXTS, "check", url, "--json", *options]
+    with tempfile.NamedTemporaryFile("r", encoding="utf-8") as kept, tempfile.TemporaryFile("w+") as out:
+        command = [sys.executable, "-c", WHOLE_TEXTS, kept.name, "check", url, "--json", *options]
         subprocess.run(command, stdout=out, check=False)
         out.seek(0)
         report = json.load(out)
-    return {"seconds": round(time.perf_counter() - began, 1), "options": options, "report": report}
+        records = json.loads(kept.read() or "{}")
+    return {"seconds": round(time.perf_counter() - began, 1), "options": options, **report}, records
 
 
-def add(given: argparse.Namespace, dtype: str, way: str, found: dict[str, Any]) -> None:
-    """Put one row into the results; what it says of the machine stands beside it."""
-    document = json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"rows": []}
-    report = found["report"]
-    probes = report["results"].get("probes", [])
-    samples = [s for p in probes for s in p.get("samples", [])]
-    row = {
-        "model": given.model,
-        "device": given.device,
-        "kv_cache_dtype": dtype,
-        "way": way,
+def row_of(report: dict[str, Any]) -> dict[str, Any]:
+    """What is kept of one result."""
+    results = report["results"]
+    samples = [s for p in results.get("probes", []) for s in p.get("samples", [])]
+    rules = {"stutter": "", **{r["rule"]: r["says"] for r in results.get("rules") or ()}}
+    return {
         "verdict": report["verdict"],
-        "seconds": found["seconds"],
+        "seconds": report["seconds"],
         "texts": len(samples),
         "degenerate": sum(s["label"] == "degenerate" for s in samples),
-        "bits_per_byte": (report["results"].get("bits_per_byte") or {}).get("mean"),
+        "stutter": rules["stutter"],
+        "bits_per_byte": (results.get("bits_per_byte") or {}).get("mean"),
+        "looks": (results.get("time") or {}).get("looks"),
         "errors": [f["id"] for f in report["findings"] if f["severity"] == "error"],
         "warnings": [f["id"] for f in report["findings"] if f["severity"] == "warning"],
         "titles": [f["title"] for f in report["findings"] if f["severity"] != "info"][:8],
         "tools": [
             {key: value for key, value in level.items() if key != "answers"}
-            for level in report["results"].get("tools") or ()
+            for level in results.get("tools") or ()
         ],
         "server": report["subject"].get("server"),
+        "options": [word for word in report["options"] if not word.startswith("hf:")],
+        "machine": describe(),
     }
-    same = ("model", "device", "kv_cache_dtype", "way")
-    document["rows"] = [r for r in document["rows"] if any(r[k] != row[k] for k in same)] + [row]
-    document.setdefault("machines", {})[given.device] = describe()
-    keep_texts(given.out.with_name(TEXTS.name), {key: row[key] for key in same}, report["results"])
-    given.out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    given.out.with_suffix(".md").write_text(table(document["rows"]), encoding="utf-8")
-    print(row["kv_cache_dtype"], way, row["verdict"], row["seconds"], "s", row["errors"], flush=True)
 
 
-def keep_texts(path: Path, run: dict[str, str], results: dict[str, Any]) -> None:
-    """Put the texts of one run into a file of texts, in place of those of an earlier run of the same kind."""
-    kept = []
-    if path.exists():
-        with gzip.open(path, "rt", encoding="utf-8") as lines:
-            kept = [line for line in map(json.loads, lines) if any(line[key] != run[key] for key in run)]
-    fields = ("label", "kind", "finish_reason", "temperature", "seed", "tool_form")
-    for probe in results.get("probes", ()):
-        for sample in probe.get("samples", ()):
-            kept.append({**run, "probe": probe["name"], **{key: sample.get(key) for key in fields}})
-            kept[-1]["text"] = sample["text_head"]
-    for text in (results.get("throughput") or {}).get("texts") or ():
-        kept.append(
-            {**run, "probe": "speed", "label": text["label"], "temperature": 0.0, "text": text["text_head"]}
-        )
-    for level in results.get("tools") or ():
-        for answer in level.get("answers", ()):
-            kept.append({**run, "probe": f"tools at {level['concurrency']}", **answer})
-    path.write_bytes(
-        gzip.compress("".join(json.dumps(k, ensure_ascii=False) + "\n" for k in kept).encode(), mtime=0)
-    )
+def add(out: Path, run: dict[str, Any], row: dict[str, Any], records: dict[str, Any]) -> None:
+    """Put one row and its records into the results, in the place of those of an earlier run of the same kind."""
+    document = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"rows": []}
+    others = [r for r in document["rows"] if any(r.get(key, 0) != run[key] for key in RUN)]
+    document["rows"] = sorted([*others, {**run, **row}], key=_order)
+    runs = [kept for kept in read_runs(out.with_name(RUNS.name)) if any(kept[key] != run[key] for key in RUN)]
+    if records:
+        runs.append({**run, **records})
+    lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in sorted(runs, key=_order))
+    out.with_name(RUNS.name).write_bytes(lzma.compress(lines.encode()))
+    out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(table(document["rows"]), encoding="utf-8")
+    print(*run.values(), row["verdict"], row["seconds"], "s", row["errors"], flush=True)
+
+
+def _order(run: dict[str, Any]) -> tuple[Any, ...]:
+    return list(MODELS).index(run["model"]), *(run.get(key, 0) for key in RUN[1:])
+
+
+def read_runs(path: Path = RUNS) -> list[dict[str, Any]]:
+    """The kept records of runs, `server` and `reference`, each beside what tells its run apart."""
+    if not path.exists():
+        return []
+    with lzma.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def add_all(folder: Path, out: Path) -> None:
+    """Take rows and records from every results file below a folder."""
+    for path in sorted(folder.rglob("check_models*.json")):
+        runs = {tuple(r[key] for key in RUN): r for r in read_runs(path.with_name(RUNS.name))}
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            run = {key: row.pop(key) for key in RUN}
+            kept = runs.get(tuple(run.values()), {})
+            add(out, run, row, {side: kept[side] for side in ("server", "reference") if side in kept})
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| model | device | KV cache | check | verdict | findings of severity error | degenerate | bits per byte | s |",
-        "|---|---|---|---|---|---|---|---|---:|",
+        "| model | device | KV cache | check | seed | verdict | findings of severity error | degenerate | stutter in 1,000 words | bits per byte | s |",
+        "|---|---|---|---|---:|---|---|---|---:|---|---:|",
     ]
     for r in rows:
         bits = "–" if r["bits_per_byte"] is None else f"{r['bits_per_byte']:.4f}"
+        stutter = re.search(r"([\d.]+) in 1,000", r.get("stutter", ""))
         lines.append(
-            f"| {r['model']} | {r['device']} | {r['kv_cache_dtype']} | {r['way']} | {r['verdict']} | "
-            f"{', '.join(dict.fromkeys(r['errors'])) or '–'} | {r['degenerate']} / {r['texts']} | {bits} | {r['seconds']:.0f} |"
+            f"| {r['model']} | {r['device']} | {_cache(r)} | {r['way'].replace('_', ', ')} | {r['seed']} | {r['verdict']} | "
+            f"{', '.join(dict.fromkeys(r['errors'])) or '–'} | {r['degenerate']} / {r['texts']} | "
+            f"{stutter[1] if stutter else '–'} | {bits} | {r['seconds']:.0f} |"
         )
     suites = [(r, level) for r in rows for level in r["tools"] or []]
     if suites:
         lines += [
             "",
-            "| model | device | KV cache | concurrency | asked | parsed | schema-valid | right |",
-            "|---|---|---|---:|---:|---:|---:|---:|",
+            "| model | device | KV cache | concurrency | asked | parsed | schema-valid | right | of the reference | p |",
+            "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
-        lines += [
-            f"| {r['model']} | {r['device']} | {r['kv_cache_dtype']} | {t['concurrency']} | {t['asked']} | {t['parsed']} | "
-            f"{t['schema_valid']} | {t['right']} |"
-            for r, t in suites
-        ]
+    for r, t in suites:
+        cells = (r["model"], r["device"], _cache(r), t["concurrency"], t["asked"])
+        counts = (_rate(t, name) for name in ("parsed", "schema_valid", "right"))
+        theirs, p = t.get("reference"), t.get("p_value")
+        cells = (*cells, *counts, "–" if theirs is None else theirs, "–" if p is None else f"{p:.2g}")
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _cache(row: dict[str, Any]) -> str:
+    return "bf16" if row["kv_cache_dtype"] == "auto" else str(row["kv_cache_dtype"])
+
+
+def _rate(level: dict[str, Any], name: str) -> str:
+    rate = level.get(f"{name}_rate")
+    return str(level[name]) + (f" [{rate['lo']:.0%}, {rate['hi']:.0%}]" if rate else "")
 
 
 if __name__ == "__main__":

@@ -10,18 +10,21 @@ keeps what the detectors of commit ba7355e gave, for a comparison side by side. 
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from assay.coherence.detectors.stutter import judge_stutter, stutter_counts
 from assay.coherence.grading import Grade, Label, grade
+from assay.coherence.record import CheckRecord
+from assay.environment import describe
 from assay.stats.intervals import wilson
 from broken_outputs import Output, broken
-from legit_texts import Legit, legitimate
+from check_models import read_runs
+from legit_texts import Legit, left_out, legitimate
 from split import is_tune
 
 LABELS = ("loop", "flood", "salad", "subtle", "empty")
@@ -44,10 +47,13 @@ def field_flags(text: str) -> bool:
 
 
 def main() -> None:
-    legit = [item for item in legitimate() if not is_tune(item.source)]
-    outputs = [item for item in broken() if not is_tune(item.source)]
+    all_legit, all_outputs = list(legitimate()), list(broken())
+    legit = [item for item in all_legit if not is_tune(item.source)]
+    outputs = [item for item in all_outputs if not is_tune(item.source)]
     healthy = [o for o in outputs if o.label == "ok"]
     result = {
+        "left_out": left_out(),
+        "machine": describe(),
         "legitimate": alarms(legit, healthy),
         "recall": {label: recall([o for o in outputs if o.label == label]) for label in LABELS},
         "unsure": sum(o.label == "unsure" for o in outputs),
@@ -55,8 +61,8 @@ def main() -> None:
         "kinds": kinds(outputs),
         "stutter": stutter(legit, outputs),
         "tune": {
-            "legitimate": sum(is_tune(i.source) for i in legitimate()),
-            "outputs": sum(is_tune(o.source) for o in broken()),
+            "legitimate": sum(is_tune(i.source) for i in all_legit),
+            "outputs": sum(is_tune(o.source) for o in all_outputs),
         },
     }
     RESULTS.mkdir(exist_ok=True)
@@ -67,6 +73,7 @@ def main() -> None:
     print(markdown(result))
 
 
+@cache
 def graded(output: Output) -> Grade:
     return grade(output.text, finish_reason=output.finish_reason)
 
@@ -115,12 +122,15 @@ def stutter(legit: list[Legit], outputs: list[Output]) -> list[dict[str, Any]]:
         groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(
             output.text
         )
-    kept = RESULTS / "check_models_texts.jsonl.gz"
-    if kept.exists():
-        with gzip.open(kept, "rt", encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                if row["way"] != "tools" and row["label"] == "ok":
-                    groups[f"{row['model']}, {row['kv_cache_dtype']} cache (served)"].append(row["text"])
+    for run in read_runs():
+        cache = "bf16" if run["kv_cache_dtype"] == "auto" else run["kv_cache_dtype"]
+        for side, name in (
+            ("server", f"served by vLLM, {cache} cache"),
+            ("reference", "run by transformers"),
+        ):
+            record = CheckRecord.from_json(run[side]) if run.get(side) else CheckRecord()
+            sane = [sample for sample in record.samples if not sample.degenerate or sample.kind == "stutter"]
+            groups[f"{run['model']}, {name} ({run['device']})"] += [sample.text_head for sample in sane]
     rows = []
     for name, texts in sorted(groups.items()):
         found = judge_stutter([stutter_counts(text) for text in texts])
@@ -170,6 +180,11 @@ def kinds(outputs: list[Output]) -> dict[str, dict[str, int]]:
 
 def markdown(result: dict[str, Any]) -> str:
     lines = ["# Detectors on text that they were not tuned on", ""]
+    if result["left_out"]:
+        lines += [
+            f"**Left out, so that these figures are of fewer texts: {'; '.join(result['left_out'])}.**",
+            "",
+        ]
     lines += [
         "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
         "|---|---:|---:|---|---:|---|",

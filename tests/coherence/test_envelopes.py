@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.cli.main import invoke
-from assay.coherence.envelopes import READERS, unpack
+from assay.coherence.envelopes import unpack
 from assay.coherence.grade_files import grade_file
+from assay.coherence.readers import READERS
 
 GOOD = "The mill by the river grinds rye until noon, and then the miller sleeps."
 FLOOD = "Well" + "!" * 90
@@ -25,6 +27,11 @@ def sse(*events: Any, done: bool = True) -> str:
 
 def lines(*values: Any) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
+
+
+def parts(*pairs: tuple[str, Any]) -> str:
+    """The AI SDK's data stream."""
+    return "".join(f"{code}:{json.dumps(value)}\n" for code, value in pairs)
 
 
 def chunk(delta: dict[str, Any], finish: str | None = None, index: int = 0, id: str = "a") -> dict[str, Any]:
@@ -79,7 +86,7 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
              "output": [{"type": "message", "content": [{"type": "output_text", "text": text}]}]}
     head = "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
     hm = {"type": "thinking", "thinking": [{"type": "text", "text": "Hm."}]}
-    parts = {"content": [hm, {"type": "text", "text": text}]}
+    pieces = {"content": [hm, {"type": "text", "text": text}]}
     said = {"role": "assistant", "content": text}
     asked = {"role": "user", "content": "Hi" + "!" * 99}
     tokens = [{"index": i, "token": {"text": c, "special": False}, "generated_text": None} for i, c in enumerate(text)]
@@ -87,6 +94,8 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
     about = {"id": "x", "finish_reason": None}
     stopped = {"id": "x", "finish_reason": {"type": "stop"}}
     thought = {"role": "model", "parts": [{"text": "Hm.", "thought": True}, {"text": text}]}
+    prediction = {"id": "p1", "model": "a/b", "version": "5c", "input": {"prompt": "Hi" + "!" * 99}, "status": "succeeded", "error": None, "logs": "", "urls": {}, "metrics": {"predict_time": 1.2}}
+    sample = {"doc_id": 0, "doc": {"question": "How many?"}, "target": "7", "arguments": {"gen_args_0": {"arg_0": "How" + "!" * 99, "arg_1": {"until": ["\n"]}}}}
     return {
         "chat": ("openai", json.dumps({"id": "a", "choices": [body], "usage": {}})),
         "chat, indented": ("openai", json.dumps({"id": "a", "choices": [body]}, indent=2)),
@@ -95,7 +104,7 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
         "chat stream": ("openai", sse(*chat_stream(text))),
         "chat stream without blank lines": ("openai", sse(*chat_stream(text)).replace("\n\n", "\n")),
         "chat stream with comments": ("openai", ": PROCESSING\n\n" + sse(*chat_stream(text))),
-        "content parts": ("openai", json.dumps({"choices": [{"message": parts}]})),
+        "content parts": ("openai", json.dumps({"choices": [{"message": pieces}]})),
         "responses": ("openai responses", json.dumps(whole)),
         "responses stream": ("openai responses", sse(*responses_stream(text), {"type": "response.completed", "response": whole})),
         "anthropic": ("anthropic", json.dumps({"id": "m", "type": "message", **said, "content": [{"type": "text", "text": text}], "stop_reason": "end_turn"})),
@@ -134,6 +143,24 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
         "printed output": ("python", f"RequestOutput(prompt='Hi' , outputs=[CompletionOutput(index=0, text={text!r}, finish_reason=stop)])"),
         "vllm demo": ("records", json.dumps({"text": [text]})),
         "records": ("records", lines({"id": 1, "completion": text}, {"id": 2, "completion": GOOD})),
+        "ai sdk data stream": ("ai sdk", parts(("f", {"messageId": "m"}), ("g", "Hm."), *(("0", c) for c in text), ("e", {"finishReason": "stop", "usage": {}, "isContinued": False}), ("d", {"finishReason": "stop"}))),
+        "ai sdk, older": ("ai sdk", parts(*(("0", c) for c in text), ("2", [{"n": 1}]), ("d", {"finishReason": "stop", "usage": {"completionTokens": 9}}))),
+        "ai sdk events": ("ai sdk", sse({"type": "start", "messageId": "m"}, {"type": "start-step"}, {"type": "reasoning-start", "id": "r"}, {"type": "reasoning-delta", "id": "r", "delta": "Hm."}, *({"type": "text-delta", "id": "t", "delta": c} for c in text), {"type": "text-end", "id": "t"}, {"type": "finish-step"}, {"type": "finish"})),
+        "replicate": ("replicate", json.dumps({**prediction, "output": list(text)})),
+        "replicate, a string": ("replicate", json.dumps({**prediction, "output": text})),
+        "replicate, list": ("replicate", json.dumps({**prediction, "output": None} if not text else {"previous": None, "next": None, "results": [{**prediction, "output": [text]}]})),
+        "cog": ("replicate", json.dumps({"status": "succeeded", "output": text})),
+        "predictions": ("results", json.dumps({"predictions": [text]})),
+        "output": ("results", json.dumps({"output": text})),
+        "replicate stream": ("text events", "".join(f"event: output\nid: {i}:0\ndata: {c}\n\n" for i, c in enumerate(text)) + "event: done\ndata: {}\n"),
+        "text events": ("text events", ("".join(f"data: {w}\n\n" for w in re.findall(r".\S*|\s", text)) or "data: \n\ndata: \n\n") + "data: [DONE]\n\n"),
+        "webui": ("results", json.dumps({"results": [{"text": text}]})),
+        "webui chat": ("text-generation-webui", json.dumps({"results": [{"history": {"internal": [["Hi", text]], "visible": [["Hi", text]]}}]})),
+        "webui log": ("text-generation-webui", json.dumps({"internal": [["Hi", text]], "visible": [["Hi", text]]}, indent=4)),
+        "webui stream": ("text-generation-webui", lines(*({"event": "text_stream", "message_num": i, "text": c} for i, c in enumerate(text)), {"event": "stream_end", "message_num": len(text)})),
+        "webui chat stream": ("text-generation-webui", lines(*({"event": "text_stream", "message_num": i, "history": {"internal": [["Hi", text[: i + 1]]]}} for i in range(len(text))), {"event": "stream_end", "message_num": len(text)})),
+        "lm-eval": ("lm-eval", lines({**sample, "resps": [[text]], "filtered_resps": ["7"], "filter": "strict"}, {**sample, "resps": [[text]], "filtered_resps": ["8"], "filter": "loose"})),
+        "lm-eval, filtered": ("lm-eval", lines({**sample, "filtered_resps": [text]})),
         "plain stream": ("records", sse({"token": ""}, *({"token": c} for c in text))),
     }
 # fmt: on
@@ -160,10 +187,21 @@ def test_every_form_is_unpacked_and_graded(tmp_path: Path, form: str) -> None:
     "HTTP/1.1 502 Bad Gateway\r\ncontent-length: 0\r\n\r\n",
     '{"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {}}',
     "ChatCompletion(id='a', choices=[])",
+    '{"id": "p", "status": "processing", "output": null, "urls": {"get": "https://x"}}',
+    '{"id": "p", "status": "failed", "output": null, "error": "CUDA out of memory"}',
+    '{"id": "p", "status": "succeeded", "output": [{"image": "a.png"}], "urls": {}}',
+    '{"results": []}', '{"predictions": []}', '{"output": null, "model": "m"}',
+    '{"doc_id": 3, "target": "1", "resps": [[["-1.5", "False"]], [["-0.5", "True"]]], "filtered_resps": [["-1.5", "False"]]}',
+    '{"doc_id": 3, "doc": {}, "resps": [], "filtered_resps": []}',
+    '{"results": {"gsm8k": {"exact_match": 0.5}}, "configs": {"gsm8k": {}}}',
+    parts(("f", {"messageId": "m"})), parts(("3", "the model is overloaded")),
+    "event: error\ndata: the GPU is gone\n\nevent: done\ndata: {}",
 ])  # fmt: skip
 def test_what_holds_no_answer_is_not_examined(written: str) -> None:
     found = unpack(written)
-    assert found is not None and found.reason in ("error_body", "unknown_envelope")
+    assert found is not None and found.reason in (
+        "error_body", "unknown_envelope", "no_answer", "stream_cut",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("written", [
@@ -173,6 +211,9 @@ def test_what_holds_no_answer_is_not_examined(written: str) -> None:
     "{'city': 'Oslo', 'country': 'Norway'}",
     '["Nile", "Amazon"]',
     "curl is a tool that moves data:\nit speaks HTTP.",
+    '0:"zero"\n1:"one"\n2:"two"', "a:{b}\nc:{d}", '["0:", "d:"]',
+    "data: the first\nAnd then it rained.\ndata: the last", '{"results": ["Oslo", "Bergen"]}',
+    '{"status": "succeeded", "city": "Oslo"}', '{"results": {"oslo": 3}}',
 ])  # fmt: skip
 def test_an_answer_that_shows_envelopes_is_itself(written: str) -> None:
     assert unpack(written) is None
@@ -454,6 +495,45 @@ def test_streams_of_tgi_are_told_apart_by_their_numbers() -> None:
     assert whole is not None and ["".join(a.content) for a in whole.answers] == [GOOD, FLOOD]
     both = unpack(sse(*(token(i + 1, w) for _ in range(2) for i, w in enumerate(WORDS)), done=False))
     assert both is not None and both.reason is None and len(both.answers) == 2
+
+
+def test_streams_of_the_ai_sdk_that_break_off_interleave_or_call_tools(tmp_path: Path) -> None:
+    begin, end = ("f", {"messageId": "m"}), ("e", {"finishReason": "stop", "isContinued": False})
+    words = [("0", w) for w in WORDS]
+    cut = unpack(parts(begin, *words)[:-4])
+    assert cut is not None and cut.partial and "".join(cut.answers[0].content).startswith("The mill")
+    two = unpack(parts(begin, ("f", {"messageId": "n"}), *words, *words, end, end))
+    assert two is not None and two.reason == "interleaved_streams"
+    call = ("9", {"toolCallId": "c", "toolName": "weather", "args": {"city": "Oslo"}})
+    stop = ("e", {"finishReason": "tool-calls", "isContinued": False})
+    steps = unpack(
+        parts(
+            begin,
+            call,
+            ("a", {"toolCallId": "c", "result": 4}),
+            stop,
+            begin,
+            *words,
+            end,
+            ("d", {"finishReason": "stop"}),
+        )
+    )
+    assert steps is not None and not steps.partial
+    assert [a.finish_reason for a in steps.answers] == ["tool_calls", "stop"]
+    path = tmp_path / "out"
+    path.write_text(parts(begin, *words, ("3", "the engine died")))
+    assert "engine died" in part(path) and grade_file(str(path)).grade.label == "ok"
+
+
+def test_a_sample_without_text_is_said_beside_those_that_have_it(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text(
+        lines(
+            {"doc_id": 1, "doc": {}, "resps": [[GOOD]]},
+            {"doc_id": 2, "doc": {}, "resps": [[["-1", "False"]]]},
+        )
+    )
+    assert "1 of 2 JSON values hold no text" in part(path)
 
 
 def test_events_out_of_order_are_said_or_sorted() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from assay.coherence.answers import Answer
 from assay.coherence.diagnosis import explain
-from assay.coherence.envelopes import Answer, Unpacked, unpack, unpack_values
+from assay.coherence.envelopes import Unpacked, unpack, unpack_values
 from assay.coherence.grading import Grade, Label, grade
 from assay.coherence.reading import MAX_BYTES, Parsed, Reading, read_text
 from assay.errors import AssayError

@@ -13,7 +13,7 @@ import re
 import select
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,7 @@ def unreadable(path: str, reason: str) -> AssayError:
 
 _HTTP_HEAD = re.compile(r"(?:HTTP/\d(?:\.\d)? \d{3}[^\n]*\n(?:[\w-]+:[^\n]*\n)*\r?\n)+")
 _SSE_LINE = re.compile(r"(?:data|event|id|retry)?:")
-_SSE_JSON = re.compile(r"^data: ?[{\[]", re.MULTILINE)
+_SSE_JSON = re.compile(r"^data: ?(?:\{|\[(?!DONE\]))", re.MULTILINE)
 _BETWEEN = re.compile(r"[\s,\0\x1e]*")
 _JSON_TOKEN = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*("?)|[{}\[\]]', re.DOTALL)
 _DECODER = json.JSONDecoder(strict=False)
@@ -247,19 +247,82 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
 
 
 def json_values(body: str) -> Parsed | None:
-    """The values of a JSON body, of JSON lines, or of server-sent events; None if the text is none of these."""
+    """The values of a JSON body, of JSON lines, or of a stream; None if the text is none of these."""
     lines = [line for line in body[:8000].splitlines() if line.strip()][:50]
-    if _SSE_JSON.search(body[:8000]) and 2 * sum(map(bool, map(_SSE_LINE.match, lines))) > len(lines):
-        parsed = Parsed(stream=True)
+    data = [
+        line
+        for line in lines
+        if line.startswith("data:") and line.strip() not in ("data: [DONE]", "data: {}")
+    ]
+    told_as_json = sum(bool(_SSE_JSON.match(line)) for line in data)
+    parsed = Parsed()
+    if (
+        lines
+        and _DATA_PART.match(lines[0])
+        and sum(map(bool, map(_DATA_PART.match, lines))) >= 0.8 * len(lines)
+    ):
+        parsed.stream = True
+        parsed.values += _data_parts(body, parsed)
+        return parsed if parsed.values else None
+    if _is_text_stream(lines, len(data), told_as_json):
+        parsed.stream = True
+        parsed.values += _text_events(body, parsed)
+    elif (told_as_json or _SSE_JSON.search(body[:8000])) and 2 * sum(
+        map(bool, map(_SSE_LINE.match, lines))
+    ) > len(lines):
+        parsed.stream = True
         parsed.values += _events(body, parsed)
     elif body[:1] in ("{", "["):
-        parsed = Parsed()
         parsed.values += _values(body, parsed)
         if not parsed.values and (value := _python_value(body)) is not None:
             return Parsed([value])
     else:
         return None
     return parsed
+
+
+_DATA_PART = re.compile(r'(?:[03g]:"|[28]:\[|[1479a-fhijk]:\{)')
+"""A part of the AI SDK's data stream: the code of its kind, and a JSON value of the type that this kind has."""
+_SSE_FIELD = re.compile(r"(?:(?:data|event|id|retry):|:)")
+
+
+def _data_parts(body: str, parsed: Parsed) -> Iterator[Any]:
+    """The parts of the AI SDK's data stream, each with its code."""
+    lines = [line for line in body.split("\n") if line.strip()]
+    for number, line in enumerate(lines, 1):
+        code, _, written = line.partition(":")
+        try:
+            value = json.loads(written, strict=False)
+        except (ValueError, RecursionError):
+            value = _closed(written) if number == len(lines) and _DATA_PART.match(line) else None
+            parsed.breaks_off |= number == len(lines)
+        if value is None or not _DATA_PART.match(line):
+            parsed.lost += 1
+        else:
+            parsed.ended = code == "d" or (code == "e" and not value.get("isContinued"))
+            yield {"ai_sdk": code, "value": value}
+
+
+def _is_text_stream(lines: Sequence[str], data: int, told_as_json: int) -> bool:
+    """Whether lines are server-sent events whose data is plain text: three of them, or one after a name or before [DONE]."""
+    if not lines or 2 * told_as_json > data or not all(map(_SSE_FIELD.match, lines)):
+        return False
+    named = lines[0].split() in (["event:", "output"], ["event:", "done"], ["event:", "error"])
+    return named or data > 2 or (data > 0 and "data: [DONE]" in lines)
+
+
+def _text_events(body: str, parsed: Parsed) -> Iterator[Any]:
+    """Server-sent events whose data is text; several `data:` lines of one event are lines of it."""
+    for event in re.split(r"\r?\n\r?\n", body):
+        fields = [line.partition(":") for line in event.split("\n")]
+        name = next((value.strip() for field, _, value in fields if field == "event"), "")
+        data = [value.removesuffix("\r").removeprefix(" ") for field, _, value in fields if field == "data"]
+        if data == ["[DONE]"] or name in ("done", "end", "close", "complete"):
+            parsed.ended = True
+            yield {"sse": "done", "data": ""}
+        elif data:
+            yield {"sse": name, "data": "\n".join(data)}
+    parsed.ended |= "event:" not in body  # without names there is no mark of the end
 
 
 def _python_value(body: str) -> Any:

@@ -48,6 +48,9 @@ CONCLUDED_LINES = 400
 """fewer than so many times."""
 MIN_WHOLE, MAX_WHOLE, MIN_WHOLE_UNSPACED = 12, 400, 20
 """Code points of a reply that is nothing but two or three characters over and over, more in a script without spaces."""
+LONGEST_ENCLOSED = 400
+"""Code points of marks that repeat between two brackets or quotes."""
+_CLOSES = {"(": ")", "[": "]", "{": "}", '"': '"', "'": "'"}
 _PARAGRAPH = re.compile(r"[^\n]+(?:\n[^\n]+)*")
 _RULE = frozenset("-=*_~.+#|/\\^:")
 _PAIRS = frozenset(("()", "[]", "{}", "<>", "><", ")(", "][", "}{"))
@@ -85,7 +88,7 @@ class Loop:
 def detect_loop(view: TextView) -> Detection | None:
     """The first exact loop that is a fault."""
     loops = candidates(view)
-    faults = [loop for loop in loops if is_fault(loop, view.ending)]
+    faults = [loop for loop in loops if is_fault(loop, view.ending) and not _enclosed(view, loop)]
     if not faults:
         return _whole_reply(view)
     first = min(faults, key=lambda loop: (loop.start, -loop.end))
@@ -95,6 +98,15 @@ def detect_loop(view: TextView) -> Detection | None:
         "repeats": round(first.repeats, 1),
     }
     return Detection(loop_kind(first.unit), _line_start_in(_first_part(first, loops)), first.end, evidence)
+
+
+def _enclosed(view: TextView, loop: Loop) -> bool:
+    """Whether marks repeat between two brackets or quotes of one line: `[{}, {}, {}]`, `VALUES (?, ?, ?)`, `"{} {} {}"`."""
+    unit = set("".join(loop.unit.split()))
+    if len(unit) < 2 or loop.chars > LONGEST_ENCLOSED or classify(loop.unit) is not UnitClass.DECORATION:
+        return False
+    before, after = view.text[: loop.start].rstrip()[-1:], view.text[loop.end : loop.end + 8].lstrip()[:1]
+    return loop.one_line and before != "" and after == _CLOSES.get(before)
 
 
 def _first_part(loop: Loop, loops: Sequence[Loop]) -> Loop:
