@@ -1,12 +1,18 @@
-"""Which twins `assay check --identity` tells apart, and what `--determinism` finds, on real servers on the CPU.
+"""Which twins `assay check --identity` tells apart, and what `--determinism` finds, on real servers.
 
     bash benchmarks/build_llama_cpp.sh
-    python benchmarks/identity.py take NAME...     # bf16 bf16_seed7 q8_0 q4_0 q4_1 qwen05 qwen15 (llama-server), vllm
-    python benchmarks/identity.py judge            # compares all pairs that were taken; writes the results
+    python benchmarks/identity.py take NAME...     # served by llama-server on the CPU, or vllm
+    python benchmarks/identity.py at NAME URL      # a server that is up already
+    python benchmarks/identity.py judge            # compares all pairs of one model; writes the results
+    python benchmarks/identity.py table            # puts the table of the results into docs/check.md
 
-SmolLM2-135M-Instruct comes as a GGUF file of Q4_1; `bf16` is that file with its weights written as bf16, `q8_0` and `q4_0`
-are rounded from it once more (by the package gguf), `q4_1` is the file itself (the same numbers as bf16, in other kernels), `vllm` serves the
-checkpoint in bf16, and benchmarks/watch_alarms.py adds its twins `vllm_int8` and so on. Each is asked twice: the first is the reference of every pair, the second what is examined.
+A name is [MODEL_]TYPE[_seedN], with MODEL qwen05 or qwen15 (else SmolLM2-135M-Instruct). The model's GGUF file is of four bits; `bf16` is
+that file with its weights written as bf16, `q8_0` and `q4_0` are rounded from it once more (by the package gguf), `q4_1` is SmolLM2's file itself
+(the same numbers as bf16, in other kernels). `vllm` serves SmolLM2's checkpoint in bf16, benchmarks/watch_alarms.py adds its twins `vllm_int8`
+and so on, and on a GPU `at` adds those of Qwen 1.5B (`gpu15_bf16`, …). A server is asked twice: the first time as what is examined, the
+second time, one request at a time too, as a reference; with `--found-only` just the first.
+
+How often another draw of texts would give each answer: 1,000 times twelve of the twelve texts are drawn with replacement.
 """
 
 from __future__ import annotations
@@ -14,12 +20,15 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from assay.coherence.determinism import measure_determinism
 from assay.coherence.identity import Print, compare_prints, read_print, take, write_print
@@ -31,7 +40,9 @@ from assay.runs import cache_dir
 
 OUT = Path(__file__).parent / "results" / "identity.json"
 BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
-FILES = {"q4_1": SMOLLM2, "qwen05": QWEN05, "qwen15": QWEN15}
+DOCS = Path(__file__).parents[1] / "docs" / "check.md"
+MODELS = {"qwen05": QWEN05, "qwen15": QWEN15}
+RESAMPLES = 1000
 
 
 def rounded(source: Path, target: Path, kind: str) -> None:
@@ -64,33 +75,30 @@ def serve(name: str, folder: Path) -> Iterator[Server]:
             yield server
         return
     kind, _, seed = name.partition("_seed")
-    file = folder / f"{kind}.gguf"
-    if kind in FILES:
-        file = gguf_of(FILES[kind])
-    elif not file.exists():
-        rounded(gguf_of(SMOLLM2), file, kind.upper())
+    slug, _, rest = kind.partition("_")
+    slug, kind = (slug, rest) if slug in MODELS else ("", kind)
+    source = gguf_of(MODELS.get(slug, SMOLLM2))
+    file = source if kind == "q4_1" else folder / f"{slug}{'_' * bool(slug)}{kind}.gguf"
+    if not file.exists():
+        rounded(source, file, kind.upper())
     more = ("--seed", seed) if seed else ()
     with llama_server(file, BINARY, max_model_len=512, streams=8, extra_args=more) as server:
         yield server
 
 
-def keep(url: str, name: str, folder: Path, *, determinism: bool) -> None:
+def keep(url: str, name: str, folder: Path, *, determinism: bool, found_only: bool = False) -> None:
     """Take the fingerprint of a running server, and again as a reference with its noise."""
     with ServerEngine.connect(url) as engine:
         began = time.monotonic()
         write_print(take(engine), folder / f"{name}.found.json")
-        kept: dict[str, Any] = {"seconds_to_check": time.monotonic() - began}
-        write_print(take(engine, noise=True), folder / f"{name}.reference.json")
+        kept: dict[str, Any] = {"seconds_to_check": time.monotonic() - began, "environment": describe()}
+        (folder / f"{name}.more.json").write_text(json.dumps(kept))
+        if not found_only:
+            write_print(take(engine, noise=True), folder / f"{name}.reference.json")
         if determinism:
             kept["determinism"] = measure_determinism(engine).to_json()
         (folder / f"{name}.more.json").write_text(json.dumps(kept))
     print(name, kept["seconds_to_check"], flush=True)
-
-
-def take_all(names: list[str], folder: Path) -> None:
-    for name in names:
-        with serve(name, folder) as server:
-            keep(server.url, name, folder, determinism=name in ("bf16", "vllm", "qwen05"))
 
 
 def with_less(reference: Print, found: Print) -> dict[str, str]:
@@ -109,52 +117,135 @@ def with_less(reference: Print, found: Print) -> dict[str, str]:
     }
 
 
+def resampled(reference: Print, found: Print) -> dict[str, int]:
+    """How often each answer came, the texts drawn anew."""
+    rng = np.random.default_rng(0)
+
+    def drawn(side: Print, which: list[int]) -> Print:
+        return replace(
+            side,
+            items=tuple(side.items[i] for i in which),
+            nats=tuple(side.nats[i] for i in which) if side.nats else (),
+        )
+
+    draws = (rng.integers(0, len(found.items), len(found.items)).tolist() for _ in range(RESAMPLES))
+    return dict(Counter(compare_prints(drawn(reference, w), drawn(found, w)).decision for w in draws))
+
+
+def model_of(name: str) -> str:
+    """Which model a name is of."""
+    first = name.split("_")[0]
+    return {"qwen05": QWEN05, "qwen15": QWEN15, "gpu15": QWEN15}.get(first, SMOLLM2).title
+
+
 def judge(folder: Path) -> None:
-    names = sorted(p.name.removesuffix(".more.json") for p in folder.glob("*.more.json"))
+    names = sorted(p.name.removesuffix(".found.json") for p in folder.glob("*.found.json"))
+    names = [n for n in names if (folder / f"{n}.more.json").exists()]
     prints = {
-        (n, side): read_print(folder / f"{n}.{side}.json") for n in names for side in ("reference", "found")
-    }
+        (n, side): read_print(folder / f"{n}.{side}.json")
+        for n in names for side in ("reference", "found") if (folder / f"{n}.{side}.json").exists()
+    }  # fmt: skip
     pairs = []
     for a, b in product(names, names):
-        found = compare_prints(prints[a, "reference"], prints[b, "found"])
+        if (a, "reference") not in prints or model_of(a) != model_of(b):
+            continue
+        reference, examined = prints[a, "reference"], prints[b, "found"]
+        found = compare_prints(reference, examined)
         tests = {
             t.name: {"value": t.value, "lo": t.lo, "hi": t.hi, "allowed": t.allowed, "decision": t.decision}
             for t in found.tests
         }
-        pair = {
-            "reference": a,
-            "examined": b,
-            "decision": found.decision,
-            "tokenizer": found.tokenizer,
-            "tests": tests,
-        }
-        pairs.append(pair | {"with_less": with_less(prints[a, "reference"], prints[b, "found"])})
+        pairs.append({
+            "model": model_of(a), "reference": a, "examined": b, "decision": found.decision, "tokenizer": found.tokenizer, "tests": tests,
+            "resampled": resampled(reference, examined), "with_less": with_less(reference, examined),
+        })  # fmt: skip
     more = {n: json.loads((folder / f"{n}.more.json").read_text()) for n in names}
     out = {
-        "about": __doc__, "noise": {n: prints[n, "reference"].noise for n in names}, "pairs": pairs, "more": more,
-        "servers": {n: prints[n, "reference"].server for n in names}, "environment": describe(),
+        "about": __doc__, "noise": {n: prints[n, "reference"].noise for n in names if (n, "reference") in prints}, "pairs": pairs, "more": more,
+        "servers": {n: prints[n, "found"].server for n in names}, "resamples": RESAMPLES, "environment": describe(),
     }  # fmt: skip
     OUT.write_text(json.dumps(out, indent=1) + "\n", encoding="utf-8")
-    for pair in pairs:
-        values = ", ".join(
-            f"{k} {t['value']:.4f} [{t['lo']:.4f}, {t['hi']:.4f}]" for k, t in pair["tests"].items()
-        )
-        print(f"{pair['reference']:>10} {pair['examined']:>10} {pair['decision']:>10} {values}")
+    print(table(out))
+
+
+SHOWN = {
+    "SmolLM2-135M-Instruct": (
+        ("vllm_healthy", "vllm_healthy"), ("vllm_healthy", "bf16"), ("bf16", "bf16_seed7"), ("bf16", "q8_0"), ("bf16", "q4_0"),
+        ("vllm_healthy", "vllm_int8"), ("vllm_healthy", "q8_0"), ("bf16", "vllm_int8"), ("vllm_healthy", "vllm_int6"), ("vllm_healthy", "vllm_int4"),
+    ),
+    "Qwen2.5-Coder-0.5B-Instruct": tuple(("qwen05_bf16", f"qwen05_{b}") for b in ("bf16", "bf16_seed7", "q8_0", "q4_0")),
+    "Qwen2.5-Coder-1.5B-Instruct": tuple(("gpu15_bf16", f"gpu15_{b}") for b in ("bf16", "bf16_seed7", "fp8_kv", "fp8")),
+}  # fmt: skip
+"""Pairs of the table in docs/check.md, reference first."""
+WORDS = {
+    "seed7": "another seed", "int8": "weights of 8 bits, a scale a row", "int6": "weights of 6 bits", "int4": "weights of 4 bits",
+    "fp8": "weights in fp8", "kv": "KV cache in fp8", "q8_0": "Q8_0", "q4_0": "Q4_0", "bf16": "bf16", "healthy": "bf16",
+}  # fmt: skip
+
+
+def words(name: str) -> str:
+    """A name of a server as the table shows it."""
+    engine = "vLLM on a GPU" if name.startswith("gpu") else "vLLM" if name.startswith("vllm") else "llama.cpp"
+    kind = "kv" if name.endswith("fp8_kv") else next(k for k in WORDS if name.endswith(k))
+    return f"{engine}, {WORDS[kind]}"
+
+
+def table(results: dict[str, Any]) -> str:
+    """The table of docs/check.md."""
+    lines = [
+        "| model | reference | examined | probability that moved (bounds) | answer | of 1,000 resamples: different, undecided, same |",
+        "|---|---|---|---|---|---|",
+    ]
+    by = {(p["reference"], p["examined"]): p for p in results["pairs"]}
+    for model, shown in SHOWN.items():
+        for pair in filter(None, map(by.get, shown)):
+            t, often = pair["tests"]["moved"], pair["resampled"]
+            says = pair["decision"].replace("undecided", "cannot be told apart at this budget")
+            counts = ", ".join(str(often.get(k, 0)) for k in ("different", "undecided", "same"))
+            lines.append(
+                f"| {model.split('-Inst')[0]} | {words(pair['reference'])} | {words(pair['examined'])} | "
+                f"{t['value']:.4f} ({t['lo']:.4f} to {t['hi']:.4f}) | {says} | {counts} |"
+            )
+    return "\n".join(lines)
+
+
+def write_table() -> None:
+    """Put the table between its two comments in docs/check.md."""
+    head, _, rest = DOCS.read_text(encoding="utf-8").partition("<!-- identity -->\n")
+    _, _, tail = rest.partition("<!-- end of identity -->\n")
+    body = table(json.loads(OUT.read_text(encoding="utf-8")))
+    DOCS.write_text(f"{head}<!-- identity -->\n{body}\n<!-- end of identity -->\n{tail}", encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("take", "judge"))
+    parser.add_argument("what", choices=("take", "at", "judge", "table"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-identity"))
+    parser.add_argument("--found-only", action="store_true")
     arguments = parser.parse_args()
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    if arguments.what == "take":
-        take_all(arguments.names, arguments.folder)
+    folder, names = arguments.folder, arguments.names
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.what == "at":
+        keep(
+            names[1], names[0], folder, determinism=names[0].endswith("bf16"), found_only=arguments.found_only
+        )
+    elif arguments.what == "take":
+        for name in names:
+            with serve(name, folder) as server:
+                keep(
+                    server.url,
+                    name,
+                    folder,
+                    determinism=name in ("bf16", "vllm"),
+                    found_only=arguments.found_only,
+                )
+    elif arguments.what == "judge":
+        judge(folder)
     else:
-        judge(arguments.folder)
+        write_table()
 
 
 if __name__ == "__main__":

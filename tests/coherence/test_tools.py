@@ -5,12 +5,22 @@ from typing import Any
 
 import pytest
 
-from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
-from assay.coherence.report import record_json
+from assay.coherence.diagnosis import judge
+from assay.coherence.plan import Plan
+from assay.coherence.record import (
+    AnswerCheck,
+    CheckRecord,
+    ProbeResult,
+    Reference,
+    Sample,
+    ToolAnswer,
+    ToolLevel,
+)
+from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import Ruling, tools
-from assay.coherence.tools import answer_of, cases, conforms, paired, same
+from assay.coherence.tools import against, answer_of, cases, checked_answers, conforms, paired, same
 from assay.engines.base import Reply, ToolCall
-from assay.verdict import Severity, jsonable
+from assay.verdict import Severity, Table, jsonable
 
 CALL = next(case for case in cases() if case.name == "create_user")
 OBJECT = next(
@@ -199,3 +209,41 @@ def test_levels_survive_their_json_form() -> None:
     record = CheckRecord(probes=(), tools=(level(1, 12), ToolLevel(8, (), 3, "timed out")))
     back = CheckRecord.from_json(jsonable(record_json(record)))
     assert back.tools == record.tools
+
+
+def test_each_count_is_held_against_the_reference_question_by_question() -> None:
+    same = against(level(1, 40), level(0, 40), 0.01)
+    assert set(same) == {"parsed", "schema_valid", "right"}
+    assert same["right"]["decision"] == "undecided" and same["right"]["questions_needed"] == 381
+    assert against(level(1, 40), level(0, 40), 0.1)["right"]["decision"] == "no_worse"
+    worse = against(level(1, 30), level(0, 44), 0.01)["right"]
+    assert (worse["decision"], worse["lost"], worse["gained"]) == ("worse", 14, 0)
+    assert worse["questions_needed"] is None and worse["difference"]["hi"] < -0.01
+    assert against(level(1, 40, asked=0), level(0, 40), 0.01) == {}
+
+
+def test_a_question_that_was_asked_in_several_texts_counts_once() -> None:
+    def probe(*passed: bool) -> CheckRecord:
+        texts = tuple(
+            Sample("ok", None, None, "stop", 5, "x", 9, 9, 0.7, seed, checks=(AnswerCheck("paris", right),))
+            for seed, right in enumerate(passed)
+        )
+        return CheckRecord(probes=(ProbeResult("france", "France", texts),))
+
+    asked = ("france", "", "paris")
+    assert checked_answers(probe(True, True, False)) == {asked: True}
+    assert checked_answers(probe(True, False)) == {asked: False}
+    assert checked_answers(CheckRecord()) == {}
+
+
+def test_the_report_carries_the_decision_and_shows_it() -> None:
+    ours, theirs = measured(level(1, 40), level(8, 30)), measured(level(1, 44))
+    reference = Reference(theirs, {"source": "run"})
+    judgement = judge(ours, theirs)
+    times = {"seconds": 1.0, "expected_s": {}, "stages_s": {}, "left_out": [], "budget_s": None}
+    report = build_report({}, Plan(), ours, reference, judgement, times)
+    one, eight = report.to_json()["results"]["tools"]
+    assert (one["decision"], eight["decision"]) == ("undecided", "worse")
+    assert one["questions_needed"] == one["paired"]["right"]["questions_needed"] > 48
+    table = next(b for b in report.blocks if isinstance(b, Table))
+    assert [row[-1].split(" (")[0] for row in table.rows] == ["undecided", "worse"]

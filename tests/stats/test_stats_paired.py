@@ -161,3 +161,31 @@ def test_the_questions_that_are_named_decide_four_times_in_five_and_intervals_co
     few = [paired_answers(*rng.multinomial(48, [gain, loss, 1 - gain - loss])[:2], 48) for _ in range(2000)]
     for answers in (found, few):
         assert np.mean([f.difference.lo <= gain - loss <= f.difference.hi for f in answers]) > 0.93
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 100))
+def test_the_interval_of_paired_answers_is_that_of_the_score_test(ours: int, theirs: int, same: int) -> None:
+    asked = ours + theirs + same
+    if not asked:
+        return
+    found = paired_answers(ours, theirs, asked, margin=0.01).difference
+    assert -1 <= found.lo <= found.value <= found.hi <= 1
+    other = paired_answers(theirs, ours, asked).difference
+    assert (found.lo, found.hi) == pytest.approx((-other.hi, -other.lo), abs=1e-9)
+    for end in (found.lo, found.hi):
+        if 1e-6 < abs(end) < 1 - 1e-6:
+            # Against the likelihood itself: the cells that make the counts likeliest where the difference is `end`.
+            grid = np.linspace(max(0.0, -end), (1 - end) / 2, 200_001)[1:-1]
+            likely = ours * np.log(grid + end) + theirs * np.log(grid) + same * np.log(1 - 2 * grid - end)
+            q = grid[np.nanargmax(likely)]
+            z = (ours - theirs - asked * end) / np.sqrt(asked * (2 * q + end - end**2))
+            assert abs(z) == pytest.approx(1.96, abs=0.02)
+
+
+def test_equal_answers_are_no_worse_once_there_are_enough_of_them() -> None:
+    few = paired_answers(0, 0, 48, margin=0.01)
+    assert few.standing is Standing.UNDECIDED and few.questions_needed == 381
+    assert paired_answers(0, 0, 381, margin=0.01).standing is Standing.NO_WORSE
+    assert paired_answers(0, 0, 380, margin=0.01).standing is Standing.UNDECIDED
+    for lost in (0, 1, 5, 20):
+        assert paired_answers(lost + 2, lost, 150, margin=0.01).standing is Standing.UNDECIDED

@@ -56,6 +56,15 @@ class Plan(Options):
     suite: str = option(
         "text", "What to ask: texts of all kinds, or exact tool calls and JSON.", choices=("text", "tools")
     )
+    margin_answers: float = option(
+        0.01,
+        "With a reference: share of right answers that may be lost and still be no worse.",
+        form="fraction",
+        metavar="PERCENT",
+        lo=0,
+        hi=1,
+        apart=True,
+    )
     quick: bool = option(False, "One text a probe, in 60 s, or in 3 min on a slow server.", apart=True)
     budget: float | None = option(
         None,

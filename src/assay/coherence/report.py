@@ -11,7 +11,7 @@ from assay.coherence.measure import aggregate_tokens_per_s, summary
 from assay.coherence.plan import Plan
 from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample, ToolLevel
 from assay.coherence.rules import Ruling, interval_json
-from assay.coherence.tools import paired
+from assay.coherence.tools import against, checked_answers, paired, standing
 from assay.progress import span
 from assay.stats.intervals import wilson
 from assay.verdict import (
@@ -63,7 +63,7 @@ def build_report(
         findings=(*diagnose(judgement, record, known), *changed, *_left_out(times)),
         results=results | {"time": dict(times), "rollback": rollback_command(known)},
         headline=_headline(record, reference, judgement),
-        blocks=_blocks(record, reference, judgement, times),
+        blocks=_blocks(record, reference, judgement, times, plan.margin_answers),
         summary=_summary(record, reference, judgement),
     )
 
@@ -119,6 +119,12 @@ def results_json(
     for level, out in zip(record.tools, results["tools"], strict=True):
         out["reference"] = theirs.count("right") if theirs else None
         out["p_value"] = paired(level, theirs)[2] if theirs else None
+        out["paired"] = against(level, theirs, plan.margin_answers) if theirs else {}
+        for key in ("decision", "questions_needed"):
+            out[key] = out["paired"]["right"][key] if out["paired"] else None
+    ours, known = checked_answers(record), checked_answers(reference.record) if reference else {}
+    if both := [(ours[question], known[question]) for question in ours if question in known]:
+        results["answers"] = standing(both, plan.margin_answers)
     results["plan"] = plan.facts()
     results["sampling"] = {"temperature": 0.7, "top_p": 0.9, "penalties": "neutral", "greedy_samples": 1}
     if reference is not None:
@@ -232,12 +238,16 @@ def _headline(record: CheckRecord, reference: Reference | None, judgement: Judge
 
 
 def _blocks(
-    record: CheckRecord, reference: Reference | None, judgement: Judgement, times: Mapping[str, Any]
+    record: CheckRecord,
+    reference: Reference | None,
+    judgement: Judgement,
+    times: Mapping[str, Any],
+    margin: float,
 ) -> tuple[Block, ...]:
     """The table that decides first; all else is detail."""
     rulings = sorted(judgement.rulings, key=lambda ruling: _STATE_ORDER.index(ruling.state))
     columns = ("rule", "state", "measured")
-    blocks: list[Block] = [_tools_table(record, reference)] if record.tools else []
+    blocks: list[Block] = [_tools_table(record, reference, margin)] if record.tools else []
     blocks.append(
         Table(
             "What decides",
@@ -265,7 +275,7 @@ def _short_row(ruling: Ruling) -> tuple[str, str, str]:
     return _words(ruling.rule), _STATE_WORDS[ruling.state], says
 
 
-def _tools_table(record: CheckRecord, reference: Reference | None) -> Table:
+def _tools_table(record: CheckRecord, reference: Reference | None, margin: float) -> Table:
     theirs = reference.record.tools[0] if reference and reference.record.tools else None
     rows = []
     for level in record.tools:
@@ -273,15 +283,26 @@ def _tools_table(record: CheckRecord, reference: Reference | None) -> Table:
         rate = wilson(level.count("right"), n)
         counts = (f"{level.count(name)}" for name in ("parsed", "schema_valid", "right"))
         row = (str(level.concurrency), str(n), *counts, f"{rate.lo:.0%} to {rate.hi:.0%}")
-        pair = (f"{theirs.count('right')}", f"{paired(level, theirs)[2]:.3f}") if theirs else ("", "")
+        pair = _against(level, theirs, margin) if theirs else ("", "")
         rows.append((*row, *pair))
     return Table(
         "Tool calls and JSON objects by requests at once",
-        ("at once", "asked", "parsed", "valid", "right", "95 % interval", "reference right", "p"),
+        ("at once", "asked", "parsed", "valid", "right", "95 % interval", "reference right", "against it"),
         rows,
-        numeric=frozenset(range(8)),
-        note="p: McNemar's exact test (mid-p) of right answers against the reference's" if theirs else "",
+        numeric=frozenset(range(7)),
+        note=f"no worse: right answers paired by question, no more than {margin:.3g} of them lost at 97.5 %"
+        if theirs
+        else "",
     )
+
+
+def _against(level: ToolLevel, theirs: ToolLevel, margin: float) -> tuple[str, str]:
+    """Right answers of the reference, and how the level stands against them."""
+    found = against(level, theirs, margin).get("right")
+    if found is None:
+        return "0", "no case in common"
+    decides = f" ({found['questions_needed']:,} questions decide)" if found["questions_needed"] else ""
+    return f"{found['reference']}", f"{found['decision'].replace('_', ' ')}{decides}"
 
 
 def _time_table(times: Mapping[str, Any]) -> Table:

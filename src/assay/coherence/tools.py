@@ -17,11 +17,11 @@ from importlib.resources import files
 from typing import Any
 
 from assay.coherence.conversation import BatchEngine, side_by_side, user
-from assay.coherence.record import ToolAnswer, ToolLevel
+from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
 from assay.engines.base import Engine, Reply, Request, ToolCall
 from assay.engines.tool_calls import call_remains, read_calls
 from assay.errors import AssayError
-from assay.stats.paired import mcnemar
+from assay.stats.paired import Standing, mcnemar, paired_answers
 
 LEVELS = (1, 8, 32)
 """Requests at once."""
@@ -188,3 +188,38 @@ def paired(ours: ToolLevel, theirs: ToolLevel) -> tuple[int, int, float]:
     ours_only = sum(a and not b for a, b in pairs)
     theirs_only = sum(b and not a for a, b in pairs)
     return ours_only, theirs_only, mcnemar(ours_only, theirs_only)
+
+
+JUDGED = ("parsed", "schema_valid", "right")
+
+
+def against(ours: ToolLevel, theirs: ToolLevel, margin: float) -> dict[str, dict[str, Any]]:
+    """How each count of a level stands against that of a reference on the same cases; empty where none is the same."""
+    known = {answer.case: answer for answer in theirs.answers}
+    pairs = [(answer, known[answer.case]) for answer in ours.answers if answer.case in known]
+    return {n: standing([(getattr(a, n), getattr(b, n)) for a, b in pairs], margin) for n in JUDGED if pairs}
+
+
+def standing(pairs: Sequence[tuple[bool, bool]], margin: float) -> dict[str, Any]:
+    """No worse, worse or undecided, from (ours, theirs) for each question; `margin` is a difference of shares."""
+    gained, lost = sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs)
+    found = paired_answers(gained, lost, len(pairs), margin=margin)
+    open_ = found.standing is Standing.UNDECIDED
+    return {
+        "decision": found.standing.value.replace(" ", "_"), "questions_needed": found.questions_needed if open_ else None,
+        "asked": len(pairs), "right": sum(a for a, _ in pairs), "reference": sum(b for _, b in pairs), "gained": gained, "lost": lost,
+        "difference": {k: getattr(found.difference, k) for k in ("value", "lo", "hi")}, "p_value": found.p_value, "margin": margin,
+    }  # fmt: skip
+
+
+def checked_answers(record: CheckRecord) -> dict[tuple[str, str, str], bool]:
+    """Whether more than half of the texts of each checked question (probe, variant and check) were right.
+
+    The texts of one question are no independent pieces of evidence, so each question counts once.
+    """
+    texts: dict[tuple[str, str, str], list[bool]] = {}
+    for probe in record.probes:
+        for sample in probe.samples:
+            for check in sample.checks:
+                texts.setdefault((probe.name, sample.variant, check.name), []).append(check.passed)
+    return {question: 2 * sum(passed) > len(passed) for question, passed in texts.items()}

@@ -84,20 +84,31 @@ def transformers_server(model: Path) -> Iterator[Server]:
 
 @contextlib.contextmanager
 def llama_server(
-    gguf: Path, binary: Path, *, max_model_len: int = 2048, streams: int = 8, extra_args: Sequence[str] = ()
+    gguf: Path,
+    binary: Path,
+    *,
+    max_model_len: int = 2048,
+    streams: int = 8,
+    extra_args: Sequence[str] = (),
+    port: int = 0,
+    alias: str = "",
 ) -> Iterator[Server]:
-    """Serve a GGUF file with llama.cpp's own server, built from its sources (see benchmarks/build_llama_cpp.sh)."""
+    """Serve a GGUF file with llama.cpp's own server, built from its sources (see benchmarks/build_llama_cpp.sh).
+
+    `alias` is the model's name to clients (default: the file's); port 0 takes a free one.
+    """
+    name = alias or gguf.stem
     command = [
         str(binary), "-m", str(gguf), "--host", "127.0.0.1", "--jinja", "--metrics",
-        "-c", str(max_model_len * streams), "-np", str(streams), "--alias", gguf.stem, *extra_args,
+        "-c", str(max_model_len * streams), "-np", str(streams), "--alias", name, *extra_args,
     ]  # fmt: skip
-    with _serve(command, {}, name=f"llama-{gguf.stem}", model=gguf.stem, ready="/health") as server:
+    with _serve(command, {}, name=f"llama-{gguf.stem}", model=name, ready="/health", port=port) as server:
         yield server
 
 
 @contextlib.contextmanager
 def _serve(
-    command: list[str], settings: Mapping[str, str], *, name: str, model: str, ready: str
+    command: list[str], settings: Mapping[str, str], *, name: str, model: str, ready: str, port: int = 0
 ) -> Iterator[Server]:
     if shutil.which(command[0]) is None:
         raise AssayError(
@@ -105,7 +116,7 @@ def _serve(
             finding_id="server.start_failed",
             remedy="install it, or build it first",
         )
-    port = free_port()
+    port = port or free_port()
     log = cache_dir("logs") / f"{name}.log"
     url = f"http://127.0.0.1:{port}"
     with _sigterm_unwinds():
