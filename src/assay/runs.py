@@ -261,6 +261,9 @@ class KeptFile:
             raise self._unusable("is in a folder that does not exist")
         self._rows = self._read()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._rows
+
     def have(self, name: str, measure: Callable[[], Any]) -> Any:
         """The value of a name: as it stands in the file, else measured and written."""
         if name not in self._rows:

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from assay.cli import demo, doctor, kv, verbs
+from assay.cli import demo, doctor, heads, kv, verbs
 from assay.cli.verb import STDOUT, TYPER, Group, Output, Verb, group, group_of, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Verdict
 
@@ -35,12 +35,15 @@ VERBS: Mapping[str, Verb | Any] = {
     "rerun": verbs.rerun,
     "kv": group("kv", kv.HELP, {c.name.removeprefix("kv "): c for c in kv.COMMANDS}),
     "gap": verbs.gap,
+    "heads": group("heads", heads.HELP, {c.name.removeprefix("heads "): c for c in heads.COMMANDS}),
     "gate": verbs.gate,
     "card": verbs.card,
     "demo": demo.demo,
 }
 
 
+LAB = ("kv", "gap", "heads")
+"""Verbs of the laboratory: `assay lab heads` is `assay heads`."""
 GROUPS = {name: verb.verbs for name, verb in VERBS.items() if isinstance(verb, Group)}
 
 
@@ -106,6 +109,8 @@ READ_JSON = ("grade", "spec", "rerun", "card")
 def invoke(arguments: list[str]) -> int:
     """Run one command line and return its exit code. A wrong one is a report too, so `--json` stays JSON."""
     command = build()
+    if arguments[:1] == ["lab"] and arguments[1:2] and arguments[1] in LAB:
+        arguments = arguments[1:]
     arguments = _json_in_one_word(arguments)
     if " ".join(arguments[:2]) in VERBS:  # a command of two words is one name
         arguments = [" ".join(arguments[:2]), *arguments[2:]]

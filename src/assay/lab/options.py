@@ -421,3 +421,62 @@ class GapOptions(Options):
             raise self.usage(f"a margin of {self.margin} cannot be judged", "write --margin-ppl 3%")
         if not self.sweep or any(not s > 0 for s in self.sweep):
             raise self.usage("noise levels must be positive", "give multiples of the codec's own error")
+
+
+@dataclass(frozen=True)
+class HeadTrainPlan(Options):
+    """`assay heads train`. What is `apart` changes how a run goes; all else names it, and a checkpoint is of one plan."""
+
+    VERB, AREA = "heads train", "speculation"
+
+    model: str
+    out: Path = option(help="Folder of the head, with its checkpoint until it is done.", apart=True)
+    _: KW_ONLY
+    kind: str = option("eagle3", "Layout of the head.", choices=("eagle3", "mtp"))
+    text: tuple[str, ...] = _text()
+    prompts: int = option(6000, "Prompts that the target answers.", lo=32)
+    tokens: int = option(256, "Most tokens of an answer.", lo=16)
+    draft_vocab: int = option(8192, "Tokens that the head can guess; 0: all.", lo=0)
+    intermediate: int = option(0, "Width of the head's MLP; 0: as the target's.", lo=0)
+    depth: int = option(4, "Steps that training unrolls.", lo=1, hi=8)
+    steps: int = option(4000, "Steps of training.", lo=1)
+    batch_tokens: int = option(8192, "Tokens of a batch, with padding.", lo=64)
+    lr: float = option(1e-3, "Highest learning rate.", lo=0)
+    seed: int = _seed("Seed of prompts, weights and order.")
+    minutes: float | None = option(
+        None, "End training after so long, its schedule fitted to that.", lo=0.01, apart=True
+    )
+    text_minutes: float | None = option(None, "End writing text after so long.", lo=0.01, apart=True)
+    python: str = option(
+        "",
+        "Python executable with vLLM: it writes the text, instead of transformers.",
+        metavar="FILE",
+        apart=True,
+    )
+
+
+@dataclass(frozen=True)
+class HeadTryPlan(Options):
+    """`assay heads try`: `targets` and `heads` are names of `assay.lab.heads.experiment`."""
+
+    VERB, AREA = "heads try", "speculation"
+
+    model: str
+    head: Path = option(help="Folder of the head.", apart=True)
+    out: Path = option(help="JSON file that keeps every row as it is measured.", apart=True)
+    _: KW_ONLY
+    targets: tuple[str, ...] = option(
+        (), "Target, such as int4-g128+kv-fp8; may be given again (default: all).", flag="target"
+    )
+    heads: tuple[str, ...] = option(
+        (), "State of the head; may be given again (default: all).", flag="head-state"
+    )
+    dead_beside: tuple[str, ...] = option(("bf16", "int4-g128"), listed=False)
+    temperatures: tuple[float, ...] = option((0.0, 0.7), "Temperatures of the target.", form="sizes")
+    text: tuple[str, ...] = _text()
+    prompts: int = option(6000, "Prompts of the training, of which those held out are taken.", lo=32)
+    texts: int = option(240, "Held-out prompts.", lo=4)
+    tokens: int = option(192, "Most tokens of an answer.", lo=16)
+    depth: int = option(4, "Drafts a step.", lo=1, hi=8)
+    batch_tokens: int = option(16384, "Tokens of a batch, with padding.", lo=64)
+    seed: int = _seed("Seed of the prompts.")

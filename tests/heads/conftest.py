@@ -1,0 +1,29 @@
+"""A tiny target, and a head trained on it: both made once a session, in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tiny_target import TRAIN, make_target
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny target."""
+    return make_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="session")
+def trained(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, report) of a head trained on it."""
+    from assay.lab.heads.train import run_train
+    from assay.lab.options import HeadTrainPlan
+
+    out = tmp_path_factory.mktemp("head")
+    return out, run_train(HeadTrainPlan.of({"model": str(target), "out": out, **TRAIN}))

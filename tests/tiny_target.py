@@ -1,0 +1,42 @@
+"""A tiny target that needs no download: a small Llama with a byte tokenizer, whose text a head can learn in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+TRAIN: dict[str, Any] = {
+    "prompts": 96, "tokens": 40, "steps": 60, "batch_tokens": 1024, "draft_vocab": 300, "intermediate": 96, "depth": 3,
+    "lr": 3e-3,
+}  # fmt: skip
+
+
+def make_target(folder: Path, *, hidden: int = 64, layers: int = 8, words: str = "") -> Path:
+    """A small Llama with a byte tokenizer; `words` makes another tokenizer of the same size."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {c: i for i, c in enumerate(alphabet)} | {f"<{words}{i}>": 256 + i for i in range(64)}
+    raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=f"<{words}63>").save_pretrained(
+        folder
+    )
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, eos_token_id=319, bos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    with (
+        torch.no_grad()
+    ):  # what follows a token is mostly its neighbour: a rule that a head can learn in seconds
+        model.model.embed_tokens.weight.normal_(0, 0.3)
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
+        model.lm_head.weight[319] = 0
+    model.save_pretrained(folder)
+    return folder
