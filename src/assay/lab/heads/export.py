@@ -42,15 +42,18 @@ def write_head(
         "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "num_hidden_layers": 1,
         "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim,
         "vocab_size": c.vocab_size, "draft_vocab_size": c.draft_vocab_size, "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta, "max_position_embeddings": c.max_position_embeddings, "hidden_act": "silu",
+        "rope_theta": c.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}, "max_position_embeddings": c.max_position_embeddings, "hidden_act": "silu",
         "attention_bias": False, "tie_word_embeddings": False, "target_hidden_size": c.hidden_size,
         "num_target_layers": c.target_layers,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(c.aux_layers), "use_aux_hidden_state": True},
     }  # fmt: skip
     tensors = {n: p.detach().to("cpu", dtype).contiguous() for n, p in head.named_parameters()}
-    known = torch.zeros(c.vocab_size, dtype=torch.bool)
-    known[head.draft_ids.cpu()] = True
-    body = save(tensors | {"d2t": head.d2t.cpu().contiguous(), "t2d": known}, metadata={"format": "pt"})
+    if c.draft_vocab_size < c.vocab_size:  # vLLM 0.32 knows no map where there is nothing to map
+        known = torch.zeros(c.vocab_size, dtype=torch.bool)
+        known[head.draft_ids.cpu()] = True
+        tensors |= {"d2t": head.d2t.cpu().contiguous(), "t2d": known}
+    body = save(tensors, metadata={"format": "pt"})
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
@@ -89,7 +92,7 @@ def read_head(folder: Path, target: Path | None = None) -> Head:
     try:
         head = Head(
             HeadConfig(**fields, aux_layers=aux, target_layers=config["num_target_layers"]),
-            tensors.pop("d2t") + torch.arange(config["draft_vocab_size"]),
+            tensors.pop("d2t", torch.tensor(0)) + torch.arange(config["draft_vocab_size"]),
         )
         tensors.pop("t2d", None)
         missing, extra = head.load_state_dict({n: t.float() for n, t in tensors.items()}, strict=False)

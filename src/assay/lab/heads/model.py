@@ -58,7 +58,7 @@ class HeadConfig:
         if len(set(aux)) < 3 or aux[2] < 1:
             raise UsageError(
                 f"a target of {layers} layers has no three different auxiliary layers (2, L/2, L − 3)",
-                remedy="take a target of at least 6 layers other than 7",
+                remedy="take a target of at least 7 layers",
                 finding_id="speculation.head_layout",
             )
         rope = getattr(c, "rope_parameters", None) or {}
