@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.cli.progress import show
-from assay.demo.models import build_smollm2
+from assay.demo.models import build_qwen05, build_qwen15, build_smollm2
 from assay.demo.servers import vllm_python
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
@@ -29,6 +29,7 @@ from comparison_table import comparison_table, sizes
 from llama_perplexity_agreement import quantise
 
 RESULTS = Path(__file__).parent / "results"
+MODELS = {"smollm2": build_smollm2, "qwen05": build_qwen05, "qwen15": build_qwen15}
 TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")
 KEPT = ("grade", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows", "engine")
 FAILED = (
@@ -44,6 +45,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path)
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--python", help="a Python that has vLLM; demo's own by default")
@@ -102,15 +104,13 @@ def together(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, A
 def vllm_plans(arguments: argparse.Namespace) -> list[Plan]:
     """vLLM's own caches."""
     python = arguments.python or vllm_python()
-    engine = (
-        f"vllm:{build_smollm2()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
-    )
+    engine = f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
     return [caches_plan(arguments, engine, arguments.caches.split(","))]
 
 
 def hf_plans(arguments: argparse.Namespace) -> list[Plan]:
     """Caches that hold 8-bit floats in transformers, where nothing else differs; in each number format of the model."""
-    engines = [f"hf:{build_smollm2()}?dtype={dtype}" for dtype in arguments.dtypes.split(",")]
+    engines = [f"hf:{MODELS[arguments.model]()}?dtype={dtype}" for dtype in arguments.dtypes.split(",")]
     return [caches_plan(arguments, engine, ("fp8_e4m3", "fp8_e5m2")) for engine in engines]
 
 
@@ -163,6 +163,7 @@ def name_of(row: dict[str, Any]) -> str:
         return str(engine["model"])
     more = engine.get("args") or {}
     every = ", every layer" if more.get("kv_cache_dtype_skip_layers") == [] else ""
+    every += ", calculate_kv_scales" * bool(more.get("calculate_kv_scales"))
     return f"KV cache {engine['kv_cache_dtype']}{every}, {engine['kv_bytes_per_token']:,} bytes a token"
 
 

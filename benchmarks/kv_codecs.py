@@ -28,6 +28,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import kv_texts
 from assay.cli.progress import show
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
@@ -66,6 +68,9 @@ AROUND = [f"prerope+sinks(n=4)+mean+hadamard(bits={b})" for b in (6, 5, 4, 3, 2.
 def main() -> None:
     arguments = _parser().parse_args()
     arguments.ends = time.monotonic() + 60 * arguments.minutes
+    if arguments.memory and arguments.device != "cpu":
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.memory * 2**30 / whole)
     spec = f"hf:{MODELS[arguments.model]()}?device={arguments.device}&dtype={arguments.dtype}"
     table = cache_dir("kv-calibration") / f"{arguments.model}-{arguments.calibration_name}.safetensors"
     if not table.exists():
@@ -282,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")
     add("--jobs", type=int, default=1, help="processes that fit codecs")
+    add("--memory", type=float, default=0, help="GiB of a shared GPU that may be taken")
     add("--out", type=Path)
     return parser
 
@@ -331,8 +337,6 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    import torch
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return describe() | {"gpu": gpu}
 

@@ -1,7 +1,10 @@
-"""A published KV recipe and its decomposition on two engines, point by point: SmolLM2-135M.
+"""A published KV recipe and its decomposition on two engines, point by point: SmolLM2-135M or Qwen2.5-Coder-1.5B.
 
     python benchmarks/reproduction.py --engine hf   --text WIKI_TEST --calibrate WIKI_VALID [--device cuda] [--minutes 5]
     python benchmarks/reproduction.py --engine vllm --text WIKI_TEST --calibrate WIKI_VALID [--options "kv_cache_gib=6"]
+    python benchmarks/reproduction.py --model qwen15 --engine hf --stages cells --length 2113 … [--attention eager]
+
+The 1.5B has the study's own KV shape: 28 layers, 2 KV heads of 128. `cells` are the published cells that `core` leaves out.
 
 The recipe in one configuration: keys before RoPE, Q-preconditioned, random sketch of half of head_dim, 3 bits, values
 beyond 2 deviations apart; values with 2 bits and one shared basis; six layers exact. Published it ran with a share of
@@ -18,12 +21,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
-from assay.demo.models import build_smollm2
+from assay.demo.models import build_qwen15, build_smollm2
 from assay.engines.scoring import ScoringEngine, Window
 from assay.engines.specs import open_scorer
 from assay.environment import describe
@@ -32,23 +36,42 @@ from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import WindowObservation, engaged, observe
 from assay.lab.gap.phases import noise_codec
+from assay.lab.kv import calibration
 from assay.lab.kv.accounting import measured_bytes
 from assay.lab.kv.cache_hook import Mode, hook_spec
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration, write_calibration
-from assay.lab.kv.lab import Trials
+from assay.lab.kv.lab import Lab
 from assay.runs import cache_dir
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS = 30
-EXACT = (0, 1, 7, 15, 28, 29)
-"""Layers kept exact: the first and last two, and two between, where the published recipe had them."""
-FURTHER = {10: (2, 3, 26, 27), 14: (4, 5, 24, 25)}
-"""Which layers become exact beside them when the boundary is extended to so many."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model with its layers: those kept exact (the first and last two, and two between, where the published recipe had
+    them), and which become exact beside them when the boundary is extended to so many."""
+
+    build: Callable[[], Path]
+    layers: int
+    exact: tuple[int, ...]
+    further: dict[int, tuple[int, ...]]
+
+    @property
+    def coded(self) -> list[int]:
+        """The layers that the recipe codes."""
+        return [layer for layer in range(self.layers) if layer not in self.exact]
+
+
+MODELS = {
+    "smollm2": Subject(build_smollm2, 30, (0, 1, 7, 15, 28, 29), {10: (2, 3, 26, 27), 14: (4, 5, 24, 25)}),
+    "qwen15": Subject(build_qwen15, 28, (0, 1, 7, 14, 26, 27), {10: (2, 3, 24, 25), 14: (4, 5, 22, 23)}),
+}
 TAIL = 64
 SIGMAS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 RATIOS = (1.0, 0.95)
@@ -56,25 +79,41 @@ RATIOS = (1.0, 0.95)
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration. `size`: count the bytes of one window's streams. `plain`: the queries' moment not averaged over RoPE."""
+    """One configuration; `skip` None: the recipe's exact layers. `size`: count the bytes of one window's streams.
+
+    `table`: "" is the engine's own, "plain" the same with the queries' moment not averaged over RoPE, "other" that of the other
+    engine. `special` gives some layers another SPEC.
+    """
 
     name: str
     codec: str
     mode: str = "inforward"
     streams: str = "kv"
-    skip: tuple[int, ...] = EXACT
+    skip: tuple[int, ...] | None = None
     layers: tuple[int, ...] | None = None
     size: bool = False
-    plain: bool = False
+    table: str = ""
+    special: tuple[tuple[int, str], ...] = ()
 
 
-def recipe(ratio: float, *, q: bool = True, lost: bool = False) -> str:
-    """The recipe; `lost`: residuals of keys come back without their norm, as the published decoder gave them without `q`."""
-    around = "prerope+" + ("qprecond+" if q else "")
+def recipe(
+    ratio: float,
+    *,
+    q: bool = True,
+    lost: bool = False,
+    bits: tuple[int, int] = (3, 2),
+    far: str = "",
+    outer: str = "",
+) -> str:
+    """The recipe; `lost`: residuals of keys come back without their norm, as the published decoder gave them without `q`.
+
+    `bits` of keys and values; `far`: options more of values; `outer`: a wrapper around both.
+    """
+    around = f"{outer}prerope+" + ("qprecond+" if q else "")
     norm = ",published_norm=true" if lost else ""
     return (
-        f"k:{around}kakeya(bits=3,pca=random,outlier=2,variance={ratio}{norm});"
-        f"v:kakeya(bits=2,pca=random,basis=shared,variance={ratio})"
+        f"k:{around}kakeya(bits={bits[0]},pca=random,outlier=2,variance={ratio}{norm});"
+        f"v:{outer}kakeya(bits={bits[1]},pca=random,basis=shared,variance={ratio}{far})"
     )
 
 
@@ -99,34 +138,65 @@ def noise() -> Iterator[Row]:
     yield from (Row(f"noise {sigma:g}", noise_codec(recipe(1.0), sigma, 0)) for sigma in SIGMAS)
 
 
-def layers(ratio: float) -> Iterator[Row]:
+def layers(subject: Subject, ratio: float) -> Iterator[Row]:
     """Every coded layer alone."""
-    for layer in range(LAYERS):
-        if layer not in EXACT:
-            yield Row(f"layer {layer:02d} vr={ratio}", recipe(ratio), layers=(layer,), skip=())
+    for layer in subject.coded:
+        yield Row(f"layer {layer:02d} vr={ratio}", recipe(ratio), layers=(layer,), skip=())
 
 
-def boundary(ratio: float) -> Iterator[Row]:
+def boundary(subject: Subject, ratio: float) -> Iterator[Row]:
     """More layers exact at the ends."""
-    exact = EXACT
-    for count, more in FURTHER.items():
+    exact = subject.exact
+    for count, more in subject.further.items():
         exact = (*exact, *more)
         yield Row(f"exact {count} vr={ratio}", recipe(ratio), skip=tuple(sorted(exact)), size=True)
 
 
-def hottest(ratio: float, rows: dict[str, Any], kind: str) -> Iterator[Row]:
+def hottest(subject: Subject, ratio: float, rows: dict[str, Any], kind: str) -> Iterator[Row]:
     """As many more exact, but those that hurt most alone; nothing before the layers have been measured."""
     alone = {
         int(name.split()[2]): sum(row["all"]["kl"])
         for name, row in rows.items()
         if name.startswith(f"{kind} layer ") and name.endswith(f"vr={ratio}") and "all" in row
     }
-    if len(alone) < LAYERS - len(EXACT):
+    if not set(subject.coded) <= set(alone):
         return
-    worst = sorted(alone, key=lambda layer: -alone[layer])
-    for count in FURTHER:
-        exact = tuple(sorted((*EXACT, *worst[: count - len(EXACT)])))
+    worst = sorted(subject.coded, key=lambda layer: -alone[layer])
+    for count in subject.further:
+        exact = tuple(sorted((*subject.exact, *worst[: count - len(subject.exact)])))
         yield Row(f"exact {count} hottest vr={ratio}", recipe(ratio), skip=exact, size=True)
+
+
+def cells(subject: Subject, ratio: float = 0.95) -> Iterator[Row]:
+    """Published cells beside `core`, most telling first: tables, bits, placement, layers, and error that adds up.
+
+    Tables whose moment is averaged over RoPE's rotations are those of queries after RoPE; the study's are not averaged.
+    """
+    yield Row(f"plain vr={ratio}", recipe(ratio), table="plain")
+    yield Row(f"decode plain vr={1.0}", recipe(1.0), mode="decode", table="plain")
+    yield Row(f"prefix only vr={ratio}", recipe(ratio, outer=f"recent(n={TAIL})+"))
+    yield Row(f"K4 vr={ratio}", recipe(ratio, bits=(4, 2)), size=True)
+    yield Row(f"K4V4 vr={ratio}", recipe(ratio, bits=(4, 4)), size=True)
+    yield Row("K4V4 vr=1.0", recipe(1.0, bits=(4, 4)), size=True)
+    yield Row(f"V outliers vr={ratio}", recipe(ratio, far=",outlier=2"), size=True)
+    # Nested: of the coded layers spread over the depth, as many as stand here.
+    for count in (1, 2, 4, 8, 16, len(subject.coded)):
+        yield Row(f"nested {count:02d} vr={ratio}", recipe(ratio), layers=nested(subject, count), skip=())
+    four = recipe(ratio, bits=(4, 4))
+    special = tuple((layer, four) for layer in subject.exact)
+    yield Row(f"exact at 4 bits vr={ratio}", recipe(ratio), skip=(), special=special, size=True)
+    yield Row(f"tables of the other vr={ratio}", recipe(ratio), table="other")
+    for layer in subject.exact:
+        yield Row(f"alone {layer:02d} vr={ratio}", recipe(ratio), layers=(layer,), skip=())
+
+
+def nested(subject: Subject, count: int) -> tuple[int, ...]:
+    """The first `count` of the coded layers in an order that halves the gaps: those of a smaller number are among them."""
+    coded, order = subject.coded, [len(subject.coded) // 2]
+    while len(order) < len(coded):
+        left = (i for i in range(len(coded)) if i not in order)
+        order.append(max(left, key=lambda i: (min(abs(i - j) for j in order), -i)))
+    return tuple(sorted(coded[i] for i in order[:count]))
 
 
 def preconditioning() -> Iterator[Row]:
@@ -155,7 +225,7 @@ def twice(q: bool, full: bool, sinks: int | str, mode: str, streams: str, plain:
         f"rank={'full' if full else 'half'} sinks={sinks}"
     )
     codec = f"k:prerope+{k}{'qprecond+' if q else ''}{kind};v:{v}{kind}"
-    return Row(name, codec, mode, streams, skip=(), plain=plain, size=mode == "inforward")
+    return Row(name, codec, mode, streams, skip=(), table="plain" if plain else "", size=mode == "inforward")
 
 
 def first_tokens() -> Iterator[Row]:
@@ -166,22 +236,23 @@ def first_tokens() -> Iterator[Row]:
     yield from (twice(True, False, 0, "inforward", streams, plain=True) for streams in ("k", "kv"))
 
 
-def read_alone() -> Iterator[Row]:
+def read_alone(subject: Subject) -> Iterator[Row]:
     """Keys of each layer alone with 2 bits, with and without Q-preconditioning: where it helps and where it hurts."""
-    for layer in range(LAYERS):
+    for layer in range(subject.layers):
         for q in (False, True):
             codec = f"k:prerope+{'qprecond+' if q else ''}kakeya(bits=2,pca=random)"
             yield Row(f"keys {layer:02d} q={'on' if q else 'off'}", codec, layers=(layer,), skip=())
 
 
-STAGES = {
-    "core": core,
-    "noise": noise,
-    "layers": lambda: layers(0.95),
-    "boundary": lambda: (row for ratio in (0.95, 1.0) for row in boundary(ratio)),
-    "precond": preconditioning,
-    "first": first_tokens,
-    "layers1": lambda: layers(1.0),
+STAGES: dict[str, Callable[[Subject], Iterator[Row]]] = {
+    "core": lambda _: core(),
+    "cells": cells,
+    "noise": lambda _: noise(),
+    "layers": lambda subject: layers(subject, 0.95),
+    "boundary": lambda subject: (row for ratio in (0.95, 1.0) for row in boundary(subject, ratio)),
+    "precond": lambda _: preconditioning(),
+    "first": lambda _: first_tokens(),
+    "layers1": lambda subject: layers(subject, 1.0),
     "keys": read_alone,
 }
 DEFAULT = {
@@ -198,7 +269,7 @@ class Runner:
         self.engine = engine
         self.windows = windows
         self.began = time.monotonic()
-        self.trials: dict[str, Trials] = {}
+        self.labs: dict[str, Lab] = {}
         self.document: dict[str, Any] = (
             json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"rows": {}}
         )
@@ -206,9 +277,11 @@ class Runner:
     def run(self, rows: Iterator[Row]) -> bool:
         """Measure what is not there yet; False when the time is up."""
         for row in rows:
-            row = replace(row, codec=row.codec.replace("kakeya(", f"kakeya(block={self.given.block},"))
-            key = f"{self.given.engine} {row.name}"
-            if "tail" in self.document["rows"].get(key, {}):
+            row = self.placed(row)
+            key = f"{self.given.name} {row.name}"
+            if "tail" in self.document["rows"].get(key, {}) or (
+                row.table == "other" and not self.table(row).exists()
+            ):
                 continue
             if time.monotonic() - self.began > 60 * self.given.minutes:
                 print("out of time before", key, flush=True)
@@ -221,6 +294,22 @@ class Runner:
             self.keep(key, {**asdict(row), **found, "seconds": round(time.monotonic() - started, 1)})
         return True
 
+    def placed(self, row: Row) -> Row:
+        """With the recipe's exact layers, and the size of its blocks."""
+
+        def blocks(codec: str) -> str:
+            return codec.replace("kakeya(", f"kakeya(block={self.given.block},")
+
+        skip = self.given.subject.exact if row.skip is None else row.skip
+        special = tuple((layer, blocks(codec)) for layer, codec in row.special)
+        return replace(row, codec=blocks(row.codec), skip=skip, special=special)
+
+    def table(self, row: Row) -> Path:
+        """The calibration that a row takes."""
+        if row.table == "other":
+            return table_of(self.given.model, {"hf": "vllm", "vllm": "hf"}[self.given.engine])
+        return plain_of(self.given.table) if row.table else self.given.table
+
     def keep(self, key: str, found: dict[str, Any]) -> None:
         """Write a row, and say what it came to."""
         self.document["rows"][key] = found
@@ -232,34 +321,38 @@ class Runner:
         )
         print(f"{key}: {said} ({found['seconds']} s)", flush=True)
 
-    def of_mode(self, mode: str) -> Trials:
-        """The windows with their exact cache; *decode* scores what comes after the 1,024 tokens."""
-        if mode not in self.trials:
+    def of_mode(self, mode: str) -> Lab:
+        """The windows with their exact cache; *decode* scores what comes after the 1,024 (or 2,048) tokens."""
+        if mode not in self.labs:
             from_tail = len(self.windows[0].tokens) - self.given.tail if mode == Mode.DECODE else None
-            trials = Trials(self.engine, self.windows, Mode(mode), self.given.batch, scored_from=from_tail)
-            # The exact cache by prefill is one and the same for both modes that use it.
-            other = self.trials.get(Mode.SNAPSHOT if mode == Mode.INFORWARD else Mode.INFORWARD)
-            self.trials[mode] = trials if mode == Mode.DECODE or other is None else other
-        return self.trials[mode]
+            self.labs[mode] = Lab(
+                self.engine,
+                self.given.spec,
+                self.windows,
+                Mode(mode),
+                self.given.batch,
+                scored_from=from_tail,
+            )
+        return self.labs[mode]
 
     def score(self, row: Row) -> dict[str, Any]:
         """Sums by window, and bytes where the row asks for them; AssayError where the codec took no part."""
-        trials = self.of_mode(row.mode)
-        trials.score_reference()
-        table = self.given.table.with_suffix(".plain.safetensors") if row.plain else self.given.table
+        lab = self.of_mode(row.mode)
+        lab.score_reference()
         hook = hook_spec(
             self.given.engine,
             codec=row.codec,
             mode=row.mode,
-            length=trials.length,
-            calibration=str(table),
+            length=lab.length,
+            calibration=str(self.table(row)),
             streams=row.streams,
             skip_layers=row.skip,
             layers=row.layers,
+            layer_codecs=dict(row.special),
             measure_windows=int(row.size),
         )
-        job = replace(trials.job, hook=hook)
-        seen = observe(trials, self.engine, trials.windows, job)
+        job = replace(lab.job, hook=hook)
+        seen = observe(lab.reference, self.engine, lab.windows, job)
         took = self.engine.engagement()
         if row.name != "identity":
             engaged(seen, took, path=job.path, hooked=True, same=False, label=row.name)
@@ -267,24 +360,36 @@ class Runner:
         if row.mode != Mode.DECODE:
             found["all"] = sums(seen, 0)
         if row.size:
-            found["ratio"] = measured_bytes(took, trials.length - 1).ratio
+            found["ratio"] = measured_bytes(took, lab.length - 1).ratio
         return found
 
     def engines(self, rows: list[Any]) -> None:
         """Both engines with the exact cache: vLLM against the kept rows of transformers."""
-        key = "vllm engine"
+        key = f"{self.given.name} engine"
         if key in self.document["rows"] or not rows:
             return
         started = time.monotonic()
-        trials = self.of_mode("inforward")
+        lab = self.of_mode("inforward")
 
         class Kept:
             def rows(self, windows: Sequence[Window]) -> Iterator[Any]:
                 return iter(rows)
 
-        seen = observe(Kept(), self.engine, trials.windows, trials.job)
-        found = {"tail": sums(seen, self.given.tail), "all": sums(seen, 0)}
+        seen = observe(Kept(), self.engine, lab.windows, lab.job)
+        some = list(lab.windows[:32])
+        own = self.engine.score_windows(some, lab.job)
+        near = [top20(a, b, self.given.tail) for a, b in zip(rows, own, strict=False)]
+        found = {"tail": sums(seen, self.given.tail), "all": sums(seen, 0), "symmetric_top20": near}
         self.keep(key, {**found, "seconds": round(time.monotonic() - started, 1)})
+
+
+def top20(reference: Any, candidate: Any, tail: int) -> float:
+    """Mean symmetric KL of the last `tail` rows over the reference's 20 likeliest ids, both sides normalised on them."""
+    count = len(reference.window.tokens) - reference.first
+    p, q = (rows.logits(count - tail, count) for rows in (reference, candidate))
+    ids = p.topk(20).indices
+    p, q = p.gather(1, ids).log_softmax(-1), q.to(p.device).gather(1, ids).log_softmax(-1)
+    return float(((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2)
 
 
 def sums(seen: Sequence[WindowObservation], tail: int) -> dict[str, list[float]]:
@@ -303,9 +408,20 @@ def sums(seen: Sequence[WindowObservation], tail: int) -> dict[str, list[float]]
     return found
 
 
+def table_of(model: str, engine: str) -> Path:
+    """Where the calibration of a model by an engine lies."""
+    return cache_dir("kv-calibration") / f"reproduction-{model}-{engine}.safetensors"
+
+
+def plain_of(table: Path) -> Path:
+    """Where the same lies with moments of queries as the published tool took them: before RoPE, not averaged."""
+    return table.with_suffix(".plain.safetensors")
+
+
 def calibrated(given: argparse.Namespace, model: str) -> None:
     """The calibration, and a second file whose moments of queries are as the published tool took them."""
-    if not given.table.exists():
+    plain = plain_of(given.table)
+    if not (given.table.exists() and plain.exists()):
         plan = CalibrationPlan(
             model,
             given.table,
@@ -314,11 +430,18 @@ def calibrated(given: argparse.Namespace, model: str) -> None:
             length=given.calibration_length,
             tokens=4096,
         )
-        run_calibrate(plan)
-    plain = given.table.with_suffix(".plain.safetensors")
-    if not plain.exists():
+        moments: dict[int, torch.Tensor] = {}
+        own = calibration.averaged
+
+        def averaged(sigma: torch.Tensor, rotary: Any, layer: int, length: int) -> torch.Tensor:
+            moments[layer] = sigma
+            return own(sigma, rotary, layer, length)
+
+        with mock.patch.object(calibration, "averaged", averaged):
+            run_calibrate(plan)
         known = read_calibration(given.table)
         kept = {k: t for k, t in known.tensors.items() if not k.endswith("_sigma_rope")}
+        kept |= {f"layer_{layer}_sigma": sigma for layer, sigma in moments.items()}
         write_calibration(plain, Calibration(kept, known.provenance))
 
 
@@ -327,6 +450,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engine", choices=("hf", "vllm"), required=True)
+    parser.add_argument("--model", choices=MODELS, default="smollm2")
+    parser.add_argument("--name", help="of the rows, in place of the engine's, where options set it apart")
     parser.add_argument("--text", required=True)
     parser.add_argument(
         "--calibrate", required=True, help="other text, for moments of queries and the shared basis"
@@ -340,19 +465,20 @@ def main() -> None:
     parser.add_argument("--block", type=int, default=512, help="tokens of a block of the recipe")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--options", default="", help="options of vLLM's engine, joined by &")
+    parser.add_argument("--options", default="", help="options of the engine, joined by &")
     parser.add_argument("--calibration-length", type=int, default=512)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further row after so long")
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
     given = parser.parse_args()
-    given.table = cache_dir("kv-calibration") / "reproduction.safetensors"
-    model = str(build_smollm2())
+    given.subject, given.name = MODELS[given.model], given.name or given.engine
+    given.table = table_of(given.model, given.engine)
+    model, more = given.subject.build(), given.options and f"&{given.options}"
     of_hf = f"hf:{model}?device={given.device}"
-    of_vllm = f"vllm:{model}?max_model_len={max(given.length, 512)}" + (
-        f"&{given.options}" if given.options else ""
+    spec = (
+        of_hf + more if given.engine == "hf" else f"vllm:{model}?max_model_len={max(given.length, 512)}{more}"
     )
-    calibrated(given, of_hf)
-    spec = of_hf if given.engine == "hf" else of_vllm
+    given.spec = spec
+    calibrated(given, spec)
     plan = Plan(spec, (spec,), text=(given.text,), windows=given.windows, length=given.length)
     exact = clean(of_hf, plan, given) if given.engine == "vllm" else []
     engine = open_scorer(spec)
@@ -361,19 +487,19 @@ def main() -> None:
         read_calibration(given.table).check_text(text, [w.sha256 for w in windows])
         runner = Runner(given, engine, windows)
         runner.document["facts"] = runner.document.get("facts", {}) | {
-            given.engine: engine.describe(),
+            given.name: engine.describe(),
             "text": text,
             "windows": len(windows),
             "length": given.length,
             "tail": given.tail,
-            f"machine {given.engine}": describe() | {"gpu": gpu()},
+            f"machine {given.name}": describe() | {"gpu": gpu()},
         }
         runner.engines(exact)
         for stage in (given.stages or DEFAULT[given.engine]).split(","):
             rows = (
-                hottest(0.95, runner.document["rows"], given.engine)
+                hottest(given.subject, 0.95, runner.document["rows"], given.name)
                 if stage == "hottest"
-                else STAGES[stage]()
+                else STAGES[stage](given.subject)
             )
             if not runner.run(rows):
                 break
@@ -386,7 +512,9 @@ def clean(spec: str, plan: Plan, given: argparse.Namespace) -> list[Any]:
     engine = open_scorer(spec)
     try:
         windows, _ = plan_windows(plan, engine.tokenizer)
-        return list(engine.score_windows(windows, Trials(engine, windows, Mode.INFORWARD, given.batch).job))
+        return list(
+            engine.score_windows(windows, Lab(engine, spec, windows, Mode.INFORWARD, given.batch).job)
+        )
     finally:
         engine.close()
 

@@ -1,0 +1,87 @@
+"""Where the gap between two engines comes from, without any codec: llama.cpp, or an 8-bit KV cache of vLLM, against transformers.
+
+    python benchmarks/gap_engines.py --against gguf --model qwen05            # one GGUF file, and the checkpoint made of it
+    python benchmarks/gap_engines.py --against fp8 --model qwen15 --device cuda --windows 32 --length 1024 --text WIKI_TEST
+    python benchmarks/gap_engines.py --against fp8 --same-cache …             # both sides keep 8-bit floats
+
+`gguf`: both sides hold the same weights but for their rounding to bf16; transformers computes in float32, llama.cpp multiplies
+its 4-bit blocks with activations of 8 bits. `fp8`: transformers with its cache in bf16 (or in e4m3, `--same-cache`) against vLLM
+with `kv_cache_dtype=fp8`, token by token. Writes the report as JSON and its tables as Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from assay.cli.progress import show
+from assay.demo import models
+from assay.lab.gap.gap import run_gap
+from assay.lab.gap.plan import GapPlan
+from assay.report import markdown
+from gap_smollm2 import without_python
+
+MODELS = {"qwen05": models.QWEN05, "qwen15": models.QWEN15, "smollm2": models.SMOLLM2}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", choices=("gguf", "fp8"), required=True)
+    parser.add_argument("--same-cache", action="store_true", help="fp8 on both sides")
+    parser.add_argument("--model", choices=MODELS, default="qwen05")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--fresh", type=int, default=0)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--engine", default="", help="more options of vLLM, as in vllm:MODEL?option=value&…")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    name = given.against + "_both" * given.same_cache
+    out = given.out or Path(__file__).parent / "results" / f"gap_{name}_{given.model}.json"
+    model = MODELS[given.model]
+    folder = models.build(model)
+    began = time.perf_counter()
+    reference, candidate = sides(given, str(folder))
+    plan = GapPlan(
+        reference,
+        candidate,
+        text=(str(given.text),) if given.text else (),
+        windows=given.windows,
+        fresh=given.fresh,
+        length=given.length,
+        phases=(1,),
+        batch=given.batch,
+        mode="decode",
+        base_mode="decode",
+    )
+    report = run_gap(plan, show)
+    body = report.to_json()
+    body["seconds"] = round(time.perf_counter() - began, 1)
+    names = [without_python(side.replace(str(folder), model.title)) for side in (reference, candidate)]
+    body["subject"] = {"model": model.title, "reference": names[0], "candidate": names[1].rpartition("/")[2]}
+    out.write_text(without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8")
+    text = without_python(markdown.render(report).replace(str(folder), model.title))
+    out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def sides(given: argparse.Namespace, folder: str) -> tuple[str, str]:
+    """Both engines as they are written."""
+    if given.against == "gguf":
+        return f"hf:{folder}?dtype=float32", f"gguf:{models.gguf_of(MODELS[given.model])}"
+    kept = "&kv_cache_dtype=fp8_e4m3" * given.same_cache
+    options = "".join(f"&{o}" for o in ("kv_cache_dtype=fp8", given.engine) if o)
+    return (
+        f"hf:{folder}?device={given.device}&dtype=bfloat16{kept}",
+        f"vllm:{folder}?max_model_len={max(given.length, 512)}{options}",
+    )
+
+
+if __name__ == "__main__":
+    main()
