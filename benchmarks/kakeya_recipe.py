@@ -22,10 +22,10 @@ from typing import Any
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.lab.kv.attribute import figures, measure
+from assay.lab.kv.attribute import figures
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.lab.kv.lab import Session, session
+from assay.lab.kv.lab import Lab, open_lab
 from assay.lab.kv.reconstruction import Traffic, coded, output_error, relative_mse, score_error, watch
 from assay.lab.kv.spec import parse_recipe
 from assay.runs import cache_dir
@@ -102,10 +102,17 @@ def main() -> None:
 
     length = arguments.kl_length if arguments.kl else 513
     count = arguments.kl_windows if arguments.kl else WINDOWS
-    with session(model, (arguments.text,), windows=count, length=length, calibration=str(table)) as opened:
+    with open_lab(
+        model,
+        (arguments.text,),
+        windows=count,
+        length=length,
+        mode=Mode.INFORWARD.value,
+        batch=arguments.batch,
+        calibration=str(table),
+    ) as lab:
         if arguments.kl:
             document |= {"kl_windows": count, "kl_length": length, "kl_machine": document["machine"]}
-            lab = opened.lab(opened.windows, Mode.INFORWARD, arguments.batch)
             block = min(512, length - 1)
             for variance, bits, norm in itertools.product((1.0, 0.95), BITS, NORMS):
                 for q in (False, True):
@@ -116,29 +123,27 @@ def main() -> None:
                     row(
                         "kl",
                         f"{norm} q={q} variance={variance} bits={bits}",
-                        lambda t=texts: kl(opened, lab, t),
+                        lambda t=texts: kl(lab, t),
                     )
         else:
-            traffic = watch(
-                opened.scorer, opened.windows, opened.bench.shape, queries=64, batch=4, progress=show
-            )
+            traffic = watch(lab.engine, lab.windows, lab.bench.shape, queries=64, batch=4, progress=show)
             for cell in cells():
                 stream, bits, norm, q, variance, sinks = cell
                 name = f"{stream} {norm} q={q} variance={variance} bits={bits}"
                 name += f" sinks={sinks}" if sinks else ""
-                row("errors", name, lambda c=cell: errors(opened, traffic, c))
+                row("errors", name, lambda c=cell: errors(lab, traffic, c))
     markdown(document, arguments.out.with_suffix(".md"))
 
 
-def kl(opened: Session, lab: Any, texts: dict[str, str]) -> dict[str, Any]:
+def kl(lab: Lab, texts: dict[str, str]) -> dict[str, Any]:
     """KL of the model with both streams coded."""
     recipes = {s: parse_recipe(t) for s, t in texts.items()}
-    coders = opened.bench.fit_all(lambda _, stream: recipes[stream])
-    found = figures(measure(lab, coders.by_stream, show, texts["k"]))
+    coders = lab.bench.fit_all(lambda _, stream: recipes[stream])
+    found = figures(lab.measure(";".join(f"{s}:{t}" for s, t in texts.items()), coders=lambda: coders))
     return {"kld": found["kld"], "dnll": found["dnll"], "ratio": found["ratio"], "tokens": found["tokens"]}
 
 
-def errors(opened: Session, traffic: Traffic, cell: Cell) -> dict[str, Any]:
+def errors(lab: Lab, traffic: Traffic, cell: Cell) -> dict[str, Any]:
     """Mean over layers of the relative error and of what attention makes of it, with intervals by window.
 
     For keys also the attention on the first token, with exact keys and with these.
@@ -150,7 +155,7 @@ def errors(opened: Session, traffic: Traffic, cell: Cell) -> dict[str, Any]:
     first: list[list[float]] = []
     size = 0.0
     for layer in LAYERS:
-        fitted = opened.bench.fit(recipe, layer, stream)
+        fitted = lab.bench.fit(recipe, layer, stream)
         x = (traffic.keys if stream == "k" else traffic.values)[layer].float()
         back = coded(fitted, x)
         size += 8 * len(fitted.encode(x[0])) / x[0].numel() / len(LAYERS)
