@@ -268,7 +268,7 @@ def main() -> None:
     rest = [word for word in rest if word != "--crowd"]
     if not crowd:
         os.execv(server[0], [*server, *rest, "--port", port])
-    from assay.demo.servers import free_port
+    from assay.serving.launch import free_port
 
     inner = free_port()
     child = subprocess.Popen([*server, *rest, "--port", str(inner)])

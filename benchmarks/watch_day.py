@@ -29,12 +29,13 @@ from statistics import median
 from typing import Any
 
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import Server, free_port, llama_server
+from assay.demo.servers import Server, llama_server
 from assay.environment import describe
 from assay.monitor.canary import Canary
 from assay.monitor.change import Changes
 from assay.monitor.watch import Watch, WatchOptions
 from assay.runs import cache_dir
+from assay.serving.launch import free_port
 from identity import rounded
 from watch_alarms import CORES, Replay, cpu_seconds, traffic, update
 

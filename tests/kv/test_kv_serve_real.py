@@ -17,10 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.servers import (
-    free_port,
-    vllm_python,
-)
+from assay.demo.servers import vllm_python
 from assay.engines.scoring import (
     ScoreJob,
     Window,
@@ -31,6 +28,7 @@ from assay.lab.kv.calibrate import (
     CalibrationPlan,
     run_calibrate,
 )
+from assay.serving.launch import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

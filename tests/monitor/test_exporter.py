@@ -14,11 +14,11 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from assay.demo.servers import free_port
 from assay.errors import UsageError
 from assay.monitor.canary import State
 from assay.monitor.exporter import Exporter, Webhook, parse_listen
 from assay.monitor.watch import ALARMS, Watch, WatchOptions
+from assay.serving.launch import free_port
 from monitor.watched import Clock, Replayed
 from stub_server import StubServer, status
 

@@ -8,6 +8,8 @@ import os
 import re
 import select
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from assay.demo.servers import free_port
 from assay.errors import AssayError
 from assay.runs import cache_dir
 from assay.serving.command import ServeCommand
@@ -35,9 +36,17 @@ class StartFailed(Exception):
         self.kind, self.said, self.log = kind, said, log
 
 
+def free_port() -> int:
+    """A port of the loopback interface that nothing listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 @dataclass(frozen=True)
 class Running:
-    """A server that answers. `alive` says whether it still does not have ended; `seconds` is what its start took."""
+    """A server that answers. `alive` says whether it still runs; `seconds` is what its start took."""
 
     url: str
     log: Path
@@ -121,17 +130,18 @@ def launched(
     health: str = "/health",
     api_key: str | None = None,
     lock: Path | None = None,
+    port: int = 0,
 ) -> Iterator[Running]:
-    """Run a configuration for as long as the block lasts; StartFailed where it does not answer.
+    """Run a configuration for as long as the block lasts, at `port` (0: a free one); StartFailed where it does not answer.
 
     While it starts, and while it ends, the file `lock` is held: two servers that measure the free memory of one device
     at one moment take each other's memory for their own.
     """
-    for attempt in range(3):
+    for attempt in range(1 if port else 3):
         held = contextlib.ExitStack()
         held.enter_context(_holding(lock, timeout))
-        port = free_port()
-        words, began = command.words(active, port), time.monotonic()
+        at = port or free_port()
+        words, began = command.words(active, at), time.monotonic()
         env = {**os.environ, **command.variables(active)}
         child = subprocess.Popen(
             [sys.executable, "-S", "-E", str(_SUPERVISOR), str(log), *words],
@@ -140,15 +150,15 @@ def launched(
         watched = _Watched(child)
         try:
             try:
-                _await(watched, f"http://127.0.0.1:{port}", log, timeout, health, api_key)
+                _await(watched, f"http://127.0.0.1:{at}", log, timeout, health, api_key)
             except StartFailed as failed:
-                if attempt < 2 and failed.kind == "died" and _PORT.search(failed.said):
+                if attempt < 2 and not port and failed.kind == "died" and _PORT.search(failed.said):
                     continue  # somebody took the port between the choice and the start
                 raise
             finally:
                 held.close()
             seconds = time.monotonic() - began
-            yield Running(f"http://127.0.0.1:{port}", log, watched.pid, seconds, watched.alive, watched.ends)
+            yield Running(f"http://127.0.0.1:{at}", log, watched.pid, seconds, watched.alive, watched.ends)
             with _holding(lock, timeout):
                 watched.stop()
             return
@@ -276,7 +286,7 @@ def _failure(watched: _Watched, log: Path) -> StartFailed:
     if watched.failed:
         return StartFailed("refused", watched.failed, log)
     status, tail = watched.status or 0, tail_of(log)
-    end = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+    end = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     said = f"the server {end} before it answered: {last_words(log)}"
     if _PORT.search(tail):
         return StartFailed("died", f"{said} (address already in use)", log)
