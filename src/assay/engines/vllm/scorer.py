@@ -98,6 +98,8 @@ class VllmScorer:
         parsed = parse_spec(spec)
         if Path(parsed.model).exists():  # the worker has another working folder
             parsed = replace(parsed, model=str(Path(parsed.model).resolve()))
+        if parsed.kv_pages:
+            parsed = replace(parsed, kv_pages=str(Path(parsed.kv_pages).resolve()))
         return cls(parsed, open_core(parsed))
 
     @property

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ class VllmSpec:
     """False compiles the model and uses CUDA graphs, as a server does by default."""
     seed: int = 0
     tensor_parallel: int = 1
+    kv_pages: str = ""
+    """A calibration file: keys and values lie in packed pages with its tables (`assay.lab.kv.pages`)."""
     args: Mapping[str, Any] = field(default_factory=dict)
     """More arguments of `vllm.LLM`, written as a JSON object."""
     python: str = ""
@@ -257,6 +260,8 @@ def start_llm(spec: VllmSpec) -> Any:
             arguments["quantization"] = spec.quantization
         if spec.attention_backend:
             arguments["attention_backend"] = spec.attention_backend
+        if spec.kv_pages:
+            arguments |= pages(spec.kv_pages, spec.model)
         if cache:
             arguments["kv_cache_memory_bytes"] = int(cache * 2**30)
         _let_numba_be_looked_into()
@@ -276,6 +281,14 @@ def start_llm(spec: VllmSpec) -> Any:
             finding_id="fidelity.engine_load",
             remedy="give a checkpoint and options that this vLLM can serve: vllm:PATH?dtype=…&kv_cache_dtype=…",
         ) from error
+
+
+def pages(calibration: str, model: str) -> dict[str, Any]:
+    """Get this process ready for packed pages; AssayError where they do not fit. The arguments of `vllm.LLM` for them."""
+    import_module("assay.lab.kv.pages.source").source_of(calibration, model)
+    os.environ["ASSAY_KV_PAGES"] = calibration
+    import_module("assay.lab.kv.pages.backend").register()
+    return {"attention_backend": "CUSTOM", "block_size": 64}
 
 
 def _let_numba_be_looked_into() -> None:

@@ -1,0 +1,287 @@
+"""Packed pages in vLLM on a GPU: cache tokens, decode and prefill beside bf16 and fp8, with CUDA graphs; and the kernel alone.
+
+    python benchmarks/pages_speed.py engine MODEL --kind pages --calibration FILE --out FILE.jsonl
+    python benchmarks/pages_speed.py kernel --out FILE.jsonl
+    python benchmarks/pages_speed.py check
+
+Run it with a Python that has vLLM, torch and assay in its path. *engine* starts one vLLM as its server does by default
+(compiled, CUDA graphs) and times batches of random prompts of one length: *prefill* until every request has its first token, in
+prompt tokens a second; *decode* from there to the end, while all requests run, in new tokens a second. Each case is repeated and
+the best and the median are kept. *kernel* times one layer's decode attention over random pages beside FlashAttention over bf16
+ones, and says what share of the HBM's bandwidth the bytes read are. *check* holds the kernels against the reference on this GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import importlib
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+HBM = 4.8e12
+"""Bytes a second of an H200, as its maker states them."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=("engine", "kernel", "check"))
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--kind", default="bf16", help="bf16, fp8 or pages")
+    parser.add_argument("--calibration")
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--contexts", default="4096,16384")
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--memory", type=float, default=40.0, help="GiB of KV cache; 0: what vLLM finds")
+    parser.add_argument("--share", type=float, default=0.35, help="share of the GPU that must be free")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
+    parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
+    arguments = parser.parse_args()
+    arguments.ends = time.monotonic() + arguments.seconds
+    {"engine": engine, "kernel": kernel, "check": check}[arguments.what](arguments)
+
+
+def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
+    print(json.dumps(row), flush=True)
+    with arguments.out.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def engine(arguments: argparse.Namespace) -> None:
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    from vllm import LLM
+
+    batches = [int(b) for b in arguments.batches.split(",")]
+    contexts = [int(c) for c in arguments.contexts.split(",")]
+    more: dict[str, Any] = {"kv_cache_dtype": "fp8"} if arguments.kind == "fp8" else {}
+    if arguments.kind == "pages":
+        from assay.engines.vllm.start import pages
+
+        more = pages(arguments.calibration, arguments.model)
+    if arguments.memory:
+        more["kv_cache_memory_bytes"] = int(arguments.memory * 2**30)
+    began = time.monotonic()
+    lock = os.environ.get("START_LOCK")  # engines that profile memory at one moment fail
+    held = Path(lock).open("a") if lock else None  # noqa: SIM115 - held until the engine is ready
+    if held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+    llm = LLM(
+        arguments.model, max_model_len=max(contexts) + arguments.new + 8, max_num_seqs=max(batches),
+        enable_prefix_caching=False, enforce_eager=arguments.eager, disable_log_stats=True, seed=0,
+        compilation_config=None if arguments.eager else {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})},
+        **more,
+    )  # fmt: skip
+    if held:
+        held.close()
+    cache = llm.llm_engine.vllm_config.cache_config
+    config = llm.llm_engine.vllm_config.model_config
+    import torch
+    import vllm
+
+    facts = {
+        "model": Path(arguments.model).name, "kind": arguments.kind, "start_s": round(time.monotonic() - began, 1),
+        "cache_tokens": cache.num_gpu_blocks * cache.block_size, "cache_gib": arguments.memory, "block": cache.block_size,
+        "vllm": vllm.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(0), "eager": arguments.eager,
+        "weights": sum(f.stat().st_size for f in Path(arguments.model).glob("*.safetensors")),
+    }  # fmt: skip
+    keep(arguments, {"row": "start", **facts})
+    for context in contexts:
+        for batch in batches:
+            if batch * (context + arguments.new) > facts["cache_tokens"] or time.monotonic() > arguments.ends:
+                continue
+            found = [
+                _one(llm, config.get_vocab_size(), batch, context, arguments.new, i)
+                for i in range(arguments.repeats)
+            ]
+            best = {name: max(f[name] for f in found) for name in found[0]}
+            median = {f"{name}_median": statistics.median(f[name] for f in found) for name in found[0]}
+            keep(arguments, {"row": "speed", **facts, "batch": batch, "context": context, "new": arguments.new,
+                             "repeats": arguments.repeats, **best, **median})  # fmt: skip
+
+
+def _one(llm: Any, words: int, batch: int, context: int, new: int, number: int) -> dict[str, float]:
+    """Prompt tokens a second until all have begun, and new tokens a second from then on."""
+    import numpy as np
+    from vllm import SamplingParams
+
+    drawn = np.random.default_rng(number)
+    engine = llm.llm_engine
+    counts: dict[str, int] = {}
+    asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for i in range(batch):
+        prompt = {"prompt_token_ids": drawn.integers(100, min(words, 40_000), context).tolist()}
+        engine.add_request(f"{number}-{i}", prompt, asked)
+    began, all_there, there = time.perf_counter(), 0.0, 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            counts[output.request_id] = len(output.outputs[0].token_ids)
+        if not all_there and len(counts) == batch:
+            all_there, there = time.perf_counter(), sum(counts.values())
+    ended = time.perf_counter()
+    # The first requests are ahead of the last by what they generated meanwhile; all end within it.
+    return {
+        "prefill": batch * context / (all_there - began),
+        "decode": (sum(counts.values()) - there) / (ended - all_there),
+    }
+
+
+def kernel(arguments: argparse.Namespace) -> None:
+    import torch
+    from triton.testing import do_bench
+
+    from assay.lab.kv.pages import kernels
+    from assay.lab.kv.pages.layout import StreamTables, layout_of, trigonometry
+
+    def tables(heads: int, d: int) -> StreamTables:
+        one = torch.eye(d).expand(heads, d, d).contiguous()
+        return StreamTables(torch.randn(heads, d), one, one, torch.ones(heads, d)).to("cuda")
+
+    for d, heads, group in ((128, 2, 6), (64, 3, 3)):
+        layout = layout_of(heads, d, 64)
+        trig = trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, 40_000).cuda()
+        t = kernels.LayerTables.of(layout, tables(heads, d), tables(heads, d), trig)
+        for batch, context in ((1, 4096), (8, 4096), (64, 4096), (1, 16384), (8, 16384), (64, 16384)):
+            count = batch * (-(-context // 64))
+            pages = torch.randint(0, 60, (count, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
+            table = torch.randperm(count, device="cuda").int().view(batch, -1)
+            q = torch.randn(batch, heads * group, d, device="cuda", dtype=torch.bfloat16)
+            out = torch.empty_like(q)
+            starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+            lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
+
+            def run(
+                q=q, out=out, pages=pages, table=table, starts=starts, lengths=lengths, t=t, batch=batch, d=d
+            ) -> None:
+                kernels.attend(q, out, pages, table, starts, lengths, t, d**-0.5, first=0, requests=batch,
+                               longest_query=1, longest=16384)  # fmt: skip
+
+            read = batch * context * heads * layout.slot
+            flash = _flash_time(batch, context, heads, group, d)
+            tries = [dict(kernels.DECODE)]
+            if arguments.tune:
+                tries = [
+                    {"num_warps": w, "num_stages": s, "waves": waves, "tile": tile}
+                    for tile in (64, 32) for w in (2, 4, 8) for s in (2, 3) for waves in (2, 4, 8)
+                ]  # fmt: skip
+            best: dict[str, Any] = {}
+            usual = dict(kernels.DECODE)
+            for settings in tries:
+                if time.monotonic() > arguments.ends:
+                    break
+                kernels.DECODE.update(settings)
+                try:
+                    ms = do_bench(run, warmup=5, rep=20)
+                except Exception as error:  # a setting that needs more shared memory than there is
+                    print(settings, str(error)[:100], flush=True)
+                    continue
+                if not best or ms < best["ms"]:
+                    best = {"ms": ms, "settings": settings}
+            kernels.DECODE.update(usual)
+            if best:
+                keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context,
+                                 **best, "flash_ms": flash, "share_of_hbm": read / (best["ms"] / 1e3) / HBM,
+                                 "flash_share": 4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None})  # fmt: skip
+        k = torch.randn(8192, heads, d, device="cuda", dtype=torch.bfloat16)
+        pages = torch.zeros(128, heads * 64 * layout.slot, dtype=torch.uint8, device="cuda")
+        for tokens in (1, 64, 8192):
+            slots = torch.arange(tokens, device="cuda")
+            x = k[:tokens]
+            ms = do_bench(partial(kernels.store, x, x, slots, pages, slots, t), warmup=5, rep=20)
+            keep(arguments, {"row": "store", "d": d, "heads": heads, "tokens": tokens, "ms": ms})
+        for past, fresh in ((0, 4096), (8192, 8192)):
+            count = (past + fresh) // 64
+            pages = torch.randint(0, 60, (count, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
+            table = torch.arange(count, device="cuda", dtype=torch.int32)[None]
+            q = torch.randn(fresh, heads * group, d, device="cuda", dtype=torch.bfloat16)
+            starts = torch.tensor([0, fresh], device="cuda", dtype=torch.int32)
+            lengths = torch.tensor([past + fresh], device="cuda", dtype=torch.int32)
+            rows: dict[str, float] = {}
+            usual = dict(kernels.PREFILL)
+            for settings in ([{"rows": r, "num_warps": w, "num_stages": s} for r in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
+                             if arguments.tune else [usual]):  # fmt: skip
+                kernels.PREFILL.update(settings)
+                try:
+                    rows[json.dumps(settings)] = do_bench(lambda: kernels.attend(
+                        q, torch.empty_like(q), pages, table, starts, lengths, t, d**-0.5, first=0, requests=1,  # noqa: B023
+                        longest_query=fresh, longest=past + fresh), warmup=3, rep=10)  # noqa: B023  # fmt: skip
+                except Exception as error:
+                    print(settings, str(error)[:100], flush=True)
+            kernels.PREFILL.update(usual)
+            keep(
+                arguments,
+                {
+                    "row": "prefill",
+                    "d": d,
+                    "past": past,
+                    "fresh": fresh,
+                    "best": min(rows, key=rows.get),
+                    "ms": rows,
+                },
+            )
+
+
+def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> float | None:
+    """Milliseconds of vLLM's FlashAttention over bf16 pages of 16 tokens."""
+    import torch
+
+    try:
+        from triton.testing import do_bench
+        from vllm.v1.attention.backends import fa_utils
+
+        count = batch * context // 16
+        cache = torch.randn(2, count, 16, heads, d, device="cuda", dtype=torch.bfloat16)
+        table = torch.randperm(count, device="cuda").int().view(batch, -1)
+        q = torch.randn(batch, heads * group, d, device="cuda", dtype=torch.bfloat16)
+        starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
+        lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
+        version = fa_utils.get_flash_attn_version(head_size=d)
+        return float(do_bench(lambda: fa_utils.flash_attn_varlen_func(
+            q=q, k=cache[0], v=cache[1], cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=context,
+            softmax_scale=d**-0.5, causal=True, block_table=table, fa_version=version), warmup=5, rep=20))  # fmt: skip
+    except Exception as error:
+        print("flash:", str(error)[:200], flush=True)
+        return None
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """The test's cases, where there may be no pytest."""
+    sys.modules.setdefault("pytest", _Marks())  # type: ignore[arg-type]
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kv"))
+    import test_pages
+
+    failed = 0
+    for case in test_pages.CASES:
+        try:
+            test_pages.test_kernels_give_what_the_reference_gives(*case)
+            print("ok", case, flush=True)
+        except Exception:
+            failed += 1
+            print("FAILED", case, flush=True)
+            traceback.print_exc()
+    sys.exit(failed > 0)
+
+
+class _Marks:
+    """As much of pytest as the test's module asks for."""
+
+    mark = property(lambda self: self)
+
+    def importorskip(self, name: str) -> Any:
+        return importlib.import_module(name)
+
+    def parametrize(self, *_: Any) -> Any:
+        return lambda function: function
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""vLLM's attention over packed pages: a backend of its plug-in interface (`CUSTOM`).
+
+Tokens are coded as they are written. One decoded token reads pages alone; so do prompts of which something is in the cache
+already (later chunks, cached prefixes). A prompt that is new as a whole is read exactly, by FlashAttention where it is there.
+Every step leaves pages in the same state, whichever way it read.
+"""
+
+# mypy: disable-error-code="misc"
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+
+from assay.lab.kv.pages import BLOCK, PAGES, kernels
+from assay.lab.kv.pages.layout import Layout, layout_of
+from assay.lab.kv.pages.source import source_of
+
+
+def register() -> None:
+    """Make the backend vLLM's `CUSTOM`, and have its layers ask for pages of its size."""
+    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.PagesBackend")
+    if hasattr(Attention.get_kv_cache_spec, "assay"):
+        return
+    inner = Attention.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> Any:
+        if self.attn_backend.get_name() != PagesBackend.get_name():
+            return inner(self, vllm_config)
+        from vllm.v1.kv_cache_interface import TQFullAttentionSpec
+
+        # TurboQuant's class is the one whose pages have a size of their own.
+        return TQFullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size,
+            dtype=torch.uint8,
+            tq_slot_size=layout_of(self.num_kv_heads, self.head_size, BLOCK).slot,
+        )
+
+    get_kv_cache_spec.assay = True  # type: ignore[attr-defined]
+    Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+class PagesBackend(AttentionBackend):
+    """Its cache is [pages, page's tokens, heads, slot] bytes, in which each page is laid out as `Layout` says."""
+
+    accept_output_buffer = True
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16", "float16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """Under this name vLLM finds it again."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+        """Pages of one size."""
+        return [BLOCK]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Those whose quarter is a power of two of at least 16."""
+        return [64, 128]
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        """Others would read pages as keys and values."""
+        return False
+
+    @staticmethod
+    def get_impl_cls() -> type[PagesImpl]:
+        """What attends."""
+        return PagesImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PagesBuilder]:
+        """What prepares a step."""
+        return PagesBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """In bytes."""
+        return num_blocks, block_size, num_kv_heads, layout_of(num_kv_heads, head_size, block_size).slot
+
+
+@dataclass
+class PagesMetadata:
+    """A step: decodes first, then prefills. `fresh`: no prefill has anything in the cache yet."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    table: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    tokens: int
+    decodes: int
+    prefills: int
+    longest_prefill: int
+    fresh: bool
+    fresh_starts: torch.Tensor | None
+
+
+class PagesBuilder(AttentionMetadataBuilder[PagesMetadata]):
+    """Prepares steps; CUDA graphs take batches of single tokens whole."""
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagesMetadata:
+        """What all layers of a step share; nothing waits for the GPU."""
+        cam = common_attn_metadata
+        decodes, prefills, decoded, _ = split_decodes_and_prefills(cam, decode_threshold=1)
+        if cam.positions is None:
+            raise RuntimeError("packed pages need positions: set VLLM_USE_V2_MODEL_RUNNER=0")
+        fresh, starts, longest = False, None, 1
+        if prefills:
+            ends = cam.query_start_loc_cpu[decodes : decodes + prefills + 1]
+            counts = ends[1:] - ends[:-1]
+            longest = int(counts.max())
+            known = cam.seq_lens_cpu_upper_bound
+            fresh = known is not None and bool((known[decodes : decodes + prefills] == counts).all())
+            starts = cam.query_start_loc[decodes : decodes + prefills + 1] - decoded if fresh else None
+        return PagesMetadata(
+            cam.positions, cam.slot_mapping, cam.block_table_tensor, cam.query_start_loc, cam.seq_lens,
+            cam.num_actual_tokens, decodes, prefills, longest, fresh, starts,
+        )  # fmt: skip
+
+
+class PagesImpl(AttentionImpl[PagesMetadata]):
+    """Attention of one layer over its pages."""
+
+    supports_quant_query_input = False
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **more: Any,
+    ) -> None:  # fmt: skip
+        for given, what in (
+            (alibi_slopes, "ALiBi"),
+            (sliding_window, "a sliding window"),
+            (logits_soft_cap, "capped logits"),
+            (attn_type != AttentionType.DECODER, f"attention of the kind {attn_type}"),
+            (kv_sharing_target_layer_name, "another layer's cache"),
+            (more.get("sinks") is not None, "learnt sinks"),
+        ):
+            if given:
+                raise ValueError(f"packed pages do not do {what}: serve without them")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+        self.num_kv_heads = num_kv_heads or num_heads
+        if self.num_heads // self.num_kv_heads > 16:
+            raise ValueError("packed pages take up to 16 query heads for a KV head")
+        self.kv_cache_dtype = kv_cache_dtype
+        config = get_current_vllm_config()
+        if config.parallel_config.tensor_parallel_size > 1:
+            raise ValueError("packed pages take tensor_parallel_size=1")
+        self._config = config
+        self._longest = int(config.model_config.max_model_len)
+        self._tables: kernels.LayerTables | None = None
+
+    def _ready(self, layer: Any, device: torch.device) -> kernels.LayerTables:
+        """Tables of this layer; made when vLLM first runs the model, before it measures memory or captures graphs."""
+        if self._tables is None:
+            from vllm.model_executor.models.utils import extract_layer_index
+
+            layout = layout_of(self.num_kv_heads, self.head_size, BLOCK)
+            number = extract_layer_index(layer.layer_name)
+            self._tables = _layer(self._config, number, layout, self._longest, device)
+        return self._tables
+
+    def forward(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor,
+        attn_metadata: PagesMetadata, output: torch.Tensor, output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Write the step's keys and values into pages, and attend. All are [tokens, heads, head_dim]."""
+        tables = self._ready(layer, query.device)
+        if attn_metadata is None:
+            return output.fill_(0)
+        m = attn_metadata
+        n = m.tokens
+        q, out = query[:n], output[:n]
+        kernels.store(key[:n], value[:n], m.positions[:n], kv_cache, m.slots[:n], tables)
+        if m.decodes:
+            kernels.attend(
+                q, out, kv_cache, m.table, m.starts, m.lengths, tables, self.scale,
+                first=0, requests=m.decodes, longest_query=1, longest=self._longest,
+            )  # fmt: skip
+        if m.prefills and m.fresh and m.fresh_starts is not None and (flash := _flash()):
+            rows = slice(m.decodes, n)  # one row for each decode before them
+            out[rows] = flash(
+                q[rows], key[rows], value[rows], m.fresh_starts, m.longest_prefill, self.scale, self.head_size
+            )
+        elif m.prefills:
+            kernels.attend(
+                q, out, kv_cache, m.table, m.starts, m.lengths, tables, self.scale,
+                first=m.decodes, requests=m.prefills, longest_query=max(2, m.longest_prefill), longest=self._longest,
+            )  # fmt: skip
+        return output
+
+
+def _layer(
+    config: VllmConfig, number: int, layout: Layout, positions: int, device: torch.device
+) -> kernels.LayerTables:
+    """Tables of a layer on the GPU, from the calibration that the environment names."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        source = source_of(os.environ[PAGES], config.model_config.model)
+        k, v = (source.fit(number, stream) for stream in "kv")
+        if (positions, device) not in _TRIG:
+            _TRIG[positions, device] = source.trigonometry(positions).to(device)
+    return kernels.LayerTables.of(layout, k, v, _TRIG[positions, device])
+
+
+_TRIG: dict[tuple[int, torch.device], torch.Tensor] = {}
+"""One table for all layers."""
+
+
+@lru_cache(maxsize=1)
+def _flash() -> Any:
+    """Exact causal attention of new prompts, None where there is no FlashAttention."""
+    from vllm.v1.attention.backends import fa_utils
+
+    if not fa_utils.is_flash_attn_varlen_func_available():
+        return None
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        starts: torch.Tensor,
+        longest: int,
+        scale: float,
+        d: int,
+    ) -> torch.Tensor:
+        version = fa_utils.get_flash_attn_version(head_size=d)
+        found: torch.Tensor = fa_utils.flash_attn_varlen_func(
+            q=q, k=k, v=v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
+            softmax_scale=scale, causal=True, **({} if version is None else {"fa_version": version}),
+        )  # fmt: skip
+        return found
+
+    return attend

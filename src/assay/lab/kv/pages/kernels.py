@@ -1,0 +1,375 @@
+"""The kernels of packed pages in Triton: code into pages, attend to pages, and combine what splits found.
+
+`assay.lab.kv.pages.layout` says what they compute; tests hold them against its reference in Triton's interpreter.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from assay.lab.kv.pages.layout import Layout, StreamTables
+
+DECODE = {"num_warps": 4, "num_stages": 2, "tile": 64, "waves": 4}
+"""How decode runs: tokens of pages read at once (a page holds whole tiles), and programs wanted for a multiprocessor."""
+PREFILL = {"num_warps": 4, "num_stages": 2, "tile": 64, "rows": 64}
+"""How prefill runs; `rows` are query tokens times the heads of a group."""
+
+
+@triton.jit
+def _code(z, g, ROUND: tl.constexpr, TOP: tl.constexpr):
+    """Codes 0 … TOP of coefficients z [n, c] over gains g [n], at ROUND codes a unit."""
+    scaled = z / g[:, None] * ROUND + ((TOP + 1) // 2 + 0.5)
+    return tl.minimum(tl.maximum(tl.floor(scaled), 0.0), TOP * 1.0)
+
+
+@triton.jit
+def _error(z, codes, g, weight, ROUND: tl.constexpr, TOP: tl.constexpr):
+    off = (codes - (TOP + 1) // 2) / ROUND * g[:, None] - z
+    return tl.sum(off * off * weight[None, :], axis=1)
+
+
+@triton.jit
+def store_kernel(
+    x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, analysis_ptr, weight_ptr,
+    tokens, OFF_N: tl.constexpr, OFF_T: tl.constexpr, OFF_G: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROTATE: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Code ROWS tokens of one head: x [tokens, heads, D], tables [heads, D(, D)], pages as bytes."""
+    head = tl.program_id(1)
+    HALF: tl.constexpr = D // 2
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = rows < tokens
+    slot = tl.load(slots_ptr + rows, mask=live, other=-1).to(tl.int64)
+    live = live & (slot >= 0)
+    c = tl.arange(0, HALF)
+    at = x_ptr + rows.to(tl.int64)[:, None] * x_token + head * D + c[None, :]
+    first = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
+    second = tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
+    mean1 = tl.load(mean_ptr + head * D + c)[None, :]
+    mean2 = tl.load(mean_ptr + head * D + HALF + c)[None, :]
+    if ROTATE:
+        position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
+        turn = trig_ptr + position[:, None] * D + c[None, :]
+        cos, sin = tl.load(turn).to(tl.float32), tl.load(turn + HALF).to(tl.float32)
+        first -= mean1 * cos - mean2 * sin
+        second -= mean2 * cos + mean1 * sin
+    else:
+        first -= mean1
+        second -= mean2
+    table = analysis_ptr + head * D * D + c[:, None] * D + c[None, :]
+    low = tl.dot(first, tl.load(table), input_precision="tf32x3")
+    low += tl.dot(second, tl.load(table + HALF * D), input_precision="tf32x3")
+    high = tl.dot(first, tl.load(table + HALF), input_precision="tf32x3")
+    high += tl.dot(second, tl.load(table + HALF * D + HALF), input_precision="tf32x3")
+    weight1 = tl.load(weight_ptr + head * D + c)
+    weight2 = tl.load(weight_ptr + head * D + HALF + c)
+
+    top = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
+    top = tl.maximum(top, 1e-6) / 7.0
+    wide = (c < WIDE)[None, :]
+    best = tl.full([ROWS], float("inf"), tl.float32)
+    gain = tl.full([ROWS], 1.0, tl.float32)
+    for i in tl.static_range(4):
+        part: tl.constexpr = 1.0 if i == 0 else (0.85 if i == 1 else (0.7 if i == 2 else 0.6))
+        g = tl.maximum((top * part).to(tl.float16).to(tl.float32), 5.9604644775390625e-08)
+        fine = _error(low, _code(low, g, 4.0, 63), g, tl.where(c < WIDE, weight1, 0.0), 4.0, 63)
+        coarse = _error(low, _code(low, g, 1.0, 15), g, tl.where(c < WIDE, 0.0, weight1), 1.0, 15)
+        error = fine + coarse + _error(high, _code(high, g, 1.0, 15), g, weight2, 1.0, 15)
+        gain = tl.where(error < best, g, gain)
+        best = tl.minimum(error, best)
+
+    fine = _code(low, gain, 4.0, 63).to(tl.int32)
+    lows = tl.where(wide, fine >> 2, _code(low, gain, 1.0, 15).to(tl.int32))
+    highs = _code(high, gain, 1.0, 15).to(tl.int32)
+    page = pages_ptr + (slot // BLOCK) * page_bytes + head * (BLOCK * SLOT)
+    place = slot % BLOCK
+    tl.store(
+        (page + OFF_N + place * HALF)[:, None] + c[None, :],
+        (lows | highs << 4).to(tl.uint8),
+        mask=live[:, None],
+    )
+    # Four codes of two bits to a byte: the others of a byte are added as 0.
+    rest = tl.where(wide, (fine & 3) << (2 * (c % 4))[None, :], 0)
+    packed = tl.sum(tl.reshape(rest, (ROWS, HALF // 4, 4)), axis=2)
+    b = tl.arange(0, HALF // 4)
+    tl.store((page + OFF_T + place * (WIDE // 4))[:, None] + b[None, :], packed.to(tl.uint8),
+             mask=live[:, None] & (b < WIDE // 4)[None, :])  # fmt: skip
+    gains = (page + OFF_G).to(tl.pointer_type(tl.float16)) + place
+    tl.store(gains, gain.to(tl.float16), mask=live)
+
+
+@triton.jit
+def _whole(bits):
+    """Numbers −8 … 7 in fp16 of 4 bits: 1024 + n has n in the last bits of its mantissa."""
+    return ((bits.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0).to(tl.float16)
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, q_token, out_ptr, out_token, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row,
+    starts_ptr, lengths_ptr, trig_ptr, mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, scale,
+    first_request, splits,
+    OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
+    OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Queries of one request and KV head, ROWS at once (query tokens times the heads of a group), over its pages.
+
+    Grid (requests, KV heads, splits) with SPLIT, for requests of one query token, else (tiles of queries, KV heads, requests).
+    """
+    HALF: tl.constexpr = D // 2
+    QUERIES: tl.constexpr = ROWS // GROUP
+    head = tl.program_id(1)
+    request = first_request + (tl.program_id(0) if SPLIT else tl.program_id(2))
+    begin = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - begin
+    length = tl.load(lengths_ptr + request)
+    tile = 0 if SPLIT else tl.program_id(0) * QUERIES
+    if tile >= count:
+        return
+    row = tl.arange(0, ROWS)
+    query = tile + row // GROUP
+    live = (row < QUERIES * GROUP) & (query < count)
+    position = length - count + query
+    c = tl.arange(0, HALF)
+    e = tl.arange(0, WIDE)
+
+    # What depends on the query alone: q Sᵀ, and its products with cosines and sines.
+    at = (
+        q_ptr
+        + (begin + query).to(tl.int64)[:, None] * q_token
+        + (head * GROUP + row % GROUP)[:, None] * D
+        + c[None, :]
+    )
+    q1 = tl.load(at, mask=live[:, None], other=0.0).to(tl.float16)
+    q2 = tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float16)
+    s_k = synthesis_k_ptr + head * D * D + c[:, None] + c[None, :] * D  # Sᵀ: channels of k down, codes across
+    low = tl.dot(q1, tl.load(s_k)) + tl.dot(q2, tl.load(s_k + HALF))
+    high = tl.dot(q1, tl.load(s_k + HALF * D)) + tl.dot(q2, tl.load(s_k + HALF * D + HALF))
+    s_w = synthesis_k_ptr + head * D * D + c[:, None] + e[None, :] * D
+    fine = tl.dot(q1, tl.load(s_w)) + tl.dot(q2, tl.load(s_w + HALF))
+    low, high, fine = low.to(tl.float16), high.to(tl.float16), (fine * 0.25).to(tl.float16)
+    mean1 = tl.load(mean_k_ptr + head * D + c)[None, :]
+    mean2 = tl.load(mean_k_ptr + head * D + HALF + c)[None, :]
+    on_cos = (q1.to(tl.float32) * mean1 + q2.to(tl.float32) * mean2).to(tl.float16)
+    on_sin = (q2.to(tl.float32) * mean1 - q1.to(tl.float32) * mean2).to(tl.float16)
+
+    if SPLIT:
+        share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+        lo = tl.program_id(2) * share
+        hi = tl.minimum(lo + share, length)
+        if lo >= length:
+            return
+    else:
+        lo = 0
+        hi = tl.minimum(length, length - count + tile + QUERIES)
+    biggest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc1 = tl.zeros([ROWS, HALF], tl.float32)
+    acc2 = tl.zeros([ROWS, HALF], tl.float32)
+    acc3 = tl.zeros([ROWS, WIDE], tl.float32)
+    n = tl.arange(0, TILE)
+    for start in range(lo, hi, TILE):
+        block = tl.load(table_ptr + request.to(tl.int64) * table_row + start // BLOCK).to(tl.int64)
+        page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
+        place = start % BLOCK + n
+        token = start + n
+        turn = trig_ptr + token[:, None] * D + c[None, :]
+        known = (token < length)[:, None]
+        cos = tl.load(turn, mask=known, other=0.0)
+        sin = tl.load(turn + HALF, mask=known, other=0.0)
+        codes = tl.load(page + OFF_NK + place[:, None] * HALF + c[None, :])
+        bits = tl.load(page + OFF_TK + place[:, None] * (WIDE // 4) + (e // 4)[None, :]) >> (2 * (e % 4))[
+            None, :
+        ].to(tl.uint8)
+        s = tl.dot(low, tl.trans(_whole(codes & 15)))
+        s = tl.dot(high, tl.trans(_whole(codes >> 4)), s)
+        s = tl.dot(fine, tl.trans((bits & 3).to(tl.float16)), s)
+        gain = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
+        fixed = tl.dot(on_cos, tl.trans(cos))
+        fixed = tl.dot(on_sin, tl.trans(sin), fixed)
+        s = (s * gain[None, :] + fixed) * scale
+        seen = (token[None, :] < length) & (token[None, :] <= position[:, None])
+        s = tl.where(seen, s, -float("inf"))
+        new = tl.maximum(biggest, tl.max(s, axis=1))
+        # A row that has seen nothing yet (only rows that are not there) must not become NaN.
+        base = tl.where(new == -float("inf"), 0.0, new)
+        p = tl.exp2(s - base[:, None])
+        fade = tl.exp2(biggest - base)
+        total = total * fade + tl.sum(p, axis=1)
+        biggest = new
+        gain = tl.load((page + OFF_GV).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
+        gain = tl.where(token < length, gain, 0.0)
+        w = (p * gain[None, :]).to(tl.float16)
+        codes = tl.load(page + OFF_NV + place[:, None] * HALF + c[None, :])
+        bits = tl.load(page + OFF_TV + place[:, None] * (WIDE // 4) + (e // 4)[None, :]) >> (2 * (e % 4))[
+            None, :
+        ].to(tl.uint8)
+        acc1 = tl.dot(w, _whole(codes & 15), acc1 * fade[:, None])
+        acc2 = tl.dot(w, _whole(codes >> 4), acc2 * fade[:, None])
+        acc3 = tl.dot(w, (bits & 3).to(tl.float16), acc3 * fade[:, None])
+
+    if SPLIT:
+        # [requests, HEADS, splits, GROUP, D + WIDE], not yet over the sum.
+        line = ((tl.program_id(0) * HEADS + head) * splits + tl.program_id(2)) * GROUP + row
+        part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
+        tl.store(part + c[None, :], acc1, mask=live[:, None])
+        tl.store(part + HALF + c[None, :], acc2, mask=live[:, None])
+        tl.store(part + D + e[None, :], acc3, mask=live[:, None])
+        tl.store(sum_ptr + line * 2, biggest, mask=live)
+        tl.store(sum_ptr + line * 2 + 1, total, mask=live)
+    else:
+        scaled = 1.0 / tl.where(total > 0, total, 1.0)
+        _finish(acc1 * scaled[:, None], acc2 * scaled[:, None], acc3 * scaled[:, None], synthesis_v_ptr, mean_v_ptr,
+                out_ptr + (begin + query).to(tl.int64) * out_token + (head * GROUP + row % GROUP) * D,
+                head, live, D, WIDE)  # fmt: skip
+
+
+@triton.jit
+def _finish(acc1, acc2, acc3, synthesis_ptr, mean_ptr, out, head, live, D: tl.constexpr, WIDE: tl.constexpr):
+    """Weighted codes [rows, …] through S, and the mean; `out` [rows] points at each row's output."""
+    HALF: tl.constexpr = D // 2
+    c = tl.arange(0, HALF)
+    e = tl.arange(0, WIDE)
+    acc1, acc2, acc3 = acc1.to(tl.float16), acc2.to(tl.float16), (acc3 * 0.25).to(tl.float16)
+    for side in tl.static_range(2):
+        s_v = synthesis_ptr + head * D * D + side * HALF + c[None, :]
+        y = tl.dot(acc1, tl.load(s_v + c[:, None] * D))
+        y = tl.dot(acc2, tl.load(s_v + (HALF + c)[:, None] * D), y)
+        y = tl.dot(acc3, tl.load(s_v + e[:, None] * D), y)
+        y += tl.load(mean_ptr + head * D + side * HALF + c)[None, :]
+        tl.store(out[:, None] + side * HALF + c[None, :], y.to(out.dtype.element_ty), mask=live[:, None])
+
+
+@triton.jit
+def combine_kernel(
+    part_ptr, sum_ptr, out_ptr, out_token, starts_ptr, lengths_ptr, synthesis_ptr, mean_ptr, first_request, splits,
+    D: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Add up the splits of one request and query head, and turn the sum back into values."""
+    HALF: tl.constexpr = D // 2
+    request = first_request + tl.program_id(0)
+    begin = tl.load(starts_ptr + request)
+    length = tl.load(lengths_ptr + request)
+    if (tl.load(starts_ptr + request + 1) == begin) | (length < 1):
+        return
+    head = tl.program_id(1) // GROUP
+    share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+    split = tl.arange(0, SPLITS)
+    there = split * share < length
+    line = ((tl.program_id(0) * HEADS + head) * splits + split) * GROUP + tl.program_id(1) % GROUP
+    top = tl.load(sum_ptr + line * 2, mask=there, other=-float("inf"))
+    factor = tl.exp2(top - tl.max(top, axis=0))
+    total = tl.sum(factor * tl.load(sum_ptr + line * 2 + 1, mask=there, other=0.0), axis=0)
+    factor = factor / total
+    c = tl.arange(0, HALF)
+    e = tl.arange(0, WIDE)
+    part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
+    some = there[:, None]
+    y1 = tl.sum(tl.load(part + c[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
+    y2 = tl.sum(tl.load(part + HALF + c[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
+    y3 = tl.sum(tl.load(part + D + e[None, :], mask=some, other=0.0) * factor[:, None], axis=0) * 0.25
+    out = out_ptr + begin.to(tl.int64) * out_token + tl.program_id(1) * D
+    for side in tl.static_range(2):
+        s_v = synthesis_ptr + head * D * D + side * HALF + c[None, :]
+        y = tl.sum(tl.load(s_v + c[:, None] * D).to(tl.float32) * y1[:, None], axis=0)
+        y += tl.sum(tl.load(s_v + (HALF + c)[:, None] * D).to(tl.float32) * y2[:, None], axis=0)
+        y += tl.sum(tl.load(s_v + e[:, None] * D).to(tl.float32) * y3[:, None], axis=0)
+        y += tl.load(mean_ptr + head * D + side * HALF + c)
+        tl.store(out + side * HALF + c, y.to(out_ptr.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class LayerTables:
+    """The tables of a layer as kernels take them; `trig` [positions, d] is shared by all layers."""
+
+    layout: Layout
+    k: StreamTables
+    v: StreamTables
+    trig: torch.Tensor
+    halves_k: torch.Tensor
+    halves_v: torch.Tensor
+
+    @classmethod
+    def of(cls, layout: Layout, k: StreamTables, v: StreamTables, trig: torch.Tensor) -> LayerTables:
+        """With S in fp16, as products with queries use it; all tensors on one device."""
+        k, v = k.to(trig.device), v.to(trig.device)
+        return cls(layout, k, v, trig.contiguous(), k.synthesis.half(), v.synthesis.half())
+
+
+def store(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    slots: torch.Tensor,
+    t: LayerTables,
+) -> None:
+    """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous)."""
+    layout, tokens = t.layout, slots.shape[0]
+    off = {name: place for name, (place, _) in layout.offsets().items()}
+    rows = 16
+    for stream, x, tables in (("k", k, t.k), ("v", v, t.v)):
+        store_kernel[(triton.cdiv(tokens, rows), layout.heads)](
+            x, x.stride(0), pages, layout.heads * layout.block * layout.slot, slots, positions, t.trig,
+            tables.mean, tables.analysis, tables.weight, tokens,
+            off["n" + stream], off["t" + stream], off["g" + stream], layout.slot, layout.block, layout.head_dim,
+            layout.wide, stream == "k", rows, num_warps=4,
+        )  # fmt: skip
+
+
+def splits_of(requests: int, heads: int, longest: int, multiprocessors: int = 132) -> int:
+    """Parts of a context, so that all multiprocessors have work."""
+    wanted = triton.next_power_of_2(triton.cdiv(DECODE["waves"] * multiprocessors, requests * heads))
+    return int(max(1, min(64, wanted, triton.next_power_of_2(triton.cdiv(longest, DECODE["tile"])))))
+
+
+def attend(
+    q: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
+    lengths: torch.Tensor, t: LayerTables, scale: float, *, first: int, requests: int, longest_query: int,
+    longest: int,
+) -> None:  # fmt: skip
+    """Attention of requests `first` … `first + requests` − 1 to their pages, into `out` [tokens, H, d].
+
+    `q` [tokens, H, d]; `table` [requests, pages]; `starts` [requests + 1] first query row of each; `lengths` [requests] tokens,
+    those of the queries included, which must be in the pages already. Where each has one query, contexts are read in parts.
+    """
+    layout = t.layout
+    group = q.shape[1] // layout.heads
+    off = {name: place for name, (place, _) in layout.offsets().items()}
+    places = [off[name] for name in ("nk", "nv", "tk", "tv", "gk", "gv")]
+    one = longest_query == 1
+    how = DECODE if one else PREFILL
+    rows = max(16, triton.next_power_of_2(group)) if one else PREFILL["rows"]
+    tile = min(how["tile"], layout.block)
+    splits = splits_of(requests, layout.heads, longest) if one else 1
+    width = layout.head_dim + layout.wide
+    lines = requests * layout.heads * splits * group
+    part, sums = q, q
+    if one:
+        part, sums = (q.new_empty(lines, size, dtype=torch.float32) for size in (width, 2))
+    grid = (
+        (requests, layout.heads, splits)
+        if one
+        else (triton.cdiv(longest_query, rows // group), layout.heads, requests)
+    )
+    attend_kernel[grid](
+        q, q.stride(0), out, out.stride(0), part, sums, pages, layout.heads * layout.block * layout.slot,
+        table, table.stride(0), starts, lengths, t.trig, t.k.mean, t.v.mean, t.halves_k, t.halves_v,
+        scale * 1.4426950408889634, first, splits, *places, layout.slot, layout.block, layout.head_dim,
+        layout.wide, group, layout.heads, rows, tile, one, num_warps=how["num_warps"], num_stages=how["num_stages"],
+    )  # fmt: skip
+    if one:
+        combine_kernel[(requests, q.shape[1])](
+            part, sums, out, out.stride(0), starts, lengths, t.halves_v, t.v.mean, first, splits,
+            layout.head_dim, layout.wide, group, layout.heads, tile, splits, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,107 @@
+"""The tables of packed pages for the model that is served, and what is refused before the engine starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from assay.engines.base import setup_differences, setup_facts
+from assay.errors import AssayError
+from assay.lab.kv.calibration import Calibration, read_calibration
+from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
+from assay.lab.kv.rope import Rotary
+
+_HEAD_DIMS = (64, 128)
+_STATIC = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE whose angles do not depend on how long a request is."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A calibration of the model that is served; `inv_freq` [d / 2] and `scaling` are those of its RoPE."""
+
+    calibration: Calibration
+    shape: CacheShape
+    rotary: Rotary
+    inv_freq: torch.Tensor
+    scaling: float
+
+    def fit(self, layer: int, stream: str) -> StreamTables:
+        """The tables of one stream of a layer, on the CPU."""
+        return fit_stream(self.calibration, self.shape, layer, stream, self.rotary)
+
+    def trigonometry(self, positions: int) -> torch.Tensor:
+        """Cosines and sines of positions 0 … `positions` − 1."""
+        return trigonometry(self.inv_freq, self.scaling, positions)
+
+
+def source_of(calibration: str, model: str) -> Source:
+    """Read a calibration for a checkpoint; AssayError where pages cannot hold its cache, or it is of another model."""
+    return _source(
+        calibration, Path(calibration).stat().st_mtime_ns if Path(calibration).exists() else 0, model
+    )
+
+
+@lru_cache(maxsize=2)
+def _source(path: str, stamp: int, model: str) -> Source:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    text = config.get_text_config()
+    shape = shape_of(config)
+    check_model(text, shape)
+    found = read_calibration(Path(path))
+    found.check_model(shape)
+    other = setup_differences(found.provenance.get("engine", {}).get("setup", {}), setup_facts(config))
+    if other:
+        raise AssayError(
+            f"the calibration is of another model: it differs in {', '.join(sorted(other))}",
+            finding_id="kv.calibration_mismatch",
+            remedy="calibrate this model: assay kv calibrate MODEL --out FILE --text FILE",
+            evidence={name: list(values) for name, values in other.items()},
+        )
+    if "layer_0_k" not in found.tensors:
+        raise AssayError(
+            f"{path} has no samples of keys and values, which packed pages need",
+            finding_id="kv.no_calibration",
+            remedy="make one: assay kv calibrate MODEL --text FILE --out FILE",
+        )
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    module = type(skeleton.get_decoder().rotary_emb)(config=text)
+    rotary = Rotary.of_config(config, min(SPAN, int(getattr(text, "max_position_embeddings", SPAN))))
+    return Source(
+        found, shape, rotary, module.inv_freq.cpu(), float(getattr(module, "attention_scaling", 1.0))
+    )
+
+
+def shape_of(config: Any) -> CacheShape:
+    """The cache of a checkpoint by its configuration."""
+    name = (getattr(config, "architectures", None) or ["?"])[0]
+    return cache_shape(type(name, (), {"config": config})())
+
+
+def check_model(config: Any, shape: CacheShape) -> None:
+    """AssayError where packed pages cannot hold the cache of a model with this (text) configuration."""
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    group = shape.query_heads // shape.kv_heads
+    refused = (
+        (getattr(config, "kv_lora_rank", None), "the model has latent attention (MLA)"),
+        (any(shape.windows) or getattr(config, "use_sliding_window", False), "the model has sliding-window layers"),
+        (shape.head_dim not in _HEAD_DIMS, f"its heads have {shape.head_dim} channels, not 64 or 128"),
+        (group > 16, f"{group} query heads share a KV head, more than 16"),
+        (kind not in _STATIC, f"its RoPE ({kind}) changes with the length of a request"),
+        (float(getattr(config, "partial_rotary_factor", None) or 1.0) != 1.0, "RoPE turns a part of its channels only"),
+    )  # fmt: skip
+    for there, what in refused:
+        if there:
+            raise AssayError(
+                f"packed pages do not fit: {what}",
+                finding_id="kv.unsupported",
+                remedy="serve it with vLLM's own cache, and measure codecs on it with hf:",
+            )

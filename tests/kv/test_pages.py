@@ -1,0 +1,138 @@
+"""Packed pages: the reference against plain attention, and the kernels against the reference in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from assay.lab.kv.pages import layout as lay
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tables(heads: int, d: int, seed: int, size: float = 3.0) -> lay.StreamTables:
+    """Tables with a mean far from zero and channels of unequal size."""
+    made = torch.Generator().manual_seed(seed)
+    rotation = torch.linalg.qr(torch.randn(heads, d, d, generator=made, dtype=torch.float64))[0]
+    deviations = torch.logspace(0.7, -0.7, d, dtype=torch.float64)
+    return lay.StreamTables(
+        (size * torch.randn(heads, d, generator=made)).half().float(),
+        (rotation / deviations).float(),
+        (rotation * deviations).mT.contiguous().float(),
+        (deviations.square() / deviations.square().mean()).float().expand(heads, d).contiguous(),
+    )
+
+
+def drawn(tokens: int, t: lay.StreamTables, seed: int) -> torch.Tensor:
+    """Residuals [tokens, heads, d] as the tables expect them."""
+    y = torch.randn(tokens, *t.mean.shape, generator=torch.Generator().manual_seed(seed))
+    return torch.einsum("nhe,hed->nhd", y, t.synthesis)
+
+
+def trig(d: int, positions: int) -> torch.Tensor:
+    return lay.trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, positions)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_pages_hold_what_the_codec_reconstructs(d: int) -> None:
+    layout, t = lay.layout_of(2, d, 16), tables(2, d, 0)
+    assert layout.ratio > 3.3
+    pages = torch.zeros(5, 2 * 16 * layout.slot, dtype=torch.uint8)
+    slots = torch.randperm(80)[:37]
+    r = drawn(37, t, 1)
+    lay.write(pages, layout, slots, "k", r, t)
+    lay.write(pages, layout, slots, "v", 2 * r, t)
+    for stream, x in (("k", r), ("v", 2 * r)):
+        found = lay.read(pages, layout, slots, stream, t)
+        assert torch.allclose(found, lay.reconstruct(x, t, layout.wide), atol=1e-5)
+        # Of four bits and more: the error is a small part of what was coded.
+        assert (found - x).square().mean() < 0.012 * x.square().mean()
+
+
+def test_a_slot_below_zero_is_left_out() -> None:
+    layout, t = lay.layout_of(1, 64, 16), tables(1, 64, 0)
+    pages = torch.zeros(1, 16 * layout.slot, dtype=torch.uint8)
+    lay.write(pages, layout, torch.tensor([-1, -1]), "k", drawn(2, t, 1), t)
+    assert not pages.any()
+
+
+def batch(d: int, group: int, heads: int, block: int, counts: list[int], lengths: list[int]):
+    """Keys, values and queries of requests, their pages in a shuffled order, and what attention should give."""
+    layout, tk, tv = lay.layout_of(heads, d, block), tables(heads, d, 0), tables(heads, d, 1)
+    cosines = trig(d, 512)
+    per = [-(-length // block) for length in lengths]
+    order = torch.randperm(sum(per) + 3, generator=torch.Generator().manual_seed(2))
+    table = torch.zeros(len(lengths), max(per) + 1, dtype=torch.int32)
+    pages = torch.randint(0, 256, (sum(per) + 3, heads * block * layout.slot), dtype=torch.uint8)
+    k, v, slots, positions, wanted, queries = [], [], [], [], [], []
+    for i, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        table[i, : per[i]] = order[sum(per[:i]) : sum(per[: i + 1])]
+        place = torch.arange(length)
+        mean = lay.rotated_mean(tk.mean, cosines[place])
+        keys = (drawn(length, tk, 10 + i) + mean).bfloat16()
+        values = (drawn(length, tv, 20 + i) + tv.mean).bfloat16()
+        q = torch.randn(count, heads * group, d, generator=torch.Generator().manual_seed(30 + i)).bfloat16()
+        coded_k = lay.reconstruct(keys.float() - mean, tk, layout.wide) + mean
+        coded_v = lay.reconstruct(values.float() - tv.mean, tv, layout.wide) + tv.mean
+        wanted.append(lay.attend(q, coded_k, coded_v, d**-0.5))
+        queries.append(q)
+        k.append(keys), v.append(values), positions.append(place)
+        slots.append(table[i, place // block].long() * block + place % block)
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    parts = [torch.cat(x).to(DEVICE) for x in (k, v, positions, slots, queries, wanted)]
+    return (
+        layout,
+        tk.to(DEVICE),
+        tv.to(DEVICE),
+        cosines.to(DEVICE),
+        pages.to(DEVICE),
+        table.to(DEVICE),
+        starts.to(DEVICE),
+        parts,
+    )
+
+
+CASES = [
+    (64, 3, 3, 16, [1, 1, 1], [1, 37, 150]),
+    (128, 6, 2, 64, [1, 1], [64, 301]),
+    (64, 1, 2, 16, [1], [33]),
+    (64, 8, 1, 64, [1, 1], [5, 70]),
+    (64, 3, 3, 16, [5, 20, 1], [5, 90, 17]),
+    (128, 6, 2, 64, [30, 11], [30, 140]),
+]
+
+
+@pytest.mark.parametrize(("d", "group", "heads", "block", "counts", "lengths"), CASES)
+def test_kernels_give_what_the_reference_gives(
+    d: int, group: int, heads: int, block: int, counts: list[int], lengths: list[int]
+) -> None:
+    pytest.importorskip("triton")
+    from assay.lab.kv.pages import kernels
+
+    layout, tk, tv, cosines, pages, table, starts, parts = batch(d, group, heads, block, counts, lengths)
+    k, v, positions, slots, q, wanted = parts
+    t = kernels.LayerTables.of(layout, tk, tv, cosines)
+    slots = torch.cat([slots, slots.new_full((2,), -1)])  # padding of a CUDA graph
+    pad = torch.cat([k, k[:2]]), torch.cat([v, v[:2]]), torch.cat([positions, positions[:2] * 0])
+    kernels.store(*pad, pages, slots, t)
+    real = slots[:-2].cpu()
+    for stream, x, mean in (("k", k, lay.rotated_mean(tk.mean, cosines[positions])), ("v", v, tv.mean)):
+        table_of = tk if stream == "k" else tv
+        found = lay.read(pages.cpu(), layout, real, stream, table_of.to("cpu"))
+        r = (x.float() - mean).cpu()
+        same = (found - lay.reconstruct(r, table_of.to("cpu"), layout.wide)).abs().amax(dim=(1, 2)) < 1e-2
+        assert (
+            same.float().mean() > 0.98
+        )  # a coefficient on the edge between two codes may fall on either side
+        assert (found - r).square().mean() < 0.012 * r.square().mean()
+    out = torch.zeros_like(q)
+    kernels.attend(
+        q, out, pages, table, starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), t, d**-0.5,
+        first=0, requests=len(counts), longest_query=max(counts), longest=max(lengths),
+    )  # fmt: skip
+    assert torch.allclose(out.float(), wanted, atol=0.06, rtol=0.03), (out.float() - wanted).abs().max()
