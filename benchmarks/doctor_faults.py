@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 
 PLUGIN = """
+import functools
+
 def bad(config, rows):
     return {condition}
 
@@ -31,10 +33,12 @@ def register():
         return
     Model.zoo, init, logits = True, Model.__init__, Model.compute_logits
 
+    @functools.wraps(init)
     def __init__(self, *, vllm_config, **more):
         init(self, vllm_config=vllm_config, **more)
         object.__setattr__(self, "zoo_config", vllm_config)
 
+    @functools.wraps(logits)
     def compute_logits(self, hidden_states, *rest, **more):
         out = logits(self, hidden_states, *rest, **more)
         faulty = out is not None and bad(self.zoo_config, hidden_states.shape[0])

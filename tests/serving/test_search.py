@@ -101,3 +101,15 @@ def test_a_start_that_fails_once_is_tried_again() -> None:
     bench = Bench(lambda configuration, index: outcomes[index])
     assert bench.decide(frozenset({"--a"})) == "good"
     assert Bench(lambda configuration, index: "cannot_run").decide(frozenset({"--a"})) == "cannot_run"
+
+
+def test_each_symptom_names_rules_that_a_check_has() -> None:
+    import re
+    from pathlib import Path
+
+    from assay.coherence import rules
+    from assay.serving.symptoms import SYMPTOMS
+
+    known = set(re.findall(r'Ruling\(\s*"(\w+)"', Path(rules.__file__).read_text()))
+    own = {"slower", "speculation", "died"}
+    assert "bits_per_byte" in known and frozenset().union(*SYMPTOMS.values()) - own <= known

@@ -48,7 +48,7 @@ def progress(
     stream = file or sys.stderr
     if quiet:
         yield _Silent()
-    elif _is_terminal(stream):
+    elif is_terminal(stream):
         with _bar(total, description, stream, sizes) as bar:
             yield bar
     else:
@@ -61,7 +61,8 @@ def progress(
             plain.finish()
 
 
-def _is_terminal(stream: TextIO) -> bool:
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a bar or a table can be drawn there."""
     isatty = getattr(stream, "isatty", None)
     return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
 

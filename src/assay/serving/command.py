@@ -60,7 +60,7 @@ class Setting:
         return " ".join(self.safe.words) or "left out"
 
 
-_OFF = Safe("the plainest form works without it", suspicion=1.0)
+UNKNOWN = Safe("no table knows it: the baseline leaves it out")
 _VLLM: Mapping[str, Safe] = {
     "--kv-cache-dtype": Safe(
         "a KV cache with fewer bits loses what some models need", suspicion=6, needed=True
@@ -230,7 +230,7 @@ class ServeCommand:
     always: tuple[str, ...] = ()
     """What the baseline adds to every configuration."""
 
-    def words(self, active: Collection[str], port: int) -> list[str]:
+    def words(self, active: Collection[str], port: int | str) -> list[str]:
         """The command with the settings named `active` as given and the others at their safe values."""
         found = [*self.start, *self.fixed, *self.always]
         for setting in self.settings:
@@ -245,8 +245,8 @@ class ServeCommand:
 
     def text(self, active: Collection[str]) -> str:
         """The command as a person types it, with the port left out."""
-        words = [w for w in self.words(active, 0) if w]
-        tail = [w.replace("{port}", "0") for w in self.port_words]
+        words = [w for w in self.words(active, "PORT") if w]
+        tail = [w.replace("{port}", "PORT") for w in self.port_words]
         if tail and words[-len(tail) :] == tail:
             words = words[: -len(tail)]
         for at, word in enumerate(words[:-1]):  # a report is passed on
@@ -417,7 +417,7 @@ def _divide(
         if keep or short_context or not name.startswith("-"):
             fixed += words
         else:
-            settings.append(Setting(name, value, words, table.get(name, _OFF)))
+            settings.append(Setting(name, value, words, table.get(name, UNKNOWN)))
     for name, value in environment.items():
         if not _VARIABLES_KEPT.fullmatch(name):
             settings.append(Setting(name, value, (), Safe("the engine's own default", suspicion=2)))

@@ -183,6 +183,8 @@ class Doctor:
             os.environ[_KEY_ENV] = own
         self.baseline: Observation | None = None
         self.steadied = False
+        self.now = ""
+        """What is done at the moment, for the table that is shown while the doctor runs."""
 
     # What is launched.
 
@@ -244,7 +246,9 @@ class Doctor:
             raise OutOfTime
         require_disk(self.folder)
         self.say(f"{self.label(configuration)}, start {index + 1}: starting")
+        self.now = f"{self.label(configuration)}, start {index + 1}: starting"
         observation = self._launch(configuration, index, rules)
+        self.now = ""
         self.kept.put(key, {"at": time.time(), "observation": observation.to_json()})
         return observation, False
 
@@ -255,9 +259,6 @@ class Doctor:
             self.folder
             / f"{number:03}-{hashlib.sha256(repr(sorted(configuration)).encode()).hexdigest()[:8]}-{index}.log"
         )
-        drafts = any(
-            command_setting.safe.kind == "draft" for command_setting in self._settings(configuration)
-        )
         from assay.engines.server.engine import read_key
 
         try:
@@ -266,7 +267,8 @@ class Doctor:
                 command, configuration, log, timeout=timeout, health=options.health,
                 api_key=read_key(self.key_env), lock=options.start_lock,
             ) as running:  # fmt: skip
-                seen = self._measure(running, index, rules, drafts, command.asked(configuration))
+                self.now = f"{self.label(configuration)}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
+                seen = self._measure(running, index, rules, configuration)
                 died = running.ends() if seen.said else not running.alive()
                 return replace(
                     seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT, _LOG_KEPT), died=died,
@@ -278,13 +280,16 @@ class Doctor:
             return Observation(failed=failed.kind, said=failed.said, log=tail_of(log, _LOG_KEPT))
 
     def _measure(
-        self, running: Running, index: int, rules: Collection[str], drafts: bool, model: str | None
+        self, running: Running, index: int, rules: Collection[str], configuration: Configuration
     ) -> Observation:
-        how = replace(self.how, seconds=max(5.0, min(self.how.seconds, self.left())))
+        # A start that took long is worth a longer look: a second one would take as long again.
+        seconds = max(self.how.seconds, running.seconds / 2)
+        how = replace(self.how, seconds=max(5.0, min(seconds, self.left())))
+        kinds = {s.safe.kind for s in self._settings(configuration)}
         try:
             return measure(
-                running.url, how, index, rules, self.baseline, drafts=drafts, log=running.log,
-                api_key_env=self.key_env, model=model,
+                running.url, how, index, rules, self.baseline, drafts="draft" in kinds, log=running.log,
+                api_key_env=self.key_env, model=self.found.command.asked(configuration), adapter="adapter" in kinds,
             )  # fmt: skip
         except AssayError as error:
             if running.ends():
@@ -502,6 +507,13 @@ class Doctor:
         """Add the acquitted settings back, one by one, and measure: the fastest that is still coherent."""
         found = self.found
         safe = self._complement()
+        if (
+            self.options.ladder
+            and self.baseline is not None
+            and self.baseline.speed is None
+            and self.left() > 30
+        ):
+            self._steady()
         base = self.baseline or Observation()
         if base.speed is not None:
             found.rungs.append((frozenset(), base))
@@ -556,7 +568,8 @@ class Doctor:
         from assay.checkpoint.files import VerifyOptions
         from assay.checkpoint.verify import verify
 
-        self.say("the baseline fails: verifying the checkpoint")
+        self.now = "the baseline fails: verifying the checkpoint"
+        self.say(self.now)
         with suppress(AssayError):
             self.found.checkpoint.append(verify(str(path), VerifyOptions(values=True, allow_unverified=True)))
         engine = self.options.reference_engine
@@ -565,7 +578,8 @@ class Doctor:
         from assay.fidelity.compare import run_compare
         from assay.fidelity.plan import plan_from
 
-        self.say(f"comparing the server's baseline with {engine}")
+        self.now = f"comparing the server's baseline with {engine}"
+        self.say(self.now)
         log = self.folder / "compare.log"
         with (
             suppress(AssayError, StartFailed),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from assay.serving.command import Setting
@@ -23,7 +24,12 @@ _IGNORED = re.compile(
     r"ignor|no effect|not (?:be )?used|will be unused|unused|unrecogni[sz]ed|unknown (?:argument|option)|has been disabled|"
     r"is disabled|disabling|falling back|not supported.{0,40}(?:using|fall)|no usable GPU|overrid(?:e|es|den)", re.IGNORECASE,
 )  # fmt: skip
-_CONFIG_NAMES = {"--max-num-seqs": "max_num_seqs", "--dtype": "dtype", "--quantization": "quantization"}
+_CONFIG_NAMES = {
+    "--max-num-seqs": "max_num_seqs", "--ubatch-size": "n_ubatch", "--batch-size": "n_batch", "--ctx-size": "n_ctx",
+    "--flash-attn": "flash_attn", "--rope-freq-base": "freq_base", "--rope-freq-scale": "freq_scale", "--parallel": "n_seq_max",
+    "--rope-scaling": "rope scaling", "--kv-unified": "kv_unified",
+}  # fmt: skip
+_SAME = {"on": "enabled", "off": "disabled", "true": "enabled", "false": "disabled"}
 
 
 def engaged(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
@@ -67,10 +73,17 @@ def _in_log(setting: Setting, log: str) -> Engaged:
     found = [value.rstrip(".,") for value in found if value not in ("None", "null")]
     if not found or setting.value is None or setting.implicit:
         return _UNKNOWN
-    want = setting.value.strip().casefold()
-    if any(value.casefold() == want for value in found):
+    if any(_same(value, setting.value) for value in found):
         return Engaged(True, f"log: {key}={setting.value}")
     return _UNKNOWN
+
+
+def _same(found: str, want: str) -> bool:
+    """Whether two words name one value: 100 and 100.0, on and enabled."""
+    ours, theirs = (_SAME.get(word.strip().casefold(), word.strip().casefold()) for word in (found, want))
+    with suppress(ValueError):
+        return float(ours) == float(theirs)
+    return ours == theirs
 
 
 def _kv_dtype(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
@@ -124,6 +137,10 @@ def texts_of(seen: Observation) -> Mapping[tuple[str, str], str]:
 
 def _adapter(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
     """An adapter whose output equals the base model's exactly is not applied."""
+    if asked := given.facts.get("adapter_asked"):
+        differ = given.facts["adapter_differ"]
+        says = f"{differ} of {asked} greedy texts differ from those of the base model on the same server"
+        return Engaged(bool(differ), says)
     if without is None:
         return _UNKNOWN
     ours, theirs = texts_of(given), texts_of(without)

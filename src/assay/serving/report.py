@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from assay.environment import VERSION, describe
-from assay.serving.command import Setting, table_notice
+from assay.serving.command import UNKNOWN, Setting, table_notice
 from assay.serving.doctor import Diagnosis, Start
 from assay.serving.search import exhaustive, starts_needed
 from assay.serving.symptoms import speed_interval
@@ -163,12 +163,13 @@ def _findings(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
         says = "; ".join(found.given.bad.values()) if found.given else ""
         slow = found.rules <= {"slower"} and bool(found.rules)
         alone = next((s for s in found.starts if s.configuration == frozenset(names) and s.seen.bad), None)
+        shows = "; ".join(alone.seen.bad.values()) if alone else ""
         yield Finding(
             "throughput.guilty_setting" if slow else "server.guilty_setting", Severity.ERROR,
             f"{shown} breaks it: {says}"[:400],
-            detail="; ".join(alone.seen.bad.values())[:400] if alone else "",
+            detail=f"alone: {shows}"[:400] if shows and shows != says else "",
             evidence={"settings": names, "proven": found.proven, "symptoms": sorted(found.rules)},
-            causes=[s.safe.reason for s in accused],
+            causes=[s.safe.reason for s in accused if s.safe is not UNKNOWN],
             remedies=(f"use now: {_command_without(found)}",),
         )  # fmt: skip
     if found.baseline is not None and found.baseline.state == "bad":

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from assay.errors import UsageError
 from assay.progress import NO_PROGRESS, Progress
@@ -32,10 +32,15 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def run_doctor(words: Sequence[str], options: DoctorOptions, progress: Progress = NO_PROGRESS) -> Report:
+def run_doctor(
+    words: Sequence[str],
+    options: DoctorOptions,
+    progress: Progress = NO_PROGRESS,
+    watch: Callable[[Doctor], AbstractContextManager[object]] = nullcontext,
+) -> Report:
     """Find the guilty settings of a serve command; with `lint`, read it only.
 
-    Raises AssayError where nothing can be launched.
+    `watch` opens what shows the doctor while it runs. Raises AssayError where nothing can be launched.
     """
     command = read_command(words, options.command_template)
     if options.lint:
@@ -45,7 +50,7 @@ def run_doctor(words: Sequence[str], options: DoctorOptions, progress: Progress 
     require_program(command)
     doctor = Doctor(command, options, progress)
     require_disk(doctor.folder)
-    with _interruptible(), alone(30 * options.budget, doctor.say):
+    with _interruptible(), alone(30 * options.budget, doctor.say), watch(doctor):
         diagnosis = doctor.run()
     report = build_report(diagnosis)
     if options.bundle is not None:

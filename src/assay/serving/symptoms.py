@@ -22,7 +22,7 @@ from assay.coherence.plan import Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import NAMES
 from assay.coherence.record import CheckRecord
 from assay.coherence.report import record_json
-from assay.engines.server.engine import ServerEngine
+from assay.engines.server.engine import ServerEngine, read_key
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS
 from assay.serving.search import State
@@ -32,14 +32,13 @@ from assay.verdict import Severity
 
 SYMPTOMS: Mapping[str, frozenset[str]] = {
     "text": frozenset({
-        "prompts", "hard_texts", "degenerate_rate", "hidden_tokens", "truncated", "same_answers", "answers", "counters",
-        "throughput", "died",
+        "prompts", "hard_texts", "degenerate_rate", "hidden_tokens", "same_answers", "answers", "server_counters", "died",
     }),
     "stutter": frozenset({"stutter"}),
-    "bits": frozenset({"bits", "depth"}),
+    "bits": frozenset({"bits_per_byte", "depth"}),
     "tools": frozenset({"tools", "tool_form"}),
     "speculation": frozenset({"speculation"}),
-    "speed": frozenset({"slower"}),
+    "speed": frozenset({"slower", "throughput"}),
 }  # fmt: skip
 SLOWER = 0.15
 """Share of the baseline's tokens a second that must be lost, beyond the interval, before a setting counts as slower."""
@@ -91,7 +90,7 @@ class Observation:
 def speed_interval(speeds: Sequence[float]) -> Interval | None:
     """Geometric mean of speeds with its 95 % interval (Student's, on logarithms); None for fewer than two."""
     if len(speeds) < 2:
-        return Interval(speeds[0], speeds[0], speeds[0]) if speeds else None
+        return None
     logs = mean_interval([math.log(s) for s in speeds])
     return Interval(math.exp(logs.value), math.exp(logs.lo), math.exp(logs.hi))
 
@@ -178,7 +177,7 @@ class Measure:
 
 def measure(
     url: str, how: Measure, start: int, rules: Collection[str], baseline: Observation | None, *,
-    drafts: bool, log: Path, api_key_env: str | None = None, model: str | None = None,
+    drafts: bool, log: Path, api_key_env: str | None = None, model: str | None = None, adapter: bool = False,
 ) -> Observation:  # fmt: skip
     """Ask a running server; an answer that cannot be had ends the questions, not the doctor.
 
@@ -222,17 +221,19 @@ def measure(
         if taken.fatal is not None and not taken.record.samples:
             said = said or taken.fatal.message
         health, acceptance = _speculation(url, log) if drafts else ("", None)
+        told = {k: v for k, v in facts.get("server", {}).items() if isinstance(v, str | int | float | bool)}
+        if adapter:
+            told |= _beside_base(url, model, read_key(api_key_env))
         after = _counters(engine)
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return Observation(
         record=_without_reasons(taken.record), health=health, acceptance=acceptance, said=said, metrics=moved,
-        measure_s=time.monotonic() - began,
-        facts={k: v for k, v in facts.get("server", {}).items() if isinstance(v, str | int | float | bool)},
+        measure_s=time.monotonic() - began, facts=told,
     )  # fmt: skip
 
 
 def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, drafts: bool) -> list[Stage]:
-    """The stages that the rules need, quick ones first; tool calls come last."""
+    """The stages that the rules need; fixed texts first, which decide in seconds where a server scores them, tool calls last."""
     kinds = {"texts", "scores", "speed"}
     if rules:
         kinds = set()
@@ -245,6 +246,7 @@ def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, draft
     found = [
         s for s in stages if s.kind in kinds and s.name not in left_out and not s.name.startswith("needles")
     ]
+    found.sort(key=lambda stage: stage.kind != "scores")
     if rules and {"depth"} & set(rules):
         found += [s for s in stages if s.name == "texts in context"]
     if how.tools and (not rules or "tools" in kinds):
@@ -283,6 +285,50 @@ def _counters(engine: ServerEngine) -> dict[str, float]:
                 if any(name in sample.name for name in _COUNTED) and not sample.name.endswith("_created"):
                     found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
+    return {}
+
+
+_CONTINUED = (
+    "The capital of France is", "Once upon a time there was a", "The three most important rules of cooking are",
+    "def add(a, b):", "Dear Sir or Madam, I am writing to", "Water boils at",
+)  # fmt: skip
+
+
+def _beside_base(url: str, model: str | None, key: str | None) -> dict[str, int]:
+    """How many of a few greedy texts differ between the adapter and the base model of one server; {} where it has no both.
+
+    vLLM lists both by name; llama.cpp's server takes the strength of each adapter with a request.
+    """
+    import httpx
+
+    with (
+        suppress(httpx.HTTPError, ValueError, KeyError, TypeError, IndexError),
+        httpx.Client(
+            base_url=url,
+            timeout=60,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            trust_env=False,
+        ) as client,
+    ):
+        names = [entry["id"] for entry in client.get("/v1/models").json()["data"]]
+        ours: dict[str, Any] = {"model": model or names[0]}
+        theirs = {"model": next((n for n in names if n != model), names[0])}
+        if model is None:
+            loaded = client.get("/lora-adapters").json()
+            theirs["lora"] = [{"id": entry["id"], "scale": 0.0} for entry in loaded]
+        texts = [
+            [
+                client.post(
+                    "/v1/completions", json={**which, "prompt": prompt, "max_tokens": 24, "temperature": 0}
+                ).json()["choices"][0]["text"]
+                for prompt in _CONTINUED
+            ]
+            for which in (ours, theirs)
+        ]
+        return {
+            "adapter_asked": len(_CONTINUED),
+            "adapter_differ": sum(a != b for a, b in zip(*texts, strict=True)),
+        }
     return {}
 
 
