@@ -1,13 +1,18 @@
-"""How often `assay check` passes a whole server and fails a damaged one, simulated from kept texts and kept scores.
+"""How often `assay check` passes a whole server and fails a damaged one: real runs, and runs simulated from kept texts and scores.
 
     python benchmarks/check_decisions.py --scores           # scores the fixed texts: results/check_scores.json
     python benchmarks/check_decisions.py [--runs 2000]      # writes results/check_decisions.json and .md
 
-Texts are drawn from the corpus (benchmarks/corpus): the server's from those of a healthy or of a damaged model, the
-reference's from those of the healthy one. The fixed texts were scored once with the whole model and with each damage,
-in this process; a server differs from that by rounding, which is drawn as it was measured on real servers
-(results/server_faults.json). Each run is judged by the real rules, extended as `check` extends it, and judged again; the
-older procedure, one look and no help of the fixed texts, is judged on the same draws.
+Real runs (results/check_models_runs.jsonl.xz, made by check_models.py) are judged again by the rules as they are now.
+
+Simulated runs draw texts from those runs and from the corpus (benchmarks/corpus): the server's from those of a healthy
+or of a damaged model, the reference's from those of the healthy one. The texts of each source are split into two halves
+by their ids; the rules were chosen on the tune half, and the figures are of the report half (`--half`). A text stands
+for an answer to the question that it is drawn for, so only texts that answered several questions of their source word for
+word count as the same answer. Fixed texts were scored once with the whole model and with each damage, in this process;
+a server differs from that by rounding, which is drawn as it was measured on real servers (results/server_faults.json).
+Each run is judged by the real rules, extended as `check` extends it, and judged again; the older procedure, one look and
+no help of the fixed texts, is judged on the same draws.
 """
 
 from __future__ import annotations
@@ -24,26 +29,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.check import DECIDED_BY_TEXTS
+from assay.coherence.check import asks_for_texts
 from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.diagnosis import judge
 from assay.coherence.grading import grade
 from assay.coherence.passages import passages, score_alone, score_in_context
-from assay.coherence.plan import EXTENSION, LOOKS
+from assay.coherence.plan import EXTENSIONS, LOOKS
 from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sample
 from assay.coherence.rules import interval_json
 from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_smollm2
 from assay.engines.hf.engine import HfEngine
+from assay.environment import describe
 from assay.stats.equivalence import confidence_of_look
 from assay.stats.intervals import wilson
 from assay.verdict import Verdict
+from check_models import RUN, read_runs
+from split import is_tune
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "check_decisions.json"
 SCORES = HERE / "results" / "check_scores.json"
-MODELS = HERE / "results" / "check_models_texts.jsonl.gz"
-"""Texts of checks of real servers (benchmarks/check_models.py)."""
 CONTEXT = 2016
 ROUNDING = 0.0026
 """Spread over texts of the bits per byte that ten whole servers lost: intervals of ±0.0012 over 20 scores."""
@@ -52,36 +58,52 @@ GREEDY, PLANNED, SINGLE = 6, 18, 17
 """Texts of the plan: greedy ones, sampled ones, and those of needles and the burst, greedy too."""
 LN2 = math.log(2.0)
 
+Pool = dict[str, list[Sample]]
+"""Texts of one source, `greedy` and `sampled`."""
 
-def pools() -> dict[str, dict[str, list[Sample]]]:
-    """Graded texts of the corpus by source and by whether they were decoded greedily."""
-    found: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: {"greedy": [], "sampled": []})
+
+def pools(half: str) -> dict[str, Pool]:
+    """Graded texts of the corpus and of real healthy runs by source, of one half."""
+    found: dict[str, list[tuple[str, str, Sample]]] = defaultdict(list)
     with gzip.open(HERE / "corpus" / "outputs.jsonl.gz", "rt", encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            put(found[row["source"]], row, row["sampling"]["temperature"])
-    if MODELS.exists():
-        with gzip.open(MODELS, "rt", encoding="utf-8") as lines:
-            for row in map(json.loads, lines):
-                if row["way"] == "alone" and row["probe"] != "speed" and row["kv_cache_dtype"] == "auto":
-                    put(found[f"healthy {row['model']}, served by vLLM"], row, row["temperature"])
-    return {name: pool for name, pool in found.items() if pool["sampled"]}
+        for row in map(json.loads, lines):
+            text, heat = row["text"], row["sampling"]["temperature"]
+            result, said = grade(text, finish_reason=row["finish_reason"]), stutter_counts(text)
+            sample = Sample(
+                label=result.label.value, kind=result.kind, onset_char=result.onset_char,
+                finish_reason=row["finish_reason"], completion_tokens=row.get("completion_tokens") or len(text) // 4,
+                text_head=text, text_chars=len(text), coherent_chars=result.coherent_chars,
+                temperature=heat, seed=0, words=said.words, stutters=said.total,
+            )  # fmt: skip
+            found[row["source"]].append((row["prompt_id"], row["id"], sample))
+    for run in read_runs():
+        if run["kv_cache_dtype"] == "auto" and "tools" not in run["way"]:
+            for side in ("server", "reference"):
+                record = CheckRecord.from_json(run[side]) if run.get(side) else CheckRecord()
+                for probe in record.probes:
+                    for n, sample in enumerate(probe.samples):
+                        where = f"{probe.name} {sample.variant}"
+                        key = f"{run['model']}/{side}/{where}/{sample.temperature}/{sample.seed}/{n}"
+                        plain = replace(sample, checks=(), prompt_tokens=None, variant="", tool_form="")
+                        found[f"healthy {run['model']}, {side}"].append((where, key, plain))
+    return {name: pool for name, rows in found.items() if (pool := _half(rows, half))["sampled"]}
 
 
-def put(pool: dict[str, list[Sample]], row: dict[str, Any], heat: float) -> None:
-    """Grade one kept text into a pool."""
-    text = row["text"]
-    result, said = grade(text, finish_reason=row["finish_reason"]), stutter_counts(text)
-    sample = Sample(
-        label=result.label.value, kind=result.kind, onset_char=result.onset_char,
-        finish_reason=row["finish_reason"], completion_tokens=row.get("completion_tokens") or len(text) // 4,
-        text_head=text[:200], text_chars=len(text), coherent_chars=result.coherent_chars,
-        temperature=heat, seed=0, words=said.words, stutters=said.total,
-    )  # fmt: skip
-    pool["sampled" if heat else "greedy"].append(sample)
+def _half(rows: Sequence[tuple[str, str, Sample]], half: str) -> Pool:
+    """One half of the texts; those that answered several questions of the source keep their words alone as a head."""
+    asked: dict[str, set[str]] = defaultdict(set)
+    for question, _, sample in rows:
+        asked[sample.text_head].add(question)
+    pool: Pool = {"greedy": [], "sampled": []}
+    for key, sample in {key: sample for _, key, sample in rows}.items():
+        if is_tune(f"decisions/{key}") == (half == "tune"):
+            mark = "same" if len(asked[sample.text_head]) > 1 else "own"
+            kept = replace(sample, variant=mark, text_head=sample.text_head[:200])
+            pool["sampled" if sample.temperature else "greedy"].append(kept)
+    return pool
 
 
-def texts(rng: random.Random, pool: dict[str, list[Sample]], sampled: int, greedy: int) -> list[Sample]:
+def texts(rng: random.Random, pool: Pool, sampled: int, greedy: int) -> list[Sample]:
     """Texts drawn from a pool."""
     cold = pool["greedy"] or pool["sampled"]
     return [rng.choice(pool["sampled"]) for _ in range(sampled)] + [rng.choice(cold) for _ in range(greedy)]
@@ -115,17 +137,31 @@ def scores(rng: random.Random, kept: list[list[Any]], spread: float) -> tuple[Pa
 
 
 def record(drawn: Sequence[Sample], passages: tuple[PassageScore, ...]) -> CheckRecord:
-    """A record of these texts, dealt to the probes."""
-    # A text may be drawn for several questions; that these got the same answer says nothing of a server here.
-    probes = tuple(
-        ProbeResult(n, n, tuple(replace(s, text_head=f"{n} {s.text_head}") for s in drawn[i :: len(PROBES)]))
-        for i, n in enumerate(PROBES)
-    )
-    return CheckRecord(probes=probes, passages=passages)
+    """A record of these texts: the sampled ones dealt to the probes, of the greedy ones each an answer to a question of its own."""
+    asked: dict[str, list[Sample]] = defaultdict(list)
+    for n, sample in enumerate(s for s in drawn if s.temperature):
+        asked[PROBES[n % len(PROBES)]].append(sample)
+    for n, sample in enumerate(s for s in drawn if not s.temperature):
+        asked[PROBES[n] if n < GREEDY else f"burst {n}"].append(sample)
+    return CheckRecord(
+        probes=tuple(
+            ProbeResult(
+                name, name,
+                tuple(
+                    replace(s, variant="", text_head=s.text_head if s.variant == "same" else f"{name} {s.text_head}")
+                    for s in samples
+                ),
+            )
+            for name, samples in asked.items()
+        ),
+        passages=passages,
+    )  # fmt: skip
 
 
-def run(rng: random.Random, server: Side, model: Side | None) -> tuple[Verdict, int, Verdict]:
-    """The verdict, the looks it took, and the verdict of the older procedure; `model` is the reference."""
+def run(
+    rng: random.Random, server: Side, model: Side | None
+) -> tuple[Verdict, int, Verdict, tuple[str, ...]]:
+    """The verdict, the looks it took, the verdict of the older procedure, and the rules that decided; `model`: the reference."""
     ours = texts(rng, server.pool, PLANNED, GREEDY + SINGLE)
     theirs = texts(rng, model.pool, PLANNED, GREEDY + SINGLE) if model else []
     served = scores(rng, server.scores, ROUNDING)
@@ -141,12 +177,13 @@ def run(rng: random.Random, server: Side, model: Side | None) -> tuple[Verdict, 
         before = Verdict.FAIL
     for look in range(1, LOOKS + 1):
         judgement = judged(confidence_of_look(look))
-        unclear = {r.rule for r in judgement.rulings if r.state == "unclear"}
-        if not unclear or not unclear <= DECIDED_BY_TEXTS or look == LOOKS:
-            return judgement.verdict, look, before
-        ours += texts(rng, server.pool, EXTENSION * len(PROBES), 0)
+        if look == LOOKS or not asks_for_texts(judgement):
+            why = tuple(r.rule for r in judgement.rulings if r.state in ("bad", "unclear"))
+            return judgement.verdict, look, before, why
+        more = EXTENSIONS[look - 1] * len(PROBES)
+        ours += texts(rng, server.pool, more, 0)
         if model:
-            theirs += texts(rng, model.pool, EXTENSION * len(PROBES), 0)
+            theirs += texts(rng, model.pool, more, 0)
     raise AssertionError("the last look returns")
 
 
@@ -154,8 +191,25 @@ def run(rng: random.Random, server: Side, model: Side | None) -> tuple[Verdict, 
 class Side:
     """Where the texts and the scores of one side come from."""
 
-    pool: dict[str, list[Sample]]
+    pool: Pool
     scores: list[list[Any]]
+
+
+def real_runs() -> list[dict[str, Any]]:
+    """Checks of real servers with a reference, judged again by the rules as they are now."""
+    rows = []
+    for kept in read_runs():
+        if kept.get("reference") and "tools" not in kept["way"]:
+            record, reference = (CheckRecord.from_json(kept[side]) for side in ("server", "reference"))
+            texts = len(record.samples)
+            look = 1 + sum(texts > planned for planned in (60, 110, 150, 200, 280))
+            judgement = judge(record, reference, confidence_of_look(look))
+            decided = [r.rule for r in judgement.rulings if r.state in ("bad", "unclear")]
+            rows.append(
+                {key: kept[key] for key in RUN}
+                | {"texts": texts, "verdict": str(judgement.verdict), "rules": decided}
+            )
+    return rows
 
 
 def main() -> None:
@@ -165,55 +219,91 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--scores", action="store_true", help="score the fixed texts, and no more")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--half", choices=("tune", "report"), default="report")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.scores:
         score_all_damages()
         return
-    rng, pool = random.Random(arguments.seed), pools()
+    rng, pool = random.Random(arguments.seed), pools(arguments.half)
     kept = json.loads(SCORES.read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = []
 
     def simulate(name: str, server: Side, model: Side | None, wanted: str, runs: int) -> None:
         found = [run(rng, server, model) for _ in range(runs)]
         verdicts, older = (Counter(str(r[i]) for r in found) for i in (0, 2))
+        other = Counter(rule for r in found if str(r[0]) != wanted for rule in r[3])
         rows.append({
-            "name": name, "runs": runs, "reference": model is not None, "wanted": wanted, "verdicts": dict(verdicts),
-            "rate": interval_json(wilson(verdicts[wanted], runs)), "older": dict(older),
-            "looks": sum(look for _, look, _ in found) / runs,
+            "name": name, "texts": [len(side.pool[k]) for side in (server, model or server) for k in ("sampled", "greedy")],
+            "runs": runs, "reference": model is not None, "wanted": wanted, "verdicts": dict(verdicts),
+            "rate": interval_json(wilson(verdicts[wanted], runs)), "older": dict(older), "otherwise": dict(other),
+            "looks": sum(r[1] for r in found) / runs,
         })  # fmt: skip
         print(rows[-1], flush=True)
 
-    for source in [name for name in pool if name.startswith("healthy")]:
+    for source in sorted(
+        name for name in pool if name.startswith("healthy") and not name.endswith(", reference")
+    ):
         side = Side(pool[source], kept["healthy"])
-        simulate(f"{source}, with its reference", side, side, "pass", arguments.runs)
-        simulate(f"{source}, alone", side, None, "pass", arguments.runs)
+        theirs = Side(pool.get(source.replace(", server", ", reference"), pool[source]), kept["healthy"])
+        simulate(f"{source}, with its reference", side, theirs, "pass", arguments.runs)
+        simulate(f"{source}, alone", side, None, "pass", arguments.runs // 4)
     whole = Side(pool["healthy"], kept["healthy"])
     for name in kept:
         if name in pool and name != "healthy":
             side = Side(pool[name], kept[name])
             simulate(f"{name}, with a reference", side, whole, "fail", arguments.runs // 10)
             simulate(f"{name}, alone", side, None, "fail", arguments.runs // 10)
-    RESULTS.write_text(json.dumps({"seed": arguments.seed, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    RESULTS.with_suffix(".md").write_text(table(rows), encoding="utf-8")
+    result = {
+        "seed": arguments.seed,
+        "half": arguments.half,
+        "machine": describe(),
+        "rows": rows,
+        "real": real_runs(),
+    }
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    arguments.out.with_suffix(".md").write_text(table(rows, result["real"]), encoding="utf-8")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| texts of | runs | pass | inconclusive | fail | looks | one look, without fixed texts |",
-        "|---|---|---|---|---|---|---|",
+        "| texts of | runs | pass | inconclusive | fail | looks | otherwise by | one look, without fixed texts |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         share = {k: f"{v / row['runs']:.1%}" for k, v in row["verdicts"].items()}
+        rate = row["rate"]
+        share[row["wanted"]] = (
+            share.get(row["wanted"], "0") + f" [{100 * rate['lo']:.1f}, {100 * rate['hi']:.1f}]"
+        )
         old = ", ".join(f"{k} {v / row['runs']:.1%}" for k, v in sorted(row["older"].items()))
         cells = (
             row["name"],
             str(row["runs"]),
             *(share.get(k, "0") for k in ("pass", "inconclusive", "fail")),
             f"{row['looks']:.2f}",
+            ", ".join(f"{k} {v}" for k, v in sorted(row["otherwise"].items())) or "–",
             old,
         )
         lines.append("| " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "| real run | KV cache | on | seed | texts | verdict with its reference | by |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in real:
+        cache = "bf16" if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
+        cells = (
+            row["model"],
+            cache,
+            row["device"],
+            row["seed"],
+            row["texts"],
+            row["verdict"],
+            ", ".join(row["rules"]) or "–",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -297,3 +297,12 @@ def test_fixed_texts_say_the_same_at_every_look_of_a_finished_plan() -> None:
         for c in (0.95, 0.99, 0.9975)
     ]
     assert len({says.partition("against")[0].rpartition("[")[2] for says in states}) == 1
+
+
+def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_more_strictly() -> None:
+    from assay.coherence.check import EARLY
+    from assay.coherence.plan import LOOKS
+    from assay.coherence.rules import BEYOND_LOOKS
+    from assay.stats.equivalence import confidence_of_look
+
+    assert confidence_of_look(LOOKS) < BEYOND_LOOKS < EARLY

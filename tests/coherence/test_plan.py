@@ -7,7 +7,7 @@ from check_records import passages, record, sample, samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.plan import EXTENSION, FIRST, Pace, Plan, Stage, extension, fit, stages_of
+from assay.coherence.plan import EXTENSIONS, FIRST, LOOKS, Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import standard_probes
 from assay.coherence.record import CheckRecord, ProbeResult
 from assay.progress import span
@@ -51,11 +51,11 @@ def test_the_tools_suite_asks_many_at_once_first_since_that_is_fast() -> None:
 def test_extensions_never_ask_a_text_twice() -> None:
     plan = Plan()
     asked = [t for stage in stages() for t in stage.tasks] + [
-        t for look in (2, 3, 4) for t in extension(plan, PROBES, look).tasks
+        t for look in range(2, LOOKS + 1) for t in extension(plan, PROBES, look).tasks
     ]
     keys = [(t.probe.name, t.variant, t.sampling) for t in asked]
     assert len(keys) == len(set(keys))
-    assert len(extension(plan, PROBES, 2).tasks) == 7 * EXTENSION
+    assert len(extension(plan, PROBES, 2).tasks) == 7 * EXTENSIONS[0]
 
 
 def test_without_a_budget_all_is_chosen_and_with_none_at_all_nothing_is() -> None:

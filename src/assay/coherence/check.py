@@ -53,6 +53,13 @@ DECIDED_BY_TEXTS = frozenset({"hard_texts", "degenerate_rate", "stutter"})
 """Rules that further texts make clear."""
 
 
+def asks_for_texts(judgement: Judgement) -> bool:
+    """Whether further texts may change a judgement: some rule is unclear, and all that count against it rest on texts."""
+    unclear = {r.rule for r in judgement.rulings if r.state == "unclear"}
+    bad = {r.rule for r in judgement.rulings if r.state == "bad"}
+    return bool(unclear) and unclear | bad <= DECIDED_BY_TEXTS
+
+
 @dataclass(frozen=True)
 class CheckOptions(Plan):
     """A plan, how to reach the server, and what to compare it with."""
@@ -281,10 +288,7 @@ class Check:
     def _extend(self) -> None:
         """Ask for further texts of both sides while the verdict is unclear by rules that they can decide."""
         while self.look < LOOKS:
-            unclear = {
-                r.rule for r in self.judge(confidence_of_look(self.look)).rulings if r.state == "unclear"
-            }
-            if not unclear or not unclear <= DECIDED_BY_TEXTS:
+            if not asks_for_texts(self.judge(confidence_of_look(self.look))):
                 return
             stage = extension(self.options, self.server.probes, self.look + 1)
             chosen, _ = fit([stage], self.pace, self._left(), self._has_kept)

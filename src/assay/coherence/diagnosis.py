@@ -61,7 +61,7 @@ def judge(record: CheckRecord, reference: CheckRecord | None = None, confidence:
         think_tag(record, reference),
         truncated(record),
         unfinished(record),
-        stutter(record, reference),
+        stutter(record, reference, confidence),
         same_answers(record, reference),
         tool_form(record, reference, confidence),
         tools(record, reference),

@@ -15,10 +15,10 @@ from assay.options import Options, option
 
 LEAST_EXTENSION = 12
 """Fewer further texts than this decide nothing, and would use up a look."""
-LOOKS = 4
+EXTENSIONS = (6, 6, 6, 12, 12)
+"""Sampled texts a probe of each extension: about as many texts as the plan itself has, then twice as many."""
+LOOKS = 1 + len(EXTENSIONS)
 """How often the verdict is asked for at most: after the plan, and after each extension of it."""
-EXTENSION = 6
-"""Sampled texts a probe of each extension: about as many texts as the plan itself has."""
 QUICK_SECONDS = 60.0
 QUICK_SECONDS_SLOW = 180.0
 """`--quick` on a server that writes fewer than `SLOW` tokens a second."""
@@ -155,9 +155,9 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
 
 def extension(plan: Plan, probes: Sequence[Probe], look: int) -> Stage:
     """Further texts of the sampled probes, with seeds that were not used yet, for the `look`-th verdict (2 …)."""
-    begin = plan.samples + EXTENSION * (look - 2)
+    begin = plan.samples + sum(EXTENSIONS[: look - 2])
     sampled = [probe for probe in probes if not probe.variants]
-    tasks = tuple(_drawn(plan, sampled, begin, begin + EXTENSION))
+    tasks = tuple(_drawn(plan, sampled, begin, begin + EXTENSIONS[look - 2]))
     return Stage(f"more texts, look {look}", "texts", "what was unclear", tasks)
 
 

@@ -286,7 +286,7 @@ def throughput(record: CheckRecord, reference: CheckRecord | None, confidence: f
     return Ruling("throughput", "bad" if certain else "unclear", says, (finding,))
 
 
-def stutter(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
+def stutter(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Rulings:
     """Doubled words and syllables over all texts of a run, at many times the rate of healthy models, or of the reference.
 
     Texts that are degenerate otherwise are left out: loops say things twice too.
@@ -295,7 +295,7 @@ def stutter(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
     theirs = judge_stutter(_stutter_counts(reference)) if reference is not None else None
     own_rate = theirs.rate if theirs is not None and theirs.words else 0.0
     healthy = max(HEALTHY, own_rate)
-    rate = judge_stutter(counts, healthy)
+    rate = judge_stutter(counts, healthy, confidence)
     if not rate.words:
         return Ruling("stutter", "not_examined", "no prose was written")
     says = f"{rate.stutters} of {rate.words:,} words are said twice, {1000 * rate.rate:.1f} in 1,000"
@@ -548,6 +548,7 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
     values = [p.bits_per_byte for p in record.passages if not p.depth]
     if len(values) < 2:
         return Ruling("bits_per_byte", "not_examined", record.passages_skipped or "no fixed text was scored")
+    confidence = _of_fixed_texts(confidence)
     absolute = mean_interval(values, confidence)
     evidence: dict[str, Any] = {"bits_per_byte": interval_json(absolute), "passages": len(record.passages)}
     says = f"{absolute.value:.3f} bits per byte"
@@ -577,17 +578,24 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
     return Ruling("bits_per_byte", "unclear" if loss is not None and loss.hi > BITS_MARGIN else "good", says)
 
 
-BEYOND_LOOKS = 0.999
+BEYOND_LOOKS = 0.9995
 """Confidence that no look after the plan has (`confidence_of_look`); a run that may end early is judged above it."""
+
+
+def _of_fixed_texts(confidence: float) -> float:
+    """The confidence at which scores of fixed texts are judged: that of the first look, unless the plan is not done yet.
+
+    Extensions of a run add no fixed texts, so later looks see the same scores again and spend no error on them.
+    """
+    return confidence if confidence > BEYOND_LOOKS else confidence_of_look(1)
 
 
 def _bit_loss(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Interval | None:
     """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides.
 
-    Extensions of a run add no fixed texts, so later looks see the same scores again and spend no error on them: they are
-    judged at the confidence of the first look, unless the plan itself is not done yet.
+    `_of_fixed_texts` says at which confidence.
     """
-    confidence = confidence if confidence > BEYOND_LOOKS else confidence_of_look(1)
+    confidence = _of_fixed_texts(confidence)
     theirs = {(p.passage, p.depth): p.bits_per_byte for p in reference.passages} if reference else {}
     losses: dict[str, list[float]] = defaultdict(list)
     for p in record.passages:
@@ -623,6 +631,7 @@ def depth(record: CheckRecord, reference: CheckRecord | None, confidence: float)
 
 def _harm(record: CheckRecord, confidence: float) -> Interval | None:
     """Bits per byte by which texts are harder in a context than by themselves, clustered by text."""
+    confidence = _of_fixed_texts(confidence)
     alone = {p.passage: p.bits_per_byte for p in record.passages if p.depth == 0}
     harm: dict[str, list[float]] = defaultdict(list)
     for p in record.passages:

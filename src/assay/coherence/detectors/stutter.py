@@ -72,7 +72,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class StutterRate:
-    """Stutters a word over a run, with the 95 % interval clustered by text, and what follows from it."""
+    """Stutters a word over a run, with its interval clustered by text, and what follows from it."""
 
     rate: float
     lo: float
@@ -145,7 +145,9 @@ def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool], en
     return False
 
 
-def judge_stutter(counts: Iterable[Counts], healthy: float = HEALTHY) -> StutterRate:
+def judge_stutter(
+    counts: Iterable[Counts], healthy: float = HEALTHY, confidence: float = 0.95
+) -> StutterRate:
     """Whether the texts of a run stutter more than those of healthy models, at a rate of `healthy` a word.
 
     The rate is a ratio of sums. Its interval is the wider of two at each end: CR1, clustered by text, and that of a
@@ -159,10 +161,11 @@ def judge_stutter(counts: Iterable[Counts], healthy: float = HEALTHY) -> Stutter
     total, words = sum(c.total for c in kept), sum(c.words for c in kept)
     if not kept:
         return StutterRate(float("nan"), 0.0, float("inf"), "unclear", 0, 0)
-    lo = float(gammaincinv(total, 0.025)) / words if total else 0.0
-    hi = float(gammaincinv(total + 1, 0.975)) / words
+    tail = (1 - confidence) / 2
+    lo = float(gammaincinv(total, tail)) / words if total else 0.0
+    hi = float(gammaincinv(total + 1, 1 - tail)) / words
     if len(kept) > 1:
-        clustered = cluster_ratio([c.total for c in kept], [c.words for c in kept]).interval
+        clustered = cluster_ratio([c.total for c in kept], [c.words for c in kept], confidence).interval
         lo, hi = min(lo, max(0.0, clustered.lo)), max(hi, clustered.hi)
     limit = TIMES * healthy
     texts = sum(c.total > 0 for c in kept)
