@@ -79,7 +79,7 @@ CASES = (
     Case("q4_0 keys, Qwen 0.5B", "llama", f"{PLAIN} -ctk q4_0", ("--cache-type-k",), model="qwen05"),
     Case("dead draft", "llama", f"{PLAIN} -md {{dead}} --spec-type draft-simple", ("--model-draft",)),
     Case("a draft that pays nothing", "llama", f"{PLAIN} -md {{model}} --spec-type draft-simple", ("--model-draft",)),
-    Case("all threads on one core", "llama", f"{PLAIN} --cpu-mask {{mask}} --cpu-strict 1", ("--cpu-mask",)),
+    Case("all threads on one core", "llama", f"{PLAIN} --cpu-mask {{mask}} --cpu-strict 1", ("--cpu-mask",), options=("--symptom", "speed")),
     Case("a LoRA too strong", "llama", f"{PLAIN} --lora {{strong}}", ("--lora",)),
     Case("a LoRA that is not applied", "llama", f"{PLAIN} --lora {{strong}} --lora-init-without-apply", role=("--lora", "no_effect")),
     Case("GPU layers without a GPU", "llama", f"{PLAIN} -ngl 99", role=("--n-gpu-layers", "no_effect")),

@@ -174,7 +174,8 @@ class Doctor:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder = cache_dir(f"doctor/{name}")
         self.kept = Kept(self.folder / "starts")
-        self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools, options.ladder)
+        self.drafts = any(s.safe.kind == "draft" for s in command.settings)
+        self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools)
         self.bench = Bench(self._start)
         self.rules: frozenset[str] = rules_of(options.symptom)
         self.key_env = options.api_key_env
@@ -288,7 +289,7 @@ class Doctor:
         kinds = {s.safe.kind for s in self._settings(configuration)}
         try:
             return measure(
-                running.url, how, index, rules, self.baseline, drafts="draft" in kinds, log=running.log,
+                running.url, how, index, rules, self.baseline, drafts="draft" in kinds, first=self.drafts, log=running.log,
                 api_key_env=self.key_env, model=self.found.command.asked(configuration), adapter="adapter" in kinds,
             )  # fmt: skip
         except AssayError as error:
@@ -528,7 +529,8 @@ class Doctor:
                 (
                     s.observation
                     for s in found.starts
-                    if s.configuration == configuration and s.observation.speeds
+                    if s.configuration == configuration
+                    and (s.observation.speed or (s.seen.state == "good" and not self.options.ladder))
                 ),
                 None,
             )

@@ -112,24 +112,16 @@ def _start_json(start: Start) -> dict[str, Any]:
 
 def _best(found: Diagnosis) -> dict[str, Any] | None:
     """The rung with most settings, or one that is faster beyond doubt."""
-    rungs = [(c, o.speed) for c, o in found.rungs if o.speed is not None]
-    if not rungs:
-        if not found.rungs:
-            return None
-        configuration = max((c for c, _ in found.rungs), key=len)
-        return {
-            "command": found.command.text(configuration),
-            "tokens_per_s": None,
-            "settings": sorted(configuration),
-        }
-    # The fullest one, unless another is faster beyond both intervals.
+    if not found.rungs:
+        return None
+    rungs = [(c, o.speed) for c, o in found.rungs]
     configuration, speed = max(rungs, key=lambda r: len(r[0]))
     for other, theirs in rungs:
-        if theirs.lo > speed.hi:
+        if theirs is not None and speed is not None and theirs.lo > speed.hi:
             configuration, speed = other, theirs
     return {
         "command": found.command.text(configuration), "settings": sorted(configuration),
-        "tokens_per_s": {"value": speed.value, "lo": speed.lo, "hi": speed.hi},
+        "tokens_per_s": None if speed is None else {"value": speed.value, "lo": speed.lo, "hi": speed.hi},
     }  # fmt: skip
 
 

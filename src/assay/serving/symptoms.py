@@ -18,7 +18,7 @@ from typing import Any
 from assay.coherence.check import DECIDED_BY_TEXTS, EARLY
 from assay.coherence.diagnosis import judge
 from assay.coherence.measure import Measurement
-from assay.coherence.plan import Pace, Plan, Stage, extension, fit, stages_of
+from assay.coherence.plan import FIRST, Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import NAMES
 from assay.coherence.record import CheckRecord
 from assay.coherence.report import record_json
@@ -167,7 +167,6 @@ class Measure:
     concurrency: int
     seed: int = 0
     tools: bool = True
-    speed: bool = True
     timeout: float = 120.0
 
     def plan(self, start: int) -> Plan:
@@ -177,9 +176,11 @@ class Measure:
 
 def measure(
     url: str, how: Measure, start: int, rules: Collection[str], baseline: Observation | None, *,
-    drafts: bool, log: Path, api_key_env: str | None = None, model: str | None = None, adapter: bool = False,
+    drafts: bool, first: bool = False, log: Path, api_key_env: str | None = None, model: str | None = None, adapter: bool = False,
 ) -> Observation:  # fmt: skip
     """Ask a running server; an answer that cannot be had ends the questions, not the doctor.
+
+    `drafts`: this configuration speculates. `first`: speed is timed right after the burst, as a draft is there for it.
 
     Raises AssayError where the server cannot be examined at all.
     """
@@ -190,7 +191,7 @@ def measure(
         taken = Measurement(engine, wide, engine.max_model_len, NO_PROGRESS)
         probes, pace = taken.probes, Pace()
         taken.plan = plan
-        rest = _stages(stages_of(plan, probes, engine.max_model_len), rules, how, drafts)
+        rest = _stages(stages_of(plan, probes, engine.max_model_len), rules, how, first)
         before = _counters(engine)
         said, seen = "", Observation()
         extended = False
@@ -232,21 +233,20 @@ def measure(
     )  # fmt: skip
 
 
-def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, drafts: bool) -> list[Stage]:
-    """The stages that the rules need; fixed texts first, which decide in seconds where a server scores them, tool calls last."""
+def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, first: bool) -> list[Stage]:
+    """The stages that the rules need: fixed texts, which decide in seconds where a server scores them, to tool calls."""
     kinds = {"texts", "scores", "speed"}
     if rules:
         kinds = set()
         for symptom, own in SYMPTOMS.items():
             if own & set(rules):
                 kinds |= _STAGE_KINDS.get(symptom, {"texts"})
-    if drafts or how.speed:
-        kinds.add("speed")
     left_out = ("texts in context", "more texts")
     found = [
         s for s in stages if s.kind in kinds and s.name not in left_out and not s.name.startswith("needles")
     ]
-    found.sort(key=lambda stage: stage.kind != "scores")
+    order = {"scores": 0, "speed": 2 if first else 3}
+    found.sort(key=lambda stage: 1 if stage.name == FIRST else order.get(stage.kind, 3))
     if rules and {"depth"} & set(rules):
         found += [s for s in stages if s.name == "texts in context"]
     if how.tools and (not rules or "tools" in kinds):
