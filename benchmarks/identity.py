@@ -135,7 +135,7 @@ def resampled(reference: Print, found: Print) -> dict[str, int]:
 def model_of(name: str) -> str:
     """Which model a name is of."""
     first = name.split("_")[0]
-    return {"qwen05": QWEN05, "qwen15": QWEN15, "gpu15": QWEN15}.get(first, SMOLLM2).title
+    return {"qwen05": QWEN05, "gpu05": QWEN05, "qwen15": QWEN15, "gpu15": QWEN15}.get(first, SMOLLM2).title
 
 
 def judge(folder: Path) -> None:
@@ -173,7 +173,10 @@ SHOWN = {
         ("vllm_healthy", "vllm_healthy"), ("vllm_healthy", "bf16"), ("bf16", "bf16_seed7"), ("bf16", "q8_0"), ("bf16", "q4_0"),
         ("vllm_healthy", "vllm_int8"), ("vllm_healthy", "q8_0"), ("bf16", "vllm_int8"), ("vllm_healthy", "vllm_int6"), ("vllm_healthy", "vllm_int4"),
     ),
-    "Qwen2.5-Coder-0.5B-Instruct": tuple(("qwen05_bf16", f"qwen05_{b}") for b in ("bf16", "bf16_seed7", "q8_0", "q4_0")),
+    "Qwen2.5-Coder-0.5B-Instruct": (
+        *(("qwen05_bf16", f"qwen05_{b}") for b in ("bf16", "bf16_seed7", "q8_0", "q4_0")), *(("gpu05_bf16", f"gpu05_{b}") for b in ("bf16", "fp8_kv", "fp8")),
+        ("gpu05_bf16", "qwen05_bf16"),
+    ),
     "Qwen2.5-Coder-1.5B-Instruct": tuple(("gpu15_bf16", f"gpu15_{b}") for b in ("bf16", "bf16_seed7", "fp8_kv", "fp8")),
 }  # fmt: skip
 """Pairs of the table in docs/check.md, reference first."""
