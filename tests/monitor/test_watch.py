@@ -19,6 +19,7 @@ from assay.verdict import Severity, Verdict
 from monitor.watched import Clock, Replayed, asked, model, serve, watch_of
 from stub_server import (
     METRICS,
+    Exchange,
     StubServer,
     close_at_once,
     drip,
@@ -276,6 +277,32 @@ def test_another_model_at_night_and_several_servers_are_told() -> None:
         ]
         assert [f.severity for f in watch.report().findings] == [Severity.ERROR, Severity.WARNING]
         watch.canary.close()
+
+
+def of_any_name(e: Exchange) -> Exchange:
+    e.body.pop("model", None)
+    return e
+
+
+def test_another_model_after_a_restart_is_told_and_of_several_the_watched_one_is_asked() -> None:
+    with StubServer() as stub:
+        watch = learnt(stub)
+        watch.canary.close()  # as after a round that found nobody
+        stub.on("GET /v1/models", models("another-model"))
+        for route in ("POST /v1/completions", "POST /v1/chat/completions"):
+            own = stub.behaviour(route)
+            stub.on(route, lambda e, own=own: own(of_any_name(e)))
+        asked(watch, 1)
+        assert "another-model, and stub-model no longer" in watch.alarms["model"]["why"]
+        watch.canary.close()
+        again = watch_of(stub.url)  # the watch itself was restarted too
+        asked(again, 1)
+        assert "model" in again.alarms
+        again.canary.close()
+        stub.on("GET /v1/models", models("another-model", "stub-model"))
+        asked(again, 1)
+        assert "model" not in again.alarms and again.last.model == "stub-model"
+        again.canary.close()
 
 
 def test_a_watch_goes_on_where_it_was_stopped() -> None:

@@ -163,11 +163,13 @@ class Canary:
     ) -> None:
         self.url, self.clock, self.interval_s = url, clock, interval_s
         self._connect = partial(
-            ServerEngine.connect, url, model, api_key_env=api_key_env,
+            ServerEngine.connect, url, api_key_env=api_key_env,
             limits=Limits(connect_s=min(5.0, timeout), silence_s=timeout, total_s=timeout, max_bytes=8 << 20, retries=0),
         )  # fmt: skip
         self.budget = Budget(load, saved_s=10 * load * interval_s)
         self.engine: ServerEngine | None = None
+        self.named, self.watched = model, ""
+        """The model that the user named; else that of the baseline, which is asked as long as the server lists it."""
         self._turn = 0
         self._asked: dict[str, list[int]] = {}
         self._when: dict[str, list[int]] = {}
@@ -217,7 +219,7 @@ class Canary:
 
     def _ask(self, found: Round) -> None:
         if self.engine is None:
-            engine = self._connect()
+            engine = self._found()
             try:
                 unfinished = engine.capabilities.unfinished  # about a dozen tiny requests, once
             except BaseException:
@@ -246,6 +248,14 @@ class Canary:
         self._judge(found)
         if self._again:
             self.close()
+
+    def _found(self) -> ServerEngine:
+        """Connect to the model that is watched, or to the first one where it is no longer listed."""
+        engine = self._connect(model=self.named)
+        if self.named or engine.model == self.watched or self.watched not in engine.listed():
+            return engine
+        engine.close()
+        return self._connect(model=self.watched)
 
     # What is asked.
 

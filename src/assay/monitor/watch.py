@@ -233,6 +233,7 @@ class Watch:
 
     def step(self) -> Round:
         """Ask a round, judge it, tell what is new, keep the state."""
+        self.canary.watched = self.model
         found = self.canary.round()
         with self._lock:
             self.last, self._at, self._beat = found, self.wall(), self.clock()
@@ -264,10 +265,10 @@ class Watch:
         if self.server and found.version and found.version != self.server:
             self._event("version", f"the server is now {found.version}, it was {self.server}")
         self.server = found.version or self.server
-        self.model = found.model or self.model
-        if found.listed and found.model:
-            if found.model not in found.listed and self.options.model is None:
-                self._raise("model", f"it lists {', '.join(found.listed[:3])}")
+        self.model = self.model or found.model
+        if found.listed and self.model and self.options.model is None:
+            if self.model not in found.listed:
+                self._raise("model", f"it lists {', '.join(found.listed[:3])}, and {self.model} no longer")
             elif "model" in self.alarms:
                 self._over("model")
         if found.started is not None and (not self.starts or found.started != self.starts[-1]):
