@@ -49,6 +49,7 @@ class Case:
     model: str = "smollm2"
     plugin: str = ""
     options: tuple[str, ...] = ()
+    ladder: bool = False
 
     @property
     def healthy(self) -> bool:
@@ -60,7 +61,7 @@ EAGER = "--enforce-eager --no-enable-prefix-caching"
 ROPE = '--hf-overrides {"rope_parameters":{"rope_theta":100.0,"rope_type":"default"}}'
 DRAFT = '--speculative-config {"method":"draft_model","model":"{dead}","num_speculative_tokens":3}'
 CASES = (
-    Case("fp8 KV, Qwen 0.5B", "vllm", f"{EAGER} --max-num-seqs 32 --kv-cache-dtype fp8", ("--kv-cache-dtype",), model="qwen05"),
+    Case("fp8 KV, Qwen 0.5B", "vllm", f"{EAGER} --max-num-seqs 32 --kv-cache-dtype fp8", ("--kv-cache-dtype",), model="qwen05", ladder=True),
     Case("prefix cache and graphs together", "vllm", "--max-num-seqs 32", ("--enable-prefix-caching", "--no-enforce-eager"), plugin="graphs"),
     Case("above 16 rows in a batch", "vllm", f"{EAGER} --max-num-seqs 32 --max-num-batched-tokens 2048", ("--max-num-seqs",), plugin="crowd"),
     Case("rope base 100, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 {ROPE}", ("--hf-overrides",)),
@@ -71,7 +72,7 @@ CASES = (
     Case("dead draft, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 {DRAFT}", ("--speculative-config",)),
     Case("healthy, vLLM eager", "vllm", "--enforce-eager --max-num-seqs 32 --max-num-batched-tokens 2048"),
     Case("healthy, vLLM graphs, Qwen 0.5B", "vllm", "--max-num-seqs 32", model="qwen05"),
-    Case("rope base 100", "llama", f"{PLAIN} --rope-freq-base 100", ("--rope-freq-base",)),
+    Case("rope base 100", "llama", f"{PLAIN} --rope-freq-base 100", ("--rope-freq-base",), ladder=True),
     Case("rope scale", "llama", f"--rope-scale 0.02 {PLAIN}", ("--rope-scale",)),
     Case("norm epsilon overridden", "llama", f"{PLAIN} --override-kv llama.attention.layer_norm_rms_epsilon=float:30", ("--override-kv",)),
     Case("template of another model", "llama", f"{PLAIN} --chat-template gemma", ("--chat-template",)),
@@ -88,7 +89,7 @@ CASES = (
     Case("above 16 streams, proxy", "wrapped", f"{PLAIN} --crowd", ("--crowd",)),
     Case("one start in three, llama.cpp", "wrapped", f"--flaky {{count}} {PLAIN}", ("--flaky",), fault_rate=1 / 3),
     Case("healthy, plain", "llama", PLAIN),
-    Case("healthy, flash attention", "llama", f"{PLAIN} -fa on"),
+    Case("healthy, flash attention", "llama", f"{PLAIN} -fa on", ladder=True),
     Case("healthy, q8_0 keys", "llama", "-ctk q8_0 --ubatch-size 128"),
     Case("healthy, four streams", "llama", "-np 4 --ubatch-size 128"),
     Case("fp8 that breaks", "small", "--harmless-a 1 --kv fp8 --harmless-b 2 --harmless-c 3", ("--kv",)),
@@ -169,7 +170,7 @@ class Zoo:
             f"{asked.seconds}",
             "--fault-rate",
             f"{case.fault_rate}",
-            "--no-ladder",
+            *([] if case.ladder else ["--no-ladder"]),
             "--no-tools",
             *case.options,
         ]
@@ -183,6 +184,8 @@ class Zoo:
             if case.plugin:
                 path = faults.plugin(self.parts / f"plugin-{case.plugin}", case.plugin)
                 env.append(f"PYTHONPATH={path}:{os.environ.get('PYTHONPATH', '')}")
+            if case.baseline_fails:
+                options += ["--reference-engine", f"hf:{self.checkpoint('smollm2')}"]
             if asked.start_lock:
                 options += ["--start-lock", asked.start_lock]
             words = [
