@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -515,7 +516,9 @@ def hook_from_environment() -> HookSpec | None:
 
 
 def register() -> None:
-    """Have every worker of this process hook its model, if a hook is asked for."""
+    """Have every worker of this process hook its model, if a hook is asked for; or pack its pages."""
+    if os.environ.get("ASSAY_KV_PAGES"):
+        import_module("assay.lab.kv.pages.backend").register()
     spec = hook_from_environment()
     if spec is None:
         return
@@ -531,9 +534,9 @@ def register() -> None:
         try:
             worker.assay_hooks = _hooked(spec, worker)
         except AssayError as error:
-            _report({"error": error.message, "remedy": error.remedy})
+            report({"error": error.message, "remedy": error.remedy})
             raise
-        _report({"layers": len(worker.assay_hooks.engagement().per_layer)})
+        report({"layers": len(worker.assay_hooks.engagement().per_layer)})
         return loaded
 
     load_model.assay_hook = spec  # type: ignore[attr-defined]
@@ -559,6 +562,7 @@ def _hooked(spec: HookSpec, worker: Any) -> Any:
     )
 
 
-def _report(found: dict[str, Any]) -> None:
+def report(found: dict[str, Any]) -> None:
+    """Tell whoever started the server, in the file that it named."""
     if path := os.environ.get(REPORT):
         Path(path).write_text(json.dumps(found), encoding="utf-8")

@@ -29,6 +29,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from assay.engines.vllm.hooks import report
 from assay.lab.kv.pages import BLOCK, PAGES, kernels
 from assay.lab.kv.pages.layout import Layout, layout_of
 from assay.lab.kv.pages.source import source_of
@@ -197,6 +198,7 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
             layout = layout_of(self.num_kv_heads, self.head_size, BLOCK)
             number = extract_layer_index(layer.layer_name)
             self._tables = _layer(self._config, number, layout, self._longest, device)
+            report({"layers": number + 1})
         return self._tables
 
     def forward(

@@ -34,7 +34,7 @@ def _error(z, codes, g, weight, ROUND: tl.constexpr, TOP: tl.constexpr):
     return tl.sum(off * off * weight[None, :], axis=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
     x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, analysis_ptr, weight_ptr,
     tokens, OFF_N: tl.constexpr, OFF_T: tl.constexpr, OFF_G: tl.constexpr,
@@ -111,7 +111,7 @@ def _whole(bits):
     return ((bits.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0).to(tl.float16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_request", "splits"])
 def attend_kernel(
     q_ptr, q_token, out_ptr, out_token, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row,
     starts_ptr, lengths_ptr, trig_ptr, mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, scale,
@@ -149,8 +149,8 @@ def attend_kernel(
         + (head * GROUP + row % GROUP)[:, None] * D
         + c[None, :]
     )
-    q1 = tl.load(at, mask=live[:, None], other=0.0).to(tl.float16)
-    q2 = tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float16)
+    q1 = (tl.load(at, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
+    q2 = (tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
     s_k = synthesis_k_ptr + head * D * D + c[:, None] + c[None, :] * D  # Sᵀ: channels of k down, codes across
     low = tl.dot(q1, tl.load(s_k)) + tl.dot(q2, tl.load(s_k + HALF))
     high = tl.dot(q1, tl.load(s_k + HALF * D)) + tl.dot(q2, tl.load(s_k + HALF * D + HALF))
@@ -196,7 +196,7 @@ def attend_kernel(
         gain = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
         fixed = tl.dot(on_cos, tl.trans(cos))
         fixed = tl.dot(on_sin, tl.trans(sin), fixed)
-        s = (s * gain[None, :] + fixed) * scale
+        s = s * gain[None, :] + fixed
         seen = (token[None, :] < length) & (token[None, :] <= position[:, None])
         s = tl.where(seen, s, -float("inf"))
         new = tl.maximum(biggest, tl.max(s, axis=1))
@@ -249,7 +249,7 @@ def _finish(acc1, acc2, acc3, synthesis_ptr, mean_ptr, out, head, live, D: tl.co
         tl.store(out[:, None] + side * HALF + c[None, :], y.to(out.dtype.element_ty), mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_request", "splits"])
 def combine_kernel(
     part_ptr, sum_ptr, out_ptr, out_token, starts_ptr, lengths_ptr, synthesis_ptr, mean_ptr, first_request, splits,
     D: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
