@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from assay.environment import describe
+from assay.errors import UsageError
 from assay.fidelity.budget import Budget
-from assay.fidelity.compare import FIRST_LOOK, Looks, assess, certain_findings, implausible
+from assay.fidelity.compare import FIRST_LOOK, Looks, assess, certain_findings, implausible, run_compare
 from assay.fidelity.control import against_control, control_findings, control_metrics
 from assay.fidelity.floors import Floors
 from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan, label_of
@@ -17,9 +20,13 @@ from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import findings_of, is_certain, margins_of, verdict_of
 from assay.fidelity.score import WindowObservation, engaged
 from assay.lab.kv.accounting import LENGTHS, NOTE, CacheBytes
-from assay.lab.kv.cache_hook import path_of
+from assay.lab.kv.cache_hook import Mode, path_of
+from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.lab import Unfinished, engine_spec, open_lab
+from assay.lab.kv.pages import BLOCK, CODEC
+from assay.lab.kv.pages.layout import layout_of
+from assay.lab.kv.pages.source import source_of
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import EvalPlan
 from assay.options import declared_options
@@ -49,6 +56,8 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
 
     Interrupted, the report holds what was scored, and the same command goes on from there.
     """
+    if plan.codec == CODEC:
+        return _run_packed(plan, progress)
     spec, compared = parse_spec(plan.codec), comparison(plan)  # whose margins and sizes are checked now
     for one in filter(None, (spec, parse_spec(plan.control) if plan.control else None)):
         one.require(plan.streams)
@@ -192,6 +201,56 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         blocks=blocks([result], compared),
         interrupted=cut.interrupted,
         summary=f"{label_of(compared.reference)} with {plan.codec}",
+    )
+
+
+def _run_packed(plan: EvalPlan, progress: Progress) -> Report:
+    """Grade packed pages of vLLM: the same engine with its own cache against what is really resident."""
+    kind, _, rest = plan.model.partition(":")
+    if kind != "vllm" or plan.calibration is None:
+        raise UsageError(
+            "packed pages are graded in vLLM, with a calibration",
+            remedy=f"assay kv eval vllm:MODEL --codec {CODEC} --calibration FILE",
+            finding_id="kv.usage",
+        )
+    if (
+        plan.streams != "kv"
+        or plan.skip_layers
+        or plan.control
+        or plan.mode != Mode.DECODE
+        or plan.block != 1
+    ):
+        raise UsageError(
+            "packed pages hold keys and values of all layers and are graded token by token",
+            remedy="leave out --streams, --skip-layers, --control, --mode and --block",
+            finding_id="kv.usage",
+        )
+    calibration, model = read_calibration(Path(plan.calibration)), rest.partition("?")[0]
+    cache = calibration.provenance["cache"]
+    layout = layout_of(int(cache["kv_heads"]), int(cache["head_dim"]), BLOCK)
+    candidate = (
+        f"{plan.model}{'&' if '?' in rest else '?'}kv_pages={quote(str(Path(plan.calibration).resolve()))}"
+    )
+    source_of(plan.calibration, model)  # refused before the engine starts
+    compared = replace(
+        comparison(plan), candidates=(candidate,), budget=plan.budget, quick=plan.quick, all=plan.all
+    )
+    found = run_compare(compared, progress)
+    calibration.check_text(found.results.get("text", {}), ())
+    pages = {"bytes_per_token_and_head": layout.slot, "ratio": layout.ratio, "tokens": BLOCK}
+    size = Metric("pages", f"{layout.ratio:.2f}× smaller than bf16: {layout.slot} bytes a token and KV head")
+    return replace(
+        found,
+        command="kv eval",
+        subject={"model": plan.model, "plan": plan.facts()},
+        results={
+            **found.results,
+            "codec": CODEC,
+            "calibration": dict(calibration.provenance),
+            "pages": pages,
+        },
+        headline=[*found.headline, size],
+        summary=f"{label_of(compared.reference)} with packed pages",
     )
 
 

@@ -26,6 +26,7 @@ from assay.environment import VERSION, describe
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import Mode, hook_spec
 from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.pages import BLOCK, CODEC, PAGES
 from assay.lab.kv.spec import parse_spec
 from assay.lab.options import ServePlan
 from assay.runs import cache_dir
@@ -171,6 +172,8 @@ class Launch:
 
 def launch_of(plan: ServePlan) -> Launch:
     """The command that serves; UsageError or AssayError for what cannot work."""
+    if plan.codec == CODEC:
+        return _packed(plan)
     if plan.mode == Mode.SNAPSHOT:
         raise AssayError(
             "snapshot needs every request twice, which no server has",
@@ -209,6 +212,49 @@ def launch_of(plan: ServePlan) -> Launch:
     command += ["--no-async-scheduling"]
     if history:
         command.append("--no-enable-prefix-caching")
+    return Launch((*command, *plan.options), environment)
+
+
+_NOT_PACKED = {
+    "--speculative-config": "drafted tokens that are rejected have been coded already",
+    "--kv-transfer-config": "others would read codes as keys and values",
+    "--attention-backend": "packed pages are read by a backend of their own",
+    "--kv-cache-dtype-skip-layers": "every layer has packed pages",
+}
+
+
+def _packed(plan: ServePlan) -> Launch:
+    """The command that serves from packed pages: compiled, with CUDA graphs and prefix caching as vLLM has them."""
+    from assay.lab.kv.pages.source import source_of
+
+    for name, why in (_ONE | _NOT_PACKED).items():
+        if option(plan.options, name) not in ((None, "1") if name in _ONE else (None,)):
+            raise _refused(f"{name}: {why}", f"leave {name} out")
+    for name, only in (("--block-size", str(BLOCK)), ("--kv-cache-dtype", "auto")):
+        if option(plan.options, name) not in (None, only):
+            raise _refused(
+                f"{name} {option(plan.options, name)}: packed pages take {only}", f"leave {name} out"
+            )
+    if plan.skip_layers or plan.streams != "kv":
+        raise _refused(
+            "packed pages hold keys and values of all layers", "leave out --skip-layers and --streams"
+        )
+    if plan.calibration is None:
+        raise AssayError(
+            "packed pages need a calibration",
+            finding_id="kv.no_calibration",
+            remedy="make one: assay kv calibrate MODEL --text FILE --out FILE, and give it by --calibration",
+        )
+    source_of(plan.calibration, plan.model)
+    python = find_python(plan.python) or Path(sys.executable)
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH")))),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        PAGES: str(Path(plan.calibration).resolve()),
+    }
+    _check_plugin(python, environment)
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model]
+    command += ["--attention-backend", "CUSTOM", "--block-size", str(BLOCK)]
     return Launch((*command, *plan.options), environment)
 
 
