@@ -35,6 +35,8 @@ from assay.speculation.health import (
     proportion,
     with_words,
 )
+from assay.speculation.predict import doubts, predict, read_change, to_json
+from assay.speculation.predict import table as prediction_table
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Observation, combine
 from assay.speculation.sources import grow, in_time_order, open_source
@@ -69,6 +71,11 @@ class SpecOptions(Options):
     )
     cost_ratio: float | None = option(
         None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
+    )
+    predict: str | None = option(
+        None,
+        "Result of `assay compare` (or a total variation): predict acceptance beside that changed target.",
+        metavar="FILE|TV",
     )
     interval: float = option(10.0, "Seconds between the two scrapes.", lo=0, hi=MAX_INTERVAL, panel=SERVER)
     requests: int = option(0, "Requests of our own to send between the scrapes.", lo=0, panel=SERVER)
@@ -226,6 +233,14 @@ def judge_run(
         run.evidence, assessment, clues, _benefit(run, assessment, base, options), _compare(run, assessment, base),
         head_file.findings if head_file else (), list(unread.values()), options.num_speculative_tokens,
     )  # fmt: skip
+    positions = [rate.value for rate in assessment.positions]
+    if options.predict is not None and not positions:
+        raise UsageError(
+            "--predict needs acceptance by position, and the source shows none",
+            finding_id="speculation.usage",
+            remedy="give vLLM's log or /metrics of the target that the head was trained on",
+        )
+    prediction = predict(positions, read_change(options.predict)) if options.predict is not None else None
     verdict = _VERDICTS.get(assessment.health, Verdict.INCONCLUSIVE)
     if run.results.get("live", {}).get("counters_reset") and verdict is Verdict.PASS:
         verdict = Verdict.INCONCLUSIVE
@@ -233,10 +248,14 @@ def judge_run(
         command="spec",
         verdict=verdict,
         subject={"sources": list(names), "kinds": run.reading.kinds, "engine": run.evidence.record.engine},
-        findings=[*findings(judged), *run.extra],
-        results={**_results(judged, head_file), **run.results},
+        findings=[*findings(judged), *(doubts(prediction) if prediction else ()), *run.extra],
+        results={
+            **_results(judged, head_file),
+            **({"prediction": to_json(prediction)} if prediction else {}),
+            **run.results,
+        },
         headline=_headline(judged),
-        blocks=_blocks(judged),
+        blocks=[*([prediction_table(prediction, positions)] if prediction else ()), *_blocks(judged)],
     )
 
 
