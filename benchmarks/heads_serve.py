@@ -1,7 +1,7 @@
 """A trained head in a real vLLM: acceptance by position and kind of text, health by `assay spec`, and losslessness.
 
     python benchmarks/heads_serve.py MODEL HEAD RESULTS.json --label NAME [--python PYTHON] [--off URL] [--kv-cache-dtype fp8]
-        [--temperature 0] [--options "--gpu-memory-utilization 0.1"] [--start-lock FILE] [--serve-off SECONDS]
+        [--temperature 0] [--head-state zeros] [--options "--gpu-memory-utilization 0.1"] [--start-lock FILE] [--serve-off SECONDS]
 
 The prompts are those that `assay heads train` held out with its default seed. They are sent four at a time, and the counters
 of /metrics are read around each four: those are the clusters of the intervals. With `--off URL` the texts are compared with
@@ -16,7 +16,9 @@ import fcntl
 import json
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from assay.demo.servers import vllm_python, vllm_server
@@ -34,6 +38,23 @@ from assay.speculation.spec import SpecOptions, examine
 from assay.stats.cluster import cluster_proportion, cluster_ratio
 
 DEPTH, FOUR = 4, 4
+
+
+def damaged(head: Path, state: str, folder: Path) -> Path:
+    """A copy of the head as a loader would leave it: `zeros`, or with tensors left out (`missing`, `missing-layer`)."""
+    tensors = load_file(head / "model.safetensors")
+    shutil.copytree(head, folder, ignore=shutil.ignore_patterns("text", "*.pt"))
+    if state == "zeros":
+        tensors = {n: torch.zeros_like(t) if t.is_floating_point() else t for n, t in tensors.items()}
+    elif state == "norms-minus-one":  # as Gemma stores them, read as Llama does
+        tensors = {n: t - 1 if "norm" in n else t for n, t in tensors.items()}
+    elif state in ("missing", "missing-layer"):
+        keep = ("d2t", "t2d") if state == "missing" else ("d2t", "t2d", "fc", "norm", "lm_head")
+        tensors = {n: t for n, t in tensors.items() if n.startswith(keep)}
+    else:
+        raise ValueError(state)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @contextlib.contextmanager
@@ -124,6 +145,7 @@ def main() -> None:
     parser.add_argument("--options", default="")
     parser.add_argument("--start-lock", default="")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--head-state", default="")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=192)
@@ -137,19 +159,28 @@ def main() -> None:
             time.sleep(a.serve_off)
         return
     path = Path(a.results)
-    speculative = {"method": "eagle3", "model": a.head, "num_speculative_tokens": DEPTH}
+    head = Path(a.head)
+    if a.head_state:
+        head = damaged(head, a.head_state, Path(tempfile.mkdtemp()) / "eagle3")
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH}
     extra = ["--speculative-config", json.dumps(speculative), "--kv-cache-dtype", a.kv_cache_dtype]
     row: dict[str, Any] = {"started": False}
     try:
         with served(a, f"on-{a.label}", extra) as server:
-            row = {"started": True, "kv": a.kv_cache_dtype, "temperature": a.temperature}
+            row = {
+                "started": True,
+                "kv": a.kv_cache_dtype,
+                "temperature": a.temperature,
+                "head": a.head_state or "as trained",
+            }
             row |= measure(server.url, server.model, a)
             time.sleep(2.5)
             log = server.log
-            report = examine([str(log)], SpecOptions(num_speculative_tokens=DEPTH))
+            report = examine([str(log)], SpecOptions(num_speculative_tokens=DEPTH, model=str(head)))
             row["spec"] = {
                 "health": report.results["health"], "findings": [f.id for f in report.findings],
                 "head": report.results.get("head"), "start_up": report.results["start_up"],
+                "causes": [c for f in report.findings if f.id.startswith("speculation.head_") for c in f.causes][:3],
             }  # fmt: skip
             if a.off:
                 off = a.off if a.off.startswith("http") else Path(a.off).read_text()

@@ -32,6 +32,8 @@ def eagle3(config: dict[str, Any] | None = None, **tensors: tuple[str, tuple[int
         DIMENSIONS | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 96} | (config or {})
     )
     shapes = table("fc.weight H 3*H\nnorm.weight H\nlm_head.weight 96 H\n" + LAYER, at="midlayer", reads=2)
+    norms = ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+    shapes |= {f"midlayer.{n}.weight": ("BF16", (64,)) for n in norms}
     shapes |= {"d2t": ("I64", (96,)), "t2d": ("BOOL", (320,))}
     changed = {name.replace("__", "."): value for name, value in tensors.items()}
     return checkpoint(settings, {n: t for n, t in (shapes | changed).items() if t[1] != ()})
@@ -77,6 +79,13 @@ def test_what_does_not_fit_is_named(draft: Checkpoint, says: str) -> None:
     assert found
     assert {f.id for f in found} == {"checkpoint.draft_mismatch"}
     assert any(says in f.title for f in found), [f.title for f in found]
+
+
+def test_a_tensor_that_no_target_shares_must_be_there() -> None:
+    found = list(check_draft(eagle3(midlayer__hidden_norm__weight=GONE), target()))
+    assert [(f.id, f.title) for f in found] == [
+        ("checkpoint.tensor_missing", "the draft has no midlayer.hidden_norm")
+    ]
 
 
 def test_a_draft_of_another_width_may_read_a_wider_target() -> None:

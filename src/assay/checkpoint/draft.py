@@ -110,6 +110,7 @@ def check_draft(draft: Checkpoint, target: Checkpoint | None) -> Iterator[Findin
             causes = ["the draft was trained for another target or for other auxiliary layers"]
             yield found("draft_mismatch", title, causes=causes, tensor=entry.name, shape=entry.shape)
     yield from _layer_ids(config, target)
+    yield from _missing(draft, kind)
     yield from _attention(draft, kind, hidden)
     yield from _vocabulary(draft, config, kind, vocab)
     yield from holes_among_peers(draft)
@@ -131,6 +132,28 @@ def _layer_ids(config: Document, target: Checkpoint | None) -> Iterator[Finding]
         title = f"{layers.key} names a layer twice: {list(layers.ids)}"
         detail = "vLLM reads such a layer once, and then finds fc wider than what it has read."
         yield warned("draft_mismatch", title, detail=detail, causes=causes[1:], ids=layers.ids)
+
+
+_LLAMA_LAYER = (
+    "hidden_norm", "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
+    "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+
+
+def _missing(draft: Checkpoint, kind: Kind) -> Iterator[Finding]:
+    """Tensors without which an EAGLE-3 head of Llama's layout drafts from random numbers; those shared by the target may miss."""
+    if kind != "eagle3" or "LlamaForCausalLMEagle3" not in (draft.config.get("architectures") or ()):
+        return
+    layer = "midlayer" if any("midlayer." in name for name in draft.tensors) else "layers.0"
+    stems = ["fc", "norm", *(f"{layer}.{part}" for part in _LLAMA_LAYER)]
+    lost = [s for s in stems if not any(name.startswith((f"{s}.", f"model.{s}.")) for name in draft.tensors)]
+    if lost:
+        title = f"the draft has no {lost[0]}" + (f" and {len(lost) - 1} more tensors" if lost[1:] else "")
+        causes = [
+            "they were left out when the draft was saved or quantised",
+            "they have names that no engine reads",
+        ]
+        yield found("tensor_missing", title, causes=causes, missing=lost)
 
 
 def _attention(draft: Checkpoint, kind: Kind, hidden: int | None) -> Iterator[Finding]:

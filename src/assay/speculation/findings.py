@@ -497,9 +497,13 @@ class HeadFile:
 
 
 def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
-    """The multi-token-prediction head in the checkpoint at `path`."""
+    """The head at `path`: a draft of its own with all its values, or the multi-token-prediction head of a checkpoint."""
+    from assay.checkpoint.draft import is_draft
     from assay.checkpoint.mtp import check_mtp, examine
+    from assay.checkpoint.subject import open_checkpoint
 
+    if is_draft(open_checkpoint(path).checkpoint):
+        return _examine_draft(path)
     report = examine(path)
     status = str(report.status)
     found = list(check_mtp(report, _quantized(path), _version(clues)))
@@ -512,6 +516,24 @@ def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
         evidence = {"status": status}
         found.append(Finding("speculation.head_file", Severity.INFO, plain[status], evidence=evidence))
     return HeadFile(status, tuple(found))
+
+
+def _examine_draft(path: str) -> HeadFile:
+    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.verify import verify
+
+    about = ("unverified", "not_examined", "tokenizer", "chat_template", "extra")  # of files, not of the head
+    report = verify(path, VerifyOptions(values=True, allow_unverified=True))
+    shown = [
+        f
+        for f in report.findings
+        if f.severity is not Severity.INFO and not f.id.partition(".")[2].startswith(about)
+    ]
+    if not shown:
+        title = "the draft's file is whole, and its values are sane: look at the engine, and at the target"
+        shown = [Finding("speculation.head_file", Severity.INFO, title, evidence={"status": "ok"})]
+        return HeadFile("ok", tuple(shown))
+    return HeadFile("draft", tuple(shown))
 
 
 def _quantized(path: str) -> bool:

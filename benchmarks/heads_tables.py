@@ -1,0 +1,172 @@
+"""What the rows of `assay heads try` say: what a change of the target costs, how well that is predicted, which head is dead.
+
+    python benchmarks/heads_tables.py NAME=ROWS.json[,MORE.json] ... [--served NAME=SERVED.json]
+
+Written to results/heads.json (the rows, and vLLM's own from heads_serve.py) and results/heads_predict.json:
+
+- the fit of `assay.speculation.predict.BETA` on every second row, and the errors on the others;
+- the confusion matrix of `assay spec` on the counts of every row, as vLLM's /metrics would show them. Its thresholds were set
+  before there was a head, so no row was fitted. What is true is known by construction.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from assay.lab.heads.experiment import WORKING
+from assay.runs import write_atomically
+from assay.speculation.spec import SpecOptions, examine
+
+RESULTS = Path(__file__).parent / "results"
+CONTROLS = ("int2-g32",)
+"""Targets that are broken themselves: shown, and left out of the fit."""
+
+
+def predicted(positions: list[float], tv: float, beta: float) -> list[float]:
+    """As `assay.speculation.predict.predict`, with a β to be fitted."""
+    return [p * max(0.0, 1 - beta * tv) ** (j + 1) for j, p in enumerate(positions)]
+
+
+def cases(model: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of working heads in bf16 on changed targets, each beside the unchanged target at its temperature."""
+    found = []
+    for key, row in rows.items():
+        target, state, temperature = key.split("|")
+        base = rows.get(f"bf16|bf16|{temperature}")
+        if state != "bf16" or target == "bf16" or target.partition("+")[0] in CONTROLS or base is None:
+            continue
+        found.append({
+            "row": f"{model}|{key}", "model": model, "tv": row["tv"][0], "kl": row["kl"][0], "flips": row["flips"][0],
+            "base": [p["value"] for p in base["positions"]], "seen": [p["value"] for p in row["positions"]],
+            "half": (row["positions"][0]["hi"] - row["positions"][0]["lo"]) / 2,
+        })  # fmt: skip
+    return found
+
+
+def fit(part: list[dict[str, Any]]) -> float:
+    """β with the least squared error over all positions."""
+
+    def loss(beta: float) -> float:
+        return float(
+            sum(np.square(np.subtract(predicted(c["base"], c["tv"], beta), c["seen"])).sum() for c in part)
+        )
+
+    return float(minimize_scalar(loss, bounds=(0, 3), method="bounded").x)
+
+
+def errors(part: list[dict[str, Any]], beta: float) -> dict[str, Any]:
+    """Errors of position 0 and of the tokens per step."""
+    first, length = [], []
+    for c in part:
+        p = predicted(c["base"], c["tv"], beta)
+        first.append(p[0] - c["seen"][0])
+        length.append(sum(p) - sum(c["seen"]))
+    return {
+        "rows": len(part), "position_0": {"max": max(map(abs, first)), "rms": float(np.sqrt(np.mean(np.square(first))))},
+        "tokens_per_step": {"max": max(map(abs, length)), "rms": float(np.sqrt(np.mean(np.square(length))))},
+        "tv": [min(c["tv"] for c in part), max(c["tv"] for c in part)],
+    }  # fmt: skip
+
+
+def page(row: dict[str, Any]) -> str:
+    """The counters of a row as vLLM's /metrics shows them."""
+    counts, steps = row["counts"], row["steps"]
+    label = 'engine="0",model_name="m"'
+    name = "vllm:spec_decode_num"
+    lines = [
+        f"{name}_drafts_total{{{label}}} {steps}.0",
+        f"{name}_draft_tokens_total{{{label}}} {steps * len(counts)}.0",
+    ]
+    lines += [f"{name}_accepted_tokens_total{{{label}}} {sum(counts)}.0"]
+    lines += [
+        f'{name}_accepted_tokens_per_pos_total{{{label},position="{j}"}} {c}.0' for j, c in enumerate(counts)
+    ]
+    return "".join(f"# TYPE {line.partition('{')[0]} counter\n{line}\n" for line in lines)
+
+
+def verdict_of(row: dict[str, Any]) -> tuple[str, str]:
+    """(health, finding about the head) by `assay spec` from the counts alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.txt"
+        path.write_text(page(row))
+        report = examine([str(path)], SpecOptions())
+    head = next(
+        (
+            f.id.partition(".")[2]
+            for f in report.findings
+            if f.id.startswith("speculation.head_") or f.id.endswith("low_acceptance")
+        ),
+        "none",
+    )
+    return report.results["health"], head
+
+
+def main(arguments: list[str]) -> None:
+    """Read rows, write both results, print the tables."""
+    rows: dict[str, dict[str, Any]] = {}
+    served: dict[str, Any] = {}
+    into = rows
+    for argument in arguments:
+        if argument == "--served":
+            into = served
+            continue
+        name, _, files = argument.partition("=")
+        for file in files.split(","):
+            held = json.loads(Path(file).read_text())
+            into.setdefault(name, {}).update(held.get("rows", held))
+    every = [c for name, own in rows.items() for c in cases(name, own)]
+    fitted, rest = every[::2], every[1::2]
+    beta = fit(fitted)
+    result: dict[str, Any] = {"beta": beta, "fitted": errors(fitted, beta), "not_fitted": errors(rest, beta)}
+    for model in rows if len(rows) > 1 else ():
+        one = fit([c for c in every if c["model"] != model])
+        result[f"other_model:{model}"] = {"beta": one} | errors(
+            [c for c in every if c["model"] == model], one
+        )
+    kl, tv = np.array([c["kl"] for c in every]), np.array([c["tv"] for c in every])
+    result["tv_over_sqrt_half_kl"] = float(np.median(tv[kl > 0] / np.sqrt(kl[kl > 0] / 2)))
+    matrix: Counter[tuple[str, str, str]] = Counter()
+    wrong = []
+    for model, own in rows.items():
+        for key, row in own.items():
+            target, state, _ = key.split("|")
+            truth = "dead head" if state not in WORKING else (
+                "working head, broken target" if target.partition("+")[0] in CONTROLS else "working head"
+            )  # fmt: skip
+            health, head = verdict_of(row)
+            matrix[truth, health, head] += 1
+            if (truth == "working head" and head in ("head_dead", "head_noise")) or (
+                truth == "dead head" and head == "none"
+            ):
+                wrong.append(f"{model}|{key}: {health}, {head}")
+    result["confusion"] = [
+        {"truth": t, "health": h, "finding": f, "rows": n} for (t, h, f), n in sorted(matrix.items())
+    ]
+    result["confusion_wrong"] = wrong
+    result["cases"] = every
+    write_atomically(RESULTS / "heads_predict.json", json.dumps(result, indent=1) + "\n")
+    write_atomically(RESULTS / "heads.json", json.dumps({"rows": rows, "served": served}, indent=1) + "\n")
+    print(json.dumps({k: v for k, v in result.items() if k != "cases"}, indent=1))
+    for model, own in rows.items():
+        print(
+            f"\n{model}\n| target | head | T | position 0 [95 %] | tokens per step | KL | 1 − TV |\n|---|---|---|---|---|---|---|"
+        )
+        for key, row in own.items():
+            target, state, t = key.split("|")
+            first, length = row["positions"][0], row["tokens_per_step"]
+            print(
+                f"| {target} | {state} | {t} | {100 * first['value']:.1f} % [{100 * max(0, first['lo']):.1f}, {100 * first['hi']:.1f}] | "
+                f"{length['value']:.2f} [{length['lo']:.2f}, {length['hi']:.2f}] | {row['kl'][0]:.4f} | {100 * (1 - row['tv'][0]):.1f} % |"
+            )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,55 @@
+"""A dead head told from one that disagrees: by counts, by start-up lines and by the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from assay.speculation.spec import SpecOptions, examine
+from heads_serve import damaged
+
+PAGE = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{{engine="0"}} {steps}.0
+# TYPE vllm:spec_decode_num_draft_tokens_total counter
+vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}.0
+# TYPE vllm:spec_decode_num_accepted_tokens_total counter
+vllm:spec_decode_num_accepted_tokens_total{{engine="0"}} {accepted}.0
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos_total counter
+"""
+
+
+def page(folder: Path, steps: int, counts: list[int]) -> str:
+    text = PAGE.format(steps=steps, drafted=steps * len(counts), accepted=sum(counts))
+    for j, n in enumerate(counts):
+        text += f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{engine="0",position="{j}"}} {n}.0\n'
+    (folder / "metrics.txt").write_text(text)
+    return str(folder / "metrics.txt")
+
+
+def causes(source: str, head: Path) -> list[str]:
+    report = examine([source], SpecOptions(model=str(head)))
+    return list(next(f for f in report.findings if f.id == "speculation.head_dead").causes)
+
+
+def test_counts_of_a_dead_head_name_what_its_file_shows(trained: Any, tmp_path: Path) -> None:
+    source = page(tmp_path, 2000, [0, 0, 0, 0])
+    zeros = causes(source, damaged(trained[0], "zeros", tmp_path / "zeros"))
+    assert zeros[0].startswith("the checkpoint:") and "all zero" in zeros[0]
+    lost = causes(source, damaged(trained[0], "missing-layer", tmp_path / "lost"))
+    assert "has no layers.0.hidden_norm and 9 more" in lost[0]
+    norms = causes(source, damaged(trained[0], "norms-minus-one", tmp_path / "norms"))
+    assert "w - 1" in norms[0]
+    # A file that is whole does not accuse itself.
+    whole = causes(source, trained[0])
+    assert not whole[0].startswith("the checkpoint:")
+
+
+def test_a_diverged_head_is_not_called_dead(trained: Any, tmp_path: Path) -> None:
+    report = examine([page(tmp_path, 2000, [420, 150, 60, 20])], SpecOptions(model=str(trained[0])))
+    assert [f.id for f in report.findings if f.id.startswith("speculation.head_d")] == [
+        "speculation.head_diverged"
+    ]
