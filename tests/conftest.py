@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,26 @@ def qwen05() -> Path:
 def gemma3() -> Path:
     """Gemma 3 270M, a base model, with a tokenizer that puts BOS first."""
     return build_gemma3()
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of random weights behind SmolLM2's tokenizer: quick, for tests that ask when, not what."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "tiny-llama"
+    known = json.loads((smollm2 / "config.json").read_text(encoding="utf-8"))
+    config = LlamaConfig(
+        **{name: known[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")},
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=8192, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(smollm2 / name, folder / name)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -259,7 +259,7 @@ def report(
             )
         )
     verdicts = [verdict_of(r, plan.allow_marginal) for r in results] + [Verdict.ERROR] * len(failed)
-    if missing:
+    if missing or interrupted:  # half a run cannot acquit
         verdicts.append(Verdict.INCONCLUSIVE)
     verdicts += [found.verdict for found in against.values()]
     verdict = worst(verdicts or [Verdict.INCONCLUSIVE])

@@ -19,7 +19,15 @@ from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
 from assay.fidelity.reference import plan_windows, tokenizer_check
-from assay.fidelity.score import engaged, from_arrays, key_of, observation, require_path, to_arrays
+from assay.fidelity.score import (
+    WindowObservation,
+    engaged,
+    from_arrays,
+    key_of,
+    observation,
+    require_path,
+    to_arrays,
+)
 from assay.fidelity.text import read_text
 from assay.lab.gap.plan import Configuration, GapPlan, planned_runs
 from assay.lab.kv.accounting import measured_bytes
@@ -240,11 +248,18 @@ class Bench:
                 )
             return False
 
-        began = time.monotonic()
+        began, done = time.monotonic(), list[WindowObservation]()
+        label = f"{config.label} | against {anchor.plain.label}"
         with self.progress(f"scoring {config.label}{self._told()}", len(chosen)) as advance:
-            found = measure_kept(
-                chosen, job.batch, self._kept_for(config, anchor), prepare, advance=advance, enough=late
-            )
+            try:
+                kept = self._kept_for(config, anchor)
+                found = measure_kept(
+                    chosen, job.batch, kept, prepare, on_window=done.append, advance=advance, enough=late
+                )
+            except BaseException:
+                if len(done) > 1:  # what there is of a run that is cut short; an interval needs two windows
+                    self.measured[f"{label}, first {len(done)} windows"] = Measured(done)
+                raise
         self.run_seconds.append((config.mode, time.monotonic() - began))
         seen = sorted(found.seen, key=lambda w: w.index)
         if not config.lossless:
@@ -252,7 +267,7 @@ class Bench:
             engaged(seen, found.engagement, path=path, hooked=True, same=False, label=config.label)
         size = measured_bytes(found.engagement, self.plan.length - 1) if config.codec else None
         found = replace(found, seen=seen, bytes=size)
-        self.measured[f"{config.label} | against {anchor.plain.label}"] = found
+        self.measured[label] = found
         return found
 
     def try_out(self, config: Configuration) -> None:

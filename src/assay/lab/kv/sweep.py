@@ -152,6 +152,8 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
             elif chosen is not None and plan.fresh:
                 name = rows[chosen]["codec"]
                 again = row(lab.on(lab.fresh), specs[name], f"fresh|{name}")
+        if cut and chosen is None:  # of the rows that are whole
+            chosen = choose(rows)
         if running and lab.partial and lab.partial.bytes:  # what was measured of the row that was cut short
             rows.append({"codec": running, "interrupted": True, **_row(lab.partial, plan, lab.blocks)})
         text, notices = lab.text, lab.notices()

@@ -1,0 +1,170 @@
+"""Ctrl-C and SIGTERM while a real model is scored: exit 130, what there is is shown, and the same command goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+Stop = Callable[[Path], bool]
+LIMIT = 240
+"""Seconds in which a busy machine comes to the point that a test waits for."""
+
+
+@contextmanager
+def started(cache: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    settings = {**os.environ, "ASSAY_CACHE": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
+    with tempfile.TemporaryFile("w+") as out:
+        command = [sys.executable, "-m", "assay", *words, "--json"]
+        process = subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.DEVNULL, text=True)
+        process.report = lambda: (out.seek(0), json.loads(out.read()))[1]  # type: ignore[attr-defined]
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def interrupted(cache: Path, stop: Stop, sign: signal.Signals, *words: str) -> dict[str, Any]:
+    """The report of a run that gets a signal as soon as `stop` says so of its cache."""
+    with started(cache, *words) as process:
+        until = time.monotonic() + LIMIT
+        while not stop(cache):
+            assert process.poll() is None, "the run ended before it could be interrupted"
+            assert time.monotonic() < until, "the run never came to that point"
+            time.sleep(0.02)
+        process.send_signal(sign)
+        assert process.wait(60) == 130
+        body: dict[str, Any] = process.report()  # type: ignore[attr-defined]
+    assert body["exit_code"] == 130 and body["verdict"] == "inconclusive"
+    return body
+
+
+def whole(cache: Path, *words: str) -> dict[str, Any]:
+    """The report of a run that comes to its end."""
+    with started(cache, *words) as process:
+        assert process.wait(LIMIT) in (0, 1, 3)
+        return process.report()  # type: ignore[attr-defined,no-any-return]
+
+
+def kept(cache: Path, folder: str = "") -> dict[str, int]:
+    """Every file of a folder of the cache with its number in the file system, which is another once it is written anew."""
+    files = (p for p in (cache / folder).rglob("*") if p.is_file() and not p.name.startswith("."))
+    return {str(p): p.stat().st_ino for p in files}
+
+
+def ids(body: dict[str, Any]) -> set[str]:
+    return {finding["id"] for finding in body["findings"]}
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_compare_while_it_scores_its_reference(
+    sign: signal.Signals, tiny_llama: Path, tmp_path: Path
+) -> None:
+    words = (
+        "compare",
+        str(tiny_llama),
+        f"hf:{tiny_llama}?dtype=float32",
+        "--windows",
+        "600",
+        "--length",
+        "1024",
+    )
+
+    def stored(cache: Path, count: int) -> bool:
+        manifest = next(cache.glob("compare/*/reference/manifest.json"), None)
+        return manifest is not None and len(json.loads(manifest.read_text())["windows"]) >= count
+
+    body = interrupted(tmp_path, lambda cache: stored(cache, 4), sign, *words)
+    scored = body["results"]["scored"]
+    assert scored["of"] == 600 and 4 <= scored["reference"] < 600
+    assert body["results"]["candidates"] == [] and ids(body) == {"fidelity.interrupted"}
+    assert f"{scored['reference']} of 600 passages are kept" in body["findings"][0]["title"]
+    before = kept(tmp_path, "compare")
+    again = interrupted(tmp_path, lambda cache: stored(cache, scored["reference"] + 4), sign, *words)
+    assert again["results"]["scored"]["reference"] >= scored["reference"] + 4
+    after = kept(tmp_path, "compare")
+    states = {path: number for path, number in before.items() if "states" in path}
+    assert len(states) >= 4 and states.items() <= after.items()  # not one of them was scored again
+
+
+def test_compare_while_it_scores_its_candidate(tiny_llama: Path, tmp_path: Path) -> None:
+    coarse = f"hf:{tiny_llama}?weights=int(bits=8)"
+    words = (
+        "compare",
+        str(tiny_llama),
+        coarse,
+        "--windows",
+        "64",
+        "--length",
+        "256",
+        "--batch",
+        "4",
+        "--no-floors",
+    )
+    body = interrupted(tmp_path, lambda cache: len(kept(cache, "compare")) > 70 + 4, signal.SIGINT, *words)
+    assert "fidelity.interrupted" in ids(body)
+    (candidate,) = body["results"]["candidates"]
+    assert 12 <= candidate["windows"] < 64 and candidate["kld"]["lo"] is not None
+    before = {p: n for p, n in kept(tmp_path, "compare").items() if "candidate-00" in p}
+    again = interrupted(
+        tmp_path, lambda cache: len(kept(cache, "compare")) > 72 + len(before), signal.SIGINT, *words
+    )
+    assert again["results"]["windows"] > candidate["windows"]
+    assert before.items() <= kept(tmp_path, "compare").items()
+
+
+def test_gap_shows_what_it_has_and_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
+    words = (
+        "gap", str(tiny_llama), f"hf:{tiny_llama}?weights=int(bits=8)", "--codec", "fp8", "--phases", "2",
+        "--windows", "16", "--fresh", "0", "--length", "256",
+    )  # fmt: skip
+    body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) == 4, signal.SIGTERM, *words)
+    assert "gap.interrupted" in ids(body)
+    # At least a run of its own, or the first windows of one, each with an interval.
+    assert all(row["kl"]["lo"] <= row["kl"]["value"] for row in body["results"]["measured"].values())
+    assert body["results"]["measured"]
+    before = kept(tmp_path, "measured")
+    done = whole(tmp_path, *words)
+    assert [b["name"] for b in done["results"]["buckets"]] == ["engine", "codec", "interaction", "harness"]
+    after = kept(tmp_path, "measured")
+    # What is told of a run is written again with every piece of it; what was scored is not.
+    scored = {
+        path: number
+        for path, number in before.items()
+        if Path(path).read_bytes().startswith(b'{"format": "assay-kept/1", "kind": "arrays"')
+    }
+    assert scored and scored.items() <= after.items()
+
+
+def test_sweep_in_its_second_row(tiny_llama: Path, tmp_path: Path) -> None:
+    words = (
+        "kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "int(bits=4,group=16)",
+        "--windows", "24", "--length", "256", "--batch", "4",
+    )  # fmt: skip
+    first = 6 + 1  # batches of the first row, and what took part in it
+    body = interrupted(
+        tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 1, signal.SIGINT, *words
+    )
+    whole_row, cut = body["results"]["rows"]
+    assert (whole_row["codec"], whole_row["windows"]) == ("fp8", 24) and "interrupted" not in whole_row
+    assert cut["interrupted"] and 4 <= cut["windows"] < 24
+    assert "kv.interrupted" in ids(body)
+    before = kept(tmp_path)
+    done = whole(tmp_path, *words)
+    assert [row["windows"] for row in done["results"]["rows"]] == [24, 24]
+    assert done["results"]["rows"][0]["kld"] == whole_row["kld"]
+    states = {path: number for path, number in before.items() if "/states/" in path}
+    assert states and states.items() <= kept(tmp_path).items()
