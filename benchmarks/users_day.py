@@ -1,9 +1,11 @@
 """A serving engineer's day with Qwen2.5-Coder-0.5B on a CPU: every verb as it is typed, its time and its verdict.
 
     python benchmarks/users_day.py [VERB ...] [--out FILE]
+    python benchmarks/users_day.py --page
 
-Verbs are compare, kv-eval, gap, verify, and server (starts vLLM's CPU build, then check --quick and spec URL). Each is a process
-of its own with an empty cache, and adds its rows to the results file, which keeps the machine's load of that time.
+Verbs are compare, kv-eval, sweep, calibrate, gap, verify, and server (starts vLLM's CPU build, then check --quick and spec URL).
+Each is a process of its own with an empty cache, and adds its rows to the results file, which keeps the machine's load of that
+time. `--page` writes the tables of docs/recipes.md from the kept results.
 """
 
 from __future__ import annotations
@@ -22,6 +24,18 @@ from assay.demo.models import build_qwen05
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+BEFORE = {
+    "check --quick": "given up after 519 s, before a single probe",
+    "compare --quick": "480 s, killed; showed nothing of 443 s of scoring",
+    "kv eval --quick": "139 s for 8 × 256",
+    "kv sweep --quick": "373 s, every row undecided, called PASS",
+    "kv calibrate": "72 s",
+    "gap --quick": "not finished after 28 min, shows nothing",
+    "spec URL": "“2.27 times, keep it”; 4 % of the steps drafted",
+    "verify": "3 to 5 s",
+}
+"""What a newcomer saw with version 0.1.0 (commit ba7355e), the same model and two busy cores; other sizes where none are named."""
 
 
 def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
@@ -49,6 +63,7 @@ def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
         "load_after": round(os.getloadavg()[0], 1),
     }
     row |= {k: results[k] for k in ("grade", "windows", "dppl_pct", "health") if k in results}
+    row |= {"chosen": results["winner"]["codec"]} if results.get("winner") else {}
     if "kld" in results:
         row["kld"] = {k: results["kld"][k] for k in ("mean", "lo", "hi")}
     return row
@@ -73,20 +88,105 @@ def server(model: str) -> list[dict[str, Any]]:
         ]
 
 
+# The tables of docs/recipes.md.
+
+SWEPT = ("int(bits=4,group=32)", "fp8", "k:fp8;v:int(bits=4,group=32)")
+FAMILIES = {
+    "smollm2": "Llama (SmolLM2-135M)",
+    "qwen05": "Qwen2.5 (Coder 0.5B)",
+    "qwen15": "Qwen2.5 (Coder 1.5B)",
+    "gemma3": "Gemma 3 (270M)",
+}
+BEGIN_WITH = {
+    "int(bits=4,group=32)": ("int", "models"),
+    "prerope+mean+sinks+hadamard(bits=5)": ("prerope+mean+sinks+hadamard(bits=5)", "models"),
+    "prerope+sinks+pca(step=0.003,…)": (
+        "prerope+sinks+pca(step=0.003, coding=fixed, weights=measured, gains=3)",
+        "fixed",
+    ),
+    "fp8": ("fp8", "models"),
+}
+"""Column of the table: the codec as the results write it, and the kind of results that hold it on WikiText-2."""
+
+
+def filled(page: str) -> str:
+    """The page with its tables written anew."""
+    for name, table in (("day", day_table), ("families", families_table)):
+        begin, end = f"<!-- {name}: written by benchmarks/users_day.py --page -->", f"<!-- end of {name} -->"
+        before, _, rest = page.partition(begin)
+        _, mark, after = rest.partition(end)
+        if not mark:
+            raise SystemExit(f"{PAGE.name} has no place for the table {name}")
+        page = f"{before}{begin}\n\n{table()}\n\n{end}{after}"
+    return page
+
+
+def day_table() -> str:
+    """What each job took, before and now."""
+    rows = {row["job"]: row for row in json.loads((RESULTS / "users_day.json").read_text())["rows"]}
+    lines = ["| job | before | took | load | came to |", "|---|---|---|---|---|"]
+    for job, before in BEFORE.items():
+        if row := rows.get(job):
+            came = " ".join(str(row[k]) for k in ("verdict", "grade", "health", "chosen") if row.get(k))
+            sizes = f", {row['windows']} windows" if row.get("windows") else ""
+            lines.append(
+                f"| `{job}` | {before} | {row['seconds']:.0f} s | {row['load']} to {row['load_after']} | {came}{sizes} |"
+            )
+    return "\n".join(lines)
+
+
+def families_table() -> str:
+    """What codecs to begin with came to on each family: WikiText-2, then on how many of the other texts the grade is ACCEPT."""
+    lines = [
+        "| family | " + " | ".join(f"`{name}`" for name in BEGIN_WITH) + " |",
+        "|---" * (1 + len(BEGIN_WITH)) + "|",
+    ]
+    for key, family in FAMILIES.items():
+        cells = []
+        kinds = {kind: _rows(f"kv_{kind}_{key}.json") for kind in ("models", "fixed", "wide")}
+        for codec, kind in BEGIN_WITH.values():
+            row = next((r for r in kinds[kind] if r["codec"] == codec), None)
+            wide = [r["grade"] for r in kinds["wide"] if r["codec"] == codec]
+            others = f"; {wide.count('ACCEPT')} of {len(wide)} other texts" if wide else ""
+            cells.append(
+                f"{row['grade']}, {row['bytes']['ratio']:.2f}×, KL {row['kld']['mean']:.4f}{others}"
+                if row
+                else "–"
+            )
+        lines.append(f"| {family} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    return list(json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("verbs", nargs="*", default=["compare", "kv-eval", "gap", "verify", "server"])
+    verbs = ["verify", "server", "compare", "kv-eval", "sweep", "calibrate", "gap"]
+    parser.add_argument("verbs", nargs="*", default=verbs)
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
+    parser.add_argument(
+        "--page", action="store_true", help="write the tables of docs/recipes.md, and measure nothing"
+    )
     arguments = parser.parse_args()
     model = str(build_qwen05())
     int8 = f"hf:{model}?weights=int(bits=8)"
+    codecs = [word for spec in SWEPT for word in ("--codec", spec)]
+    tables = ["--text", str(PAGE.parent / "*.md"), "--out", str(Path(tempfile.mkdtemp()) / "tables")]
     jobs = {
         "compare": lambda: [run("compare --quick", "compare", f"hf:{model}", int8, "--quick")],
         "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", "--quick")],
         "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick")],
+        "sweep": lambda: [run("kv sweep --quick", "kv", "sweep", model, *codecs, "--quick")],
+        "calibrate": lambda: [run("kv calibrate", "kv", "calibrate", model, *tables)],
         "verify": lambda: [run("verify", "verify", model)],
         "server": lambda: server(model),
     }
+    if arguments.page:
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(filled(page), encoding="utf-8")
+        return
     for verb in arguments.verbs:
         rows = jobs[verb]()
         known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}

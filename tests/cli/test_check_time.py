@@ -76,6 +76,29 @@ def test_a_budget_ends_the_run_and_names_what_it_left_out(capsys: pytest.Capture
     assert {p["status"] for p in report["results"]["probes"]} == {"run", "skipped"}
 
 
+def test_a_server_that_slows_down_tenfold_gets_a_smaller_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    answered: list[float] = []
+
+    def tiring(e: Exchange) -> None:
+        if e.body.get("max_tokens", 0) > 10:
+            answered.append(0.0)  # as a model does: a token takes its time, and ten times as much later
+            time.sleep(len(answer_to(e).split()) * (0.008 if len(answered) <= 16 else 0.08))
+        Sane()(e)
+
+    with serving(tiring) as stub:
+        began = time.monotonic()
+        invoke(["check", stub.url, *MANY, "--parallel", "2", "--budget", "0.35", "--json"])
+        took = time.monotonic() - began
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert took < 90  # thrice the budget, on a machine that is busy
+    slower = times(report)["slower"]
+    assert slower["tokens_per_s"] < slower["tokens_per_s_before"] / 4
+    assert "server.slower" in ids(report) and times(report)["left_out"]
+    plans = [line for line in captured.err.splitlines() if "expected: about" in line]
+    assert len(plans) == 2 and "the server has slowed down" in plans[1] and "shortened: " in plans[1]
+
+
 def test_a_budget_that_is_long_enough_leaves_nothing_out(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Sane()) as stub:
         code, report = run(capsys, "check", stub.url, *MANY, "--budget", "5")

@@ -156,7 +156,7 @@ def test_sweep_in_its_second_row(tiny_llama: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     first = 6 + 1  # batches of the first row, and what took part in it
     body = interrupted(
-        tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 1, signal.SIGINT, *words
+        tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 2, signal.SIGINT, *words
     )
     whole_row, cut = body["results"]["rows"]
     assert (whole_row["codec"], whole_row["windows"]) == ("fp8", 24) and "interrupted" not in whole_row

@@ -138,3 +138,29 @@ def test_stages_add_up_to_one_record() -> None:
     assert both == replace(first.with_(CheckRecord()), probes=both.probes).with_(replace(second, probes=()))
     skipped = CheckRecord(probes=(ProbeResult("story", "story", skipped="no chat"),))
     assert skipped.with_(first).probes[0].status == "run"
+
+
+def test_a_server_is_called_slower_only_where_every_stream_is() -> None:
+    first, short, long = stages()[0], stages()[2], stages()[3]
+    assert (len(first.tasks), len(long.tasks)) == (8, 2)
+    # A GPU writes as fast a stream whatever their number: two streams write a quarter of what eight do.
+    gpu = Pace()
+    gpu.learn(first, 1.0, 800)
+    gpu.learn(long, 4.5, 900)
+    assert gpu.slower is None
+    # A CPU writes as many tokens in all; a stream of two is four times as fast.
+    cpu = Pace()
+    cpu.learn(first, 10.0, 800)
+    cpu.learn(long, 10.0, 800)
+    assert cpu.slower is None
+    tired = Pace()
+    tired.learn(first, 1.0, 800)
+    tired.learn(short, 20.0, 800)
+    assert tired.slower == (short.name, 800.0, 40.0)
+    assert tired.write == 40.0  # what is told of later stages is by its speed now
+    # Needles are read for long and answered in a word.
+    needles = next(stage for stage in stages() if "needles" in stage.name)
+    reading = Pace()
+    reading.learn(first, 1.0, 800)
+    reading.learn(needles, 9.0, 30)
+    assert reading.slower is None

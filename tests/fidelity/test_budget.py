@@ -152,6 +152,65 @@ def test_a_budget_of_a_second_is_told_in_one_line(
 
 
 @pytest.mark.engine
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["kv", "eval", "MODEL", "--codec", "fp8"],
+        ["kv", "sweep", "MODEL", "--codec", "fp8", "--codec", "int(bits=4)"],
+        ["gap", "hf:MODEL", "hf:MODEL?dtype=float32", "--codec", "fp8"],
+        ["compare", "hf:MODEL", "hf:MODEL?dtype=float32"],
+    ],
+    ids=lambda words: " ".join(words[: 1 + (words[0] == "kv")]),
+)
+def test_every_verb_says_in_one_line_that_a_budget_is_too_small(
+    words: list[str],
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    written = [word.replace("MODEL", str(tiny_llama)) for word in words]
+    code = invoke([*written, "--budget", "0.01", "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert (code, body["verdict"]) == (3, "inconclusive"), body["findings"]
+    (finding,) = body["findings"]
+    assert "too small for any answer" in finding["title"] and "\n" not in finding["title"]
+    assert finding["remedies"] == ["give it more time: --budget MINUTES"]
+    code = invoke([*written, "--budget", "0.01"])
+    shown = capsys.readouterr().out
+    assert code == 3 and len(shown.splitlines()) <= 6
+
+
+@pytest.mark.engine
+def test_the_expected_time_of_every_stage_is_told_without_a_budget_too(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    few = ["--windows", "16", "--length", "256"]
+    for words, stages in (
+        (
+            ["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", *few, "--no-floors"],
+            "(reference ",
+        ),
+        (["kv", "eval", str(tiny_llama), "--codec", "fp8", *few], "(the exact cache "),
+        (
+            ["kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "fp8(scale=head)", *few],
+            "2 measurements ",
+        ),
+    ):
+        invoke([*words, "--json"])
+        captured = capsys.readouterr()
+        lines = [line for line in captured.err.splitlines() if line.startswith("expected: about ")]
+        assert len(lines) == 1 and stages in lines[0], words
+        assert "times" not in json.loads(captured.out)["results"]  # equal runs give equal results
+    invoke(
+        ["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", "--windows", "8", "--length", "32"]
+    )
+    assert "expected" not in capsys.readouterr().err  # done in a moment
+
+
+@pytest.mark.engine
 def test_a_certain_verdict_ends_the_run(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -220,7 +220,9 @@ class Check:
 
     def __post_init__(self) -> None:
         self.budget = None if self.options.budget is None else 60 * self.options.budget
-        self.pace = Pace(reference=1.0 if self.options.reference_engine else 0.0)
+        self.pace = Pace(
+            reference=1.0 if self.options.reference_engine else 0.0, parallel=self.options.parallel
+        )
 
     @property
     def record(self) -> CheckRecord:
@@ -257,7 +259,8 @@ class Check:
             if not self.options.all and rest and self._is_certain():
                 self._show_evidence(rest)
                 return
-            if not self.expected and self.pace.write:
+            slowed = self.pace.slower is not None and self.pace.slower[0] == stage.name
+            if (not self.expected or slowed) and self.pace.write:
                 self._say_plan(rest)
         self._catch_up()
         if not self.options.only and self.options.suite == "text":
@@ -344,8 +347,13 @@ class Check:
         self.expected = {stage.name: self.pace.seconds(stage, self._has_kept) or 0.0 for stage in chosen}
         told = ", ".join(f"{name} {span(seconds)}" for name, seconds in self.expected.items())
         total = sum(self.expected.values()) + time.monotonic() - self.began
-        without = f"; left out: {', '.join(stage.name for stage in dropped)}" if dropped else ""
-        with self.progress(f"expected: about {span(total)} in all ({told}){without}", 0):
+        cut = {"shortened": [s for s in chosen if s not in rest], "left out": dropped}
+        without = "".join(f"; {how}: {', '.join(s.name for s in some)}" for how, some in cut.items() if some)
+        why = ""
+        if self.pace.slower:
+            name, before, now = self.pace.slower
+            why = f"the server has slowed down ({name}: {now:.3g} tokens/s, {before:.3g} before); "
+        with self.progress(f"{why}expected: about {span(total)} in all ({told}){without}", 0):
             pass
 
     def _eta(self, stage: Stage) -> str:
@@ -401,6 +409,8 @@ class Check:
             "looks": self.look,
             "confidence": confidence,
             "stopped": self.stopped or None,
+            "slower": self.pace.slower
+            and dict(zip(("stage", "tokens_per_s_before", "tokens_per_s"), self.pace.slower, strict=True)),
             "left_out": [
                 {"stage": stage.name, "why": why, "unknown": stage.without} for stage, why in self.left_out
             ],

@@ -193,16 +193,34 @@ class Pace:
     """Seconds of the reference for each second of the subject; 0 where none is run."""
     took: dict[str, float] = field(default_factory=dict)
     """Seconds that each stage took."""
+    parallel: int = 8
+    """Texts that are asked for at once."""
+    slower: tuple[str, float, float] | None = None
+    """The first stage for which the subject had slowed down, its tokens a second before, and then."""
     _written: int = 0
     _writing_s: float = 0.0
+    _stream_s: float = 0.0
     _own_s: float = 0.0
 
     def learn(self, stage: Stage, seconds: float, written: int) -> None:
         """Take the seconds that the subject took for a stage, and the tokens that it wrote."""
         self.took[stage.name] = seconds
         if stage.kind == "texts" and written and seconds > 0:
+            streams = len(stage.tasks) if stage.name == FIRST else min(len(stage.tasks), self.parallel)
+            now, before, a_stream = (
+                written / seconds,
+                self.write,
+                self._writing_s and self._written / self._stream_s,
+            )
+            needles = any(
+                task.probe.name == "needle" for task in stage.tasks
+            )  # whose time is that of reading
+            if before and not needles and now < before / SLOWER and now / streams < a_stream / SLOWER:
+                self.slower = self.slower or (stage.name, before, now)
+                self._written, self._writing_s, self._stream_s = 0, 0.0, 0.0  # tells nothing any more
             self._written += written
             self._writing_s += seconds
+            self._stream_s += seconds * streams
             self.write = self._written / self._writing_s
         elif stage.kind == "scores" and seconds > 0:
             self.read = passages.planned_tokens(stage.texts, stage.context) / seconds
@@ -240,6 +258,9 @@ class Pace:
         needles = (task.variant.partition("@")[0] for task in stage.tasks if task.probe.name == "needle")
         return sum(map(int, needles))
 
+
+SLOWER = 4.0
+"""Texts that are written so many times more slowly than those before, in all and by stream, say that the server slowed down."""
 
 _SHARE = {"scores": 0.3, "speed": 0.25}
 """Of the time that is left, the most that one stage of a kind may take: fixed texts must not cost the probes."""

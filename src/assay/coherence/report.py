@@ -60,7 +60,7 @@ def build_report(
         command="check",
         verdict=judgement.verdict,
         subject=subject,
-        findings=(*diagnose(judgement, record, known), *changed, *_left_out(times)),
+        findings=(*diagnose(judgement, record, known), *changed, *_slower(times), *_left_out(times)),
         results=results | {"time": dict(times), "rollback": rollback_command(known)},
         headline=_headline(record, reference, judgement),
         blocks=_blocks(record, reference, judgement, times, plan.margin_answers),
@@ -83,6 +83,27 @@ def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgem
 
 def _words(rule: str) -> str:
     return rule.replace("_", " ")
+
+
+def _slower(times: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """Whether the server slowed down while it was checked."""
+    if not (slow := times.get("slower")):
+        return ()
+    return (
+        Finding(
+            id="server.slower",
+            severity=Severity.WARNING,
+            title=f"the server slowed down while it was checked: {slow['tokens_per_s']:.3g} tokens/s in the "
+            f"{slow['stage']}, {slow['tokens_per_s_before']:.3g} before",
+            evidence=dict(slow),
+            causes=(
+                "other requests at the same time",
+                "a throttled or overheated machine",
+                "a full KV cache",
+            ),
+            remedies=("check it again when it is idle",),
+        ),
+    )
 
 
 def _left_out(times: Mapping[str, Any]) -> tuple[Finding, ...]:

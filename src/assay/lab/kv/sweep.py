@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,21 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
 
         def row(where: Lab, spec: KvSpec, key: str) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
-                return _row(_measured(where, spec, plan, pool, layers), plan, where.blocks)
+                measured = _measured(where, spec, plan, pool, layers, lambda: budget.left() <= 0)
+                found = _row(measured, plan, where.blocks)
+                if found["windows"] < len(where.windows):
+                    raise _Short(found)
+                return found
 
-            return file.have(key, measure) if file else measure()
+            try:
+                return file.have(key, measure) if file else measure()
+            except _Short as short:  # which no file should hold as a whole row
+                missing = len(where.windows) - short.row["windows"]
+                budget.leave_out(
+                    f"{missing} of {len(where.windows)} passages of {spec}",
+                    "differences that fewer passages cannot resolve",
+                )
+                return short.row
 
         with fitters(lab.bench, plan.jobs) as pool, Unfinished(lambda: rows) as cut:
             for name, spec in specs.items():
@@ -190,12 +202,27 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
     )
 
 
-def _measured(lab: Lab, spec: KvSpec, plan: SweepPlan, pool: Fitters, layers: Sequence[int]) -> Measured:
+class _Short(Exception):
+    """A row that the end of the budget cut short."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.row = row
+
+
+def _measured(
+    lab: Lab,
+    spec: KvSpec,
+    plan: SweepPlan,
+    pool: Fitters,
+    layers: Sequence[int],
+    late: Callable[[], bool],
+) -> Measured:
     return lab.measure(
         str(spec),
         coders=lambda: pool.fit(spec, layers, plan.streams),
         table_tokens=plan.table_tokens,
         measure_windows=4,
+        enough=lambda seen: late(),
         streams=plan.streams,
         skip_layers=plan.skip_layers,
     )
