@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +193,63 @@ def test_one_item_that_does_not_fit_is_named_and_other_errors_pass() -> None:
 
     with pytest.raises(RuntimeError, match="shapes"):
         list(machine.Batches(4).run(range(3), broken, too_large))
+
+
+@contextmanager
+def half_a_core() -> Iterator[Callable[[], None]]:
+    """A cgroup of half a core, as a function that puts a process into it; skips where none can be made."""
+    root = Path("/sys/fs/cgroup")
+    group = (root if (root / "cgroup.controllers").exists() else root / "cpu") / f"assay-test-{os.getpid()}"
+    limits = {"cpu.max": "50000 100000"} if group.parent == root else {"cpu.cfs_quota_us": "50000"}
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made here: {error.strerror}")
+    try:
+        try:
+            for name, text in limits.items():
+                (group / name).write_text(text)
+        except OSError as error:
+            pytest.skip(f"no quota can be set here: {error.strerror}")
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        group.rmdir()
+
+
+def one_core() -> None:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+
+def compared(
+    model: Path, cache: Path, before: Callable[[], None], *more: str
+) -> tuple[int, dict[str, Any], str]:
+    words = ["compare", f"hf:{model}", f"hf:{model}?dtype=float32", "--length", "64", "--no-floors", *more]
+    settings = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"ASSAY_CACHE": str(cache)}
+    done = subprocess.run(
+        [sys.executable, "-m", "assay", *words, "--json", str(cache / "out.json")],
+        env=settings, preexec_fn=before, capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    return done.returncode, json.loads((cache / "out.json").read_text()), done.stdout
+
+
+@pytest.mark.engine
+def test_on_one_core_one_thread_is_used_and_said(tiny_llama: Path, tmp_path: Path) -> None:
+    code, body, shown = compared(tiny_llama, tmp_path, one_core, "--windows", "8")
+    assert code in (0, 1, 3) and body["environment"]["threads"] == 1
+    assert body["results"]["reference"]["threads"] == body["results"]["engine"]["threads"] == 1
+    assert "8 windows, 1 thread\n" in shown
+    code, body, shown = compared(tiny_llama, tmp_path, one_core, "--windows", "8", "--threads", "2")
+    assert code in (0, 1, 3) and body["results"]["engine"]["threads"] == 2
+    assert "8 windows, 2 threads\n" in shown
+
+
+@pytest.mark.engine
+def test_in_a_container_of_half_a_core_a_budget_is_kept_with_one_thread(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    with half_a_core() as enter:
+        code, body, _ = compared(tiny_llama, tmp_path, enter, "--budget", "0.7")
+    assert code in (0, 1, 3), body["findings"]
+    assert body["environment"].get("threads", 1) == 1
+    if "times" in body["results"]:
+        assert body["results"]["times"]["seconds"] < 150  # 42 s were given

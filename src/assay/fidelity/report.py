@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -178,9 +179,17 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
             Metric(s.kl_name, f"{kl_text(s.kl)} nats", valid=valid),
             Metric("top-1", top1_text(s) + beyond_text(s), valid=valid),
             Metric("total variation", tv_text(s), valid=valid),
-            Metric("scored", f"{s.tokens:,} tokens in {s.windows} windows"),
+            Metric("scored", f"{s.tokens:,} tokens in {s.windows} windows{threads_text(results[0].engine)}"),
         ]
     return [Metric(r.label, r.summary.judgement.grade.value) for r in results]
+
+
+def threads_text(engine: Mapping[str, Any]) -> str:
+    """How many threads of a CPU scored; empty where another device did, or nobody knows."""
+    threads = engine.get("threads")
+    if not threads or engine.get("device", "cpu") != "cpu":
+        return ""
+    return f", {threads} thread{'s' * (threads > 1)}"
 
 
 def blocks(
