@@ -27,6 +27,7 @@ VERBS: dict[str, list[str]] = {
     "spec": ["speculation/spec.py:_results"],
     "compare": [
         "fidelity/compare.py:report",
+        "fidelity/compare.py:unfinished",
         "fidelity/result.py:Summary.to_json",
         "fidelity/result.py:CandidateResult.to_json",
         "fidelity/budget.py:Budget.results",
@@ -43,11 +44,18 @@ VERBS: dict[str, list[str]] = {
     "kv encode": ["lab/kv/files.py:run_encode"],
     "kv decode": ["lab/kv/files.py:run_decode"],
     "kv serve": ["lab/kv/serve.py:run_serve"],
-    "gate": ["gates/gate.py:gate_report"],
+    "gate": ["gates/gate.py:gate_report", "gates/gate.py:_linted"],
     "watch": ["monitor/watch.py:Watch.report"],
+    "doctor": ["serving/report.py:build_report"],
+    "bundle verify": ["serving/bundle.py:verify_bundle"],
+    "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
     "gap": ["lab/gap/outcome.py:Outcome.to_json"],
 }
+
+
+# Verbs whose results are those of another.
+SAME = {"rerun": "compare", "bundle show": "doctor"}
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -79,6 +87,12 @@ def keys_of(place: str) -> list[str]:
             take(node.right)
         elif isinstance(node, ast.ListComp):
             take(node.elt)
+        elif isinstance(node, ast.DictComp) and isinstance(node.generators[0].iter, ast.Tuple | ast.Call):
+            for constant in ast.walk(
+                node.generators[0].iter
+            ):  # its keys are written out in what it goes through
+                if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
+                    keys.append(constant.value)
         elif isinstance(node, ast.IfExp):
             take(node.body)
             take(node.orelse)
@@ -100,8 +114,13 @@ def keys_of(place: str) -> list[str]:
     return list(dict.fromkeys(keys))
 
 
-# Objects that are dataclasses: their fields are listed from the class.
+# Objects within results: their fields are listed from the dataclass, or their keys from the function that makes them.
 CLASSES = {
+    "gate.parts[]": "gates/gate.py:Part.to_json",
+    "doctor.settings[]": "serving/report.py:_setting_json",
+    "doctor.starts[]": "serving/report.py:_start_json",
+    "doctor.ladder[]": "serving/report.py:_rung",
+    "doctor.best": "serving/report.py:_best",
     "check.probes[].samples[]": "coherence/record.py:Sample",
     "spec.evidence": "speculation/health.py:Assessment",
     "gap.checks[]": "lab/gap/outcome.py:Check",
@@ -126,6 +145,15 @@ COMMON = {
     "shape": "KV heads, tokens, head size.",
     "plan": "The options that decide the numbers.",
     "seed": "Seed of the bootstrap.",
+    "grade": "ACCEPT, MARGINAL, REJECT or INCONCLUSIVE, by intervals.",
+    "dppl_pct": "Change of perplexity in percent {value, lo, hi}.",
+    "kld": "KL(reference‖candidate) in nats: mean, lo, hi and quantiles.",
+    "tv": "Mean total variation.",
+    "top1_pct": "Tokens with the same likeliest token, percent.",
+    "top1_beyond_rounding_pct": "Tokens whose likeliest token changed by more than rounding, percent.",
+    "same_windows": "The allocation on the windows that it was chosen on.",
+    "fresh_windows": "The same on windows that took no part.",
+    "equal_bits": "The same bits everywhere, on fresh windows.",
     "winners_curse": "Second measurement minus first, in nats, {value, lo, hi}.",
 }
 MEANINGS: dict[str, dict[str, str]] = {
@@ -140,6 +168,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "bits_per_byte": "How well the model predicts fixed texts: mean, and each passage.",
         "counters": "What the server itself counted, such as corrupted requests.",
         "tools": "The tools suite by concurrency: asked, parsed, schema_valid, right, reference, p_value.",
+        "answers": "Answers that can be checked, ours and the reference's: decision, asked, right, gained, lost, difference, p_value.",
         "tools_skipped": "Why the tools suite was not run, null where it was or was not asked for.",
     },
     "grade": {
@@ -176,6 +205,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "mtp_status": "Only with --model: the state of the head in the checkpoint.",
     },
     "compare": {
+        "scored": "Interrupted before the first candidate: how many passages of the reference are kept, and of how many.",
         "candidates": "One object a candidate, with the keys below from `grade` on. Of one candidate they stand at the top too.",
         "pairs": "Every two candidates: difference of mean KL and of ΔNLL {value, lo, hi, p_holm}.",
         "reference": "What scored the reference.",
@@ -262,6 +292,38 @@ MEANINGS: dict[str, dict[str, str]] = {
         "not_run": "Parts that were not run, and why.",
         "servers": "Servers that answered.",
         "baseline": "With --baseline: file, verdict and what changed.",
+        "limits": "With --lint, which examines nothing: the limits of each section.",
+    },
+    "doctor": {
+        "baseline": "The command without its settings, and its verdict; null where it was not started.",
+        "given": "The command as it was given, and its verdict.",
+        "settings": "Each setting with its safe value, its role (guilty, innocent, cannot_run, no_effect, undecided) and what the log says of it.",
+        "guilty": "Settings of the smallest sets that break the server.",
+        "guilty_sets": "The sets themselves.",
+        "proven": "Whether the sets are shown by starts, not only the likeliest.",
+        "symptoms": "Rules that the given command breaks.",
+        "best": "The fastest sane command, or the one with most settings; null where none was started.",
+        "ladder": "Sane commands from the baseline up, with their speed.",
+        "starts": "Every start of the engine: settings, state and what it broke.",
+        "launches": "How often an engine was started.",
+        "launches_exhaustive": "How often trying every set would have started one.",
+        "minutes": "What it took.",
+        "out_of_time": "Whether the budget ended it.",
+        "kept_in_baseline": "Settings that stayed in the baseline, as it does not run without them.",
+        "error_rate": "Chance of a wrong guilty set that the search keeps to.",
+        "fault_rate": "Chance that one start of a faulty command shows the fault, as it was assumed.",
+        "issue": "A bug report in the engine's form.",
+    },
+    "bundle verify": {
+        "files": "How many files the bundle has.",
+        "stated_verdict": "The verdict that its report states.",
+        "starts": "Each start: settings, the state that is stated, and the state that its evidence gives again.",
+        "guilty": "Settings that its report calls guilty.",
+    },
+    "demo": {
+        "whole": "The speed of the model as it is, as in `check.throughput`, and its verdict.",
+        "broken": "The same of the damaged copy.",
+        "damage": "Name of the damage.",
     },
     "watch": {"watch": "State of the watch.", "events": "What happened, with its time."},
     "card": {
@@ -334,8 +396,11 @@ def page() -> str:
         lines += [f"| `{key}` | {meanings.get(key) or COMMON.get(key, '')} |" for key in keys]
         for path, place in CLASSES.items():
             if path.partition(".")[0] == verb:
-                names = ", ".join(f"`{name}`" for name in fields_of(place))
+                made = place.rpartition(".")[2] == "to_json" or place.partition(":")[2].startswith("_")
+                names = ", ".join(f"`{name}`" for name in (keys_of(place) if made else fields_of(place)))
                 lines += ["", f"Fields of `{path.partition('.')[2]}`: {names}."]
+    for verb, other in SAME.items():
+        lines += ["", f"## {verb}", "", f"The keys of [{other}](#{other})."]
     if wrong:
         raise SystemExit("docs/make_results.py: " + "; ".join(wrong))
     return "\n".join(lines) + "\n"

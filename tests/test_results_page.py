@@ -63,6 +63,40 @@ def test_what_light_verbs_print_is_documented(
         assert set(body["results"]) <= documented(script, body["command"]), words
 
 
+def test_every_verb_is_documented(script: ModuleType) -> None:
+    from assay.cli.kv import COMMANDS
+    from assay.cli.main import GROUPS, VERBS
+
+    known = {*script.VERBS, *script.SAME}
+    wanted = {name for name in VERBS if name not in GROUPS and name != "reference pack"}
+    wanted |= {f"{group} {name}" for group, verbs in GROUPS.items() for name in verbs if group != "heads"}
+    assert {c.name for c in COMMANDS} <= known
+    assert wanted <= known, wanted - known
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert all(f"\n## {name}\n" in page for name in known)
+
+
+def test_what_a_demo_and_a_gate_print_is_documented(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from assay.demo.run import _report
+    from assay.verdict import Finding, Report, Severity, Verdict
+
+    speed = {"throughput": {"valid": True}}
+    bad = [Finding("coherence.flood", Severity.ERROR, "it floods")]
+    sides = [
+        Report("check", Verdict.PASS, results=speed),
+        Report("check", Verdict.FAIL, findings=bad, results=speed),
+    ]
+    assert set(_report(sides, "shifted_scales").results) == documented(script, "demo")
+    contract = tmp_path / "assay.toml"
+    contract.write_text('[subject]\nname = "x"\ncheckpoint = "model"\n[verify]\n', encoding="utf-8")
+    invoke(["gate", "--contract", str(contract), "--lint", "--json"])
+    body = json.loads(capsys.readouterr().out)
+    assert body["results"], body["findings"]
+    assert set(body["results"]) <= documented(script, "gate")
+
+
 @pytest.mark.engine
 def test_what_verify_and_compare_print_is_documented(
     script: ModuleType,
