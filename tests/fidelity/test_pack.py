@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -135,7 +136,7 @@ def test_a_signature_tells_who_packed_it(pack: Any, tmp_path: Path) -> None:
     key, other = tmp_path / "key", tmp_path / "other"
     other.write_bytes(b"another key of 32 bytes.........")
     path = pack(key=key)
-    assert read_pack(path, key).signed and read_pack(path).signed
+    assert read_pack(path, key).signer == read_pack(path).signer == "HMAC-SHA256"
     with pytest.raises(AssayError, match="not signed with this key"):
         read_pack(path, other)
     # Who changes the manifest and its hash, but has no key.
@@ -153,6 +154,107 @@ def test_a_signature_tells_who_packed_it(pack: Any, tmp_path: Path) -> None:
         read_pack(path, key)
     with pytest.raises(AssayError, match="is not signed"):
         read_pack(pack(), key)
+
+
+def key_pair(folder: Path, name: str = "pack_key", form: str = "ssh") -> tuple[Path, Path]:
+    """Files of a private key and its public half, as ssh-keygen or openssl write them."""
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization as forms
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / name, folder / f"{name}.pub"
+    if form == "ssh":
+        kinds = (forms.PrivateFormat.OpenSSH, forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
+    else:
+        kinds = (forms.PrivateFormat.PKCS8, forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo)
+    private.write_bytes(key.private_bytes(forms.Encoding.PEM, kinds[0], forms.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(kinds[1], kinds[2]) + b"\n")
+    return private, public
+
+
+@pytest.mark.parametrize("form", ["ssh", "pem"])
+def test_a_key_pair_signs_and_its_public_half_checks(pack: Any, tmp_path: Path, form: str) -> None:
+    private, public = key_pair(tmp_path, form=form)
+    _, other = key_pair(tmp_path, "other", form)
+    path = pack(key=private)
+    assert read_pack(path, public).signer.startswith("Ed25519 key ") and read_pack(path, private)
+    assert read_pack(path).signer == read_pack(path, public).signer
+    with pytest.raises(AssayError, match="not signed with this key"):
+        read_pack(path, other)
+    with pytest.raises(AssayError, match=r"signed by Ed25519 key .* of another kind"):
+        read_pack(path, tmp_path / "key")
+    with pytest.raises(AssayError, match="signed by HMAC-SHA256, and this key is of another kind"):
+        read_pack(pack(key=tmp_path / "key"), public)
+    with pytest.raises(AssayError, match="is not signed"):
+        read_pack(pack(), public)
+    with pytest.raises(AssayError, match="a public key, which checks and cannot sign"):
+        pack(key=public)
+    # Another signature in place of the first, with its own key beside it, is no signature of this key.
+    signed = pack(key=tmp_path / "other")  # the private half of another pair
+    with pytest.raises(AssayError, match="not signed with this key"):
+        read_pack(signed, public)
+
+
+def test_the_signature_is_the_one_of_the_standard(tmp_path: Path) -> None:
+    """The first two test vectors of RFC 8032, section 7.1."""
+    ed = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
+    from assay.fidelity.signature import Key
+
+    secret = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"
+    public = bytes.fromhex("3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c")
+    key = Key(tmp_path, b"", public, ed.Ed25519PrivateKey.from_private_bytes(bytes.fromhex(secret)))
+    assert key.sign("r")["ed25519"] == (
+        "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
+        "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00"
+    )
+    key.check("p", "r", key.sign("r"))
+    for metadata in ({"ed25519": "no hex"}, {"ed25519": "00" * 64}, {"ed25519": "", "ed25519_key": "x"}):
+        with pytest.raises(AssayError, match="not signed with this key"):
+            key.check("p", "r", metadata)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "cannot be read as a key"),
+        (b"-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n", "cannot be read as a key"),
+        (b"ssh-ed25519 nothing", "cannot be read as a key"),
+        (b"-----BEGIN CERTIFICATE-----\n", "cannot be read as a key"),
+    ],
+)
+def test_a_damaged_key_is_one_line(pack: Any, tmp_path: Path, content: bytes, said: str) -> None:
+    pytest.importorskip("cryptography")
+    (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(AssayError, match=said):
+        pack(key=tmp_path / "bad")
+
+
+def test_locked_and_other_keys_are_named_so(pack: Any, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    from cryptography.hazmat.primitives import serialization as forms
+    from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+
+    def pem(key: Any, lock: Any) -> bytes:
+        return bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, lock))
+
+    (tmp_path / "bad").write_bytes(
+        pem(ed25519.Ed25519PrivateKey.generate(), forms.BestAvailableEncryption(b"x"))
+    )
+    with pytest.raises(AssayError, match="locked with a passphrase"):
+        pack(key=tmp_path / "bad")
+    (tmp_path / "bad").write_bytes(pem(ec.generate_private_key(ec.SECP256R1()), forms.NoEncryption()))
+    with pytest.raises(AssayError, match="no Ed25519 key"):
+        pack(key=tmp_path / "bad")
+
+
+def test_without_the_library_a_key_pair_is_refused_in_one_line(
+    pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives", None)
+    (tmp_path / "pair").write_text("ssh-ed25519 AAAA")
+    with pytest.raises(AssayError, match="need the package cryptography"):
+        pack(key=tmp_path / "pair")
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,13 @@ floors, what rounding the states to 16 bits cost, and the digest of the output h
 that was asked for. Else it comes from a checkpoint (`pack:FILE?head=FOLDER`) or from the candidate, and counts only if
 its digest is that of the pack.
 
-The manifest carries its own hash, and an HMAC-SHA256 where a key was given: who has the key can tell that nobody else
-changed the pack. Without a key the hash tells damage only.
+The manifest carries its own hash, and a signature where a key was given (`signature`): who has the secret, or the public
+half of the key, can tell that nobody else changed the pack. Without a key the hash tells damage only.
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from assay.engines.scoring import Head, StateRows, Window
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
+from assay.fidelity.signature import read_key, signer
 from assay.fidelity.store import Store, StoreHeader, open_store, stored_settings_of
 from assay.options import Options, option
 from assay.runs import write_atomically
@@ -54,7 +54,9 @@ class PackOptions(Options):
         choices=("engine", "bfloat16", "float16"),
     )
     key: Path | None = option(
-        None, "File with a secret key: sign the pack, or check its signature.", apart=True
+        None,
+        "File with a secret or an Ed25519 key (PEM, OpenSSH): sign the pack, or check who signed.",
+        apart=True,
     )
 
 
@@ -69,13 +71,13 @@ def write_pack(options: PackOptions) -> Report:
         return _report(
             pack, options, f"whole{_signed(pack, options.key)}; compare with it as pack:{options.source}"
         )
-    key = _key(options.key)
+    key = read_key(options.key)
     store = open_store(Path(options.source.removeprefix("run:")).expanduser())
     tensors, manifest = _content(store, options)
     text = _canonical(manifest)
     metadata = {"format": FORMAT, "version": str(VERSION), "manifest": text, "sha256": _sha256(text.encode())}
     if key:
-        metadata["hmac"] = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+        metadata |= key.sign(text)
     from safetensors.torch import save
 
     try:
@@ -184,7 +186,8 @@ class Pack:
     header: StoreHeader
     windows: tuple[Window, ...]
     manifest: Mapping[str, Any]
-    signed: bool
+    signer: str
+    """`HMAC-SHA256`, an Ed25519 key, or nobody."""
     states: Any
     head: Head | None = None
 
@@ -246,7 +249,7 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
     """The pack in a file, all of it checked; AssayError in one line where it was altered or the key is another."""
     from safetensors.torch import load
 
-    secret = _key(key)
+    given = read_key(key)
     raw = _read(path)
     metadata = _metadata(raw, path)
     text = metadata.get("manifest", "")
@@ -254,9 +257,8 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
         raise _altered(path, f"it is no {FORMAT} of version {VERSION}")
     if _sha256(text.encode()) != metadata.get("sha256"):
         raise _altered(path, "its manifest is not the one that was packed")
-    signature = metadata.get("hmac")
-    if secret:
-        _check_signature(path, text, signature, secret)
+    if given:
+        given.check(path.name, text, metadata)
     try:
         manifest = json.loads(text)
         tensors = load(raw)
@@ -274,7 +276,7 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
         raise _altered(path, f"it cannot be read ({type(error).__name__})") from error
     if any(w.sha256 != entry["sha256"] for w, entry in zip(windows, manifest["windows"], strict=True)):
         raise _altered(path, "the ids of a window are not its own")
-    pack = Pack(path, header, windows, manifest, signature is not None, tensors["states"])
+    pack = Pack(path, header, windows, manifest, signer(metadata), tensors["states"])
     if "head" in tensors:
         head = pack._fitted(tensors["head"], tensors.get("head_bias"))
         if head_digest(head) != manifest["head"]["sha256"]:
@@ -355,21 +357,6 @@ def _metadata(raw: bytes, path: Path) -> dict[str, str]:
         raise _altered(path, "it is no pack, or cut short") from error
 
 
-def _check_signature(path: Path, text: str, signature: str | None, key: bytes) -> None:
-    if signature is None:
-        raise _refused(
-            path, "is not signed, and a key was given", "leave the key out, or ask for a signed pack"
-        )
-    if not hmac.compare_digest(hmac.new(key, text.encode(), hashlib.sha256).hexdigest(), signature):
-        raise _refused(
-            path, "was not signed with this key", "check the key; if it is right, the pack was changed"
-        )
-
-
-def _refused(path: Path, what: str, remedy: str) -> AssayError:
-    return AssayError(f"the pack {path.name} {what}", finding_id="fidelity.pack_signature", remedy=remedy)
-
-
 def _altered(path: Path, reason: str) -> AssayError:
     return AssayError(
         f"the pack {path.name} is damaged or altered: {reason}",
@@ -378,34 +365,10 @@ def _altered(path: Path, reason: str) -> AssayError:
     )
 
 
-def _key(path: Path | None) -> bytes | None:
-    """The bytes of a key file, without white space around them; UsageError where there are none."""
-    if path is None:
-        return None
-    try:
-        key = path.read_bytes().strip()
-    except OSError as error:
-        raise _no_key(path, error.strerror or "it cannot be read") from error
-    if len(key) < _LEAST_KEY:
-        raise _no_key(path, f"it holds fewer than {_LEAST_KEY} bytes")
-    return key
-
-
-_LEAST_KEY = 16
-
-
-def _no_key(path: Path, reason: str) -> UsageError:
-    return UsageError(
-        f"the key {path}: {reason}",
-        remedy="make one: head -c 32 /dev/urandom | base64 > key",
-        finding_id="fidelity.usage",
-    )
-
-
 def _signed(pack: Pack, key: Path | None) -> str:
     if key:
         return " and signed with this key"
-    return ", signed (give --key to check by whom)" if pack.signed else ", not signed"
+    return f", signed by {pack.signer} (give --key to check that)" if pack.signer else ", not signed"
 
 
 def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
@@ -419,7 +382,8 @@ def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
         "dtype": header.dtype,
         "rounding": rounding,
         "head": {**pack.manifest["head"], "included": pack.head is not None},
-        "signed": pack.signed,
+        "signed": bool(pack.signer),
+        "signer": pack.signer or None,
         "text": dict(header.text),
         "engine": dict(header.engine),
         "model_sha256": header.environment.get("model_sha256", {}),
@@ -440,7 +404,7 @@ def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
             Metric(
                 "output head", "in the pack" if pack.head else f"by digest {results['head']['sha256'][:12]}…"
             ),
-            Metric("signature", "HMAC-SHA256" if pack.signed else "none"),
+            Metric("signature", pack.signer or "none"),
         ],
         summary=summary,
     )

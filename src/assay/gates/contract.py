@@ -53,7 +53,9 @@ class Against(Options):
 
     engine: str | None = option(None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'.")
     pack: Path | None = option(None, "Reference pack: a file of `assay reference pack`.")
-    key: Path | None = option(None, "File with the secret key that signed the pack.")
+    key: Path | None = option(
+        None, "File with the secret, or the public Ed25519 key, that checks who signed the pack."
+    )
     head: Path | None = option(None, "Checkpoint that has the pack's output head; default: the candidate's.")
     identity: Path | None = option(
         None, "What `[identity]` holds the server against: a file of `assay check --identity-out`."
