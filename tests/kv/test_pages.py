@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from assay.errors import AssayError, UsageError
+from assay.lab.kv.evaluate import run_eval
+from assay.lab.kv.pages import CODEC
 from assay.lab.kv.pages import layout as lay
+from assay.lab.kv.pages.source import check_model, shape_of
+from assay.lab.kv.serve import launch_of
+from assay.lab.options import EvalPlan, ServePlan
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made
@@ -136,3 +143,52 @@ def test_kernels_give_what_the_reference_gives(
         first=0, requests=len(counts), longest_query=max(counts), longest=max(lengths),
     )  # fmt: skip
     assert torch.allclose(out.float(), wanted, atol=0.06, rtol=0.03), (out.float() - wanted).abs().max()
+
+
+# What is refused before an engine starts.
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"use_sliding_window": True}, "sliding-window"),
+        ({"head_dim": 256}, "256 channels"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "length of a request"),
+        ({"partial_rotary_factor": 0.5}, "a part of its channels"),
+    ],
+)
+def test_models_whose_cache_does_not_fit_are_refused(change: dict[str, object], said: str) -> None:
+    usual = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config = SimpleNamespace(**{**usual, "architectures": ["LlamaForCausalLM"], **change})
+    config.get_text_config = lambda: config
+    with pytest.raises(AssayError, match=said):
+        check_model(config, shape_of(config))
+
+
+def test_a_model_whose_cache_fits_is_taken() -> None:
+    config = SimpleNamespace(num_hidden_layers=2, num_attention_heads=4, head_dim=128, architectures=["X"])
+    config.get_text_config = lambda: config
+    check_model(config, shape_of(config))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--tensor-parallel-size 2", "a part of the heads"),
+        ("--speculative-config {}", "drafted"),
+        ("--kv-transfer-config {}", "keys and values"),
+        ("--block-size 16", "take 64"),
+        ("--kv-cache-dtype fp8", "take auto"),
+        ("", "need a calibration"),
+    ],
+)
+def test_a_server_of_packed_pages_refuses(words: str, said: str) -> None:
+    with pytest.raises(AssayError, match=said):
+        launch_of(ServePlan("model", CODEC, options=tuple(words.split())))
+
+
+def test_pages_are_graded_in_vllm_with_a_calibration_alone() -> None:
+    for plan in (EvalPlan("hf:model", CODEC, text=("x",)), EvalPlan("vllm:model", CODEC, text=("x",))):
+        with pytest.raises(UsageError, match="in vLLM, with a calibration"):
+            run_eval(plan)

@@ -158,6 +158,12 @@ print(json.dumps({"plugin": any(e.name == "assay" for e in found), "missing": mi
 """
 
 
+_PAGED = """import importlib.util, pathlib, sys
+folder = pathlib.Path(importlib.util.find_spec("vllm").origin).parent
+sys.exit("TQFullAttentionSpec" not in (folder / "v1" / "kv_cache_interface.py").read_text())
+"""
+
+
 @dataclass(frozen=True)
 class Launch:
     """A command and what its environment needs beside that of this process."""
@@ -253,6 +259,13 @@ def _packed(plan: ServePlan) -> Launch:
         PAGES: str(Path(plan.calibration).resolve()),
     }
     _check_plugin(python, environment)
+    done = subprocess.run([str(python), "-c", _PAGED], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise AssayError(
+            f"the vLLM of {python} has no cache whose pages have a size of their own (TQFullAttentionSpec)",
+            finding_id="kv.unsupported",
+            remedy="serve packed pages with vLLM 0.25, for CUDA",
+        )
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model]
     command += ["--attention-backend", "CUSTOM", "--block-size", str(BLOCK)]
     return Launch((*command, *plan.options), environment)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
+import vllm
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention.attention import Attention
 from vllm.v1.attention.backend import (
@@ -30,13 +31,23 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from assay.engines.vllm.hooks import report
+from assay.errors import AssayError
 from assay.lab.kv.pages import BLOCK, PAGES, kernels
 from assay.lab.kv.pages.layout import Layout, layout_of
 from assay.lab.kv.pages.source import source_of
 
 
 def register() -> None:
-    """Make the backend vLLM's `CUSTOM`, and have its layers ask for pages of its size."""
+    """Make the backend vLLM's `CUSTOM`, and have its layers ask for pages of its size; AssayError in a vLLM without such."""
+    try:
+        # TurboQuant's class is the one whose pages have a size of their own.
+        from vllm.v1.kv_cache_interface import TQFullAttentionSpec
+    except ImportError as error:
+        raise AssayError(
+            f"vLLM {vllm.__version__} has no cache whose pages have a size of their own (TQFullAttentionSpec)",
+            finding_id="kv.unsupported",
+            remedy="use packed pages with vLLM 0.25, for CUDA",
+        ) from error
     register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.PagesBackend")
     if hasattr(Attention.get_kv_cache_spec, "assay"):
         return
@@ -45,9 +56,6 @@ def register() -> None:
     def get_kv_cache_spec(self: Any, vllm_config: VllmConfig) -> Any:
         if self.attn_backend.get_name() != PagesBackend.get_name():
             return inner(self, vllm_config)
-        from vllm.v1.kv_cache_interface import TQFullAttentionSpec
-
-        # TurboQuant's class is the one whose pages have a size of their own.
         return TQFullAttentionSpec(
             block_size=vllm_config.cache_config.block_size,
             num_kv_heads=self.num_kv_heads,
