@@ -41,10 +41,20 @@ SENTENCES, SALAD = PROSE.splitlines(), NONSENSE.split()
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
-    for name in ("--kv", "--flaky", "--harmless-a", "--harmless-b", "--harmless-c", "--size", "--spawn"):
+    for name in (
+        "--kv",
+        "--flaky",
+        "--harmless-a",
+        "--harmless-b",
+        "--harmless-c",
+        "--size",
+        "--spawn",
+        "--lora-modules",
+    ):
         parser.add_argument(name)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--chatty", type=int, default=0)
     for name in (
         "--pair-a",
         "--pair-b",
@@ -56,6 +66,8 @@ def arguments() -> argparse.Namespace:
         "--refuses",
         "--broken",
         "--nothing",
+        "--crash",
+        "--ignored",
     ):
         parser.add_argument(name, action="store_true")
     return parser.parse_args()
@@ -92,9 +104,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self.reply({})
         elif self.path == "/v1/models":
-            self.reply(
-                {"object": "list", "data": [{"id": "small", "object": "model", "max_model_len": 4096}]}
-            )
+            names = ["small", *([OPTIONS.lora_modules] if OPTIONS.lora_modules else [])]
+            entries = [{"id": name, "object": "model", "max_model_len": 4096} for name in names]
+            self.reply({"object": "list", "data": entries})
         else:
             self.reply({"error": {"message": "not found"}}, 404)
 
@@ -114,6 +126,8 @@ class Handler(BaseHTTPRequestHandler):
         time.sleep(0.02)
         crowded = OPTIONS.crowd and RUNNING > 16
         prompt = json.dumps(body.get("messages") or body.get("prompt"))
+        if body.get("model") == OPTIONS.lora_modules and not OPTIONS.ignored:
+            prompt = f"adapted {prompt}"
         words = text_of(prompt, int(body.get("max_tokens") or 16), bool(BAD or crowded))
         usage = {"prompt_tokens": len(prompt) // 4 + 1, "completion_tokens": len(words)}
         usage["total_tokens"] = sum(usage.values())
@@ -158,6 +172,10 @@ def main() -> None:
     if OPTIONS.refuses:
         print("small_server: error: unrecognized arguments: --refuses", flush=True)
         sys.exit(2)
+    if OPTIONS.crash:
+        raise RuntimeError("the weights have another shape")
+    for _ in range(OPTIONS.chatty):
+        print("x" * (1 << 20), flush=True)
     if OPTIONS.nothing:
         print("WARNING: --nothing is not supported by this model and will be ignored", flush=True)
     if OPTIONS.flaky:

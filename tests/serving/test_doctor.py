@@ -87,6 +87,19 @@ def test_memory_is_told_apart_from_a_fault_and_an_ignored_flag_is_named() -> Non
     }
 
 
+def test_a_loss_of_speed_at_equal_text_is_found_and_the_ladder_is_measured() -> None:
+    report = ask("--harmless-a", "1", "--slow", "0.006", symptom=("speed",), ladder=True)
+    assert report.results["guilty"] == ["--slow"] and report.results["symptoms"] == ["slower"]
+    finding = next(f for f in report.findings if f.id == "throughput.guilty_setting")
+    assert "% slower [" in finding.title
+    rungs = report.results["ladder"]
+    assert [rung["settings"] for rung in rungs] == [[], ["--harmless-a"]]
+    assert all(
+        r["tokens_per_s"]["lo"] <= r["tokens_per_s"]["value"] <= r["tokens_per_s"]["hi"] for r in rungs
+    )
+    assert report.results["best"]["settings"] == ["--harmless-a"]
+
+
 def test_a_server_that_dies_while_it_is_asked() -> None:
     assert ask("--dies", "--harmless-a", "1").results["guilty"] == ["--dies"]
 
