@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 from assay.engines.scoring import Head, StateRows, Window
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.signature import read_key, signer
+from assay.fidelity.capture import NAME as CAPTURE
+from assay.fidelity.capture import Capture, content_digest
+from assay.fidelity.signature import Key, read_key, signer
 from assay.fidelity.store import Store, StoreHeader, open_store, stored_settings_of
 from assay.options import Options, option
 from assay.runs import write_atomically
@@ -207,7 +209,7 @@ class Pack:
         """Take the candidate's output head where the pack has none; AssayError where it is another."""
         if self.head is None:
             own = getattr(engine, "head", None)
-            if not isinstance(own, Head) or head_digest(own) != self.manifest["head"]["sha256"]:
+            if not isinstance(own, Head) or not self._is_its(own):
                 raise AssayError(
                     f"{self.path.name} holds no output head, and the candidate does not have the reference's",
                     finding_id="fidelity.pack_head",
@@ -219,7 +221,7 @@ class Pack:
         """Take the output head of a checkpoint; AssayError where it has none, or another."""
         for weight, bias in _heads_in(folder):
             head = self._fitted(weight, bias)
-            if head_digest(head) == self.manifest["head"]["sha256"]:
+            if self._is_its(head):
                 self.head = head
                 return
         raise AssayError(
@@ -234,6 +236,14 @@ class Pack:
         place = {window.index: i for i, window in enumerate(self.windows)}
         for window in windows:
             yield StateRows(window, self.header.scored_from, self.states[place[window.index]], self.head)
+
+    def _is_its(self, head: Head) -> bool:
+        """Whether a head is the reference's: a capture names it by the bytes in its own type."""
+        facts = self.manifest["head"]
+        if not facts.get("content"):
+            return head_digest(head) == str(facts["sha256"])
+        fitted = self._fitted(head.weight, head.bias)
+        return fitted.bias is None and content_digest(fitted.weight) == str(facts["sha256"])
 
     def _fitted(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Head:
         """A head in the type in which the reference computed, which loses nothing where the digest is the same."""
@@ -250,6 +260,8 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
     from safetensors.torch import load
 
     given = read_key(key)
+    if (path / CAPTURE).is_file():
+        return _captured(path, given)
     raw = _read(path)
     metadata = _metadata(raw, path)
     text = metadata.get("manifest", "")
@@ -285,9 +297,23 @@ def read_pack(path: Path, key: Path | None = None) -> Pack:
     return pack
 
 
+def _captured(folder: Path, key: Key | None) -> Pack:
+    """A published capture; it carries no signature of ours."""
+    capture = Capture(folder)
+    if key:
+        key.check(folder.name, "", {})
+    pack = Pack(folder, capture.header, capture.windows, capture.manifest, "", capture.states)
+    if capture.head is not None:
+        pack.head = pack._fitted(capture.head, None)
+    return pack
+
+
 def pack_settings(spec: str) -> dict[str, Any]:
     """`windows`, `length`, `scored` and `path` of what `pack:FILE` holds, from its manifest alone."""
     path = pack_path(spec)
+    if (path / CAPTURE).is_file():
+        capture = Capture(path)
+        return stored_settings_of(capture.header, len(capture.windows))
     try:
         manifest = json.loads(_metadata(_read(path), path)["manifest"])
         return stored_settings_of(StoreHeader(**manifest["header"]), len(manifest["windows"]))

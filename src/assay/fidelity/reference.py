@@ -372,6 +372,8 @@ def _stored(
     text = {**header.text, "windows_available": available, "windows_sha256": hash_of(windows)}
     facts = {"label": label_of(plan.reference), **header.engine, "states": header.dtype}
     check = tokenizer_check(str(tokenizer["sha256"]), int(tokenizer["vocab_size"]))
+    if not tokenizer["sha256"]:  # a capture says how many tokens there are, and not which
+        check = size_check(int(tokenizer["vocab_size"]), windows, label_of(plan.reference))
     return Reference(
         windows,
         rows,
@@ -386,22 +388,28 @@ def _stored(
     )
 
 
+def size_check(
+    vocab_size: int, windows: Sequence[Window], name: str
+) -> Callable[[TokenizerFacts, str], None]:
+    """What can be told of a candidate's tokenizer where the reference has only a number of tokens."""
+
+    def check(candidate: TokenizerFacts, label: str) -> None:
+        if candidate.vocab_size > vocab_size or max(max(w.tokens) for w in windows) >= candidate.vocab_size:
+            raise AssayError(
+                f"{label} has {candidate.vocab_size:,} tokens, {name} has {vocab_size:,}",
+                finding_id="fidelity.tokenizer_mismatch",
+                remedy="give a candidate of the same model",
+            )
+
+    return check
+
+
 def _base_file(plan: Plan, path: Path) -> Reference:
     base = open_base(path)
     _fits(plan, base.length, base.scored_from, "prefill")
     windows = base.windows(None)[: plan.windows]
 
-    def check(candidate: TokenizerFacts, label: str) -> None:
-        if (
-            candidate.vocab_size > base.vocab_size
-            or max(max(w.tokens) for w in windows) >= candidate.vocab_size
-        ):
-            raise AssayError(
-                f"{label} has {candidate.vocab_size:,} tokens, {path.name} has {base.vocab_size:,}",
-                finding_id="fidelity.tokenizer_mismatch",
-                remedy="give a candidate of the same model",
-            )
-
+    check = size_check(base.vocab_size, windows, path.name)
     facts = {
         "label": label_of(plan.reference),
         "engine": "llama.cpp base file",
