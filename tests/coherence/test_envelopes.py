@@ -195,6 +195,7 @@ def test_every_form_is_unpacked_and_graded(tmp_path: Path, form: str) -> None:
     '{"doc_id": 3, "doc": {}, "resps": [], "filtered_resps": []}',
     '{"results": {"gsm8k": {"exact_match": 0.5}}, "configs": {"gsm8k": {}}}',
     parts(("f", {"messageId": "m"})), parts(("3", "the model is overloaded")),
+    "data: [DONE]", ": PROCESSING\n\n: PROCESSING\n\ndata: [DONE]\n\n",
     "event: error\ndata: the GPU is gone\n\nevent: done\ndata: {}",
 ])  # fmt: skip
 def test_what_holds_no_answer_is_not_examined(written: str) -> None:
@@ -389,6 +390,11 @@ def test_interleaved_streams_are_told_apart_by_their_ids(tmp_path: Path) -> None
     path.write_text(sse(*mixed))
     choices = dict(grade_file(str(path)).choices)
     assert [g.label for g in choices.values()] == ["ok", "degenerate"]
+    nameless = [{k: v for k, v in event.items() if k != "id"} for event in one]
+    path.write_text(sse(*(event for event in nameless for _ in range(2))))
+    assert grade_file(str(path)).grade.kind == "interleaved_streams"
+    path.write_text(sse(*nameless, *nameless))
+    assert [g.label for _, g in grade_file(str(path)).choices] == ["ok", "ok"]
     events = anthropic_stream(GOOD).split("\n\n")
     path.write_text("\n\n".join(event for event in events for _ in range(2)))
     assert grade_file(str(path)).grade.kind == "interleaved_streams"

@@ -62,6 +62,8 @@ def unpack(text: str) -> Unpacked | None:
     if (fields := python_fields(body)) is not None:
         return _from_python(fields)
     parsed = json_values(body)
+    if parsed and parsed.stream and not (parsed.values or parsed.lost):
+        return Unpacked("sse", notes=("the stream holds no event but its end",), reason="no_answer")
     if parsed and (parsed.stream or len(set(_SIGNS.findall(body[:100_000]))) > 1):
         return Unpacked(
             "unknown", notes=("no API that is known here writes it so",), reason="unknown_envelope"
@@ -91,6 +93,8 @@ def unpack_values(parsed: Parsed) -> Unpacked | None:
     if parsed.stream and all(isinstance(n, int) for n in numbers) and len(set(numbers)) == len(numbers):
         objects = sorted(objects, key=lambda v: int(v["sequence_number"]))
     unknown = [value for value in objects if not read(value, out)]
+    if unknown and parsed.breaks_off and unknown[-1] is objects[-1]:
+        unknown.pop()  # of the value in which it breaks off too little has come
     if unknown and not (out.answers or out.errors) and _records(unknown, out, parsed.stream):
         unknown = []
     return (

@@ -30,6 +30,11 @@ def openai(value: Value, out: Assembly) -> bool:
             answer = out.in_turn(*key)  # another body under the same id
         message = choice.get("message") or choice.get("delta")
         out.disorder |= answer.whole and has(message) and bool(message.get("content"))
+        if not value.get("id") and has(message) and not any(message[k] for k in message if k != "role"):
+            # A stream begins; servers that name the role again in every event send text beside it.
+            begun = ("begun", *map(str, key), str(out.turns.get(tuple(map(str, key)))))
+            out.overlapping |= begun in out.turns and not choice.get("finish_reason") and "role" in message
+            out.turns[begun] = 1
         speech(message if has(message) else {"content": choice.get("text")}, answer)
         finish(answer, choice.get("finish_reason"))
     return True

@@ -264,6 +264,8 @@ def json_values(body: str) -> Parsed | None:
         parsed.stream = True
         parsed.values += _data_parts(body, parsed)
         return parsed if parsed.values else None
+    if all(map(_SSE_EMPTY.match, lines)) and any(line.startswith((":", "data:")) for line in lines):
+        return Parsed(stream=True, ended=True)
     if _is_text_stream(lines, len(data), told_as_json):
         parsed.stream = True
         parsed.values += _text_events(body, parsed)
@@ -283,6 +285,8 @@ def json_values(body: str) -> Parsed | None:
 
 _DATA_PART = re.compile(r'(?:[03g]:"|[28]:\[|[1479a-fhijk]:\{)')
 """A part of the AI SDK's data stream: the code of its kind, and a JSON value of the type that this kind has."""
+_SSE_EMPTY = re.compile(r"(?:data: ?\[DONE\]\s*$|event:|id:|retry:|: ?[A-Za-z ]{0,40}$)")
+"""A line of a stream in which nothing is told: its end, names, and comments that keep the connection open."""
 _SSE_FIELD = re.compile(r"(?:(?:data|event|id|retry):|:)")
 
 
