@@ -3,7 +3,8 @@
     python benchmarks/users_day.py [VERB ...] [--out FILE]
     python benchmarks/users_day.py --page
 
-Verbs are compare, kv-eval, sweep, calibrate, gap, verify, and server (starts vLLM's CPU build, then check --quick and spec URL).
+Verbs are compare, kv-eval, sweep, calibrate, gap, verify, threads (a small comparison beside a busy program), and server (starts
+vLLM's CPU build, then check --quick and spec URL).
 Each is a process of its own with an empty cache, and adds its rows to the results file, which keeps the machine's load of that
 time. `--page` writes the tables of docs/recipes.md from the kept results.
 """
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from assay.demo.models import build_qwen05
+from assay.demo.models import build_qwen05, build_smollm2
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results"
@@ -34,6 +35,8 @@ BEFORE = {
     "gap --quick": "not finished after 28 min, shows nothing",
     "spec URL": "“2.27 times, keep it”; 4 % of the steps drafted",
     "verify": "3 to 5 s",
+    "compare 8 × 64": "SmolLM2: 15 s with one thread",
+    "compare 8 × 64 beside a busy program": "SmolLM2: over 240 s",
 }
 """What a newcomer saw with version 0.1.0 (commit ba7355e), the same model and two busy cores; other sizes where none are named."""
 
@@ -59,14 +62,38 @@ def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
         "verdict": body["verdict"],
         "findings": [f["title"] for f in body["findings"]],
         "times": results.get("times"),
+        "budget_s": (results.get("times") or results.get("time") or {}).get("budget_s"),
         "load": round(load, 1),
         "load_after": round(os.getloadavg()[0], 1),
     }
     row |= {k: results[k] for k in ("grade", "windows", "dppl_pct", "health") if k in results}
+    row |= {"threads": body["environment"].get("threads")}
     row |= {"chosen": results["winner"]["codec"]} if results.get("winner") else {}
     if "kld" in results:
         row["kld"] = {k: results["kld"][k] for k in ("mean", "lo", "hi")}
     return row
+
+
+def threads() -> list[dict[str, Any]]:
+    """A comparison of SmolLM2 by itself, and beside a program that keeps a core busy."""
+    model = str(build_smollm2())
+    words = [
+        "compare",
+        f"hf:{model}",
+        f"hf:{model}?weights=int(bits=8)",
+        "--windows",
+        "8",
+        "--length",
+        "64",
+        "--no-floors",
+    ]
+    rows = [run("compare 8 × 64", *words)]
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            rows.append(run("compare 8 × 64 beside a busy program", *words))
+        finally:
+            busy.kill()
+    return rows
 
 
 def server(model: str) -> list[dict[str, Any]]:
@@ -122,17 +149,24 @@ def filled(page: str) -> str:
 
 
 def day_table() -> str:
-    """What each job took, before and now."""
-    rows = {row["job"]: row for row in json.loads((RESULTS / "users_day.json").read_text())["rows"]}
-    lines = ["| job | before | took | load | came to |", "|---|---|---|---|---|"]
+    """What each job took before, on two busy cores now, and on two quiet ones."""
+    busy, quiet = _day("users_day.json"), _day("users_day_quiet.json")
+    lines = ["| job | 0.1.0, busy | busy | quiet | came to |", "|---|---|---|---|---|"]
     for job, before in BEFORE.items():
-        if row := rows.get(job):
+        if row := busy.get(job) or quiet.get(job):
             came = " ".join(str(row[k]) for k in ("verdict", "grade", "health", "chosen") if row.get(k))
             sizes = f", {row['windows']} windows" if row.get("windows") else ""
-            lines.append(
-                f"| `{job}` | {before} | {row['seconds']:.0f} s | {row['load']} to {row['load_after']} | {came}{sizes} |"
+            took = " | ".join(
+                f"{r['seconds']:.0f} s{note(r)}" if (r := rows.get(job)) else "–"
+                for rows, note in ((busy, lambda r: f" (load {r['load']})"), (quiet, lambda r: ""))
             )
+            lines.append(f"| `{job}` | {before} | {took} | {came}{sizes} |")
     return "\n".join(lines)
+
+
+def _day(name: str) -> dict[str, dict[str, Any]]:
+    path = RESULTS / name
+    return {row["job"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
 
 
 def families_table() -> str:
@@ -163,23 +197,30 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    verbs = ["verify", "server", "compare", "kv-eval", "sweep", "calibrate", "gap"]
+    verbs = ["verify", "server", "compare", "kv-eval", "sweep", "calibrate", "gap", "threads"]
     parser.add_argument("verbs", nargs="*", default=verbs)
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
+    parser.add_argument(
+        "--gap-minutes", type=float, help="budget of gap, where there is less time than its 10 minutes"
+    )
     parser.add_argument(
         "--page", action="store_true", help="write the tables of docs/recipes.md, and measure nothing"
     )
     arguments = parser.parse_args()
     model = str(build_qwen05())
     int8 = f"hf:{model}?weights=int(bits=8)"
+    gap_budget = ["--budget", f"{arguments.gap_minutes:g}"] if arguments.gap_minutes else []
     codecs = [word for spec in SWEPT for word in ("--codec", spec)]
     tables = ["--text", str(PAGE.parent / "*.md"), "--out", str(Path(tempfile.mkdtemp()) / "tables")]
     jobs = {
         "compare": lambda: [run("compare --quick", "compare", f"hf:{model}", int8, "--quick")],
         "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", "--quick")],
-        "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick")],
+        "gap": lambda: [
+            run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick", *gap_budget)
+        ],
         "sweep": lambda: [run("kv sweep --quick", "kv", "sweep", model, *codecs, "--quick")],
         "calibrate": lambda: [run("kv calibrate", "kv", "calibrate", model, *tables)],
+        "threads": threads,
         "verify": lambda: [run("verify", "verify", model)],
         "server": lambda: server(model),
     }

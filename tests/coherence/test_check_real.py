@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,13 @@ def test_a_broken_server_fails_and_its_speed_does_not_count(
     assert report.results["throughput"]["valid"] is False
     degenerate = [s["label"] != "ok" for p in report.results["probes"] for s in p["samples"]]
     assert sum(degenerate) > len(degenerate) / 2
+    # By itself it is told from the first eight answers, and nothing else is asked.
+    alone = run_check(vllm_broken.url, CheckOptions())
+    took = alone.results["time"]["stages_s"]
+    assert alone.verdict is Verdict.FAIL and "certain" in alone.results["time"]["stopped"]
+    assert next(iter(took)) == "first answers" and set(took) <= {"first answers", "short texts", "long texts"}
+    if os.getloadavg()[0] < 4:
+        assert alone.results["time"]["seconds"] < 10
 
 
 def test_a_server_of_another_kind_gets_a_verdict(transformers_server: Server) -> None:
