@@ -180,8 +180,7 @@ def _fitting(
     sides = len(plan.sides)
     if budget.seconds is None and plan.windows * plan.length * (1 + sides) < WORTH_MEASURING:
         return plan
-    words = text.text if isinstance(text, OwnText) else text
-    pace = measure_pace(engine, plan, words.text if isinstance(words, Text) else words or "")
+    pace = measure_pace(engine, plan, _words(text))
     here = sum(not is_server(spec) for spec in plan.sides)  # whose opening takes as long as the reference's
     scored = sides if engine.ability.states else 2 * sides - 1
     a_token = pace.score * (1 + scored) + pace.compare * sides
@@ -202,6 +201,11 @@ def _fitting(
         expected[label_of(spec, plan.sides)] = opening * (not is_server(spec)) + each * max(0, todo) * length
     budget.tell(expected, progress)
     return replace(plan, windows=windows, length=length, batch=batch)
+
+
+def _words(text: Text | OwnText | None) -> str:
+    words = text.text if isinstance(text, OwnText) else text
+    return words.text if isinstance(words, Text) else words or ""
 
 
 def windows_kept(folder: Path) -> int:
@@ -470,6 +474,11 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
                 finding_id="fidelity.no_states",
                 remedy="store its log-probabilities: --format llama.cpp --scored second-half",
             )
+        if len(windows) * plan.length >= WORTH_MEASURING:
+            a_window = measure_pace(engine, plan, _words(own or text)).score * plan.length
+            kept = len(read_manifest(out).windows) if (out / STORE).exists() else 0
+            floors = {"floors": 3 * FLOOR_WINDOWS * a_window} if plan.floors else {}
+            Budget().tell(floors | {"states": (len(windows) - kept) * a_window}, progress)
         facts: dict[str, Any] = {
             "engine_fingerprint": fingerprint(plan.reference),
             "model_sha256": model_digests(plan.reference),

@@ -261,6 +261,7 @@ class Bench:
                     self.measured[f"{label}, first {len(done)} windows"] = Measured(done)
                 raise
         self.run_seconds.append((config.mode, time.monotonic() - began))
+        self.budget.took["runs"] = sum(seconds for _, seconds in self.run_seconds)
         seen = sorted(found.seen, key=lambda w: w.index)
         if not config.lossless:
             path = ScoringPath(job.path)

@@ -188,7 +188,7 @@ class Lab:
         self.partial: Measured | None = None
         """What the last measurement came to, or has come to so far."""
         self._bench = bench
-        self._planned = 0
+        self._planned, self._budget, self._stage = 0, Budget(), "measurements"
         self._seconds: list[float] = []
         first = scored_from or (self.length // 2 + 1 if mode is Mode.DECODE else 1)
         self.job = ScoreJob(path_of(mode), scored_from=first, batch=batch)
@@ -246,7 +246,8 @@ class Lab:
 
         Nothing is told of work that is done in a moment.
         """
-        self._planned, budget = count, budget or Budget()
+        self._planned, self._budget = count, budget or self._budget
+        budget, self._stage = self._budget, "the codec" if count == 1 else f"{count} measurements"
         tokens = len(self.windows) * self.length
         if pace is None:
             if budget.seconds is not None or tokens * (1 + count) < WORTH_MEASURING:
@@ -257,8 +258,8 @@ class Lab:
             pace = measure_pace(self.engine, plan, self.engine.tokenizer.decode(some[:2000]))
         missing = len(self.reference.read()) * self.length
         a_codec = (CODEC_COST * pace.score + pace.compare) * tokens
-        names = {"the codec": a_codec} if count == 1 else {f"{count} measurements": count * a_codec}
-        budget.tell({"the exact cache": missing * pace.score, **names}, self.progress)
+        expected = {"the exact cache": missing * pace.score, self._stage: count * a_codec}
+        budget.tell(expected, self.progress)
 
     def _left(self) -> str:
         """Which of the planned measurements this is, and how long it will be until the last of them."""
@@ -317,7 +318,8 @@ class Lab:
                 hook = CodecHook(
                     fitted, self.mode, self.length, measure_windows=measure_windows, windows=windows
                 )
-            self.score_reference()
+            with self._budget.stage("the exact cache"):
+                self.score_reference()
             began = time.monotonic()
             return self.reference, self.engine, replace(self.job, hook=hook)
 
@@ -343,6 +345,7 @@ class Lab:
                 self.partial = self._sized(_joined(seen, pieces), share)
             raise
         self._seconds.append(time.monotonic() - began)
+        self._budget.took[self._stage] = sum(self._seconds)
         self.partial = self._sized(found, share)
         return self.partial
 
