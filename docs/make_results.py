@@ -203,6 +203,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "collapse": "When acceptance fell, null where it did not.",
         "head": "Only where health is bad: what is known of the draft head.",
         "mtp_status": "Only with --model: the state of the head in the checkpoint.",
+        "prediction": "Only with --predict: acceptance by position and tokens per step beside the changed target, with errors.",
     },
     "compare": {
         "scored": "Interrupted before the first candidate: how many passages of the reference are kept, and of how many.",

@@ -35,7 +35,7 @@ from assay.speculation.health import (
     proportion,
     with_words,
 )
-from assay.speculation.predict import doubts, predict, read_change, to_json
+from assay.speculation.predict import Prediction, doubts, predict, read_change, to_json
 from assay.speculation.predict import table as prediction_table
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Observation, combine
@@ -249,11 +249,7 @@ def judge_run(
         verdict=verdict,
         subject={"sources": list(names), "kinds": run.reading.kinds, "engine": run.evidence.record.engine},
         findings=[*findings(judged), *(doubts(prediction) if prediction else ()), *run.extra],
-        results={
-            **_results(judged, head_file),
-            **({"prediction": to_json(prediction)} if prediction else {}),
-            **run.results,
-        },
+        results={**_results(judged, head_file, prediction), **run.results},
         headline=_headline(judged),
         blocks=[*([prediction_table(prediction, positions)] if prediction else ()), *_blocks(judged)],
     )
@@ -286,7 +282,7 @@ def _compare(run: Examined, assessment: Assessment, base: Examined | None) -> Co
     return compare(assessment, assess(base.evidence), run.evidence.record, base.evidence.record, speeds)
 
 
-def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
+def _results(judged: Judged, head_file: HeadFile | None, prediction: Prediction | None) -> dict[str, Any]:
     a, record = judged.assessment, judged.record
     results: dict[str, Any] = {
         "health": a.health.value,
@@ -311,6 +307,8 @@ def _results(judged: Judged, head_file: HeadFile | None) -> dict[str, Any]:
         results["head"] = head_evidence(record)
     if head_file is not None:
         results["mtp_status"] = head_file.status
+    if prediction is not None:
+        results["prediction"] = to_json(prediction)
     return results
 
 
