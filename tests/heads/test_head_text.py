@@ -1,0 +1,63 @@
+"""Prompts and the text that is written after them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from assay.errors import AssayError, UsageError
+from assay.lab.heads.experiment import run_try
+from assay.lab.heads.text import HELD_OUT, KINDS, prompts, with_transformers, with_vllm, written
+from assay.lab.options import HeadTryPlan
+from assay.runs import Kept
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(target)
+
+
+def test_prompts_are_of_three_kinds_and_some_of_each_are_held_out(tokenizer: Any) -> None:
+    asked = prompts(tokenizer, 600)
+    assert asked == prompts(tokenizer, 600) != prompts(tokenizer, 600, seed=1)
+    held = [(kind, tuple(ids)) for i, (kind, ids) in enumerate(asked) if i % HELD_OUT == 0]
+    rest = {tuple(ids) for i, (_, ids) in enumerate(asked) if i % HELD_OUT}
+    assert {kind for kind, _ in held} == set(KINDS)
+    assert sum(ids in rest for _, ids in held) <= 0.1 * len(held)
+    assert all(ids for _, ids in asked)
+
+
+def test_text_is_the_targets_own_and_is_kept(target: Path, tokenizer: Any, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+    asked = prompts(tokenizer, 12)
+    write, kept = with_transformers(model, tokenizer), Kept(tmp_path, "test")
+    found = written(asked, write, 20, (0.0, 1.0), kept, chunk=6)
+    assert {t.temperature for t in found} == {0.0, 1.0}
+    with torch.no_grad():
+        for t in (t for t in found if not t.temperature):
+            logits = model(torch.tensor([t.ids])).logits[0, t.begin - 1 : -1]
+            chosen = logits.gather(1, torch.tensor(t.ids[t.begin :])[:, None])[:, 0]
+            assert (logits.max(-1).values - chosen).max() < 1e-3  # padding moves the last bits
+
+    def nothing(*a: Any) -> Any:
+        raise AssertionError("written twice")
+
+    assert written(asked, nothing, 20, (0.0, 1.0), kept, chunk=6) == found
+
+
+def test_a_python_without_vllm_is_one_line() -> None:
+    write = with_vllm(Path(sys.executable), "nowhere", frozenset({1}))
+    with pytest.raises(AssayError, match=r"vLLM wrote no text: .*"):
+        write([[1, 2]], 4, 0.0, 0)
+
+
+def test_an_unknown_state_of_a_head_is_refused(target: Path, trained: Any, tmp_path: Path) -> None:
+    given = {"model": str(target), "head": trained[0], "out": tmp_path / "x.json", "heads": ["asleep"]}
+    with pytest.raises(UsageError, match="asleep"):
+        run_try(HeadTryPlan.of(given))
