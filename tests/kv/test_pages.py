@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +16,6 @@ from assay.lab.kv.pages.source import check_model, shape_of
 from assay.lab.kv.serve import launch_of
 from assay.lab.options import EvalPlan, ServePlan
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -57,7 +57,7 @@ def store_kernel(
     if ROTATE:
         position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
         turn = trig_ptr + position[:, None] * D + c[None, :]
-        cos, sin = tl.load(turn).to(tl.float32), tl.load(turn + HALF).to(tl.float32)
+        cos, sin = tl.load(turn), tl.load(turn + HALF)
         first -= mean1 * cos - mean2 * sin
         second -= mean2 * cos + mean1 * sin
     else:
@@ -111,10 +111,18 @@ def _whole(bits):
     return ((bits.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0).to(tl.float16)
 
 
+@triton.jit
+def _fine(words, WIDE: tl.constexpr):
+    """Two bits [n, WIDE] in fp16 out of a word for each token, the first channel in its last bits."""
+    shifts = (2 * tl.arange(0, WIDE))[None, :].to(words.dtype)
+    bits = ((words[:, None] >> shifts).to(tl.int16) & 3) | 0x6400
+    return (bits.to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+
+
 @triton.jit(do_not_specialize=["first_request", "splits"])
 def attend_kernel(
     q_ptr, q_token, out_ptr, out_token, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row,
-    starts_ptr, lengths_ptr, trig_ptr, mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, scale,
+    starts_ptr, lengths_ptr, trig_ptr, near_ptr, mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, scale,
     first_request, splits,
     OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
     OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
@@ -159,8 +167,8 @@ def attend_kernel(
     low, high, fine = low.to(tl.float16), high.to(tl.float16), (fine * 0.25).to(tl.float16)
     mean1 = tl.load(mean_k_ptr + head * D + c)[None, :]
     mean2 = tl.load(mean_k_ptr + head * D + HALF + c)[None, :]
-    on_cos = (q1.to(tl.float32) * mean1 + q2.to(tl.float32) * mean2).to(tl.float16)
-    on_sin = (q2.to(tl.float32) * mean1 - q1.to(tl.float32) * mean2).to(tl.float16)
+    on_cos = q1.to(tl.float32) * mean1 + q2.to(tl.float32) * mean2
+    on_sin = q2.to(tl.float32) * mean1 - q1.to(tl.float32) * mean2
 
     if SPLIT:
         share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
@@ -177,25 +185,25 @@ def attend_kernel(
     acc2 = tl.zeros([ROWS, HALF], tl.float32)
     acc3 = tl.zeros([ROWS, WIDE], tl.float32)
     n = tl.arange(0, TILE)
+    # A tile's angles are those of its first token and, the same in every tile, those from there on.
+    near = near_ptr + n[None, :] * D + c[:, None]
+    near_cos, near_sin = tl.load(near), tl.load(near + HALF)
+    WORD: tl.constexpr = tl.int64 if WIDE == 32 else tl.int32
     for start in range(lo, hi, TILE):
         block = tl.load(table_ptr + request.to(tl.int64) * table_row + start // BLOCK).to(tl.int64)
         page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
         place = start % BLOCK + n
         token = start + n
-        turn = trig_ptr + token[:, None] * D + c[None, :]
-        known = (token < length)[:, None]
-        cos = tl.load(turn, mask=known, other=0.0)
-        sin = tl.load(turn + HALF, mask=known, other=0.0)
+        cos = tl.load(trig_ptr + start * D + c)[None, :]
+        sin = tl.load(trig_ptr + start * D + HALF + c)[None, :]
         codes = tl.load(page + OFF_NK + place[:, None] * HALF + c[None, :])
-        bits = tl.load(page + OFF_TK + place[:, None] * (WIDE // 4) + (e // 4)[None, :]) >> (2 * (e % 4))[
-            None, :
-        ].to(tl.uint8)
+        words = tl.load((page + OFF_TK).to(tl.pointer_type(WORD)) + place)
         s = tl.dot(low, tl.trans(_whole(codes & 15)))
         s = tl.dot(high, tl.trans(_whole(codes >> 4)), s)
-        s = tl.dot(fine, tl.trans((bits & 3).to(tl.float16)), s)
+        s = tl.dot(fine, tl.trans(_fine(words, WIDE)), s)
         gain = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
-        fixed = tl.dot(on_cos, tl.trans(cos))
-        fixed = tl.dot(on_sin, tl.trans(sin), fixed)
+        fixed = tl.dot((on_cos * cos + on_sin * sin).to(tl.float16), near_cos)
+        fixed = tl.dot((on_sin * cos - on_cos * sin).to(tl.float16), near_sin, fixed)
         s = s * gain[None, :] + fixed
         seen = (token[None, :] < length) & (token[None, :] <= position[:, None])
         s = tl.where(seen, s, -float("inf"))
@@ -210,12 +218,10 @@ def attend_kernel(
         gain = tl.where(token < length, gain, 0.0)
         w = (p * gain[None, :]).to(tl.float16)
         codes = tl.load(page + OFF_NV + place[:, None] * HALF + c[None, :])
-        bits = tl.load(page + OFF_TV + place[:, None] * (WIDE // 4) + (e // 4)[None, :]) >> (2 * (e % 4))[
-            None, :
-        ].to(tl.uint8)
+        words = tl.load((page + OFF_TV).to(tl.pointer_type(WORD)) + place)
         acc1 = tl.dot(w, _whole(codes & 15), acc1 * fade[:, None])
         acc2 = tl.dot(w, _whole(codes >> 4), acc2 * fade[:, None])
-        acc3 = tl.dot(w, (bits & 3).to(tl.float16), acc3 * fade[:, None])
+        acc3 = tl.dot(w, _fine(words, WIDE), acc3 * fade[:, None])
 
     if SPLIT:
         # [requests, HEADS, splits, GROUP, D + WIDE], not yet over the sum.
@@ -290,20 +296,22 @@ def combine_kernel(
 
 @dataclass(frozen=True)
 class LayerTables:
-    """The tables of a layer as kernels take them; `trig` [positions, d] is shared by all layers."""
+    """The tables of a layer as kernels take them; `trig` [positions, d] and `near` [64, d], fp16, are shared by all layers."""
 
     layout: Layout
     k: StreamTables
     v: StreamTables
     trig: torch.Tensor
+    near: torch.Tensor
     halves_k: torch.Tensor
     halves_v: torch.Tensor
 
     @classmethod
     def of(cls, layout: Layout, k: StreamTables, v: StreamTables, trig: torch.Tensor) -> LayerTables:
-        """With S in fp16, as products with queries use it; all tensors on one device."""
+        """With S in fp16, as products with queries use it; all tensors on the device of `trig`."""
         k, v = k.to(trig.device), v.to(trig.device)
-        return cls(layout, k, v, trig.contiguous(), k.synthesis.half(), v.synthesis.half())
+        scaling = trig[0, 0]  # that of the RoPE; angles are added up with one of both scaled
+        return cls(layout, k, v, trig, (trig[:64] / scaling).half(), k.synthesis.half(), v.synthesis.half())
 
 
 def store(
@@ -364,7 +372,7 @@ def attend(
     )
     attend_kernel[grid](
         q, q.stride(0), out, out.stride(0), part, sums, pages, layout.heads * layout.block * layout.slot,
-        table, table.stride(0), starts, lengths, t.trig, t.k.mean, t.v.mean, t.halves_k, t.halves_v,
+        table, table.stride(0), starts, lengths, t.trig, t.near, t.k.mean, t.v.mean, t.halves_k, t.halves_v,
         scale * 1.4426950408889634, first, splits, *places, layout.slot, layout.block, layout.head_dim,
         layout.wide, group, layout.heads, rows, tile, one, num_warps=how["num_warps"], num_stages=how["num_stages"],
     )  # fmt: skip

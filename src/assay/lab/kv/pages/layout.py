@@ -86,9 +86,9 @@ class StreamTables:
 
 
 def trigonometry(inv_freq: torch.Tensor, scaling: float, positions: int) -> torch.Tensor:
-    """[positions, d]: cosines, then sines, in fp16 as writing and reading of pages both use them."""
+    """[positions, d]: cosines, then sines, float32."""
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * inv_freq.double().cpu()
-    return (torch.cat([angles.cos(), angles.sin()], dim=1) * scaling).half()
+    return (torch.cat([angles.cos(), angles.sin()], dim=1) * scaling).float()
 
 
 def rotated_mean(mean: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
