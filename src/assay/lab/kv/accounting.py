@@ -22,6 +22,10 @@ LENGTHS = (1024, 8192, 32_768)
 NOTE = "kv"
 """Key of `Engagement.notes` under which a codec's hook leaves what it measured."""
 _MOST_TOKENS = 1 << 30
+APART = 0.05
+"""Share of a codec's squared error by which its streams may differ from what attention read."""
+ROUNDING = 2.0**-16
+"""The same of the power: one rounding to bf16."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +156,12 @@ def stream_facts(engagement: Engagement) -> dict[Key, list[StreamFacts]]:
 def measured_bytes(engagement: Engagement, tokens: int, table_tokens: int = TABLE_TOKENS) -> CacheBytes:
     """Bytes of the cache that a codec's hook measured, at the end of windows of `tokens` cached tokens.
 
-    ValueError where it measured no window, or not every stream of one.
+    ValueError where it measured no window, or not every stream of one; AssayError where a stream does not give back what
+    attention read.
     """
     facts = stream_facts(engagement)
+    for key, found in facts.items():
+        check_read(key, found)
     counts = {len(found) for found in facts.values()}
     if len(counts) != 1 or 0 in counts:
         raise ValueError("every stream must have been measured on the same windows")
@@ -168,3 +175,21 @@ def measured_bytes(engagement: Engagement, tokens: int, table_tokens: int = TABL
         for layer in sorted({layer for layer, _ in facts})
     }
     return CacheBytes(layers, note["tables"], note.get("encoder_tables", 0), tokens, windows, table_tokens)
+
+
+def check_read(key: Key, facts: Sequence[StreamFacts]) -> None:
+    """AssayError where streams of one layer do not give back what attention read: their bytes say nothing of its quality.
+
+    Exact tokens may be rounded to bf16, and single values that lie between two levels may fall to either side.
+    """
+    apart, error, power = (sum(getattr(f, name) for f in facts) for name in ("apart", "error", "power"))
+    if apart <= APART * error + ROUNDING * power:
+        return
+    raise AssayError(
+        f"stream {key[1]} of layer {key[0]} does not give back what attention read: they differ by {apart / power:.2g} of "
+        f"the power, where the codec's own error is {error / power:.2g}",
+        finding_id="kv.stream_mismatch",
+        remedy="mend the codec: reconstruct must be what decode makes of encode's stream, or bytes and quality are of "
+        "different things",
+        evidence={"layer": key[0], "stream": key[1], "apart": apart, "error": error, "power": power},
+    )

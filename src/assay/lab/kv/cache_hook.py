@@ -268,7 +268,13 @@ class CodecHook:
         for window in range(first, self._measured_to):
             if window not in self._to_measure:
                 continue
-            for key, found in facts_of_window(self._tracks, window - first, starts):
+            read = {
+                (index, stream): states[window - first]
+                for index, layer in enumerate(self._cache.layers)
+                if layer.is_initialized
+                for stream, states in (("k", layer.keys), ("v", layer.values))
+            }
+            for key, found in facts_of_window(self._tracks, window - first, starts, read):
                 self.facts.setdefault(key, []).append(found)
 
 

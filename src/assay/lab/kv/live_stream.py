@@ -61,7 +61,8 @@ BF16_BYTES = 2
 class StreamFacts:
     """One window's real stream: its bytes, those of the same tokens in bf16, Σx², Σ(x − x̂)² and the stream's SHA-256.
 
-    The hash is empty where no coder is at work.
+    `apart` is Σ(r − x̂)², r what attention read, over the tokens that are coded on both sides or exact on both. The hash is
+    empty where no coder is at work.
     """
 
     stored: int
@@ -69,6 +70,7 @@ class StreamFacts:
     power: float
     error: float
     sha256: str
+    apart: float = 0.0
 
 
 class Track:
@@ -156,18 +158,26 @@ class Track:
         x = self.exact[..., lo:hi, :]
         if self.coder is None or self.coder.lossless:
             return x
+        result = self._coded(x, lo, side, keep=True)
+        self.mark(hi)
+        return result
+
+    def _coded(
+        self, x: torch.Tensor, lo: int, side: torch.Tensor | None, *, keep: bool = False
+    ) -> torch.Tensor:
+        """Exact states [B, h, n, d] from position `lo` on as the codec gives them back, in their type."""
+        if self.coder is None or self.coder.lossless:
+            return x
         values, rotation = x, None
         if self.key[1] == "k" and self.coder.before_rope and self._rotary:
-            rotation = self._rotary.at(self.key[0], lo, hi)
+            rotation = self._rotary.at(self.key[0], lo, lo + x.shape[-2])
             values = rotation.remove(values)
         # Blocks are coded each on its own, so windows can stand one after the other.
         near = None if side is None else _folded(side)
         result = self.coder.reconstruct(_folded(values), near).unflatten(1, (x.shape[0], -1)).transpose(0, 1)
-        self._latest = (lo, result)
-        if rotation is not None:
-            result = rotation.apply(result)
-        self.mark(hi)
-        return result.to(x.dtype)
+        if keep:
+            self._latest = (lo, result)
+        return (result if rotation is None else rotation.apply(result)).to(x.dtype)
 
     def decoded(self, lo: int, hi: int) -> torch.Tensor:
         """What the decoder has of positions lo … hi − 1 when others predict from them, keys before RoPE, float32.
@@ -191,11 +201,12 @@ class Track:
         return self._rotary.at(self.key[0], lo, lo + x.shape[-2]).remove(x)
 
     def facts(
-        self, window: int, start: int, side: torch.Tensor | None = None
+        self, window: int, start: int, side: torch.Tensor | None = None, read: torch.Tensor | None = None
     ) -> tuple[StreamFacts, torch.Tensor]:
         """The real stream of one window's tokens from `start` on, encoded and decoded again, and what came back.
 
         `side` [side heads, tokens, d] is what came back of the streams that the coder predicts from; keys before RoPE.
+        `read` [h, tokens, d] is what the cache holds of the window from `start` on; None: what `code` makes of it now.
         """
         x = self.exact[window, :, start:, :]
         values = x.float()
@@ -213,14 +224,58 @@ class Track:
             float(values.square().sum()),
             float((values - back).square().sum()),
             sha256(stream).hexdigest(),
+            self._apart(window, start, back, read, side),
         )
         return found, back if self.coder.before_rope else self._before_rope(back, start)
 
+    def _apart(
+        self,
+        window: int,
+        start: int,
+        back: torch.Tensor,
+        read: torch.Tensor | None,
+        side: torch.Tensor | None,
+    ) -> float:
+        """Σ(r − x̂)² of the tokens whose stream can be compared with what attention read.
+
+        At the end of a window the stream codes a block that is not full, and tokens that have just ceased to be recent,
+        which attention still read as they came: these are left out, as are blocks of a sliding layer, which begin
+        elsewhere in its stream.
+        """
+        if (coder := self.coder) is None or (start and coder.granularity > 1):
+            return 0.0
+        x = self.exact[window, :, start:, :]
+        first, tokens = coder.exact_first, x.shape[1]
+        done = (self.whole_blocks(self.length)[1] if read is None else self._done) - start
+        if read is None and done > first:
+            read = x.clone()
+            near = None if side is None else side[None, :, first:done]
+            read[:, first:done] = self._coded(x[None, :, first:done], start + first, near)[0]
+        elif read is None:
+            read = x
+        if self.key[1] == "k" and coder.before_rope and self._rotary:
+            back = self._rotary.at(self.key[0], start, start + tokens).apply(back)
+        # A sliding layer that let go of the first tokens keeps as many others exact in its stream.
+        from_ = first if start else 0
+        parts = [(from_, done), (max(done, tokens - coder.exact_last), tokens)]
+        wanted = back.to(x.dtype).to(read.dtype)
+        return sum(
+            float((read[:, lo:hi].float() - wanted[:, lo:hi].float()).square().sum())
+            for lo, hi in parts
+            if lo < hi
+        )
+
 
 def facts_of_window(
-    tracks: Mapping[Key, Track], window: int, starts: Mapping[Key, int]
+    tracks: Mapping[Key, Track],
+    window: int,
+    starts: Mapping[Key, int],
+    read: Mapping[Key, torch.Tensor] | None = None,
 ) -> Iterator[tuple[Key, StreamFacts]]:
-    """The real streams of one window, each stream's tokens from its start on, predicted from what came back of others."""
+    """The real streams of one window, each stream's tokens from its start on, predicted from what came back of others.
+
+    `read` is what the cache holds of the streams' tokens from their starts on, where the caller has it.
+    """
     import torch
 
     needed = {side for track in tracks.values() for side in track.sides}
@@ -229,7 +284,8 @@ def facts_of_window(
     for key in sorted(tracks):
         track = tracks[key]
         parts = [decoded[side][:, starts[key] - starts[side] :] for side in track.sides]
-        found, back = track.facts(window, starts[key], torch.cat(parts) if parts else None)
+        side, held = torch.cat(parts) if parts else None, (read or {}).get(key)
+        found, back = track.facts(window, starts[key], side, held)
         yield key, found
         if key in needed:
             decoded[key] = back
