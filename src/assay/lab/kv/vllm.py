@@ -125,7 +125,9 @@ class VllmCodecHook:
                 )
         for window in self._measured:
             tracks = {key: lane.histories[window].track for key, lane in self._lanes.items()}
-            for key, found in facts_of_window(tracks, 0, dict.fromkeys(tracks, 0)):
+            held = {key: lane.histories[window].held for key, lane in self._lanes.items()}
+            read = {k: h.states for k, h in held.items() if 0 < h.length == tracks[k].length}
+            for key, found in facts_of_window(tracks, 0, dict.fromkeys(tracks, 0), read):
                 self.facts.setdefault(key, []).append(found)
         self.discard()
 
