@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from assay.fidelity.plan import blocks_of
+
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("all", "tail")
 SUMS = ("kl", "dnll")
@@ -37,12 +39,16 @@ class Rows:
             )
             self.rows |= {k: r for k, r in document["rows"].items() if "tail" in r}
             self.facts |= document["facts"]
+        places = self.facts.get("text", {}).get("places")
+        self.blocks = np.unique(blocks_of(places), return_inverse=True)[1] if places else None
 
     def has(self, *names: str) -> bool:
         return all(name in self.rows for name in names)
 
-    def sums(self, name: str, what: str, part: str = "all") -> Sums:
-        return np.asarray(self.rows[name][part][what], dtype=np.float64)
+    def sums(self, name: str, what: str, part: str = "all", each: bool = False) -> Sums:
+        """Sums of one row by cluster, neighbouring windows together where their places are known; or of `each` window."""
+        found = np.asarray(self.rows[name][part][what], dtype=np.float64)
+        return found if each or self.blocks is None else np.bincount(self.blocks, weights=found)
 
     def named(self, start: str, end: str = "") -> list[str]:
         return [n for n in self.rows if n.startswith(start) and n.endswith(end)]

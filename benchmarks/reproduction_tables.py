@@ -42,7 +42,8 @@ def effect(rows: Rows, name: str, part: str = "all") -> dict[str, Any]:
         "dppl_pct": shown(percent_change(mean(rows.sums(name, "dnll", part), tokens))),
         "top1_pct": shown(mean(100 * rows.sums(name, "top1", part), tokens)),
         **({"ratio": rows.rows[name]["ratio"]} if "ratio" in rows.rows[name] else {}),
-        "windows": int(tokens.size),
+        **({"passages": passages(changes(rows, [name]))} if part == "tail" else {}),
+        "windows": len(rows.rows[name][part]["tokens"]),
         "tokens": int(tokens.sum()),
     }
 
@@ -73,8 +74,8 @@ def shown(interval: Interval) -> dict[str, float]:
 
 def changes(rows: Rows, names: Sequence[str]) -> Sums:
     """Δppl % of the tail of each window, added up over rows."""
-    tokens = rows.sums(names[0], "tokens", "tail")
-    return np.asarray(sum(100 * np.expm1(rows.sums(n, "dnll", "tail") / tokens) for n in names))
+    tokens = rows.sums(names[0], "tokens", "tail", each=True)
+    return np.asarray(sum(100 * np.expm1(rows.sums(n, "dnll", "tail", each=True) / tokens) for n in names))
 
 
 def passages(each: Sums) -> dict[str, Any]:
@@ -125,7 +126,34 @@ def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
                     "ratio": rows.rows[name].get("ratio"),
                 }
     found |= noise(rows, kind)
+    for vr in RATIOS:
+        found |= coherence(rows, kind, vr)
     return found
+
+
+def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
+    """How KL grows with the number of coded layers: as its power 1 where errors are independent, 2 where they add up."""
+    names = sorted(rows.named(f"{kind} nested ", f" vr={vr}"))
+    if len(names) < 2:
+        return {}
+    counts = [int(n.split()[2]) for n in names]
+    sums = [list(rows.sums(n, "kl")) for n in names]
+    tokens = [int(t) for t in rows.sums(names[0], "tokens")]
+    growth = noise_growth(counts, sums, tokens, Resampling(2000, 0))
+    total = [sum(s) for s in sums]
+    pairs = zip(zip(counts, total, strict=True), zip(counts[1:], total[1:], strict=True), strict=False)
+    return {
+        f"coded layers vr={vr}": {
+            "KL": {
+                str(n): shown(mean(np.asarray(s), np.asarray(tokens)))
+                for n, s in zip(counts, sums, strict=True)
+            },
+            "power": growth.slope and shown(growth.slope),
+            "power between neighbours": {
+                f"{a} to {b}": math.log(y / x) / math.log(b / a) for (a, x), (b, y) in pairs
+            },
+        }
+    }
 
 
 def norms(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
@@ -261,22 +289,23 @@ def said(figure: dict[str, float], form: str = ".3g") -> str:
 def markdown(figures: dict[str, Any]) -> str:
     """Tables of everything, to choose from."""
     lines = ["# A published decomposition, point by point", ""]
-    for kind in ("hf", "vllm"):
+    for kind in (k for k in figures if "rows" in figures[k]):
         lines += [
             f"## {kind}",
             "",
-            "| row | KL, nats | Δppl % | top-1 % | smaller | tail: KL | tail: Δppl % |",
+            "| row | KL, nats | Δppl % | top-1 % | smaller | tail: KL | tail: Δppl % | mean over passages |",
         ]
-        lines += ["|---|---|---|---|---:|---|---|"]
+        lines += ["|---|---|---|---|---:|---|---|---|"]
         wide, tail = figures[kind]["rows"], figures[kind]["tail"]
         for name in wide | tail:
-            cells = ["–"] * 6
+            cells = ["–"] * 7
             if name in wide:
                 row = wide[name]
                 cells[:3] = [said(row["kl"]), said(row["dppl_pct"], "+.2f"), said(row["top1_pct"], ".2f")]
                 cells[3] = f"{row['ratio']:.2f}×" if "ratio" in row else "–"
             if name in tail:
                 cells[4:] = [said(tail[name]["kl"]), said(tail[name]["dppl_pct"], "+.2f")]
+                cells.append(said(tail[name]["passages"]["mean over passages"], "+.2f"))
             lines.append(f"| {name.removeprefix(kind + ' ')} | {' | '.join(cells)} |")
         rest = {k: v for k, v in figures[kind].items() if k not in ("rows", "tail")}
         lines += ["", *flat(rest), ""]
@@ -318,7 +347,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
     given = parser.parse_args()
     rows = Rows(given.files)
-    figures: dict[str, Any] = {kind: parts_of(rows, kind) for kind in ("hf", "vllm")}
+    kinds = dict.fromkeys(("hf", "vllm", *(name.split()[0] for name in rows.rows)))
+    figures: dict[str, Any] = {kind: parts_of(rows, kind) for kind in kinds}
+    if near := rows.rows.get("vllm engine", {}).get("symmetric_top20"):
+        figures["engines, symmetric KL of 20 ids"] = shown(mean(np.asarray(near), np.ones(len(near))))
     figures["ladder"] = ladder(rows)
     figures["preconditioning"] = preconditioning(rows)
     figures["facts"] = rows.facts
