@@ -179,7 +179,7 @@ class Measuring:
         count = arguments.windows + arguments.choose
         plan = Plan(self.spec, (self.spec,), text=(path,), windows=count, length=arguments.length)
         windows, facts = plan_windows(plan, self.scorer.tokenizer)
-        self.calibration.check_text(facts, [w.sha256 for w in windows])
+        self.calibration.check_text(facts, windows)
         # Fresh windows lie between the others, so that both are spread over the text.
         step = len(windows) / max(1, arguments.choose)
         apart = {int((i + 0.5) * step) for i in range(arguments.choose)}
@@ -211,9 +211,13 @@ class Measuring:
         chosen_from: list[str] | None = None,
     ) -> None:
         lab = text.fresh if chosen_from and text.fresh else text.lab
-        measured = lab.measure(
-            codec, coders=lambda: coders, table_tokens=32_768, measure_windows=arguments.measured
-        )
+        try:
+            measured = lab.measure(
+                codec, coders=lambda: coders, table_tokens=32_768, measure_windows=arguments.measured
+            )
+        except AssayError as error:  # such as streams that do not give back what attention read
+            print(f"{text.name} {arguments.length} {codec}: left out, {error}", flush=True)
+            return
         if measured.bytes is None:
             raise SystemExit(f"no stream of {codec} was encoded")
         blocks = blocks_of(text.facts["places"])

@@ -484,7 +484,7 @@ def main() -> None:
     engine = open_scorer(spec)
     try:
         windows, text = plan_windows(plan, engine.tokenizer)
-        read_calibration(given.table).check_text(text, [w.sha256 for w in windows])
+        read_calibration(given.table).check_text(text, windows)
         runner = Runner(given, engine, windows)
         runner.document["facts"] = runner.document.get("facts", {}) | {
             given.name: engine.describe(),

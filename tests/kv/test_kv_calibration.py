@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import pytest
 torch = pytest.importorskip("torch")
 from safetensors.torch import save_file
 
+from assay.engines.scoring import Window
 from assay.errors import AssayError
 from assay.lab.kv.calibration import (
     Calibration,
     coded_samples,
     decoded_samples,
+    gram,
+    passages,
     read_calibration,
     write_calibration,
 )
@@ -93,3 +97,39 @@ def test_a_cut_or_altered_code_is_refused(tmp_path: Path) -> None:
         )
         with pytest.raises(AssayError, match="cannot read the calibration"):
             read_calibration(tmp_path / "c")
+
+
+def windows_of(tokens: list[int], length: int, first: int = 0) -> list[Window]:
+    return [
+        Window(i, tuple(tokens[lo : lo + length]))
+        for i, lo in enumerate(range(first, len(tokens) - length, length))
+    ]
+
+
+def test_passages_of_the_calibration_text_are_found_wherever_they_are_cut() -> None:
+    draw = random.Random(1)
+    text = [draw.randrange(50_000) for _ in range(40_000)]
+    other = [draw.randrange(50_000) for _ in range(40_000)]
+    known = Calibration({}, {"passages": passages(windows_of(text, 256)), "windows": []})
+    known.check_text({"sha256": "other"}, windows_of(other, 256))
+    # A heading of 64 tokens before every window is no leak; a twentieth of the text is one.
+    known.check_text({"sha256": "other"}, windows_of(text[:64] + other, 256))
+    for scored in (windows_of(text, 300, first=77), windows_of(other[:20_000] + text[5_000:7_000], 512)):
+        with pytest.raises(AssayError, match="of its passages stand there too") as raised:
+            known.check_text({"sha256": "other"}, scored)
+        assert raised.value.finding_id == "kv.calibration_leak"
+
+
+def test_a_calibration_of_a_sibling_of_the_same_shape_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, other = torch.randn(2, 96, 64, generator=generator) / 8
+    known = Calibration({"layer_0_gram": gram(weight, 2, 16)}, {})
+    rounded = weight + 0.05 * weight.std() * torch.randn(weight.shape, generator=generator)
+    for same in (weight, weight.bfloat16(), rounded):
+        known.check_weights(same)
+    with pytest.raises(AssayError, match="of another model of the same shape"):
+        known.check_weights(other)
+    per_head = weight.reshape(96, 2, 2, 16)
+    assert torch.allclose(
+        gram(weight, 2, 16)[1], sum(per_head[:, 1, i].T @ per_head[:, 1, i] for i in range(2)), atol=1e-4
+    )

@@ -100,9 +100,8 @@ class Bench:
         main = min(self.plan.windows, len(windows))
         self.windows = {"main": windows[:main], "fresh": windows[main:]}
         self.text = facts
-        hashes = [w.sha256 for w in windows]
         for path in filter(None, (self.plan.calibration, self.plan.other_calibration)):
-            read_calibration(Path(path)).check_text(facts, hashes)
+            read_calibration(Path(path)).check_text(facts, windows)
         self._check = tokenizer_check(tokenizer.sha256, tokenizer.vocab_size)
 
     def _fit(self) -> None:

@@ -15,7 +15,14 @@ from assay.environment import describe
 from assay.errors import AssayError
 from assay.lab.kv.attribute import alone
 from assay.lab.kv.cache_hook import Mode, observed_cache
-from assay.lab.kv.calibration import Calibration, Sampler, kept_per_window, write_calibration
+from assay.lab.kv.calibration import (
+    Calibration,
+    Sampler,
+    kept_per_window,
+    passages,
+    without_passages,
+    write_calibration,
+)
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab, open_lab
@@ -183,6 +190,7 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
         "engine": engine,
         "text": text,
         "windows": [w.sha256 for w in windows],
+        "passages": passages(windows),
         "samples": int(tensors["positions"].numel()),
         "sensitivity_windows": plan.sensitivity,
         "environment": describe(),
@@ -193,7 +201,7 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
         command="kv calibrate",
         verdict=Verdict.PASS,
         subject={"model": plan.model, "out": str(plan.out), "plan": plan.facts()},
-        results={**provenance, "bytes": size, "windows": len(windows)},
+        results={**without_passages(provenance), "bytes": size, "windows": len(windows)},
         environment=describe(),
         headline=[
             Metric("calibrated on", f"{provenance['samples']:,} tokens of {len(windows)} windows"),

@@ -15,7 +15,7 @@ In the file samples are coded in six to seven bits a value (`coded_samples`), in
 A file that was made of those of older tools (`benchmarks/kv_import.py`) has only sigma of some layers, and levels; one
 of `assay kv calibrate` has all but levels. `layer_{l}_sigma`, which older files have too, is the moment before it is averaged.
 
-The metadata holds the model's cache shape, a fingerprint of the model, and the hashes of the text and of every window.
+The metadata holds the model's cache shape, the hashes of the text and of every window, and those of some of their passages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from assay.engines.scoring import Window
 from assay.errors import AssayError
 from assay.lab.kv.codec import CacheShape, Samples, Site
 from assay.lab.kv.rope import Rotary, Rotation
@@ -97,18 +100,79 @@ class Calibration:
                 evidence={k: [mine.get(k), theirs[k]] for k in differing},
             )
 
-    def check_text(self, text: Mapping[str, Any], windows: Sequence[str]) -> None:
-        """AssayError where evaluation text, given by its facts and the hashes of its windows, was calibrated on."""
-        shared = set(self.provenance.get("windows", ())) & set(windows)
+    def check_weights(self, output: torch.Tensor, layer: int = 0) -> None:
+        """AssayError where the output projection [hidden, H·d] of a layer is another than the calibrated model's.
+
+        Shapes tell no fine-tuned sibling apart. A model whose weights are rounded still passes.
+        """
+        known = self.tensors.get(f"layer_{layer}_gram")
+        if known is None:
+            return
+        found = gram(output, known.shape[0], known.shape[-1])
+        apart = float((found - known).norm() / known.norm())
+        if apart > _OTHER_WEIGHTS:
+            raise AssayError(
+                f"the calibration is of another model of the same shape: the output projection of layer {layer} differs "
+                f"by {100 * apart:.0f} %",
+                finding_id="kv.calibration_mismatch",
+                remedy="calibrate this model: assay kv calibrate MODEL --out FILE --text FILE",
+                evidence={"layer": layer, "difference": apart},
+            )
+
+    def check_text(self, text: Mapping[str, Any], windows: Sequence[Window]) -> None:
+        """AssayError where evaluation text, given by its facts and windows, was calibrated on, or holds passages that were.
+
+        Passages are found wherever they are cut: see `passages`.
+        """
+        shared = set(self.provenance.get("windows", ())) & {w.sha256 for w in windows}
         whole = self.provenance.get("text", {}).get("sha256") == text.get("sha256")
-        if shared or whole:
+        known = set(self.provenance.get("passages", ()))
+        own = passages(windows) if known else []
+        again = sum(p in known for p in own) / max(1, len(own))
+        if shared or whole or again > _SHARED:
             what = "it is the same text" if whole else f"{len(shared)} windows are the same"
+            if not (whole or shared):
+                what = f"about {100 * again:.0f} % of its passages stand there too"
             raise AssayError(
                 f"the evaluation text was used for calibration: {what}",
                 finding_id="kv.calibration_leak",
                 remedy="evaluate on other text: a score on calibration text says nothing",
-                evidence={"shared_windows": len(shared)},
+                evidence={"shared_windows": len(shared), "shared_passages": again},
             )
+
+
+def passages(windows: Sequence[Window]) -> list[str]:
+    """Hashes of one in 64 of all runs of 32 tokens, wherever they stand in their window: the same runs in every text."""
+    found: set[str] = set()
+    for window in windows:
+        tokens = np.asarray(window.tokens, np.uint64) + np.uint64(1)
+        if tokens.size < _RUN:
+            continue
+        value = np.zeros(tokens.size - _RUN + 1, np.uint64)
+        for i in range(_RUN):
+            value = value * _BASE + tokens[i : i + value.size]
+        value = (value ^ (value >> np.uint64(31))) * _MIX
+        found |= {f"{v:016x}" for v in value[value >> np.uint64(58) == 0].tolist()}
+    return sorted(found)
+
+
+def without_passages(provenance: Mapping[str, Any]) -> dict[str, Any]:
+    """What a report shows of where a calibration came from."""
+    return {k: v for k, v in provenance.items() if k != "passages"}
+
+
+_RUN = 32
+_BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
+_SHARED = 0.02
+"""Share of passages from which a text counts as calibrated on; licences and headings recur below it."""
+_OTHER_WEIGHTS = 0.05
+
+
+def gram(weight: torch.Tensor, groups: int, width: int) -> torch.Tensor:
+    """Σ over the query heads of each of `groups` KV heads of Wₕᵀ Wₕ, for the output projection [hidden, H·d], float32."""
+    parts = weight.detach().float().cpu()
+    grouped = parts.reshape(parts.shape[0], groups, -1, width).permute(1, 2, 0, 3).flatten(1, 2)
+    return grouped.mT @ grouped
 
 
 def _float(states: torch.Tensor | None) -> torch.Tensor | None:
@@ -287,15 +351,8 @@ class Sampler:
                 found[f"layer_{layer}_{stream}"] = torch.cat(self.kept[layer, stream], dim=1)
             sigma = (self.moments[layer] / per_head).float()
             found[f"layer_{layer}_sigma_rope"] = averaged(sigma, rotary, layer, self.length)
-            found[f"layer_{layer}_gram"] = self._gram(output[layer])
+            found[f"layer_{layer}_gram"] = gram(output[layer], self.shape.kv_heads, self.shape.head_dim)
         return found
-
-    def _gram(self, weight: torch.Tensor) -> torch.Tensor:
-        """Σ over the query heads of a group of Wₕᵀ Wₕ, for the output projection [hidden, H·d]."""
-        heads, groups, width = self.shape.query_heads, self.shape.kv_heads, self.shape.head_dim
-        parts = weight.detach().float().cpu().reshape(-1, groups, heads // groups, width)
-        grouped = parts.permute(1, 2, 0, 3).flatten(1, 2)  # [groups, share · hidden, d]
-        return grouped.mT @ grouped
 
 
 def averaged(sigma: torch.Tensor, rotary: Rotary, layer: int, length: int) -> torch.Tensor:

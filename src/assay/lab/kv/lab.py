@@ -38,7 +38,7 @@ from assay.fidelity.score import ReferenceRows, WindowObservation, batches, key_
 from assay.fidelity.text import read_text
 from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
 from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of
-from assay.lab.kv.calibration import Calibration, read_calibration
+from assay.lab.kv.calibration import Calibration, read_calibration, without_passages
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet
 from assay.lab.kv.rope import Rotary
@@ -424,7 +424,7 @@ def open_lab(
                 plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
             if known:
-                known.check_text(facts, [w.sha256 for w in found])
+                known.check_text(facts, found)
             measured = min(windows, len(found))
             if len(found) - measured < fresh:
                 raise UsageError(
@@ -440,7 +440,7 @@ def open_lab(
                 batch,
                 bench=_bench(engine, length, known) if isinstance(engine, HfScorer) else None,
                 calibration=calibration,
-                provenance=known.provenance if known else None,
+                provenance=without_passages(known.provenance) if known else None,
                 about=sha256(Path(calibration).read_bytes()).hexdigest() if calibration else None,
                 fresh=found[measured:],
                 text=facts,
@@ -482,6 +482,9 @@ def _bench(scorer: HfScorer, length: int, calibration: Calibration | None) -> Be
     shape = cache_shape(scorer.engine.model)
     if calibration:
         calibration.check_model(shape)
+        first = scorer.engine.model.get_decoder().layers[0].self_attn
+        if (weight := getattr(getattr(first, "o_proj", None), "weight", None)) is not None:
+            calibration.check_weights(weight)
     return Bench(shape, Rotary(scorer.engine.model, length), calibration)
 
 
