@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--engine", default="", help="more options of vLLM, as in vllm:MODEL?option=value&…")
+    parser.add_argument("--gguf", type=Path, help="another file than the one that the checkpoint was made of")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     name = given.against + "_both" * given.same_cache
@@ -74,7 +75,8 @@ def main() -> None:
 def sides(given: argparse.Namespace, folder: str) -> tuple[str, str]:
     """Both engines as they are written."""
     if given.against == "gguf":
-        return f"hf:{folder}?dtype=float32", f"gguf:{models.gguf_of(MODELS[given.model])}"
+        file = given.gguf or models.gguf_of(MODELS[given.model])
+        return f"hf:{folder}?device={given.device}&dtype=float32", f"gguf:{file}"
     kept = "&kv_cache_dtype=fp8_e4m3" * given.same_cache
     options = "".join(f"&{o}" for o in ("kv_cache_dtype=fp8", given.engine) if o)
     return (

@@ -34,11 +34,14 @@ import kv_texts
 from assay.cli.progress import show
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.engines.hf.scorer import HfScorer
+from assay.engines.scoring import Engagement
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.plan import Plan, blocks_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.result import summarise
+from assay.lab.kv import accounting
+from assay.lab.kv.accounting import stream_facts
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration
@@ -68,6 +71,7 @@ AROUND = [f"prerope+sinks(n=4)+mean+hadamard(bits={b})" for b in (6, 5, 4, 3, 2.
 def main() -> None:
     arguments = _parser().parse_args()
     arguments.ends = time.monotonic() + 60 * arguments.minutes
+    accounting.APART = arguments.apart
     if arguments.memory and arguments.device != "cpu":
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(arguments.memory * 2**30 / whole)
@@ -230,6 +234,7 @@ class Measuring:
             "bytes": measured.bytes.to_json(),
             **{k: figures[k] for k in named},
             "characters_per_token": text.facts["characters_per_token"],
+            "apart": apart(measured.engagement),
             "fires": measured.engagement.fires,
             "fit_s": round(measured.seconds[0], 1),
             "score_s": round(measured.seconds[1], 1),
@@ -243,6 +248,12 @@ class Measuring:
         }
         self.out.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(_line(row), flush=True)
+
+
+def apart(engagement: Engagement) -> float:
+    """The largest share, over streams, of the codec's squared error by which they differ from what attention read."""
+    facts = [f for f in stream_facts(engagement).values() if f[0].sha256]
+    return max((sum(w.apart for w in f) / max(1e-30, sum(w.error for w in f)) for f in facts), default=0.0)
 
 
 def _key(arguments: argparse.Namespace, text: str, codec: str, fresh: bool) -> dict[str, Any]:
@@ -291,6 +302,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")
     add("--jobs", type=int, default=1, help="processes that fit codecs")
+    add(
+        "--apart",
+        type=float,
+        default=accounting.APART,
+        help="share from which streams are not what attention read",
+    )
     add("--memory", type=float, default=0, help="GiB of a shared GPU that may be taken")
     add("--out", type=Path)
     return parser

@@ -360,7 +360,10 @@ class Runner:
         if row.mode != Mode.DECODE:
             found["all"] = sums(seen, 0)
         if row.size:
-            found["ratio"] = measured_bytes(took, lab.length - 1).ratio
+            try:
+                found["ratio"] = measured_bytes(took, lab.length - 1).ratio
+            except AssayError as error:  # such as streams that do not give back what attention read
+                found["no ratio"] = str(error)[:300]
         return found
 
     def engines(self, rows: list[Any]) -> None:
