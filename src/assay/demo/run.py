@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +20,10 @@ from assay.verdict import Finding, Report, Severity, Verdict
 
 DAMAGE = "shifted_scales"
 """A fault whose texts a reader recognises as broken; random blocks leave NaN, and no text at all."""
-PLAN: dict[str, Any] = {"quick": True, "budget": 1.75, "longest_needle": 512}
+PLAN: dict[str, Any] = {"quick": True, "token_budget": 0.5, "longest_needle": 512}
+"""The quick plan, with answers half as long: they take most of the reference's time."""
+BUDGET_S, STARTS = 105.0, 3.0
+"""What a check may take, or so many times the start of its server where that is more: the measure of a slow machine."""
 
 
 def run_demo(
@@ -60,10 +64,12 @@ def _checked(model: Path, reference: Path, progress: Progress, which: str) -> Re
         return progress(f"{which}: {what}", steps)
 
     with contextlib.ExitStack() as stack:
+        begun = time.monotonic()
         with named("starting vLLM (about 45 s)", 1) as advance:
             server = stack.enter_context(vllm_server(model, name=model.name))
             advance()
-        options = CheckOptions(**PLAN, reference_engine=f"hf:{reference}")
+        budget = max(BUDGET_S, STARTS * (time.monotonic() - begun)) / 60
+        options = CheckOptions(**PLAN, budget=budget, reference_engine=f"hf:{reference}")
         return run_check(server.url, options, named)
 
 
