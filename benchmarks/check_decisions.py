@@ -25,6 +25,7 @@ import random
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -219,41 +220,33 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--scores", action="store_true", help="score the fixed texts, and no more")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that simulate at once")
     parser.add_argument("--half", choices=("tune", "report"), default="report")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     if arguments.scores:
         score_all_damages()
         return
-    rng, pool = random.Random(arguments.seed), pools(arguments.half)
-    kept = json.loads(SCORES.read_text(encoding="utf-8"))
-    rows: list[dict[str, Any]] = []
-
-    def simulate(name: str, server: Side, model: Side | None, wanted: str, runs: int) -> None:
-        found = [run(rng, server, model) for _ in range(runs)]
-        verdicts, older = (Counter(str(r[i]) for r in found) for i in (0, 2))
-        other = Counter(rule for r in found if str(r[0]) != wanted for rule in r[3])
-        rows.append({
-            "name": name, "texts": [len(side.pool[k]) for side in (server, model or server) for k in ("sampled", "greedy")],
-            "runs": runs, "reference": model is not None, "wanted": wanted, "verdicts": dict(verdicts),
-            "rate": interval_json(wilson(verdicts[wanted], runs)), "older": dict(older), "otherwise": dict(other),
-            "looks": sum(r[1] for r in found) / runs,
-        })  # fmt: skip
-        print(rows[-1], flush=True)
-
+    pool, kept = pools(arguments.half), json.loads(SCORES.read_text(encoding="utf-8"))
+    whole = Side(pool["healthy"], kept["healthy"])
+    tasks: list[tuple[str, Side, Side | None, str, int]] = []
     for source in sorted(
         name for name in pool if name.startswith("healthy") and not name.endswith(", reference")
     ):
         side = Side(pool[source], kept["healthy"])
         theirs = Side(pool.get(source.replace(", server", ", reference"), pool[source]), kept["healthy"])
-        simulate(f"{source}, with its reference", side, theirs, "pass", arguments.runs)
-        simulate(f"{source}, alone", side, None, "pass", arguments.runs // 4)
-    whole = Side(pool["healthy"], kept["healthy"])
+        tasks.append((f"{source}, with its reference", side, theirs, "pass", arguments.runs))
+        tasks.append((f"{source}, alone", side, None, "pass", arguments.runs // 4))
     for name in kept:
         if name in pool and name != "healthy":
             side = Side(pool[name], kept[name])
-            simulate(f"{name}, with a reference", side, whole, "fail", arguments.runs // 10)
-            simulate(f"{name}, alone", side, None, "fail", arguments.runs // 10)
+            tasks.append((f"{name}, with a reference", side, whole, "fail", arguments.runs // 10))
+            tasks.append((f"{name}, alone", side, None, "fail", arguments.runs // 10))
+    rows = []
+    with ProcessPoolExecutor(arguments.jobs) as jobs:
+        for row in jobs.map(simulate, [arguments.seed] * len(tasks), *zip(*tasks, strict=True)):
+            rows.append(row)
+            print(row, flush=True)
     result = {
         "seed": arguments.seed,
         "half": arguments.half,
@@ -263,6 +256,22 @@ def main() -> None:
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(table(rows, result["real"]), encoding="utf-8")
+
+
+def simulate(
+    seed: int, name: str, server: Side, model: Side | None, wanted: str, runs: int
+) -> dict[str, Any]:
+    """One row: how many of `runs` came out as wanted, how often it was looked, and which rules decided the others."""
+    rng = random.Random(f"{seed}/{name}")
+    found = [run(rng, server, model) for _ in range(runs)]
+    verdicts, older = (Counter(str(r[i]) for r in found) for i in (0, 2))
+    other = Counter(rule for r in found if str(r[0]) != wanted for rule in r[3])
+    return {
+        "name": name, "texts": [len(side.pool[k]) for side in (server, model or server) for k in ("sampled", "greedy")],
+        "runs": runs, "reference": model is not None, "wanted": wanted, "verdicts": dict(verdicts),
+        "rate": interval_json(wilson(verdicts[wanted], runs)), "older": dict(older), "otherwise": dict(other),
+        "looks": sum(r[1] for r in found) / runs,
+    }  # fmt: skip
 
 
 def table(rows: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.demo.servers import vllm_server
 from assay.environment import describe
+from assay.runs import write_atomically
 
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
 RUNS = RESULTS.with_name("check_models_runs.jsonl.xz")
@@ -162,8 +163,8 @@ def add(out: Path, run: dict[str, Any], row: dict[str, Any], records: dict[str, 
     if records:
         runs.append({**run, **records})
     lines = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in sorted(runs, key=_order))
-    out.with_name(RUNS.name).write_bytes(lzma.compress(lines.encode()))
-    out.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_atomically(out.with_name(RUNS.name), lzma.compress(lines.encode()))
+    write_atomically(out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     out.with_suffix(".md").write_text(table(document["rows"]), encoding="utf-8")
     print(*run.values(), row["verdict"], row["seconds"], "s", row["errors"], flush=True)
 
