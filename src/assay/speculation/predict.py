@@ -1,10 +1,8 @@
 """`assay spec LOG --predict COMPARISON`: what the head of a healthy run will accept beside a changed target.
 
 A greedy draft is accepted where it is the target's own token. A change of the target with total variation d to what the head
-was trained on replaces at most a share d of those tokens, mostly where the target was unsure and the draft was wrong anyway.
-So each position's acceptance, given the ones before it, is taken to fall by the factor 1 − β d. β and the error come from one
-head a model beside targets of many formats (`benchmarks/heads_predict.py`, `benchmarks/results/heads_predict.json`); the
-error is the largest of rows that took no part in the fit.
+was trained on replaces a share of about d of those tokens. So each position's acceptance, given the ones before it, is taken to
+fall by the factor 1 − β d: β = 1 where the head would have had every changed token right, less where it was wrong there anyway.
 """
 
 from __future__ import annotations
@@ -20,13 +18,13 @@ from assay.errors import UsageError
 from assay.verdict import Finding, Severity, Table
 
 BETA = 1.0
-"""Share of the changed tokens that the head would have had right."""
-ERROR = 0.05
-"""Largest error of position 0 on rows that were not fitted."""
-LENGTH_ERROR = 0.1
+"""Share of the changed tokens that the head would have had right. Not measured yet: 1 is the most that can be."""
+ERROR: float | None = None
+"""Largest error of position 0 on rows that were not fitted; None: not measured."""
+LENGTH_ERROR: float | None = None
 """The same of the tokens per step."""
 FITTED_TO = 0.35
-"""Largest total variation of the rows: beyond it nothing was measured."""
+"""Total variation beyond which a prediction is doubted."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +38,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Shares accepted by position and tokens a step beside the changed target; errors are those of `benchmarks`."""
+    """Shares accepted by position and tokens a step beside the changed target; errors are None where they are not known."""
 
     change: Change
     positions: tuple[float, ...]
     tokens_per_step: float
-    error: float = ERROR
-    length_error: float = LENGTH_ERROR
+    error: float | None = ERROR
+    length_error: float | None = LENGTH_ERROR
 
 
 def read_change(text: str) -> Change:
@@ -106,12 +104,26 @@ def to_json(p: Prediction) -> dict[str, Any]:
 def table(p: Prediction, now: Sequence[float]) -> Table:
     """Beside what the source shows."""
     rows = [
-        (f"position {j}", f"{100 * a:.1f} %", f"{100 * b:.1f} % ± {100 * p.error:.1f}")
+        (
+            f"position {j}",
+            f"{100 * a:.1f} %",
+            f"{100 * b:.1f} %" + ("" if p.error is None else f" ± {100 * p.error:.1f}"),
+        )
         for j, (a, b) in enumerate(zip(now, p.positions, strict=True))
     ]
-    rows.append(("tokens per step", f"{1 + sum(now):.2f}", f"{p.tokens_per_step:.2f} ± {p.length_error:.2f}"))
+    rows.append(
+        (
+            "tokens per step",
+            f"{1 + sum(now):.2f}",
+            f"{p.tokens_per_step:.2f}" + ("" if p.length_error is None else f" ± {p.length_error:.2f}"),
+        )
+    )
     kind = "total variation" if p.change.exact else "total variation, at most"
-    note = f"{kind}: {100 * p.change.tv:.2g} %. ±: the largest error on measured rows that were not fitted."
+    known = p.error is not None
+    error = (
+        "±: the largest error on measured rows that were not fitted." if known else "The error is not known."
+    )
+    note = f"{kind}: {100 * p.change.tv:.2g} %. {error}"
     return Table(
         "Predicted beside the changed target", ("", "now", "predicted"), rows, frozenset({1, 2}), note
     )
@@ -122,7 +134,7 @@ def doubts(p: Prediction) -> list[Finding]:
     if p.change.tv <= FITTED_TO and p.change.exact:
         return []
     title = (
-        f"the target changes by {100 * p.change.tv:.0f} %, and the prediction was measured up to {100 * FITTED_TO:.0f} %"
+        f"the target changes by {100 * p.change.tv:.0f} %, and a prediction is trusted up to {100 * FITTED_TO:.0f} %"
         if p.change.tv > FITTED_TO
         else "the comparison has no total variation: the prediction is a lower bound, from √(KL / 2)"
     )
