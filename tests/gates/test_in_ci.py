@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,6 +166,85 @@ def test_the_action_tells_the_verdict(
     assert not (tmp_path / "x").exists()
     assert (tmp_path / "summary.md").exists() == (verdict != "error")
     assert "::warning::assay: there is no baseline none.json yet" in done.stdout
+
+
+STEP = {
+    "id",
+    "if",
+    "name",
+    "uses",
+    "with",
+    "run",
+    "shell",
+    "env",
+    "working-directory",
+    "continue-on-error",
+    "timeout-minutes",
+}
+
+
+def lint(document: dict[str, Any], steps: list[dict[str, Any]], *, composite: bool) -> list[str]:
+    """What actionlint says of steps: unknown keys, scripts that do not parse, expressions of what does not exist."""
+    wrong, ids = [], [s["id"] for s in steps if "id" in s]
+    wrong += [f"{i} twice" for i in ids if ids.count(i) > 1]
+    for step in steps:
+        wrong += [f"unknown key {key}" for key in step.keys() - STEP]
+        if ("run" in step) == ("uses" in step):
+            wrong.append("a step has one of run and uses")
+        if composite and "run" in step and "shell" not in step:
+            wrong.append("a script of an action names its shell")
+        if "uses" in step and not step["uses"].startswith("./") and "@" not in step["uses"]:
+            wrong.append(f"{step['uses']} has no version")
+        if "run" in step:
+            parsed = subprocess.run(["bash", "-n", "-c", step["run"]], capture_output=True, check=False)
+            wrong += [parsed.stderr.decode()] if parsed.returncode else []
+    for text in re.findall(r"\$\{\{(.*?)\}\}", json.dumps(document)) + [
+        str(s["if"]) for s in steps if "if" in s
+    ]:
+        for kind, name in re.findall(r"\b(inputs|steps|github|env|runner)\.([\w-]+)", text):
+            known = {"inputs": document.get("inputs", {}), "steps": ids}.get(kind, {name: ""})
+            wrong += [] if name in known else [f"{kind}.{name} does not exist"]
+    return wrong
+
+
+def test_the_action_and_the_workflow_are_as_github_reads_them() -> None:
+    action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
+    assert action.keys() == {"name", "description", "branding", "inputs", "outputs", "runs"}
+    assert action["runs"].keys() == {"using", "steps"} and action["runs"]["using"] == "composite"
+    assert all(
+        set(i) <= {"description", "default", "required"} and i["description"]
+        for i in action["inputs"].values()
+    )
+    assert all(set(o) == {"description", "value"} for o in action["outputs"].values())
+    assert lint(action, action["runs"]["steps"], composite=True) == []
+    used = {n for _, n in re.findall(r"\b(inputs)\.([\w-]+)", json.dumps(action))}
+    assert used == set(action["inputs"])
+    workflow = yaml.safe_load((EXAMPLE / ".github" / "workflows" / "gate.yml").read_text(encoding="utf-8"))
+    assert workflow.keys() == {
+        "name",
+        True,
+        "permissions",
+        "jobs",
+    }  # YAML reads `on` as true, and so does GitHub
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        assert job.keys() == {"runs-on", "steps"} and lint(workflow, job["steps"], composite=False) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        ({"run": "if true; then", "shell": "bash"}, "syntax error"),
+        ({"run": "true"}, "names its shell"),
+        ({"run": "echo ${{ inputs.nothing }}", "shell": "bash"}, "inputs.nothing does not exist"),
+        ({"uses": "actions/checkout"}, "has no version"),
+        ({"uses": "a/b@v1", "wiht": {}}, "unknown key wiht"),
+    ],
+)
+def test_the_lint_finds_what_is_wrong(step: dict[str, Any], says: str) -> None:
+    assert any(
+        says in line for line in lint({"inputs": {}, "runs": {"steps": [step]}}, [step], composite=True)
+    )
 
 
 def test_the_hooks_are_a_manifest_and_run(

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,90 @@ def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path
                 assert names == ["ModelServerGarbage"]
             finally:
                 process.terminate()
+
+
+def test_every_query_of_the_dashboard_and_the_rules_has_an_answer(tmp_path: Path) -> None:
+    """Each is asked of a real Prometheus that has scraped a watch: an answer with values, or one that is empty by design."""
+    binary, watched, port = tool("prometheus"), watch(), free_port()
+    dashboard = json.loads((EXAMPLES / "dashboard.json").read_text(encoding="utf-8"))
+    shown = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
+    rules = re.findall(r"expr: (.+)", (EXAMPLES / "alerts.yml").read_text(encoding="utf-8"))
+    assert len(shown) >= 10 and len(rules) == 8
+    with Exporter("127.0.0.1:0", watched.status) as exporter:
+        config = (
+            (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
+        )
+        (tmp_path / "prometheus.yml").write_text(config.replace("30s", "1s"))
+        shutil.copy(EXAMPLES / "alerts.yml", tmp_path)
+        command = [
+            binary, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
+        ]  # fmt: skip
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+            try:
+                api = f"http://127.0.0.1:{port}/api/v1"
+                assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
+                watched._raise("broken", "garbage")
+                assert until(lambda: value(api, 'assay_watch_alarm{alarm="broken"}') == "1")
+                empty = []
+                for expr in (*shown, *rules):
+                    query = re.sub(r"\$\w+|\[\[\w+\]\]", ".*", expr)
+                    answer = httpx.get(f"{api}/query", params={"query": query}, timeout=10).json()
+                    assert answer["status"] == "success", (expr, answer)
+                    if not answer["data"]["result"]:
+                        empty.append(expr)
+                quiet = {"assay_watch_queue_length", "assay_watch_acceptance_ratio"}  # of servers that tell
+                assert all(e in rules or any(name in e for name in quiet) for e in empty), empty
+            finally:
+                process.terminate()
+
+
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
+    text = (EXAMPLES / "assay-watch.service").read_text(encoding="utf-8")
+    here = Path(sys.executable)  # its own place of assay is that of the machine it is for
+    (tmp_path / "assay-watch.service").write_text(text.replace("/usr/local/bin/assay", str(here)))
+    done = subprocess.run(
+        [tool("systemd-analyze"), "verify", str(tmp_path / "assay-watch.service")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    wrong = text.replace("/usr/local/bin/assay", str(here)).replace("Restart=always", "Restart=sometimes")
+    (tmp_path / "assay-watch.service").write_text(wrong)
+    done = subprocess.run(
+        [tool("systemd-analyze"), "verify", str(tmp_path / "assay-watch.service")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "restart specifier" in done.stdout + done.stderr  # so it does look
+
+
+def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
+    """Of its rules those that apply: a tag, no root, pinned packages, no cache, no ADD, commands as lists, one of each."""
+    text = (EXAMPLES / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith("#")]
+    by = {}
+    for name, rest in lines:
+        by.setdefault(name, []).append(rest)
+    known = {"FROM", "ARG", "RUN", "USER", "ENV", "VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+    assert set(by) == known and lines[0][0] == "FROM"
+    image, tag = by["FROM"][0].split(":")
+    assert image == "python" and re.fullmatch(r"3\.\d+-slim", tag)
+    assert by["USER"] == ["assay"] and text.index("USER") < text.index("ENTRYPOINT")
+    version = re.search(
+        r'^version = "(.+)"', (EXAMPLES.parents[1] / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    assert version is not None and by["ARG"] == [f"VERSION={version.group(1)}"]
+    assert "--no-cache-dir" in by["RUN"][0] and '"llm-assay==${VERSION}"' in by["RUN"][0]
+    assert json.loads(by["ENTRYPOINT"][0])[:2] == ["assay", "watch"] and len(by["ENTRYPOINT"]) == 1
+    assert json.loads(by["HEALTHCHECK"][0].removeprefix("CMD "))[0] == "python"
+    port = int(by["EXPOSE"][0])
+    assert (
+        parse_listen(json.loads(by["ENTRYPOINT"][0])[-1])[1] == port
+        and f":{port}/healthz" in by["HEALTHCHECK"][0]
+    )
 
 
 def get(api: str, path: str) -> dict[str, Any]:
