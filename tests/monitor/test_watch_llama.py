@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import Server, free_port, llama_server
+from assay.demo.servers import Server, llama_server
 from assay.monitor.canary import Canary, State
 from assay.monitor.watch import Watch, WatchOptions
 from assay.runs import cache_dir
+from assay.serving.launch import free_port
 
 pytestmark = pytest.mark.engine
 BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
