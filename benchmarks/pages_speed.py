@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.35, help="share of the GPU that must be free")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
+    parser.add_argument("--decode", default="{}", help="JSON: what kernels.DECODE shall be")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
     arguments = parser.parse_args()
@@ -66,6 +67,9 @@ def engine(arguments: argparse.Namespace) -> None:
     more: dict[str, Any] = {"kv_cache_dtype": "fp8"} if arguments.kind == "fp8" else {}
     if arguments.kind == "pages":
         from assay.engines.vllm.start import pages
+        from assay.lab.kv.pages import kernels
+
+        kernels.DECODE.update(json.loads(arguments.decode))
 
         more = pages(arguments.calibration, arguments.model)
     if arguments.memory:
@@ -174,6 +178,7 @@ def kernel(arguments: argparse.Namespace) -> None:
                     for tile in (64, 32) for w in (2, 4, 8) for s in (2, 3) for waves in (2, 4, 8)
                 ]  # fmt: skip
             best: dict[str, Any] = {}
+            times: dict[str, float] = {}
             usual = dict(kernels.DECODE)
             for settings in tries:
                 if time.monotonic() > arguments.ends:
@@ -184,6 +189,7 @@ def kernel(arguments: argparse.Namespace) -> None:
                 except Exception as error:  # a setting that needs more shared memory than there is
                     print(settings, str(error)[:100], flush=True)
                     continue
+                times[json.dumps(settings)] = ms
                 if not best or ms < best["ms"]:
                     best = {"ms": ms, "settings": settings}
             kernels.DECODE.update(usual)
