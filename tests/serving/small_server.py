@@ -50,6 +50,8 @@ def arguments() -> argparse.Namespace:
         "--size",
         "--spawn",
         "--lora-modules",
+        "--locked",
+        "--api-key",
     ):
         parser.add_argument(name)
     parser.add_argument("--slow", type=float, default=0.0)
@@ -114,6 +116,9 @@ class Handler(BaseHTTPRequestHandler):
         global RUNNING, ASKED
         body = json.loads(self.rfile.read(int(self.headers.get("content-length", 0))))
         chat = self.path == "/v1/chat/completions"
+        if OPTIONS.locked and self.headers.get("authorization") != f"Bearer {OPTIONS.locked}":
+            self.reply({"error": {"message": "invalid key"}}, 401)
+            return
         if self.path not in ("/v1/completions", "/v1/chat/completions"):
             self.reply({"error": {"message": "not found"}}, 404)
             return

@@ -100,6 +100,13 @@ def test_a_loss_of_speed_at_equal_text_is_found_and_the_ladder_is_measured() -> 
     assert report.results["best"]["settings"] == ["--harmless-a"]
 
 
+def test_the_key_that_the_command_names_is_used_and_kept_out_of_the_report() -> None:
+    report = ask(
+        "--harmless-a", "1", command_template=SERVER + " --locked secret-key-1 --api-key secret-key-1"
+    )
+    assert report.exit_code == 0 and "secret-key-1" not in json.dumps(report.to_json()["subject"])
+
+
 def test_a_server_that_dies_while_it_is_asked() -> None:
     assert ask("--dies", "--harmless-a", "1").results["guilty"] == ["--dies"]
 
@@ -107,9 +114,11 @@ def test_a_server_that_dies_while_it_is_asked() -> None:
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("no-such-program {port}", "no such program"),
+        ("no-such-program {port}", "no program no-such-program"),
         (SERVER + " --refuses", "unrecognized"),
         (SERVER + " --memory", "out of memory"),
+        (SERVER + " --locked other-key", "asks for a key"),
+        ("docker run -p {port} vllm", "inside the container"),
     ],
 )
 def test_nothing_could_be_launched(template: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -276,7 +276,7 @@ class Doctor:
                     said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
                 )  # fmt: skip
         except StartFailed as failed:
-            if failed.kind == "silent" and self.left() <= 1:
+            if failed.kind == "silent" and self.left() <= 1 and self.found.starts:
                 raise OutOfTime from failed
             return Observation(failed=failed.kind, said=failed.said, log=tail_of(log, _LOG_KEPT))
 
@@ -601,7 +601,7 @@ def _names(name: str, words: Sequence[str], said: str) -> bool:
 
 
 def _own_key(command: ServeCommand) -> str | None:
-    words = list(command.fixed)
+    words = [*command.start, *command.fixed, *command.port_words]
     return words[words.index("--api-key") + 1] if "--api-key" in words[:-1] else None
 
 

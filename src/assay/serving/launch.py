@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from assay.errors import AssayError
+from assay.errors import AssayError, UsageError
 from assay.runs import cache_dir
 from assay.serving.command import ServeCommand
 
@@ -72,9 +72,14 @@ _TELLING = re.compile(r"error|exception|fatal|failed|cannot|abort|out of memory"
 def require_program(command: ServeCommand) -> None:
     """AssayError where the program is not there."""
     name = command.start[0]
+    if name.rpartition("/")[2] in ("docker", "podman", "kubectl", "ssh", "srun"):
+        raise UsageError(
+            f"a server behind {name} cannot be launched with other settings: its options are not the engine's",
+            remedy="run assay doctor inside the container or on the node, or name a script by --command-template",
+        )
     if shutil.which(name, path=command.environment.get("PATH")) is None:
         raise AssayError(
-            f"{name} cannot be run: there is no such program here",
+            f"there is no program {name} here",
             finding_id="server.start_failed",
             remedy="install it, or name it by its path",
         )
@@ -257,7 +262,7 @@ def _await(watched: _Watched, url: str, log: Path, timeout: float, health: str, 
                     healthy = answer.status_code == 200 or (
                         answer.status_code == 404 and client.get(f"{url}/v1/models").status_code == 200
                     )
-                if healthy and _first_token(client, url, max(5.0, deadline - time.monotonic())):
+                if healthy and _first_token(client, url, max(5.0, deadline - time.monotonic()), log):
                     return
             time.sleep(pause)
             pause = min(1.0, pause * 1.3)
@@ -265,18 +270,21 @@ def _await(watched: _Watched, url: str, log: Path, timeout: float, health: str, 
     raise StartFailed("silent", f"the server {what} after {timeout:.0f} s: {last_words(log)}", log)
 
 
-def _first_token(client: object, url: str, timeout: float) -> bool:
+def _first_token(client: object, url: str, timeout: float, log: Path) -> bool:
     """Whether a token comes: a server that says it is healthy may still answer nothing."""
     import httpx
 
     assert isinstance(client, httpx.Client)
-    model = client.get(f"{url}/v1/models").json()["data"][0]["id"]
+    models = client.get(f"{url}/v1/models")
+    model = models.json()["data"][0]["id"] if models.status_code == 200 else "default"
     bodies: Mapping[str, dict[str, object]] = {
         "/v1/completions": {"prompt": "Hello"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     }
     for path, body in bodies.items():
         answer = client.post(url + path, json={"model": model, "max_tokens": 1, **body}, timeout=timeout)
+        if answer.status_code in (401, 403):
+            raise StartFailed("refused", "the server asks for a key: name its variable by --api-key-env", log)
         if answer.status_code == 200 and answer.json().get("choices"):
             return True
     return False

@@ -211,7 +211,12 @@ def _undecided(found: Diagnosis) -> Finding:
     elif found.cannot_run:
         why = "settings that cannot run here could not be judged"
     elif not starts:
-        why = "the given command was not measured"
+        failed = next((s.observation.said for s in found.starts if s.observation.failed), "")
+        why = (
+            f"the baseline did not come up: {failed[:200]}"
+            if failed
+            else "the given command was not measured"
+        )
     reason = "the budget is spent: " if found.out_of_time else ""
     return Finding(
         "server.undecided", Severity.WARNING, f"undecided: {reason}{why}",
