@@ -469,6 +469,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--options", default="", help="options of the engine, joined by &")
+    parser.add_argument("--calibrate-only", action="store_true", help="a vLLM of its own for the calibration")
     parser.add_argument("--calibration-length", type=int, default=512)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further row after so long")
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
@@ -482,6 +483,8 @@ def main() -> None:
     )
     given.spec = spec
     calibrated(given, spec)
+    if given.calibrate_only:
+        return
     plan = Plan(spec, (spec,), text=(given.text,), windows=given.windows, length=given.length)
     exact = clean(of_hf, plan, given) if given.engine == "vllm" else []
     engine = open_scorer(spec)
