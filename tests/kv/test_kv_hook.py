@@ -44,7 +44,7 @@ class Rounding:
     def reconstruct(self, x: Any, side: Any = None) -> Any:
         # A codec of blocks sees whole blocks only.
         assert x.shape[1] % self.granularity == 0
-        return torch.round(x / self.step) * self.step
+        return x if self.lossless else torch.round(x / self.step) * self.step
 
     def encode(self, x: Any, side: Any = None) -> bytes:
         tokens = x.shape[1]

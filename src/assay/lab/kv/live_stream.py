@@ -247,6 +247,7 @@ class Track:
         x = self.exact[window, :, start:, :]
         first, tokens = coder.exact_first, x.shape[1]
         done = (self.whole_blocks(self.length)[1] if read is None else self._done) - start
+        done = tokens if coder.lossless else done
         if read is None and done > first:
             read = x.clone()
             near = None if side is None else side[None, :, first:done]
