@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
     parser.add_argument("--decode", default="{}", help="JSON: what kernels.DECODE shall be")
+    parser.add_argument("--prefill", default="{}", help="JSON: what kernels.PREFILL shall be")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
     arguments = parser.parse_args()
@@ -70,6 +71,7 @@ def engine(arguments: argparse.Namespace) -> None:
         from assay.lab.kv.pages import kernels
 
         kernels.DECODE.update(json.loads(arguments.decode))
+        kernels.PREFILL.update(json.loads(arguments.prefill))
 
         more = pages(arguments.calibration, arguments.model)
     if arguments.memory:
@@ -195,7 +197,7 @@ def kernel(arguments: argparse.Namespace) -> None:
             kernels.DECODE.update(usual)
             if best:
                 keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context,
-                                 **best, "flash_ms": flash, "share_of_hbm": read / (best["ms"] / 1e3) / HBM,
+                                 **best, "times": times, "flash_ms": flash, "share_of_hbm": read / (best["ms"] / 1e3) / HBM,
                                  "flash_share": 4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None})  # fmt: skip
         k = torch.randn(8192, heads, d, device="cuda", dtype=torch.bfloat16)
         pages = torch.zeros(128, heads * 64 * layout.slot, dtype=torch.uint8, device="cuda")
@@ -213,8 +215,10 @@ def kernel(arguments: argparse.Namespace) -> None:
             lengths = torch.tensor([past + fresh], device="cuda", dtype=torch.int32)
             rows: dict[str, float] = {}
             usual = dict(kernels.PREFILL)
-            for settings in ([{"rows": r, "num_warps": w, "num_stages": s} for r in (32, 64, 128) for w in (4, 8) for s in (1, 2, 3)]
+            for settings in ([{"rows": r, "num_warps": w, "num_stages": s} for r in (64, 128) for w in (4, 8) for s in (1, 2)]
                              if arguments.tune else [usual]):  # fmt: skip
+                if rows and time.monotonic() > arguments.ends:
+                    break
                 kernels.PREFILL.update(settings)
                 try:
                     rows[json.dumps(settings)] = do_bench(lambda: kernels.attend(
