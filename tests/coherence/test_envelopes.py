@@ -153,6 +153,8 @@ def forms(text: str) -> dict[str, tuple[str, str]]:
         "predictions": ("results", json.dumps({"predictions": [text]})),
         "output": ("results", json.dumps({"output": text})),
         "replicate stream": ("text events", "".join(f"event: output\nid: {i}:0\ndata: {c}\n\n" for i, c in enumerate(text)) + "event: done\ndata: {}\n"),
+        "ai sdk result": ("plain", json.dumps({"text": text, "finishReason": "stop", "usage": {}, "steps": []})),
+        "replicate stream with ids first": ("text events", f"id: 1:0\nevent: output\ndata: {text}\n\nid: 2:0\nevent: done\ndata: {{}}\n"),
         "text events": ("text events", ("".join(f"data: {w}\n\n" for w in re.findall(r".\S*|\s", text)) or "data: \n\ndata: \n\n") + "data: [DONE]\n\n"),
         "webui": ("results", json.dumps({"results": [{"text": text}]})),
         "webui chat": ("text-generation-webui", json.dumps({"results": [{"history": {"internal": [["Hi", text]], "visible": [["Hi", text]]}}]})),

@@ -295,11 +295,11 @@ def plain(value: Value, out: Assembly) -> bool:
 
 _PLAIN = {
     "text_output": ("model_name", "model_version"), "generation": ("generation_token_count", "prompt_token_count"),
-    "completion": ("stop_reason", "log_id"), "text": ("generation_id", "history_tokens", "finish_reason"),
+    "completion": ("stop_reason", "log_id"), "text": ("generation_id", "history_tokens", "finish_reason", "finishReason"),
     "token": ("finish_reason",), "response": ("p", "usage"), "result": ("is_truncated", "need_clear_history")
 }  # fmt: skip
 """The key of the text, and keys of which one stands beside it."""
-_REASON_KEYS = ("finish_reason", "stop_reason", "completionReason")
+_REASON_KEYS = ("finish_reason", "stop_reason", "completionReason", "finishReason")
 
 
 def results(value: Value, out: Assembly) -> bool:

@@ -311,7 +311,9 @@ def _is_text_stream(lines: Sequence[str], data: int, told_as_json: int) -> bool:
     """Whether lines are server-sent events whose data is plain text: three of them, or one after a name or before [DONE]."""
     if not lines or 2 * told_as_json > data or not all(map(_SSE_FIELD.match, lines)):
         return False
-    named = lines[0].split() in (["event:", "output"], ["event:", "done"], ["event:", "error"])
+    named = any(
+        line.split() in (["event:", "output"], ["event:", "done"], ["event:", "error"]) for line in lines[:3]
+    )
     return named or data > 2 or (data > 0 and "data: [DONE]" in lines)
 
 
