@@ -11,13 +11,14 @@ keeps what the detectors of commit ba7355e gave, for a comparison side by side. 
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import Counter, defaultdict
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from assay.coherence.detectors.stutter import judge_stutter, stutter_counts
+from assay.coherence.detectors.stutter import Counts, judge_stutter, stutter_counts
 from assay.coherence.grading import Grade, Label, grade
 from assay.coherence.record import CheckRecord
 from assay.environment import describe
@@ -112,8 +113,11 @@ def recall(outputs: list[Output]) -> dict[str, Any]:
     return {**rates(pairs), "missed": missed[:40]}
 
 
-def stutter(legit: list[Legit], outputs: list[Output]) -> list[dict[str, Any]]:
-    """Stutters for 1,000 words of all texts of a kind together, and what follows from the interval."""
+def stutter(legit: list[Legit], outputs: list[Output]) -> dict[str, Any]:
+    """Stutters for 1,000 words of all texts of a kind together, and how often runs of its texts are judged to stutter.
+
+    Texts of real runs that lie in the tune half are left out, as those of the other sources are already.
+    """
     groups: dict[str, list[str]] = defaultdict(list)
     for item in legit:
         groups[item.category].append(item.text)
@@ -124,29 +128,35 @@ def stutter(legit: list[Legit], outputs: list[Output]) -> list[dict[str, Any]]:
         )
     for run in read_runs():
         cache = "bf16" if run["kv_cache_dtype"] == "auto" else run["kv_cache_dtype"]
-        for side, name in (
-            ("server", f"served by vLLM, {cache} cache"),
-            ("reference", "run by transformers"),
-        ):
+        for side, how in (("server", f"served by vLLM, {cache} cache"), ("reference", "run by transformers")):
             record = CheckRecord.from_json(run[side]) if run.get(side) else CheckRecord()
-            sane = [sample for sample in record.samples if not sample.degenerate or sample.kind == "stutter"]
-            groups[f"{run['model']}, {name} ({run['device']})"] += [sample.text_head for sample in sane]
+            for n, sample in enumerate(record.samples):
+                sane = not sample.degenerate or sample.kind == "stutter"
+                if sane and not is_tune(f"stutter/{run['model']}/{side}/{cache}/{sample.seed}/{n}"):
+                    groups[f"{run['model']}, {how} ({run['device']})"].append(sample.text_head)
     rows = []
     for name, texts in sorted(groups.items()):
-        found = judge_stutter([stutter_counts(text) for text in texts])
-        if found.words >= 300:
-            scaled = {k: 1000 * getattr(found, k) for k in ("rate", "lo", "hi")}
-            rows.append(
-                {
-                    "texts": name,
-                    "n": len(texts),
-                    "words": found.words,
-                    "stutters": found.stutters,
-                    **scaled,
-                    "verdict": found.verdict,
-                }
-            )
-    return rows
+        counts = [stutter_counts(text) for text in dict.fromkeys(texts)]
+        found = judge_stutter(counts)
+        if found.words < 300:
+            continue
+        scaled = {k: 1000 * getattr(found, k) for k in ("rate", "lo", "hi")}
+        rows.append(
+            {"texts": name, "n": len(counts), "words": found.words, "stutters": found.stutters, **scaled,
+             "verdict": found.verdict, "runs_bad": stutter_roc(name, counts)}
+        )  # fmt: skip
+    return {"runs": RUNS, "texts_a_run": TEXTS_A_RUN, "times": TIMES, "rows": rows}
+
+
+RUNS, TEXTS_A_RUN, TIMES = 200, 45, (1.5, 2.0, 3.0, 5.0, 8.0)
+"""Simulated runs of each kind, texts of one, and multiples of the healthy rate that a run's lower bound may not exceed."""
+
+
+def stutter_roc(name: str, counts: list[Counts]) -> list[int]:
+    """How many of `RUNS` runs, drawn from these texts, are judged to stutter at each of `TIMES` the healthy rate."""
+    rng = random.Random(name)
+    runs = [rng.choices(counts, k=TEXTS_A_RUN) for _ in range(RUNS)]
+    return [sum(judge_stutter(run, times=times).verdict == "bad" for run in runs) for times in TIMES]
 
 
 def rates(pairs: list[tuple[bool, bool]]) -> dict[str, Any]:
@@ -215,12 +225,19 @@ def markdown(result: dict[str, Any]) -> str:
         "",
         "## Stutter over all texts of a kind",
         "",
-        "| texts | n | words | for 1,000 words | 95 % | verdict |",
+        f"Then how many of {result['stutter']['runs']} runs of {result['stutter']['texts_a_run']} texts each, drawn from "
+        "these, stutter by the rule, if it allows so many times the healthy rate.",
+        "",
+        "| texts | n | words | for 1,000 words | 95 % | verdict | "
+        + " | ".join(f"× {times:g}" for times in result["stutter"]["times"])
+        + " |",
     ]
-    lines.append("|---|---:|---:|---:|---|---|")
+    lines.append("|---|---:|---:|---:|---|---|" + "---:|" * len(result["stutter"]["times"]))
     lines += [
-        f"| {r['texts']} | {r['n']} | {r['words']} | {r['rate']:.2f} | {r['lo']:.2f} to {r['hi']:.2f} | {r['verdict']} |"
-        for r in result["stutter"]
+        f"| {r['texts']} | {r['n']} | {r['words']} | {r['rate']:.2f} | {r['lo']:.2f} to {r['hi']:.2f} | {r['verdict']} | "
+        + " | ".join(map(str, r["runs_bad"]))
+        + " |"
+        for r in result["stutter"]["rows"]
     ]
     lines += ["", "## Kinds named, by label", "", "| label | kinds |", "|---|---|"]
     lines += [

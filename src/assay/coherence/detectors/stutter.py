@@ -146,13 +146,16 @@ def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool], en
 
 
 def judge_stutter(
-    counts: Iterable[Counts], healthy: float = HEALTHY, confidence: float = 0.95
+    counts: Iterable[Counts],
+    healthy: float = HEALTHY,
+    confidence: float = 0.95,
+    times: float = TIMES,
 ) -> StutterRate:
     """Whether the texts of a run stutter more than those of healthy models, at a rate of `healthy` a word.
 
     The rate is a ratio of sums. Its interval is the wider of two at each end: CR1, clustered by text, and that of a
     Poisson count, which knows what no stutter at all in few words is worth (Garwood, Biometrika 28 (1936) 437). `bad`
-    if even its lower end is above `TIMES` the healthy rate and three texts stutter; `good` if its upper end is not
+    if even its lower end is above `times` the healthy rate and three texts stutter; `good` if its upper end is not
     above; else `unclear`.
     """
     from scipy.special import gammaincinv
@@ -167,7 +170,7 @@ def judge_stutter(
     if len(kept) > 1:
         clustered = cluster_ratio([c.total for c in kept], [c.words for c in kept], confidence).interval
         lo, hi = min(lo, max(0.0, clustered.lo)), max(hi, clustered.hi)
-    limit = TIMES * healthy
+    limit = times * healthy
     texts = sum(c.total > 0 for c in kept)
     verdict: Literal["good", "bad", "unclear"]
     verdict = (
