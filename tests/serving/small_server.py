@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             RUNNING, ASKED = RUNNING + 1, ASKED + 1
             if OPTIONS.dies and ASKED > 30:
                 os._exit(1)
-        time.sleep(0.02)
+        time.sleep(0.3 if OPTIONS.crowd else 0.02)
         crowded = OPTIONS.crowd and RUNNING > 16
         prompt = json.dumps(body.get("messages") or body.get("prompt"))
         if body.get("model") == OPTIONS.lora_modules and not OPTIONS.ignored:
