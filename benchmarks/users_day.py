@@ -1,12 +1,14 @@
 """A serving engineer's day with Qwen2.5-Coder-0.5B on a CPU: every verb as it is typed, its time and its verdict.
 
     python benchmarks/users_day.py [VERB ...] [--out FILE]
+    python benchmarks/users_day.py --collect FOLDER
     python benchmarks/users_day.py --page
 
 Verbs are compare, kv-eval, sweep, calibrate, gap, verify, threads (a small comparison beside a busy program), and server (starts
 vLLM's CPU build, then check --quick and spec URL).
 Each is a process of its own with an empty cache, and adds its rows to the results file, which keeps the machine's load of that
-time. `--page` writes the tables of docs/recipes.md from the kept results.
+time. `--collect` takes reports that were written on a GPU (NAME.json beside times.txt, lines of `NAME: exit 0, 41 s, …`) and rows
+of quiet cores (quiet_*.json); `--page` writes the tables of docs/recipes.md from the kept results.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -54,20 +57,25 @@ def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
             process.send_signal(2)  # as Ctrl-C does: what was measured is still printed
             out, _ = process.communicate(timeout=60)
     body = json.loads(out)
+    seconds = time.monotonic() - began
+    return row_of(name, body, seconds) | {"load": round(load, 1), "load_after": round(os.getloadavg()[0], 1)}
+
+
+def row_of(name: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The row of one report."""
     results = body["results"]
+    times = results.get("times") or results.get("time") or {}
     row = {
         "job": name,
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": round(seconds, 1),
         "exit_code": body["exit_code"],
         "verdict": body["verdict"],
         "findings": [f["title"] for f in body["findings"]],
         "times": results.get("times"),
-        "budget_s": (results.get("times") or results.get("time") or {}).get("budget_s"),
-        "load": round(load, 1),
-        "load_after": round(os.getloadavg()[0], 1),
+        "budget_s": times.get("budget_s"),
+        "threads": body["environment"].get("threads"),
     }
     row |= {k: results[k] for k in ("grade", "windows", "dppl_pct", "health") if k in results}
-    row |= {"threads": body["environment"].get("threads")}
     row |= {"chosen": results["winner"]["codec"]} if results.get("winner") else {}
     if "kld" in results:
         row["kld"] = {k: results["kld"][k] for k in ("mean", "lo", "hi")}
@@ -115,6 +123,45 @@ def server(model: str) -> list[dict[str, Any]]:
         ]
 
 
+GPU_JOBS = {
+    "check_quick": "check URL --quick",
+    "check_reference": "check URL --quick --reference FILE",
+    "check_engine": "check URL --quick --reference-engine hf:MODEL",
+    "compare_url": "compare hf:MODEL URL --quick",
+    "compare_int8": "compare --quick, int8 weights",
+    "eval_fp8": "kv eval --quick, fp8",
+    "calibrate": "kv calibrate --sensitivity 4, 16 windows of 512",
+    "eval_pca": "kv eval --quick, pca(step=0.003, coding=fixed, …)",
+    "eval_hadamard": "kv eval --quick, hadamard(bits=5) with wrappers",
+    "sweep_quick": "kv sweep --quick --fresh 8, three codecs, 0.5B",
+    "gap_gpu": "gap --quick --budget 2.5, 0.5B",
+}
+"""Reports of the GPU by the names of their files."""
+
+
+def collect(folder: Path) -> None:
+    """Keep what another machine measured."""
+    took = dict(
+        re.findall(r"^(\w+): exit \d+, (\d+) s", (folder / "times.txt").read_text(encoding="utf-8"), re.M)
+    )
+    bodies = {
+        name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for name in GPU_JOBS
+        if (folder / f"{name}.json").exists() and name in took
+    }
+    if bodies:
+        rows = [row_of(GPU_JOBS[name], body, float(took[name])) for name, body in bodies.items()]
+        environment = bodies[max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))][
+            "environment"
+        ]
+        kept = {"rows": rows, "model": "Qwen2.5-Coder-1.5B-Instruct", "environment": environment}
+        (RESULTS / "users_day_gpu.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    quiet = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("quiet_*.json"))]
+    if quiet:
+        kept = quiet[0] | {"rows": [row for day in quiet for row in day["rows"]]}
+        (RESULTS / "users_day_quiet.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+
+
 # The tables of docs/recipes.md.
 
 SWEPT = ("int(bits=4,group=32)", "fp8", "k:fp8;v:int(bits=4,group=32)")
@@ -138,12 +185,12 @@ BEGIN_WITH = {
 
 def filled(page: str) -> str:
     """The page with its tables written anew."""
-    for name, table in (("day", day_table), ("families", families_table)):
+    for name, table in (("day", day_table), ("gpu", gpu_table), ("families", families_table)):
         begin, end = f"<!-- {name}: written by benchmarks/users_day.py --page -->", f"<!-- end of {name} -->"
         before, _, rest = page.partition(begin)
         _, mark, after = rest.partition(end)
         if not mark:
-            raise SystemExit(f"{PAGE.name} has no place for the table {name}")
+            continue
         page = f"{before}{begin}\n\n{table()}\n\n{end}{after}"
     return page
 
@@ -154,14 +201,25 @@ def day_table() -> str:
     lines = ["| job | 0.1.0, busy | busy | quiet | came to |", "|---|---|---|---|---|"]
     for job, before in BEFORE.items():
         if row := busy.get(job) or quiet.get(job):
-            came = " ".join(str(row[k]) for k in ("verdict", "grade", "health", "chosen") if row.get(k))
-            sizes = f", {row['windows']} windows" if row.get("windows") else ""
             took = " | ".join(
                 f"{r['seconds']:.0f} s{note(r)}" if (r := rows.get(job)) else "–"
                 for rows, note in ((busy, lambda r: f" (load {r['load']})"), (quiet, lambda r: ""))
             )
-            lines.append(f"| `{job}` | {before} | {took} | {came}{sizes} |")
+            lines.append(f"| `{job}` | {before} | {took} | {_came(row)} |")
     return "\n".join(lines)
+
+
+def gpu_table() -> str:
+    """What each job took on a GPU."""
+    lines = ["| job | took | came to |", "|---|---|---|"]
+    for job, row in _day("users_day_gpu.json").items():
+        lines.append(f"| `{job}` | {row['seconds']:.0f} s | {_came(row)} |")
+    return "\n".join(lines)
+
+
+def _came(row: dict[str, Any]) -> str:
+    said = " ".join(str(row[k]) for k in ("verdict", "grade", "health", "chosen") if row.get(k))
+    return said + (f", {row['windows']} windows" if row.get("windows") else "")
 
 
 def _day(name: str) -> dict[str, dict[str, Any]]:
@@ -200,6 +258,7 @@ def main() -> None:
     verbs = ["verify", "server", "compare", "kv-eval", "sweep", "calibrate", "gap", "threads"]
     parser.add_argument("verbs", nargs="*", default=verbs)
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
+    parser.add_argument("--collect", type=Path, help="folder of reports from another machine")
     parser.add_argument(
         "--gap-minutes", type=float, help="budget of gap, where there is less time than its 10 minutes"
     )
@@ -224,6 +283,9 @@ def main() -> None:
         "verify": lambda: [run("verify", "verify", model)],
         "server": lambda: server(model),
     }
+    if arguments.collect:
+        collect(arguments.collect)
+        return
     if arguments.page:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(filled(page), encoding="utf-8")
