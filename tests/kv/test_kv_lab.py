@@ -19,6 +19,8 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.hf.spec import HfSpec
 from assay.engines.scoring import ScoreJob, TokenizerFacts, Window, WindowRows
 from assay.errors import AssayError
+from assay.fidelity.budget import Budget, OutOfTime, Pace
+from assay.fidelity.plan import Plan
 from assay.lab.kv import lab as lab_module
 from assay.lab.kv.allocate import run_allocate
 from assay.lab.kv.attribute import run_attribute
@@ -234,3 +236,18 @@ def test_an_error_before_anything_was_measured_is_not_held_back() -> None:
     with Unfinished(lambda: True) as cut:
         raise AssayError("no", finding_id="kv.usage")
     assert cut.verdict(Verdict.PASS) is Verdict.ERROR and cut.verdict(Verdict.FAIL) is Verdict.FAIL
+
+
+def test_where_not_all_codecs_fit_the_first_ones_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget of 3 minutes, and the speed of Qwen2.5 0.5B by decode on two busy cores."""
+    pace = Pace(score=0.012, compare=0.0015)
+    monkeypatch.setattr(lab_module, "measure_pace", lambda *_: pace)
+    plan = Plan("hf:small", ("hf:small",), windows=16, length=1024)
+    engine = cast(Any, None)
+    sizes = {n: lab_module._fitting(plan, 16, engine, Budget(180.0), n, 1)[:2] for n in (1, 2, 3, 20)}
+    assert sizes[1] == (16, 256) and sizes[2] == sizes[3] == sizes[20]
+    assert sizes[2][0] >= 8 and sizes[2][1] == 256
+    with pytest.raises(OutOfTime, match="too small for any answer"):
+        lab_module._fitting(plan, 16, engine, Budget(60.0), 20, 1)
+    with pytest.raises(OutOfTime, match="too small for any answer"):  # a control is no use if it is left out
+        lab_module._fitting(plan, 16, engine, Budget(180.0), 20, 20)

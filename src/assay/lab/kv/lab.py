@@ -30,7 +30,7 @@ from assay.engines.scoring import (
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import WORTH_MEASURING, Budget, Pace, measure_pace
+from assay.fidelity.budget import WORTH_MEASURING, Budget, Pace, measure_pace, size_for
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
@@ -258,7 +258,11 @@ class Lab:
             pace = measure_pace(self.engine, plan, self.engine.tokenizer.decode(some[:2000]))
         missing = len(self.reference.read()) * self.length
         a_codec = (CODEC_COST * pace.score + pace.compare) * tokens
-        expected = {"the exact cache": missing * pace.score, self._stage: count * a_codec}
+        exact = missing * pace.score
+        expected = {
+            "the exact cache": exact,
+            self._stage: min(count * a_codec, max(0.0, budget.left() - exact)),
+        }
         budget.tell(expected, self.progress)
 
     def _left(self) -> str:
@@ -390,13 +394,14 @@ def open_lab(
     any_engine: bool = False,
     budget: Budget | None = None,
     codecs: int = 0,
+    least_codecs: int = 0,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[Lab]:
     """Load a model, cut the text, and check the calibration against both; the model is given back at the end.
 
     UsageError where the text has fewer `fresh` windows than that behind those to measure on, and for another engine than
     transformers unless `any_engine`. With a `budget` in which `codecs` are measured the windows are as many and as long as
-    fit; OutOfTime where nothing does. The time that `codecs` take is told (0: by who knows their number later). A device that runs out of memory is an AssayError.
+    fit; OutOfTime where not even `least_codecs` (0: all of them) do. The time that `codecs` take is told (0: by who knows their number later). A device that runs out of memory is an AssayError.
     """
     spec = engine_spec(model)
     if not (any_engine or spec.startswith("hf:")):
@@ -420,7 +425,9 @@ def open_lab(
             pace = None
             if budget and budget.seconds is not None:
                 plan = replace(plan, path=path_of(mode).value, batch=batch)
-                windows, length, pace = _fitting(plan, windows, engine, budget, codecs)
+                windows, length, pace = _fitting(
+                    plan, windows, engine, budget, codecs, least_codecs or codecs
+                )
                 plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
             if known:
@@ -461,7 +468,7 @@ CODEC_COST = 2.0
 
 
 def _fitting(
-    plan: Plan, windows: int, engine: ScoringEngine, budget: Budget, codecs: int
+    plan: Plan, windows: int, engine: ScoringEngine, budget: Budget, codecs: int, least: int
 ) -> tuple[int, int, Pace | None]:
     """Windows and length that fit; those of an equal command before, so that it goes on from there, and then no speed."""
     pace: Pace | None = None
@@ -469,10 +476,15 @@ def _fitting(
     def measure() -> tuple[int, int]:
         nonlocal pace
         pace = measure_pace(engine, plan, read_text(plan.text).text)
-        share = (plan.windows / windows) * (1 + codecs * CODEC_COST) * pace.score + codecs * pace.compare
-        return budget.size(share, windows, plan.length, least=LEAST_CODED)
+        share = plan.windows / windows  # with those that take no part in the choice
+        costs = [
+            share * (1 + n * CODEC_COST) * pace.score + n * pace.compare for n in range(codecs, least - 1, -1)
+        ]
+        # Where not all of a sweep's codecs fit, the first ones are measured, and the others are left out by name.
+        fits = (c for c in costs if size_for(budget.left(), c, windows, plan.length, LEAST_CODED))
+        return budget.size(next(fits, costs[-1]), windows, plan.length, least=LEAST_CODED)
 
-    about = ["size", engine_key(plan.reference), plan.facts(), codecs, budget.seconds]
+    about = ["size", engine_key(plan.reference), plan.facts(), codecs, least, budget.seconds]
     found = kept_measurements().have(about, measure)
     budget.note_size((windows, plan.length), (found[0], found[1]))
     return found[0], found[1], pace

@@ -116,6 +116,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         calibration=plan.calibration,
         budget=budget,
         codecs=len(specs),
+        least_codecs=1,
         progress=progress,
     ) as lab:
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
