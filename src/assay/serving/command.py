@@ -78,9 +78,9 @@ _VLLM: Mapping[str, Safe] = {
     ),
     "--compilation-config": Safe("compiled kernels can be wrong where eager is right", suspicion=2),
     "--optimization-level": Safe("compiled kernels can be wrong where eager is right", suspicion=2),
-    "--enable-chunked-prefill": Safe(
-        "chunks of a prompt can be put together wrongly", ("--no-enable-chunked-prefill",), 1
-    ),
+    # vLLM does not support to turn it off where it is the default: it may crash, or write wrong text.
+    "--enable-chunked-prefill": Safe("the engine's own choice", suspicion=0.2),
+    "--no-enable-chunked-prefill": Safe("vLLM warns that it may write wrong text without it", suspicion=2),
     "--async-scheduling": Safe(
         "steps that overlap can read what is not written yet", ("--no-async-scheduling",), 1
     ),
@@ -206,7 +206,7 @@ _SAFE_VALUES = {
     "--n-gpu-layers": {"0"}, "--max-num-seqs": {"1", "2"},
 }  # fmt: skip
 _SAFE_SWITCHES = frozenset({
-    "--enforce-eager", "--no-enable-prefix-caching", "--no-enable-chunked-prefill", "--no-async-scheduling", "--no-context-shift",
+    "--enforce-eager", "--no-enable-prefix-caching", "--no-async-scheduling", "--no-context-shift",
 })  # fmt: skip
 _VARIABLES_KEPT = re.compile(
     r"CUDA_VISIBLE_DEVICES|HIP_VISIBLE_DEVICES|PATH|LD_LIBRARY_PATH|PYTHON\w*|HF_\w+|HOME|VLLM_LOGGING\w*|"
