@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -189,3 +192,44 @@ def test_pages_are_graded_in_vllm_with_a_calibration_alone() -> None:
     for plan in (EvalPlan("hf:model", CODEC, text=("x",)), EvalPlan("vllm:model", CODEC, text=("x",))):
         with pytest.raises(UsageError, match="in vLLM, with a calibration"):
             run_eval(plan)
+
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from assay.lab.kv.pages import kernels
+from assay.lab.kv.pages.layout import layout_of
+
+layout = layout_of(3, 64, 64)
+off = {name: at for name, (at, _) in layout.offsets().items()}
+sizes = {"D": 64, "WIDE": layout.wide, "SLOT": layout.slot, "BLOCK": 64, "GROUP": 3, "HEADS": 3, "TILE": 64}
+types = {"pages": "u8", "x": "bf16", "q": "bf16", "out": "bf16", "slots": "i64", "positions": "i64"}
+types |= dict.fromkeys(("starts", "lengths", "table"), "i32") | dict.fromkeys(("near", "synthesis_k", "synthesis_v", "synthesis"), "fp16")
+for kernel, more in (
+    (kernels.store_kernel, {"OFF_N": off["nk"], "OFF_T": off["tk"], "OFF_G": off["gk"], "ROTATE": True, "ROWS": 16}),
+    (kernels.attend_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"SPLIT": True, "ROWS": 16}),
+    (kernels.attend_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"SPLIT": False, "ROWS": 64}),
+    (kernels.combine_kernel, {"SPLITS": 16}),
+):
+    fixed = {name: value for name, value in {**sizes, **more}.items() if name in kernel.arg_names}
+    def of(name):
+        if name in fixed:
+            return "constexpr"
+        if name.endswith("_ptr"):
+            return "*" + types.get(name.removesuffix("_ptr"), "fp32")
+        return "fp32" if name == "scale" else "i32"
+    source = ASTSource(kernel, {name: of(name) for name in kernel.arg_names}, constexprs=fixed)
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
+    print(kernel.__name__, len(found.asm["ptx"]))
+"""
+
+
+def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
+    pytest.importorskip("triton")
+    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], env=settings, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("attend_kernel") == 2
