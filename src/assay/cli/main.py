@@ -38,6 +38,7 @@ VERBS: Mapping[str, Verb | Any] = {
     "heads": group("heads", heads.HELP, {c.name.removeprefix("heads "): c for c in heads.COMMANDS}),
     "gate": verbs.gate,
     "card": verbs.card,
+    "table": verbs.table,
     "demo": demo.demo,
 }
 
@@ -102,7 +103,7 @@ def _open_missing_streams() -> None:
             setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
 
 
-READ_JSON = ("grade", "spec", "rerun", "card")
+READ_JSON = ("grade", "spec", "rerun", "card", "table")
 """Verbs whose own arguments may be JSON files."""
 
 

@@ -32,7 +32,7 @@ from assay.verdict import EXIT_BUG, Finding, Report, Severity, Verdict
 AREAS = {
     "check": "server", "watch": "server", "demo": "server", "grade": "coherence", "verify": "checkpoint",
     "spec": "speculation", "compare": "fidelity", "reference": "fidelity", "rerun": "fidelity", "kv": "kv", "gap": "gap",
-    "gate": "server", "card": "fidelity", "doctor": "server", "bundle": "server", "heads": "speculation",
+    "gate": "server", "card": "fidelity", "table": "fidelity", "doctor": "server", "bundle": "server", "heads": "speculation",
 }  # fmt: skip
 
 

@@ -192,3 +192,18 @@ def card(reports: list[Path], **given: Any) -> Report:
     from assay.gates.card import CardOptions, run_card
 
     return run_card(reports, CardOptions.of(given))
+
+
+@verb(
+    "table",
+    "assay.fidelity.table:TableOptions",
+    rows="ROWS... :: Parquet rows, results of compare --json, or folders of them.",
+)
+def table(rows: list[str], **given: Any) -> Report:
+    """Compare thousands of candidates in one table with intervals, from rows that may be larger than memory.
+
+    Exit code 0 compared, 2 a file holds no rows, or a window stands in twice.
+    """
+    from assay.fidelity.table import TableOptions, run_table
+
+    return run_table(TableOptions.of({"rows": tuple(rows), **given}))
