@@ -50,6 +50,7 @@ VERBS: dict[str, list[str]] = {
     "bundle verify": ["serving/bundle.py:verify_bundle"],
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
+    "table": ["fidelity/table.py:run_table"],
     "gap": ["lab/gap/outcome.py:Outcome.to_json"],
 }
 
@@ -167,7 +168,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "throughput": "valid, decode_tokens_per_s and ttft_s {median, min, max}, itl_s, e2e_s, samples, concurrency, texts.",
         "bits_per_byte": "How well the model predicts fixed texts: mean, and each passage.",
         "counters": "What the server itself counted, such as corrupted requests.",
-        "tools": "The tools suite by concurrency: asked, parsed, schema_valid, right, reference, p_value.",
+        "tools": "The tools suite by concurrency: asked, parsed, schema_valid, right, reference, p_value, decision, questions_needed.",
         "answers": "Answers that can be checked, ours and the reference's: decision, asked, right, gained, lost, difference, p_value.",
         "tools_skipped": "Why the tools suite was not run, null where it was or was not asked for.",
     },
@@ -332,6 +333,11 @@ MEANINGS: dict[str, dict[str, str]] = {
         "grade": "The grade on the card.",
         "badge": "Text of the badge.",
         "reports": "Command, verdict and grade of each report that it rests on.",
+    },
+    "table": {
+        "rows": "Each candidate: run, reference, windows, clusters, tokens, kld, dppl_pct, top1_pct with intervals, kld_above.",
+        "windows": "How many rows were read.",
+        "format": "Format of the rows: assay-rows/1.",
     },
     "gap": {
         "base_mode": "The mode in which engine and codec are told apart.",
