@@ -2,7 +2,7 @@
 
     python benchmarks/heads_tables.py NAME=ROWS.json[,MORE.json] ... [--served NAME=SERVED.json]
 
-Written to results/heads.json (the rows, and vLLM's own from heads_serve.py) and results/heads_predict.json:
+The tables go into docs/heads.md between its marks. Written to results/heads.json (the rows, and vLLM's own from heads_serve.py) and results/heads_predict.json:
 
 - the fit of `assay.speculation.predict.BETA` on every second row, and the errors on the others;
 - the confusion matrix of `assay spec` on the counts of every row, as vLLM's /metrics would show them. Its thresholds were set
@@ -26,6 +26,8 @@ from assay.runs import write_atomically
 from assay.speculation.spec import SpecOptions, examine
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = Path(__file__).parents[1] / "docs" / "heads.md"
+BEGIN, END = "<!-- begin: benchmarks/heads_tables.py -->", "<!-- end: benchmarks/heads_tables.py -->"
 CONTROLS = ("int2-g32",)
 """Targets that are broken themselves: shown, and left out of the fit."""
 
@@ -109,6 +111,100 @@ def verdict_of(row: dict[str, Any]) -> tuple[str, str]:
     return report.results["health"], head
 
 
+def percent(i: dict[str, float] | list[float]) -> str:
+    """A share with its interval."""
+    value, lo, hi = i.values() if isinstance(i, dict) else i
+    return f"{100 * value:.1f} % [{100 * max(0, lo):.1f}, {100 * min(1, hi):.1f}]"
+
+
+def number(i: dict[str, float] | list[float]) -> str:
+    """A figure with its interval."""
+    value, lo, hi = i.values() if isinstance(i, dict) else i
+    return f"{value:.2f} [{lo:.2f}, {hi:.2f}]"
+
+
+def table(head: list[str], cells: list[list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *cells]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines) + "\n"
+
+
+def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any]) -> str:
+    """The tables of docs/heads.md."""
+    models = list(rows)
+    text = "### Changed targets, head as trained\n\n"
+    names = list(dict.fromkeys(k.split("|")[0] for own in rows.values() for k in own))
+    for t in ("0", "0.7"):
+        cells = []
+        for name in names:
+            got = [own.get(f"{name}|bf16|{t}") for own in rows.values()]
+            if any(got):
+                cells.append([name, *(
+                    f"{percent(r['positions'][0])}; {number(r['tokens_per_step'])}; {100 * (1 - r['tv'][0]):.1f} %; {abs(r['kl'][0]):.4f}"
+                    if r else "–" for r in got
+                )])  # fmt: skip
+        if cells:
+            text += f"Temperature {t}; position 0, tokens a step, 1 − TV and KL of the target itself:\n\n"
+            text += table(["target", *models], cells)
+    text += "### Heads in fp8, int8 and int4, temperature 0\n\nPosition 0 and tokens a step:\n\n"
+    cells = [
+        [name, model, *(
+            f"{percent(r['positions'][0])}; {number(r['tokens_per_step'])}" if (r := rows[model].get(f"{name}|{h}|0")) else "–"
+            for h in WORKING
+        )]
+        for name in ("bf16", "int4-g128", "int4-g32") for model in models
+    ]  # fmt: skip
+    text += table(["target", "model", *WORKING], cells)
+    text += "### Heads as loaders leave them\n\nPosition 0, accepted of steps, and what `assay spec` says of the counts:\n\n"
+    cells = []
+    for model, own in rows.items():
+        for key, row in own.items():
+            target, state, t = key.split("|")
+            if state not in WORKING and t == "0":
+                health, finding = verdict_of(row)
+                cells.append([
+                    model, target, state, t, percent(row["positions"][0]), f"{row['counts'][0]:,} / {row['steps']:,}", f"{health}, `{finding}`"
+                ])  # fmt: skip
+    text += table(["model", "target", "head", "T", "position 0", "accepted / steps", "`assay spec`"], cells)
+    if served:
+        text += (
+            "### The same in vLLM 0.25.1\n\nCounts of /metrics, greedy but where the name says otherwise:\n\n"
+        )
+        cells = []
+        for own in served.values():
+            for label, row in own.items():
+                if not row.get("started"):
+                    cells.append([label, f"refused: {row.get('error', '')[-160:]}", "", "", ""])
+                    continue
+                kinds = row["kinds"]
+                each = ", ".join(
+                    f"{k} {100 * kinds[k]['positions'][0][0]:.0f} %" for k in kinds if k != "all"
+                )
+                lossless = row.get("lossless", {}).get("verdict", "–")
+                cells.append([
+                    label, f"{percent(kinds['all']['positions'][0])} ({each})", number(kinds["all"]["tokens_per_step"]),
+                    f"{row['spec']['health']}, {', '.join(f'`{f.partition(chr(46))[2]}`' for f in row['spec']['findings'][:3])}", str(lossless),
+                ])  # fmt: skip
+        text += table(["row", "position 0", "tokens per step", "`assay spec`", "lossless"], cells)
+    fitted, rest = result["fitted"], result["not_fitted"]
+    text += (
+        f"### Prediction\n\nβ = {result['beta']:.2f}, fitted to {fitted['rows']} rows. On the {rest['rows']} others position 0 is off by "
+        f"{100 * rest['position_0']['rms']:.1f} points (rms; at most {100 * rest['position_0']['max']:.1f}), tokens a step by "
+        f"{rest['tokens_per_step']['rms']:.2f} (at most {rest['tokens_per_step']['max']:.2f}); total variations of "
+        f"{100 * rest['tv'][0]:.1f} to {100 * rest['tv'][1]:.1f} %.\n"
+    )
+    for name in models if len(models) > 1 else ():
+        own = result[f"other_model:{name}"]
+        text += (
+            f"Fitted to the other model only (β = {own['beta']:.2f}), {name}'s position 0 is off by at most "
+            f"{100 * own['position_0']['max']:.1f} points.\n"
+        )
+    text += "\n### `assay spec` on the counts of all rows\n\n"
+    cells = [[c["truth"], c["health"], f"`{c['finding']}`", str(c["rows"])] for c in result["confusion"]]
+    text += table(["truth", "health", "finding about the head", "rows"], cells)
+    return text
+
+
 def main(arguments: list[str]) -> None:
     """Read rows, write both results, print the tables."""
     rows: dict[str, dict[str, Any]] = {}
@@ -155,17 +251,10 @@ def main(arguments: list[str]) -> None:
     write_atomically(RESULTS / "heads_predict.json", json.dumps(result, indent=1) + "\n")
     write_atomically(RESULTS / "heads.json", json.dumps({"rows": rows, "served": served}, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "cases"}, indent=1))
-    for model, own in rows.items():
-        print(
-            f"\n{model}\n| target | head | T | position 0 [95 %] | tokens per step | KL | 1 − TV |\n|---|---|---|---|---|---|---|"
-        )
-        for key, row in own.items():
-            target, state, t = key.split("|")
-            first, length = row["positions"][0], row["tokens_per_step"]
-            print(
-                f"| {target} | {state} | {t} | {100 * first['value']:.1f} % [{100 * max(0, first['lo']):.1f}, {100 * first['hi']:.1f}] | "
-                f"{length['value']:.2f} [{length['lo']:.2f}, {length['hi']:.2f}] | {row['kl'][0]:.4f} | {100 * (1 - row['tv'][0]):.1f} % |"
-            )  # fmt: skip
+    page_text = PAGE.read_text(encoding="utf-8")
+    begin, end = page_text.index(BEGIN) + len(BEGIN), page_text.index(END)
+    page_text = page_text[:begin] + "\n" + tables(rows, served, result) + page_text[end:]
+    write_atomically(PAGE, page_text)
 
 
 if __name__ == "__main__":
