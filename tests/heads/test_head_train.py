@@ -116,6 +116,45 @@ def test_a_full_disk_is_one_line(
         run_train(plan(target, with_text(trained, tmp_path / "head")))
 
 
+def test_a_checkpoint_that_does_not_fit_on_the_disk_is_one_line(
+    trained: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise RuntimeError(
+            "[enforce fail at inline_container.cc:820] PytorchStreamWriter failed writing file data/3"
+        )
+
+    out = with_text(trained, tmp_path / "head")
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(training, "KEEP_SECONDS", 0.0)
+    with pytest.raises(
+        AssayError, match=r"checkpoint.pt cannot be written: .*writing file data/3 \(at step 1\)"
+    ) as caught:
+        run_train(plan(target, out))
+    assert "last checkpoint" in caught.value.remedy and not list(out.glob("*.partial"))
+
+
+def test_an_engine_that_serves_no_such_head_is_named() -> None:
+    from types import SimpleNamespace
+
+    from assay.lab.heads.model import HeadConfig
+
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="gemma3_text"))
+    with pytest.raises(UsageError, match="serves no EAGLE-3 head of Llama's layout for gemma3_text"):
+        HeadConfig.of_target(SimpleNamespace(config=config), 0)
+
+
+def test_without_a_folder_the_head_goes_to_the_cache(
+    trained: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    (tmp_path / "heads").mkdir()
+    with_text(trained, tmp_path / "heads" / target.name)
+    report = run_train(HeadTrainPlan.of({"model": str(target), **TRAIN, "steps": 2}))
+    assert report.results["head"] == str(tmp_path / "heads" / target.name)
+    read_head(tmp_path / "heads" / target.name, target)
+
+
 def test_what_cannot_be_served_is_refused(
     target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -430,8 +430,12 @@ class HeadTrainPlan(Options):
     VERB, AREA = "heads train", "speculation"
 
     model: str
-    out: Path = option(help="Folder of the head, with its checkpoint until it is done.", apart=True)
     _: KW_ONLY
+    out: Path | None = option(
+        None,
+        "Folder of the head, with its checkpoint until it is done (default: heads/MODEL in the cache).",
+        apart=True,
+    )
     kind: str = option("eagle3", "Layout of the head.", choices=("eagle3", "mtp"))
     text: tuple[str, ...] = _text()
     prompts: int = option(6000, "Prompts that the target answers.", lo=32)

@@ -32,7 +32,7 @@ from assay.lab.heads.text import (
 )
 from assay.lab.options import HeadTrainPlan
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import Kept
+from assay.runs import Kept, cache_path
 from assay.stats.cluster import cluster_proportion, cluster_ratio
 from assay.stats.intervals import Interval
 from assay.verdict import Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
@@ -155,10 +155,10 @@ def _order(texts: Sequence[Written], tokens: int, seed: int, epoch: int) -> list
 
 
 def train(
-    head: Head, target: Any, texts: Sequence[Written], held: Sequence[Written], plan: HeadTrainPlan, facts: dict[str, Any],
+    head: Head, target: Any, texts: Sequence[Written], held: Sequence[Written], plan: HeadTrainPlan, out: Path, facts: dict[str, Any],
     advance: Any = lambda: None,
 ) -> tuple[Run, bool]:  # fmt: skip
-    """Train to the end, or until an interrupt, and say which: (the run, whether it is done). The checkpoint is in `plan.out`.
+    """Train to the end, or until an interrupt, and say which: (the run, whether it is done). The checkpoint is in `out`.
 
     AssayError for a loss that is no number, and for a disk that is full.
     """
@@ -166,7 +166,7 @@ def train(
     optimizer = torch.optim.AdamW(
         weights, lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=target.device.type == "cuda"
     )
-    path = plan.out / CHECKPOINT
+    path = out / CHECKPOINT
     run = _load(path, facts, head, optimizer)
     limit = plan.minutes * 60 if plan.minutes else math.inf
     orders: dict[int, list[list[int]]] = {}
@@ -252,16 +252,17 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
         )
     spec = parse_spec(plan.model)
     folder = Path(spec.model)
+    out = plan.out or cache_path("heads") / folder.name
     try:
-        plan.out.mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise cannot_write(plan.out, error) from error
+        raise cannot_write(out, error) from error
     with HfEngine.load(spec) as engine:
         target, tokenizer = engine.model, engine.tokenizer
         target.requires_grad_(False)
         HeadConfig.of_target(target, plan.draft_vocab)  # refuse before text is written
         source = target_facts(folder)
-        texts, held, kept = _texts(plan, spec.model, target, tokenizer, source, progress)
+        texts, held, kept = _texts(plan, out, spec.model, target, tokenizer, source, progress)
         ids, covered = draft_vocabulary(
             texts, target.config.vocab_size, plan.draft_vocab or target.config.vocab_size
         )
@@ -275,7 +276,7 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
         facts = plan.facts() | {"model": source, "text_tokens": sum(len(t.ids) for t in texts)}
         facts = {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}
         with progress("training the head", plan.steps) as advance:
-            run, done = train(head, target, texts, held, plan, facts, advance)
+            run, done = train(head, target, texts, held, plan, out, facts, advance)
         training = {
             "target": source, "plan": facts, "steps": run.step, "seconds": round(run.spent, 1), "covered": covered,
             "loss_curve": run.curve, "acceptance_curve": run.acceptance,
@@ -288,10 +289,10 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
     }
     by = {"all": Acceptance.of(walks)} | by
     training["acceptance"] = {k: vars(a) for k, a in by.items() if a is not None}
-    size = write_head(plan.out, head, _plain(training))
+    size = write_head(out, head, _plain(training))
     if done:
-        (plan.out / CHECKPOINT).unlink(missing_ok=True)
-    return _report(plan, run, done, by, training, size, kept)
+        (out / CHECKPOINT).unlink(missing_ok=True)
+    return _report(plan, out, run, done, by, training, size, kept)
 
 
 def _plain(training: dict[str, Any]) -> dict[str, Any]:
@@ -302,21 +303,33 @@ def _plain(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(
-    plan: HeadTrainPlan, model: str, target: Any, tokenizer: Any, source: dict[str, str], progress: Progress
+    plan: HeadTrainPlan,
+    out: Path,
+    model: str,
+    target: Any,
+    tokenizer: Any,
+    source: dict[str, str],
+    progress: Progress,
 ) -> tuple[list[Written], list[Written], Kept]:
     """(texts to train on, texts held out, where they are kept)."""
     asked = prompts(tokenizer, plan.prompts, plan.text, plan.seed)
-    out = [p for i, p in enumerate(asked) if i % HELD_OUT == 0]
+    apart = [p for i, p in enumerate(asked) if i % HELD_OUT == 0]
     rest = [p for i, p in enumerate(asked) if i % HELD_OUT]
     write, chunk = with_transformers(target, tokenizer), CHUNK.get(target.device.type, 64)
     if plan.python:
         ends = end_ids(target, tokenizer)
         write, chunk = with_vllm(Path(plan.python), model, ends), -(-len(rest) // len(TEMPERATURES))
-    kept = Kept(plan.out / "text", ["heads", source, "vllm" if plan.python else "transformers"])
+    kept = Kept(out / "text", ["heads", source, "vllm" if plan.python else "transformers"])
     limit = time.monotonic() + (plan.text_minutes * 60 if plan.text_minutes else math.inf)
     with progress("the target writes text", -(-len(rest) // chunk) + 1) as advance:
         held = written(
-            out, with_transformers(target, tokenizer), plan.tokens, (0.0,), kept, advance=advance, chunk=chunk
+            apart,
+            with_transformers(target, tokenizer),
+            plan.tokens,
+            (0.0,),
+            kept,
+            advance=advance,
+            chunk=chunk,
         )
         texts = written(
             rest, write, plan.tokens, TEMPERATURES, kept, lambda n: time.monotonic() > limit, advance, chunk
@@ -331,7 +344,7 @@ def _texts(
 
 
 def _report(
-    plan: HeadTrainPlan, run: Run, done: bool, by: dict[str, Acceptance | None], training: dict[str, Any], size: int, kept: Kept
+    plan: HeadTrainPlan, out: Path, run: Run, done: bool, by: dict[str, Acceptance | None], training: dict[str, Any], size: int, kept: Kept
 ) -> Report:  # fmt: skip
     whole = by["all"]
     findings = list(kept.notices("speculation"))
@@ -352,9 +365,7 @@ def _report(
                 remedies=("raise --draft-vocab: what it lacks is never accepted",),
             )
         )
-    metrics = [
-        Metric("head", str(plan.out), note=f"{size / 1e6:.1f} MB, {run.step} steps in {run.spent:.0f} s")
-    ]
+    metrics = [Metric("head", str(out), note=f"{size / 1e6:.1f} MB, {run.step} steps in {run.spent:.0f} s")]
     rows = []
     for kind, a in by.items():
         if a is not None:
@@ -385,7 +396,7 @@ def _report(
     verdict = Verdict.PASS if done and whole is not None else Verdict.INCONCLUSIVE
     return Report(
         command="heads train", verdict=verdict, subject={"model": training["target"]["name"], "kind": plan.kind},
-        findings=findings, results={"head": str(plan.out), "bytes": size, **training, "done": done}, headline=metrics,
+        findings=findings, results={"head": str(out), "bytes": size, **training, "done": done}, headline=metrics,
         blocks=blocks, interrupted=not done,
         summary="" if findings else "the head is trained: hold it against its target with assay verify HEAD --target MODEL",
     )  # fmt: skip
