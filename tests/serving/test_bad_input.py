@@ -191,3 +191,42 @@ def _holds(path: Path, mark: str) -> bool:
         return mark.encode() in path.read_bytes()
     except OSError:
         return False
+
+
+def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
+    import contextlib
+    import io
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from assay.cli.doctor import starts_table
+    from assay.progress import NO_PROGRESS
+    from assay.serving.doctor import Doctor, DoctorOptions
+    from assay.serving.run import run_doctor
+
+    seen: list[str] = []
+
+    def drawn(doctor: Doctor, height: int) -> str:
+        console = Console(file=io.StringIO(), width=100)
+        console.print(starts_table(doctor, height))
+        return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+    @contextlib.contextmanager
+    def watch(doctor: Doctor) -> Iterator[None]:
+        yield
+        doctor.now = "with --kv, start 2: asking"
+        seen.extend((drawn(doctor, 40), drawn(doctor, 8)))
+
+    options = DoctorOptions(
+        command_template=SERVER, seconds=5.0, budget=2.0, fault_rate=1.0, ladder=False, tools=False
+    )
+    run_doctor(["--harmless-a", "1", "--kv", "fp8"], options, NO_PROGRESS, watch)
+    full, low = seen
+    lines = full.splitlines()
+    assert all(len(line.rstrip()) <= 100 for line in lines) and lines[0].split()[0] == "configuration"
+    assert any(
+        line.startswith("with --kv") and "floods" in line and line.rstrip().endswith("bad") for line in lines
+    )
+    assert "asking (4 starts so far," in lines[-1] and lines[-1].rstrip().endswith("left)")
+    assert len(low.splitlines()) < len(lines) and "\nbaseline" not in low
