@@ -80,6 +80,25 @@ def test_nothing_to_read() -> None:
         read_command([])
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("bash -c 'vllm serve m'", "hidden in a text"),
+        ("vllm serve m --kv-cache-dtype fp8 > log", "only a shell understands"),
+        ("vllm serve --config file.yaml", "cannot be left out one by one"),
+    ],
+)
+def test_settings_that_cannot_be_taken_apart_are_refused(text: str, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        read_command(shlex.split(text))
+
+
+def test_the_model_of_an_unknown_engine_stays_in_the_baseline() -> None:
+    command = read_command(shlex.split("A=1 env B_KEY=2 python -m other.launch --model-path x --fast 1"))
+    assert command.text(()) == "B_KEY=SECRET python -m other.launch --model-path x"
+    assert [s.name for s in command.settings] == ["--fast", "A"]
+
+
 def test_no_secret_is_in_the_text_of_a_command() -> None:
     command = read_command(
         shlex.split("HF_TOKEN=hf_abcdefgh1234 vllm serve m --api-key sk-verysecret1 --enforce-eager")

@@ -193,7 +193,7 @@ _FIXED: Mapping[str, frozenset[str]] = {
         "--no-warmup", "--log-file", "--verbose", "--verbosity", "--seed", "--props", "--slots", "--no-webui", "--no-ui",
         "--model-url", "--offline", "--log-colors", "--threads-http",
     }),
-    "template": frozenset({"--model", "-m", "--api-key"}),
+    "template": frozenset({"--model", "-m", "--api-key", "--model-path", "--model-id", "--checkpoint", "--served-model-name"}),
 }  # fmt: skip
 _SWITCHES_LLAMA = frozenset({
     "--jinja", "--metrics", "--no-warmup", "--verbose", "--props", "--slots", "--no-webui", "--context-shift", "--no-context-shift",
@@ -286,7 +286,22 @@ def read_command(words: Sequence[str], template: str | None = None) -> ServeComm
         raise UsageError(
             "no command was given", remedy="assay doctor -- vllm serve ./model --kv-cache-dtype fp8"
         )
+    if words[0].rpartition("/")[2] in ("bash", "sh", "zsh") and "-c" in words[1:2]:
+        raise UsageError(
+            f"the settings are hidden in a text for {words[0]}",
+            remedy="give the serve command itself, word by word",
+        )
+    if syntax := next((w for w in words if w in ("&", "&&", "||", "|", ";", ">", "<", "2>&1")), None):
+        raise UsageError(
+            f"the command has {syntax!r} in it, which only a shell understands",
+            remedy="give the serve command alone",
+        )
     engine, start, rest = _engine_of(words)
+    if engine == "vllm" and any(word.partition("=")[0] == "--config" for word in rest):
+        raise UsageError(
+            "the settings in a file of --config cannot be left out one by one",
+            remedy="write them as options of the command",
+        )
     placed = any("{port}" in word for word in rest)
     if not placed:
         rest = _without(rest, {"--port", "--host"})
@@ -300,9 +315,7 @@ def read_command(words: Sequence[str], template: str | None = None) -> ServeComm
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    words, found = list(words), {}
-    if words[:1] == ["env"]:
-        words = words[1:]
+    words, found = [w for n, w in enumerate(words) if w != "env" or any("=" not in v for v in words[:n])], {}
     while words and (assigned := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", words[0], re.DOTALL)):
         found[assigned[1]], words = assigned[2], words[1:]
     return found, words
