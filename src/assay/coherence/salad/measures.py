@@ -287,6 +287,11 @@ _ROWS = re.compile(
 _WHOLE = re.compile("|".join(f"(?:{p})" for p in WHOLE.values()), re.MULTILINE)
 _HEX_DUMP = re.compile(r"^[0-9a-fA-F]{4,16}:?[ \t]+(?:[0-9a-fA-F]{2,4}[ \t]+){4,}.*$", re.MULTILINE)
 _BLOCK = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
+_TABLE = re.compile(r"^\|[^\n]+\|[ \t]*\n\|[ :|-]+\|[ \t]*\n(?:\|[^\n]+\|[ \t]*(?:\n|\Z))+", re.MULTILINE)
+_CELL_EDGE = re.compile(r"(?<!\\)\|")
+_CODE_SPAN = re.compile(r"`[^`\n]+`")
+FIGURES = 0.12
+"""Share of a cell's visible characters that are digits, from which on it is a cell of figures."""
 _CODE = re.compile(r"(?<!\S)(?=\S{0,40}\d)[^\s|,;]{2,40}(?=[\s|,;]|\Z)")
 LEAST_CODES, SHAPES = 10, 0.3
 """Pieces with digits in a row, and how many shapes there may be for each of them, unless all are of one length."""
@@ -309,6 +314,7 @@ def notation_spans(text: str) -> Iterator[tuple[int, int]]:
             yield match.span()
     yield from (m.span() for m in _WHOLE.finditer(text))
     yield from _like_shapes(text)
+    yield from _figures_of_tables(text)
 
 
 def encoded_spans(text: str) -> Iterator[tuple[int, int]]:
@@ -329,6 +335,20 @@ def _is_no_sentence(piece: str) -> bool:
 
 def _same_again(pieces: Sequence[str]) -> bool:
     return len(set(pieces)) < DISTINCT * len(pieces) and sum(map(len, pieces)) >= LONG * len(pieces)
+
+
+def _figures_of_tables(text: str) -> Iterator[tuple[int, int]]:
+    """Cells of Markdown tables with figures or code in them, where every row has as many cells as the rule below the head."""
+    for table in _TABLE.finditer(text):
+        rows = table.group().rstrip("\n").split("\n")
+        cells = {len(_CELL_EDGE.split(row.strip())) for row in rows}
+        at = table.start()
+        for row in rows if len(cells) == 1 else ():
+            for cell in re.finditer(r"[^|]+", row):
+                digits = sum(map(str.isdigit, cell.group()))
+                if digits >= FIGURES * len("".join(cell.group().split())) or _CODE_SPAN.search(cell.group()):
+                    yield at + cell.start(), at + cell.end()
+            at += len(row) + 1
 
 
 def _like_shapes(text: str) -> Iterator[tuple[int, int]]:
