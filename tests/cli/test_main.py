@@ -149,3 +149,13 @@ def test_verbose_prints_the_evidence(text: Path, capsys: pytest.CaptureFixture[s
     short = capsys.readouterr().out
     assert invoke(["grade", "b.txt", "-v"]) == 1
     assert len(capsys.readouterr().out) > len(short)
+
+
+def test_the_end_of_a_command_does_not_wait_for_answers_that_nobody_will_read() -> None:
+    program = (
+        "import time, concurrent.futures as f, assay.cli.main as m\n"
+        "def left(_): f.ThreadPoolExecutor(1).submit(time.sleep, 600); print('done'); return 3\n"
+        "m.invoke = left; m.main([])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout) == (3, "done\n")

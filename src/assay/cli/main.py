@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,10 @@ def main(arguments: list[str] | None = None) -> None:
     # cores, a step of a second then takes a minute.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     code = invoke(sys.argv[1:] if arguments is None else arguments)
-    if code == EXIT_INTERRUPTED:
-        # Threads may still wait for answers that nobody will read; a normal exit would wait with them.
+    waits = any(t.name.startswith("ThreadPoolExecutor") and t.is_alive() for t in threading.enumerate())
+    if code == EXIT_INTERRUPTED or waits:
+        # Threads may still wait for answers that nobody will read, after an interrupt or the end of a budget; a normal
+        # exit would wait with them.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
