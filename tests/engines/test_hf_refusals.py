@@ -48,6 +48,14 @@ def test_windows_longer_than_the_positions_are_refused(model: Any) -> None:
     assert caught.value.remedy == "give --length 16 or less"
 
 
+def test_ids_that_the_model_has_no_embedding_for_are_refused(model: Any) -> None:
+    given = [Window(0, (3, 49, 7)), Window(1, (3, 50, 7))]
+    with pytest.raises(
+        AssayError, match="the tokenizer gives token 50, and LlamaForCausalLM has 50 embeddings"
+    ):
+        list(window_scoring.window_states(model, given, ScoreJob(), None))
+
+
 def test_a_batch_is_halved_until_it_fits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = window_scoring._batch_states
     tried = []

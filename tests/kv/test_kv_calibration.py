@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +16,7 @@ from assay.engines.scoring import Window
 from assay.errors import AssayError
 from assay.lab.kv.calibration import (
     Calibration,
+    Sampler,
     coded_samples,
     decoded_samples,
     gram,
@@ -22,6 +24,7 @@ from assay.lab.kv.calibration import (
     read_calibration,
     write_calibration,
 )
+from assay.lab.kv.codec import CacheShape
 
 
 def keys(heads: int = 2, tokens: int = 4096, width: int = 128, seed: int = 0) -> torch.Tensor:
@@ -133,3 +136,17 @@ def test_a_calibration_of_a_sibling_of_the_same_shape_is_refused() -> None:
     assert torch.allclose(
         gram(weight, 2, 16)[1], sum(per_head[:, 1, i].T @ per_head[:, 1, i] for i in range(2)), atol=1e-4
     )
+
+
+def test_nan_in_keys_is_refused_when_a_calibration_is_made() -> None:
+    shape = CacheShape(1, 2, 4, 16, (None,), "x")
+    sampler = Sampler(shape, 9, 8)
+    sampler.begin(1)
+    states = torch.randn(1, 2, 8, 16)
+    sampler.on_states(0, "v", states)
+    states[0, 1, 2, 3] = float("nan")
+    sampler.on_states(0, "k", states)
+    sampler.on_queries(0, torch.randn(1, 4, 8, 16))
+    with pytest.raises(AssayError, match="K of layer 0 holds NaN") as raised:
+        sampler.tensors(cast(Any, None), {0: torch.zeros(8, 64)})
+    assert raised.value.finding_id == "kv.not_finite"

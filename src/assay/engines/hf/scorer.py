@@ -162,6 +162,14 @@ def _check_positions(model: Any, windows: Sequence[Window]) -> None:
             finding_id="fidelity.window_too_long",
             remedy=f"give --length {limit} or less",
         )
+    rows = int(model.get_input_embeddings().weight.shape[0])
+    if (largest := max((max(w.tokens) for w in windows), default=0)) >= rows:
+        raise AssayError(
+            f"the tokenizer gives token {largest:,}, and {type(model).__name__} has {rows:,} embeddings: they do not belong "
+            "together",
+            finding_id="fidelity.tokenizer",
+            remedy="put the tokenizer that the model was trained with into its folder",
+        )
 
 
 def output_head(model: Any) -> Head:

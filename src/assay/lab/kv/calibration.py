@@ -348,7 +348,13 @@ class Sampler:
         per_head = self.tokens * (self.shape.query_heads // self.shape.kv_heads)
         for layer in range(self.shape.layers):
             for stream in ("k", "v"):
-                found[f"layer_{layer}_{stream}"] = torch.cat(self.kept[layer, stream], dim=1)
+                states = found[f"layer_{layer}_{stream}"] = torch.cat(self.kept[layer, stream], dim=1)
+                if not bool(torch.isfinite(states).all()):
+                    raise AssayError(
+                        f"{stream.upper()} of layer {layer} holds NaN or infinity on the calibration text",
+                        finding_id="kv.not_finite",
+                        remedy="look for NaN in the checkpoint: assay verify --values",
+                    )
             sigma = (self.moments[layer] / per_head).float()
             found[f"layer_{layer}_sigma_rope"] = averaged(sigma, rotary, layer, self.length)
             found[f"layer_{layer}_gram"] = gram(output[layer], self.shape.kv_heads, self.shape.head_dim)
