@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,42 +193,74 @@ def add_all(folder: Path, out: Path) -> None:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
+    """The rows as Markdown: runs of a kind together, tools suites by concurrency, then every run."""
+    kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        if "tools" not in row["way"]:
+            kinds.setdefault((row["model"], row["device"], _cache(row), row["way"]), []).append(row)
     lines = [
-        "| model | device | KV cache | check | seed | verdict | findings of severity error | degenerate | stutter in 1,000 words | bits per byte | s |",
-        "|---|---|---|---|---:|---|---|---|---:|---|---:|",
+        "| model | on | KV cache | check | runs | verdict | by | degenerate | stutter in 1,000 words | bits per byte | s |",
+        "|---|---|---|---|---:|---|---|---|---|---|---|",
     ]
-    for r in rows:
-        bits = "–" if r["bits_per_byte"] is None else f"{r['bits_per_byte']:.4f}"
-        stutter = re.search(r"([\d.]+) in 1,000", r.get("stutter", ""))
-        lines.append(
-            f"| {r['model']} | {r['device']} | {_cache(r)} | {r['way'].replace('_', ', ')} | {r['seed']} | {r['verdict']} | "
-            f"{', '.join(dict.fromkeys(r['errors'])) or '–'} | {r['degenerate']} / {r['texts']} | "
-            f"{stutter[1] if stutter else '–'} | {bits} | {r['seconds']:.0f} |"
-        )
+    for kind, runs in kinds.items():
+        verdicts = Counter(r["verdict"] for r in runs)
+        by = dict.fromkeys(e.partition(".")[2] for r in runs for e in r["errors"])
+        cells = (
+            *kind, len(runs), ", ".join(f"{v} {n}" for v, n in verdicts.most_common()), ", ".join(by) or "–",
+            f"{sum(r['degenerate'] for r in runs)} / {sum(r['texts'] for r in runs)}",
+            _span([_stutter(r) for r in runs], ".1f"), _span([r["bits_per_byte"] for r in runs], ".4f"),
+            _span([r["seconds"] for r in runs], ".0f"),
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
     suites = [(r, level) for r in rows for level in r["tools"] or []]
     if suites:
         lines += [
             "",
-            "| model | device | KV cache | concurrency | asked | parsed | schema-valid | right | of the reference | p |",
-            "|---|---|---|---:|---:|---:|---:|---:|---:|---:|",
+            "| model | on | KV cache | verdict | concurrency | asked | parsed | schema-valid | right | of the reference | p |",
+            "|---|---|---|---|---:|---:|---:|---:|---|---:|---:|",
         ]
     for r, t in suites:
-        cells = (r["model"], r["device"], _cache(r), t["concurrency"], t["asked"])
-        counts = (_rate(t, name) for name in ("parsed", "schema_valid", "right"))
         theirs, p = t.get("reference"), t.get("p_value")
-        cells = (*cells, *counts, "–" if theirs is None else theirs, "–" if p is None else f"{p:.2g}")
+        if theirs is None and any(
+            o["way"] == "tools_reference" and all(o[k] == r[k] for k in RUN[:3]) for o in rows
+        ):
+            continue  # the same answers again, held against the reference
+        rate = t.get("right_rate")
+        right = f"{t['right']}" + (f" [{rate['lo']:.0%}, {rate['hi']:.0%}]" if rate else "")
+        cells = (
+            r["model"], r["device"], _cache(r), r["verdict"], t["concurrency"], t["asked"], t["parsed"], t["schema_valid"],
+            right, "–" if theirs is None else theirs, "–" if p is None else f"{p:.2g}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    lines += [
+        "",
+        "| run | seed | verdict | looks | findings of severity error | degenerate | stutter | bits per byte | s |",
+        "|---|---:|---|---:|---|---|---|---|---:|",
+    ]
+    for r in rows:
+        cells = (
+            f"{r['model']} {r['device']} {_cache(r)} {r['way'].replace('_', ', ')}", r["seed"], r["verdict"], r.get("looks") or "–",
+            ", ".join(dict.fromkeys(r["errors"])) or "–", f"{r['degenerate']} / {r['texts']}", _span([_stutter(r)], ".1f"),
+            _span([r["bits_per_byte"]], ".4f"), f"{r['seconds']:.0f}",
+        )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 
 
+def _stutter(row: dict[str, Any]) -> float | None:
+    """Words said twice, of a thousand."""
+    told = re.search(r"([\d.]+) in 1,000", row.get("stutter", ""))
+    return float(told[1]) if told else None
+
+
+def _span(values: Sequence[float | None], form: str) -> str:
+    """The value, or the smallest and the largest where they differ."""
+    known = sorted({format(v, form) for v in values if v is not None}, key=float)
+    return " to ".join(dict.fromkeys((known[0], known[-1]))) if known else "–"
+
+
 def _cache(row: dict[str, Any]) -> str:
     return "bf16" if row["kv_cache_dtype"] == "auto" else str(row["kv_cache_dtype"])
-
-
-def _rate(level: dict[str, Any], name: str) -> str:
-    rate = level.get(f"{name}_rate")
-    return str(level[name]) + (f" [{rate['lo']:.0%}, {rate['hi']:.0%}]" if rate else "")
 
 
 if __name__ == "__main__":
