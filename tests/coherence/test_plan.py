@@ -44,6 +44,14 @@ def test_a_short_context_asks_for_no_depth() -> None:
     assert "texts in context" not in [s.name for s in stages_of(Plan(), PROBES, 400)]
 
 
+def test_the_tools_suite_goes_with_no_probe() -> None:
+    from assay.coherence.check import CheckOptions
+    from assay.errors import UsageError
+
+    with pytest.raises(UsageError, match="no --probe"):
+        CheckOptions(suite="tools", only=("france",))
+
+
 def test_the_tools_suite_asks_many_at_once_first_since_that_is_fast() -> None:
     assert [(s.kind, s.streams) for s in stages(suite="tools")] == [("tools", 8), ("tools", 32), ("tools", 1)]
 

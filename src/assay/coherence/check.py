@@ -97,6 +97,8 @@ class CheckOptions(Plan):
                 "--identity, --identity-out and --determinism ask no texts: they go with no reference, probe or suite",
                 "run two commands",
             )
+        if self.only and self.suite != "text":
+            raise self.usage("--suite tools asks its own cases, and no --probe", "leave one of them out")
         if self.reference is not None and self.reference_engine is not None:
             raise self.usage("give --reference or --reference-engine, not both", "leave one of them out")
 
