@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.serving.search import (
+    VARYING,
     Bench,
     Configuration,
     Rates,
     State,
     minimal_failing_set,
+    overturned,
     parts_of,
     starts_needed,
 )
@@ -94,6 +96,32 @@ def test_faults_of_one_start_in_three_are_found_at_the_declared_error_rates(guil
         wrong += set(found) != set(guilty)
     # Half a dozen decisions or more a run, each wrong in 5 % at most.
     assert wrong / runs < 0.2
+
+
+def test_a_second_look_frees_a_setting_that_stood_beside_a_fault_of_most_starts() -> None:
+    items, wrong, without = ["--crowd", "--harmless-a", "--harmless-b"], 0, 0
+    for seed in range(300):
+        rng = random.Random(seed)
+
+        def start(configuration: Configuration, index: int, rng: random.Random = rng) -> State:
+            return "bad" if "--crowd" in configuration and rng.random() < 0.75 else "good"
+
+        bench = Bench(start, Rates(dict(VARYING)).after(2, 0), settled={frozenset(items): "bad"})
+        found, _ = minimal_failing_set(items, bench.decide)
+        without += found != ["--crowd"]
+        for _ in range(3):
+            if not overturned(bench, found):
+                break
+            found, _ = minimal_failing_set(items, bench.decide)
+        wrong += found != ["--crowd"]
+    assert without > 2 * wrong and wrong / 300 < 0.05
+
+    def together(configuration: Configuration, index: int) -> State:
+        return "bad" if {"--crowd", "--harmless-a"} <= configuration else "good"
+
+    bench = Bench(together, Rates().after(1, 0), settled={frozenset(items): "bad"})
+    found, proven = minimal_failing_set(items, bench.decide)
+    assert not overturned(bench, found) and (set(found), proven) == ({"--crowd", "--harmless-a"}, True)
 
 
 def test_a_start_that_fails_once_is_tried_again() -> None:

@@ -27,12 +27,15 @@ from assay.serving.launch import (
     tail_of,
 )
 from assay.serving.search import (
+    RATES,
+    VARYING,
     Bench,
     Configuration,
     OutOfTime,
     Rates,
     State,
     minimal_failing_set,
+    overturned,
     starts_needed,
 )
 from assay.serving.symptoms import SYMPTOMS, Measure, Observation, Seen, measure, rules_of, see
@@ -442,7 +445,8 @@ class Doctor:
                     return "undecided"
         assert found.given is not None
         self.rules = frozenset(found.given.bad)
-        self.bench.rates = Rates().after(tally_bad, tally_good)
+        sure = last.seen.certain and not tally_good
+        self.bench.rates = Rates(dict(RATES if sure else VARYING)).after(tally_bad, tally_good)
         self.bench.settled |= {everything: "bad", frozenset(): "good"}
         # Starts of before were judged by all rules; they count again by those that are bad.
         self.bench.tallies = {}
@@ -464,6 +468,15 @@ class Doctor:
         left = set(found.all)
         while left:
             names, proven = minimal_failing_set(sorted(left), self.bench.decide, self._weight)
+            try:
+                for _ in range(3):
+                    if not overturned(self.bench, names):
+                        break
+                    names, proven = minimal_failing_set(sorted(left), self.bench.decide, self._weight)
+            except OutOfTime:
+                found.guilty.append(names)
+                found.proven = False
+                raise
             found.proven = found.proven and proven
             found.guilty.append(names)
             left -= {max(names, key=self._weight)}

@@ -21,6 +21,8 @@ FALSE_ALARM = 0.02
 """Rate at which a start of a good configuration is measured as bad: the rules' own intervals allow about as much."""
 RATES: Mapping[float, float] = {0.98: 0.9, 2 / 3: 0.05, 1 / 3: 0.05}
 """Prior over the share of starts that show a fault: most faults are there at every start."""
+VARYING: Mapping[float, float] = {0.98: 0.6, 2 / 3: 0.25, 1 / 3: 0.15}
+"""Prior where the evidence of a bad start was close: such a fault may well not show the next time."""
 MOST_STARTS = 12
 
 
@@ -114,6 +116,21 @@ class Bench:
             self.once(configuration)
         self.settled[configuration] = state
         return state
+
+
+def overturned(bench: Bench, names: Sequence[str]) -> bool:
+    """Whether one of several settings that fail together can be left out after all.
+
+    That settings fail only together is rare, and each acquittal of a smaller set may be wrong: every set with one of
+    them left out is started once more. If one is bad now, the fault varies, and what was called good is open again.
+    """
+    for name in names if len(names) > 1 else ():
+        part = frozenset(names) - {name}
+        if bench.settled.get(part) == "good" and bench.once(part) == "bad":
+            bench.rates = Rates(dict(VARYING))
+            bench.settled = {c: state for c, state in bench.settled.items() if state != "good" or not c}
+            return True
+    return False
 
 
 def parts_of(items: Sequence[str], count: int, weight: Callable[[str], float]) -> list[list[str]]:
