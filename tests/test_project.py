@@ -124,3 +124,12 @@ def test_the_container_copies_what_exists_and_starts_assay() -> None:
     assert set(copied) == kept
     assert PROJECT["name"] in " ".join(lines) and "torch" not in " ".join(w[-1] for w in words)
     assert lines.index("USER assay") < lines.index('ENTRYPOINT ["assay"]')
+
+
+def test_every_script_and_results_file_that_the_docs_name_is_there() -> None:
+    named = re.compile(r"benchmarks/(?:results/)?[\w.-]*\w\.(?:py|sh|specs|json|jsonl|md|npz|log|gz)\b")
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    missing = {
+        (p.name, path) for p in pages for path in named.findall(p.read_text()) if not (ROOT / path).exists()
+    }
+    assert not missing
