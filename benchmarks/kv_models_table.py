@@ -68,6 +68,8 @@ def render(documents: dict[str, Any]) -> Iterator[str]:
         if mine:
             yield f"\n## {NAMES[model]} by text ({sizes(mine)})\n"
             yield from grid(mine, others, lambda r: r["text"], str)
+    yield "\n## What a user may take (README)\n"
+    yield from taken(short, list(documents))
     yield "\n## All rows\n"
     yield from listed(rows)
 
@@ -82,6 +84,43 @@ def grid(
         found = {of(r): r for r in rows if r["codec"] == codec}
         cells = [brief(found[c]) if c in found else "–" for c in columns]
         yield f"| `{shorter(codec)}` | " + " | ".join(cells) + " |"
+
+
+def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
+    """Which cache a model may take: of families of codecs the smallest that was accepted, on fresh windows where there are some."""
+    yield "| KV cache | " + " | ".join(NAMES[m] for m in models) + " |"
+    yield "|---|" + "---|" * len(models)
+    said = {"ACCEPT": "yes", "MARGINAL": "marginal", "REJECT": "**no**", "INCONCLUSIVE": "undecided"}
+    for name, wanted in FAMILIES.items():
+        cells = []
+        for model in models:
+            mine = [r for r in rows if r["model"] == model]
+            found = [
+                r
+                for r in mine
+                if r["codec"] == wanted or ("=" in wanted and "(" not in wanted and wanted in r["codec"])
+            ]
+            fresh = [r for r in found if r["fresh"]]
+            good = [r for r in fresh or found if r["grade"] == "ACCEPT"] or fresh or found
+            best = max(good, key=lambda r: (r["bytes"]["ratio"], -r["kld"]["mean"]), default=None)
+            cells.append(
+                f"{said[best['grade']]}: {best['bytes']['ratio']:.1f}×, {best['kld']['mean']:.4f}"
+                if best
+                else "–"
+            )
+        yield f"| {name} | " + " | ".join(cells) + " |"
+
+
+FAMILIES = {
+    "`fp8`, as vLLM has it (scale 1)": "fp8",
+    "`fp8(scale=head)`, calibrated": "fp8(scale=head)",
+    "`int(bits=4,group=32)`, as KIVI": "int",
+    "`hadamard(bits=4)`, plain rotation": "hadamard",
+    "`prerope+mean+sinks+hadamard(bits=5)`": "prerope+mean+sinks+hadamard(bits=5)",
+    "`pca(coding=fixed,gains=3)`, read token by token": "coding=fixed, weights=measured, gains=3",
+    "`pca(predict=all)`, entropy-coded": "predict=all",
+}
+"""By what a row says: a codec, or a part of its parameters."""
 
 
 def brief(row: Row) -> str:
