@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -469,3 +471,28 @@ def test_every_alarm_has_a_finding_and_every_quantity_an_alarm() -> None:
         changes = Changes(60, 1, scores=scores)
         assert {f"{q.name}.{kind}" for q in changes.quantities for kind in q.KINDS} <= CHANGES
     assert LEARN >= 3 and replace(Round(), state=State.OK).reason == ""
+
+
+def test_a_second_interrupt_does_not_take_the_report_away() -> None:
+    """`timeout` sends SIGTERM to the process and to its group."""
+    with StubServer() as stub:
+        serve(stub)
+
+        def twice(seconds: float) -> None:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        class Slow(Watch):
+            def save(self) -> None:
+                super().save()
+                if self.done == 1 and signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        before = signal.getsignal(signal.SIGTERM)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("assay.monitor.watch.Watch", Slow)
+                report = run_watch(stub.url, WatchOptions(listen="none"), sleep=twice)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert report.exit_code == 130 and report.results["watch"]["rounds"] == {"ok": 1}

@@ -195,6 +195,8 @@ BOUNDED = {
     "min_acceptance": ("acceptance", "speculation.below_contract"),
 }
 """The figure that a limit bounds, and the finding of one that does not hold."""
+SHARES = ("min_schema_valid", "min_right", "min_acceptance")
+"""Limits that a contract gives as a share, and a report shows in per cent."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ class Ruled:
     def title(self) -> str:
         """`coherent tokens a second ≥ 30`."""
         figure = self.figure
-        shown = short(self.limit) + (f" {figure.unit}" if figure and figure.unit else "")
+        unit = figure.unit if figure else "%" if self.name in SHARES else ""
+        shown = short(self.limit) + (f" {unit}" if unit else "")
         return (
             f"{figure.title if figure else self.name} {'≥' if self.name.startswith('min_') else '≤'} {shown}"
         )
@@ -226,7 +229,7 @@ def rule(name: str, limit: float, measured: Iterable[Figure]) -> Ruled:
     """Judge a limit: it holds, or does not, only where the whole interval says so."""
     key, finding_id = BOUNDED[name]
     figure = next((f for f in measured if f.key == key), None)
-    scaled = 100 * limit if key in ("schema_valid", "right", "acceptance") else limit
+    scaled = 100 * limit if name in SHARES else limit
     return Ruled(name, scaled, figure, _verdict(figure, scaled, name.startswith("min_")), finding_id)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,10 +171,25 @@ def run_watch(
                 sleep(watch.wait())
         except KeyboardInterrupt:
             interrupted = True
-        watch.save()
-        if watch.webhook is not None:
-            watch.webhook.flush(5.0)
-    return watch.report(interrupted)
+        with _once_is_enough():
+            watch.save()
+            if watch.webhook is not None:
+                watch.webhook.flush(5.0)
+            return watch.report(interrupted)
+
+
+@contextlib.contextmanager
+def _once_is_enough() -> Iterator[None]:
+    """No further Ctrl-C or SIGTERM for the seconds that the report takes: `timeout` and shells send two at once."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {sign: signal.signal(sign, signal.SIG_IGN) for sign in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for sign, handler in before.items():
+            signal.signal(sign, handler)
 
 
 @dataclass
