@@ -244,7 +244,10 @@ _CAUSES: dict[str, tuple[str, ...]] = {
     "reasoning_cut": ("max_tokens too small for the reasoning",),
 }
 _REMEDIES = {
-    Label.DEGENERATE: ("assay verify CHECKPOINT", "assay check URL --reference-engine hf:CHECKPOINT"),
+    Label.DEGENERATE: (
+        "see whether the checkpoint is whole: `assay verify CHECKPOINT`",
+        "see whether the model itself writes so: `assay check URL --reference-engine hf:CHECKPOINT`",
+    ),
     Label.EMPTY: ("look at usage.completion_tokens, and ask again with skip_special_tokens=false",),
     Label.TRUNCATED_REASONING: ("ask again with a larger max_tokens", "set the server's reasoning parser"),
 }

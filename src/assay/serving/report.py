@@ -240,7 +240,10 @@ def _checkpoint_findings(found: Diagnosis) -> Iterator[Finding]:
         "server.baseline_fails", Severity.ERROR,
         f"the baseline itself fails ({says[:200]}): {where or 'the checkpoint, or the engine, is at fault'}",
         detail=looked, evidence={"examined": [r.command for r in found.checkpoint]},
-        remedies=("assay verify CHECKPOINT --values", "assay compare hf:CHECKPOINT URL"),
+        remedies=(
+            "see whether the checkpoint is whole: `assay verify CHECKPOINT --values`",
+            "see whether the engine computes what transformers does: `assay compare hf:CHECKPOINT URL`",
+        ),
     )  # fmt: skip
     for report in bad:
         yield from (f for f in report.findings if f.severity is Severity.ERROR)

@@ -332,4 +332,4 @@ def _table(title: str, entries: list[dict[str, Any]]) -> Table:
         [e["name"], ", ".join(f"{k}={v}" for k, v in e["parameters"].items()) or "–", e["summary"]]
         for e in entries
     ]
-    return Table(title, ("name", "parameters", "what"), rows)
+    return Table(title, ("name", "parameters", "what it does"), rows)
