@@ -60,7 +60,7 @@ def assay(site: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=400,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.stdout, done.stderr

@@ -114,7 +114,7 @@ def compared(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     """Exit code, report and all that is said by a comparison that is offered a `y`."""
     done = subprocess.run(
         [sys.executable, "-m", "assay", "compare", f"hf:{folder}", f"hf:{folder}?dtype=float32", "--json", *options],
-        input="y\n" * 20, capture_output=True, text=True, check=False, timeout=120,
+        input="y\n" * 20, capture_output=True, text=True, check=False, timeout=400,
     )  # fmt: skip
     return done.returncode, json.loads(done.stdout), done.stdout + done.stderr
 

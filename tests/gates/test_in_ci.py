@@ -47,7 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 def run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500, check=False
     )
 
 
