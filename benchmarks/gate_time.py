@@ -5,7 +5,7 @@
 The contract: digests of the checkpoint against a manifest, a quick check, the tools suite, and a comparison of the weights at
 8 bits with the model itself on 8 windows of 256 tokens. Digests are kept from the run that wrote the
 manifest. Later runs name the first as their baseline. The server is up before the clock starts; it parses tool calls as Hermes
-does. The tools part may take 3 minutes: 48 questions, 8 at once, and more if there is time. Writes results/gate_time.json.
+does. The tools part may take 2 minutes: 48 questions, 8 at once, and more if there is time. Writes results/gate_time.json.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ budget = 1
 min_tokens_per_s = 1
 
 [tools]
-budget = 3
+budget = 2
 min_schema_valid = "25%"
 
 [compare]

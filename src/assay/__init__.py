@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AssayError", "Finding", "Grade", "Report", "Severity", "StreamingGrader", "UsageError", "Verdict", "__version__",
-    "card", "check", "compare", "doctor", "gate", "grade", "reference", "spec", "verify", "watch",
+    "card", "check", "compare", "doctor", "gate", "grade", "reference", "spec", "table", "verify", "watch",
 ]  # fmt: skip
 
 _HOMES = {
@@ -161,3 +161,10 @@ def card(*reports: str | Path | Report, **options: Any) -> Report:
 
     found = [Path(report) if isinstance(report, str) else report for report in reports]
     return run_card(found, CardOptions.of(options))
+
+
+def table(*rows: str | Path, **options: Any) -> Report:
+    """Compare the candidates of many runs, from Parquet rows or JSON results. Options: `assay table --help`."""
+    from assay.fidelity.table import TableOptions, run_table
+
+    return run_table(TableOptions.of({"rows": tuple(map(str, rows)), **options}))
