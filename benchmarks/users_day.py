@@ -36,6 +36,7 @@ BEFORE = {
     "kv sweep --quick": "373 s, every row undecided, called PASS",
     "kv calibrate": "72 s",
     "gap --quick": "not finished after 28 min, shows nothing",
+    "gap --quick, SmolLM2": "–",
     "spec URL": "“2.27 times, keep it”; 4 % of the steps drafted",
     "verify": "3 to 5 s",
     "compare 8 × 64": "SmolLM2: 15 s with one thread",
@@ -145,12 +146,14 @@ def collect(folder: Path) -> None:
         re.findall(r"^(\w+): exit \d+, (\d+) s", (folder / "times.txt").read_text(encoding="utf-8"), re.M)
     )
     bodies = {
-        name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        for name in GPU_JOBS
-        if (folder / f"{name}.json").exists() and name in took
+        name: body
+        for name in took.keys() & GPU_JOBS.keys()
+        if (folder / f"{name}.json").exists()
+        and (body := json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))["results"]
+        and body["verdict"] != "error"
     }
     if bodies:
-        rows = [row_of(GPU_JOBS[name], body, float(took[name])) for name, body in bodies.items()]
+        rows = [row_of(GPU_JOBS[name], body, float(took[name])) for name, body in sorted(bodies.items())]
         environment = bodies[max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))][
             "environment"
         ]
@@ -218,6 +221,8 @@ def gpu_table() -> str:
 
 
 def _came(row: dict[str, Any]) -> str:
+    if row["exit_code"] == 130:
+        return "interrupted from outside, shows what there is"
     said = " ".join(str(row[k]) for k in ("verdict", "grade", "health", "chosen") if row.get(k))
     return said + (f", {row['windows']} windows" if row.get("windows") else "")
 
