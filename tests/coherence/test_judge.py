@@ -161,6 +161,11 @@ class TestStutter:
         assert judge(said(0)).verdict is Verdict.PASS
         assert judge(said(1)).verdict is Verdict.PASS
 
+    def test_two_texts_of_a_short_run_leave_it_open_and_one_does_not(self) -> None:
+        for texts, state in ((1, "good"), (2, "unclear")):
+            found = {r.rule: r.state for r in judge(said(texts, of=4)).rulings}
+            assert found["stutter"] == state
+
     def test_a_model_that_stutters_itself_is_served_faithfully(self) -> None:
         assert "coherence.stutter" in ids(said(15), said(1))
         assert "coherence.stutter" not in ids(said(15), said(14))

@@ -300,8 +300,9 @@ def stutter(record: CheckRecord, reference: CheckRecord | None, confidence: floa
         return Ruling("stutter", "not_examined", "no prose was written")
     says = f"{rate.stutters} of {rate.words:,} words are said twice, {1000 * rate.rate:.1f} in 1,000"
     says += f", of the reference {1000 * own_rate:.1f}" if theirs is not None and theirs.words else ""
-    # Few words leave most rates open; only one that is as high as a fault's asks for more of them.
-    state: State = "unclear" if rate.verdict == "unclear" and rate.rate > TIMES * healthy else "good"
+    # Few words leave most rates open; only one that is as high as a fault's, in two texts or more, asks for more of them.
+    high = rate.rate > TIMES * healthy and sum(c.total > 0 for c in counts) > 1
+    state: State = "unclear" if rate.verdict == "unclear" and high else "good"
     if rate.verdict != "bad":
         return Ruling("stutter", state, says)
     examples = [s.stutter_text for s in record.samples if s.stutter_text and s.words]
@@ -591,10 +592,7 @@ def _of_fixed_texts(confidence: float) -> float:
 
 
 def _bit_loss(record: CheckRecord, reference: CheckRecord | None, confidence: float) -> Interval | None:
-    """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides.
-
-    `_of_fixed_texts` says at which confidence.
-    """
+    """Bits per byte that the server loses, clustered by text; None where too few texts were scored on both sides."""
     confidence = _of_fixed_texts(confidence)
     theirs = {(p.passage, p.depth): p.bits_per_byte for p in reference.passages} if reference else {}
     losses: dict[str, list[float]] = defaultdict(list)
