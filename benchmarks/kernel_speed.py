@@ -222,7 +222,7 @@ def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
             skip_layers=skip,
             text=(str(text),),
             windows=4,
-            length=128,
+            length=256,
             batch=4,
             calibration=str(small_calibration()),
         )
