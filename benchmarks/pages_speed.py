@@ -3,6 +3,7 @@
     python benchmarks/pages_speed.py engine MODEL --kind pages --calibration FILE --out FILE.jsonl
     python benchmarks/pages_speed.py kernel --out FILE.jsonl
     python benchmarks/pages_speed.py check
+    python benchmarks/pages_speed.py table --out FILE.jsonl
 
 Run it with a Python that has vLLM, torch and assay in its path. *engine* starts one vLLM as its server does by default
 (compiled, CUDA graphs) and times batches of random prompts of one length: *prefill* until every request has its first token, in
@@ -32,7 +33,7 @@ HBM = 4.8e12
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("engine", "kernel", "check"))
+    parser.add_argument("what", choices=("engine", "kernel", "check", "table"))
     parser.add_argument("model", nargs="?")
     parser.add_argument("--kind", default="bf16", help="bf16, fp8 or pages")
     parser.add_argument("--calibration")
@@ -50,7 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
     arguments = parser.parse_args()
     arguments.ends = time.monotonic() + arguments.seconds
-    {"engine": engine, "kernel": kernel, "check": check}[arguments.what](arguments)
+    {"engine": engine, "kernel": kernel, "check": check, "table": table}[arguments.what](arguments)
 
 
 def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
@@ -261,6 +262,27 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
     except Exception as error:
         print("flash:", str(error)[:200], flush=True)
         return None
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """What was measured as Markdown: speeds over those of bf16, and bytes moved for a token over what the HBM gives.
+
+    A decoded token moves the weights once a step, shared by the batch, and the cache of its request.
+    """
+    rows = [json.loads(line) for line in arguments.out.read_text(encoding="utf-8").splitlines()]
+    found = {(r["model"], r["kind"], r["batch"], r["context"]): r for r in rows if r["row"] == "speed"}
+    print(
+        "| model | context | batch | cache | cache tokens | decode, tokens/s | over bf16 | bytes a token | of HBM | prefill, tokens/s | over bf16 |"
+    )
+    print("|---|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|")
+    for (model, kind, batch, context), r in sorted(
+        found.items(), key=lambda item: (item[0][0], item[0][3], item[0][2], item[0][1])
+    ):
+        base = found.get((model, "bf16", batch, context))
+        moved = r["weights"] / batch + r["cache_gib"] * 2**30 / r["cache_tokens"] * (context + r["new"] / 2)
+        over = [f"{r[name] / base[name]:.2f}×" if base else "–" for name in ("decode", "prefill")]
+        print(f"| {model} | {context:,} | {batch} | {kind} | {r['cache_tokens']:,} | {r['decode']:,.0f} | {over[0]} | {moved / 2**20:,.0f} MiB "
+              f"| {100 * moved * r['decode'] / HBM:.0f} % | {r['prefill']:,.0f} | {over[1]} |")  # fmt: skip
 
 
 def check(arguments: argparse.Namespace) -> None:
