@@ -134,8 +134,14 @@ def test_a_lock_is_held_while_a_server_starts_and_free_while_it_is_asked(tmp_pat
     command = read_command([], f"{SERVER} --delay 2")
     threading.Timer(1.0, lambda: held.append(taken())).start()
     with launched(command, frozenset(), tmp_path / "log", timeout=30, lock=lock):
+        time.sleep(0.2)
         assert held == [True] and not taken()
+    time.sleep(0.2)
     assert not taken()
+    with lock.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(StartFailed, match="held by another for 1 s"):
+            launched(command, frozenset(), tmp_path / "log", timeout=1, lock=lock).__enter__()
 
 
 def test_an_adapter_is_compared_with_its_base_on_one_server(tmp_path: Path) -> None:

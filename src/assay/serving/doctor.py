@@ -371,6 +371,11 @@ class Doctor:
         found = self.found
         observation, resumed = self.observe(frozenset(), 0)
         found.starts.append(Start(frozenset(), 0, see(observation, None, self.rules), observation, resumed))
+        if observation.failed == "memory":  # another process may have had it for a moment
+            observation, resumed = self.observe(frozenset(), 1)
+            found.starts.append(
+                Start(frozenset(), 1, see(observation, None, self.rules), observation, resumed)
+            )
         if observation.failed:
             self.say(f"baseline does not start: {observation.said[:200]}")
             needed = [s.name for s in found.command.settings if s.safe.needed]

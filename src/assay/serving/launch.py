@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,9 @@ def launched(
     """
     for attempt in range(1 if port else 3):
         held = contextlib.ExitStack()
-        held.enter_context(_holding(lock, timeout))
+        if not held.enter_context(_holding(lock, timeout)):
+            held.close()
+            raise StartFailed("silent", f"{lock} is held by another for {timeout:.0f} s", log)
         at = port or free_port()
         words, began = command.words(active, at), time.monotonic()
         env = {**os.environ, **command.variables(active)}
@@ -172,19 +175,24 @@ def launched(
 
 
 @contextlib.contextmanager
-def _holding(lock: Path | None, seconds: float) -> Iterator[None]:
-    """Hold a lock file; it goes on without it after so long."""
+def _holding(lock: Path | None, seconds: float) -> Iterator[bool]:
+    """Wait for a lock file in the order of asking, at most so long, and hold it; yields whether it is held."""
     if lock is None:
-        yield
+        yield True
         return
-    with lock.open("a") as file:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.1)
-        yield
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:  # flock cannot wait for a limited time, and asking again and again never gets a turn
+        with lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.set()
+            done.wait()
+
+    threading.Thread(target=hold, daemon=True).start()
+    try:
+        yield held.wait(seconds)
+    finally:
+        done.set()
 
 
 class _Watched:
