@@ -71,9 +71,9 @@ DIAGNOSES: Mapping[HeadState, Diagnosis] = {
         "head_noise",
         "draft tokens are accepted at chance level",
         (
-            "the draft does not belong to this target (another base model, another tokenizer, a wrong shared head)",
-            "the head was quantized, or its scales or norm convention were read wrongly",
             "the head's parameters are partly uninitialised",
+            "the draft does not belong to this target (another base model, another tokenizer, a wrong shared embedding or head)",
+            "the head is quantized and its scales were not read (rounding alone costs a few points)",
         ),
         (
             "disable speculation until it is fixed",
@@ -87,7 +87,9 @@ DIAGNOSES: Mapping[HeadState, Diagnosis] = {
         "draft and target disagree too often for drafting to pay",
         (
             "the draft is weak for this text: other domain, chat template, high temperature with greedy proposals",
-            "the target changed under the draft (fine-tuning, strong quantization)",
+            "the head's norms are read by another convention, or a part of it is missing: position 0 near 10 %",
+            "the target changed under the draft (fine-tuning), or is broken itself; INT4, INT8 and fp8 cost a head that reads its "
+            "target's states a few points at most",
             "an engine fault that hits later draft steps only",
         ),
         (

@@ -1,12 +1,11 @@
 """A head as files that vLLM loads with `{"method": "eagle3", "model": DIR}`: config.json and model.safetensors.
 
-The target's embedding is not stored: vLLM shares it. `training.json` says of which target the head is, by hashes of its
-config and of its tokenizer, so that a head is refused beside another.
+The target's embedding is not stored: vLLM shares it. `training.json` says of which target the head is, by its sizes
+and its tokens, so that a head is refused beside another.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,21 +14,30 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
+from assay.engines.scoring import vocabulary_sha256
 from assay.errors import AssayError
 from assay.lab.heads.model import Head, HeadConfig
 from assay.runs import write_atomically
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-FILES = ("config.json", "model.safetensors", "training.json")
 
 
 def target_facts(folder: Path) -> dict[str, str]:
-    """What names a target: hashes of the sizes in its config and of its tokenizer's file."""
+    """What names a target: the sizes in its config, and the hash of its tokens and their ids.
+
+    The bytes of tokenizer.json differ between releases of transformers that write the same tokenizer.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     sizes = {k: config.get(k) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    tokenizer = folder / "tokenizer.json"
-    digest = hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else ""
-    return {"sizes": json.dumps(sizes, sort_keys=True), "tokenizer": digest, "name": folder.name}
+    try:
+        held = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        vocab = held["model"]["vocab"]
+        tokens = dict(vocab) if isinstance(vocab, dict) else {t: i for i, (t, _) in enumerate(vocab)}
+        tokens |= {t["content"]: t["id"] for t in held.get("added_tokens") or ()}
+        digest = vocabulary_sha256(tokens)
+    except (OSError, ValueError, KeyError, TypeError):
+        digest = ""
+    return {"sizes": json.dumps(sizes, sort_keys=True), "vocabulary": digest, "name": folder.name}
 
 
 def write_head(
@@ -120,7 +128,8 @@ def _same_target(folder: Path, config: Mapping[str, Any], target: Path) -> None:
         trained = json.loads((folder / "training.json").read_text(encoding="utf-8"))["target"]
     except (OSError, ValueError, KeyError):
         return
-    if trained["tokenizer"] and trained["tokenizer"] != target_facts(target)["tokenizer"]:
+    own_vocabulary = target_facts(target)["vocabulary"]
+    if own_vocabulary and trained.get("vocabulary") not in (None, "", own_vocabulary):
         raise _no_head(
             folder, f"was trained with the tokenizer of {trained['name']}, and {target.name} has another"
         )
