@@ -3,7 +3,8 @@
     python benchmarks/check_decisions.py --scores           # scores the fixed texts: results/check_scores.json
     python benchmarks/check_decisions.py [--runs 2000]      # writes results/check_decisions.json and .md
 
-Real runs (results/check_models_runs.jsonl.xz, made by check_models.py) are judged again by the rules as they are now.
+Real runs (results/check_models_runs.jsonl.xz, made by check_models.py) are judged again by the rules as they are now, and so
+are ten older ones, of which results/server_faults.json keeps counts and no texts.
 
 Simulated runs draw texts from those runs and from the corpus (benchmarks/corpus): the server's from those of a healthy
 or of a damaged model, the reference's from those of the healthy one. The texts of each source are split into two halves
@@ -22,6 +23,7 @@ import gzip
 import json
 import math
 import random
+import re
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -51,6 +53,7 @@ from split import is_tune
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "check_decisions.json"
 SCORES = HERE / "results" / "check_scores.json"
+FAULTS = HERE / "results" / "server_faults.json"
 CONTEXT = 2016
 ROUNDING = 0.0026
 """Spread over texts of the bits per byte that ten whole servers lost: intervals of ±0.0012 over 20 scores."""
@@ -201,16 +204,54 @@ def real_runs() -> list[dict[str, Any]]:
     rows = []
     for kept in read_runs():
         if kept.get("reference") and "tools" not in kept["way"]:
-            record, reference = (CheckRecord.from_json(kept[side]) for side in ("server", "reference"))
-            texts = len(record.samples)
-            look = 1 + sum(texts > planned for planned in (60, 110, 150, 200, 280))
-            judgement = judge(record, reference, confidence_of_look(look))
-            decided = [r.rule for r in judgement.rulings if r.state in ("bad", "unclear")]
-            rows.append(
-                {key: kept[key] for key in RUN}
-                | {"texts": texts, "verdict": str(judgement.verdict), "rules": decided}
-            )
+            sides = [CheckRecord.from_json(kept[side]) for side in ("server", "reference")]
+            rows.append({key: kept[key] for key in RUN} | _judged_again(*sides, kept="texts"))
+    for row in json.loads(FAULTS.read_text(encoding="utf-8"))["healthy"].values():
+        run = {
+            "model": "smollm2",
+            "device": row["machine"]["accelerator"],
+            "kv_cache_dtype": "auto",
+            "seed": row["seed"],
+        }
+        rows.append(run | _judged_again(*rebuilt(row), kept="counts"))
     return rows
+
+
+def _judged_again(record: CheckRecord, reference: CheckRecord, kept: str) -> dict[str, Any]:
+    texts = len(record.samples)
+    look = 1 + sum(texts > planned for planned in (60, 110, 150, 200, 280))
+    judgement = judge(record, reference, confidence_of_look(look))
+    decided = [r.rule for r in judgement.rulings if r.state in ("bad", "unclear")]
+    return {"kept": kept, "texts": texts, "verdict": str(judgement.verdict), "rules": decided}
+
+
+def rebuilt(row: dict[str, Any]) -> tuple[CheckRecord, CheckRecord]:
+    """Both records of an older real run from the counts that were kept of it: its texts were not, nor their words."""
+    says = {rule["rule"]: rule["says"] for rule in row["rules"]}
+    hard = re.match(r"(\d+) of .*reference (\d+) of", says["hard_texts"])
+    loss = re.search(r"([+-][\d.]+) \[([+-][\d.]+), ([+-][\d.]+)\]", says["bits_per_byte"])
+    assert hard and loss, says
+    value, lo, hi = map(float, loss.groups())
+    spread = (hi - lo) / 2 * math.sqrt(11) / 2.201  # of twelve values that give this interval
+
+    def side(bad: int, floods: int, bits: Sequence[float]) -> CheckRecord:
+        kinds = ["single_char_flood"] * floods + ["sentence_loop"] * (bad - floods)
+        samples = tuple(
+            Sample(
+                label="degenerate" if kind else "ok", kind=kind, onset_char=None, finish_reason="stop", completion_tokens=99,
+                text_head=str(n), text_chars=400, coherent_chars=400, temperature=0.7, seed=n,
+            )
+            for n, kind in enumerate([*kinds, *[None] * (row["texts"] - bad)])
+        )  # fmt: skip
+        scores = tuple(PassageScore(str(n), 0, b * 600 * LN2, 600) for n, b in enumerate(bits))
+        return CheckRecord(probes=(ProbeResult("all", "all", samples),), passages=scores)
+
+    base = row["reference_bits_per_byte"]
+    ours = [base + value + (spread if n % 2 else -spread) for n in range(12)]
+    return (
+        side(row["degenerate"], int(hard[1]), ours),
+        side(row["reference_degenerate"], int(hard[2]), [base] * 12),
+    )
 
 
 def main() -> None:
@@ -298,8 +339,8 @@ def table(rows: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]) -> str
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "| real run | KV cache | on | seed | texts | verdict with its reference | by |",
-        "|---|---|---|---|---|---|---|",
+        "| real run | KV cache | on | seed | texts | judged by its | verdict with its reference | by |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in real:
         cache = "bf16" if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
@@ -309,6 +350,7 @@ def table(rows: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]) -> str
             row["device"],
             row["seed"],
             row["texts"],
+            row["kept"],
             row["verdict"],
             ", ".join(row["rules"]) or "–",
         )
