@@ -7,6 +7,7 @@ from check_records import answered, passages, record, sample, samples, timed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from assay.coherence.check import asks_for_texts
 from assay.coherence.diagnosis import judge
 from assay.coherence.measure import grade_reply
 from assay.coherence.record import CheckRecord, ProbeResult
@@ -132,7 +133,9 @@ class TestToolForm:
 
     def test_one_broken_call_is_no_rate(self) -> None:
         assert "coherence.tool_form" not in ids(called(parsed=19, broken=1))
-        assert "coherence.tool_form" in ids(called(broken=1))
+        assert "coherence.tool_form" in ids(called(broken=2))
+        judgement = judge(called(broken=1))  # more of them are asked for
+        assert judgement.verdict is Verdict.INCONCLUSIVE and asks_for_texts(judgement)
 
     def test_whole_calls_that_the_parser_does_not_read_are_named_and_fail_nothing(self) -> None:
         judgement = judge(called(unread=20))

@@ -247,3 +247,20 @@ def test_the_report_carries_the_decision_and_shows_it() -> None:
     assert one["questions_needed"] == one["paired"]["right"]["questions_needed"] > 48
     table = next(b for b in report.blocks if isinstance(b, Table))
     assert [row[-1].split(" (")[0] for row in table.rows] == ["undecided", "worse"]
+
+
+def test_a_call_that_came_as_one_counts_whatever_the_model_writes_after_the_tools_result() -> None:
+    from assay.coherence.conversation import GREEDY, Outcome, Task
+    from assay.coherence.measure import to_sample
+    from assay.coherence.probes import ToolUse
+
+    first = reply("", ToolCall("get_weather", '{"city": "Oslo"}', "c1"))
+    again = reply('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_response>')
+    for replies, form in (
+        ([first, again], "parsed"),
+        ([again, first], "remains"),
+        ([reply("Hm."), again], "remains"),
+    ):
+        outcome = Outcome(Task(ToolUse(), "", GREEDY))
+        outcome.replies, outcome.tools = list(replies), {"get_weather"}
+        assert to_sample(outcome).tool_form == form

@@ -49,7 +49,7 @@ from assay.verdict import Block, Finding, Metric, Report, Verdict, worst
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
-DECIDED_BY_TEXTS = frozenset({"hard_texts", "degenerate_rate", "stutter"})
+DECIDED_BY_TEXTS = frozenset({"hard_texts", "degenerate_rate", "stutter", "tool_form"})
 """Rules that further texts make clear."""
 
 

@@ -57,7 +57,8 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
         checks = (*checks, run_fibonacci(extract_code(answer_text(outcome.replies[-1]))))
     graded = [(reply, grade_reply(reply)) for reply in outcome.replies]
     forms = [tool_form(reply, outcome.tools) for reply in outcome.replies] if outcome.tools else [("", "")]
-    form, call_text = min(forms, key=lambda found: _FORMS.index(found[0]))
+    # A call that came as one counts; a second call after the tool's result is a weak model's, not a broken server's.
+    form, call_text = forms[0] if forms[0][0] else min(forms, key=lambda found: _FORMS.index(found[0]))
     said = [stutter_counts(f"{reply.content}\n{reply.reasoning}") for reply in outcome.replies]
     reply, worst = min(graded, key=lambda pair: _WORST_FIRST.index(pair[1].label))
     return Sample(
@@ -83,7 +84,7 @@ def to_sample(outcome: Outcome, *, run_code: bool = False) -> Sample:
     )
 
 
-# From the worst to the best; a conversation is as bad as its worst reply.
+# From the worst to the best.
 _FORMS = ("remains", "unread", "parsed", "")
 
 

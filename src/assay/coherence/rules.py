@@ -446,9 +446,11 @@ def tool_form(record: CheckRecord, reference: CheckRecord | None, confidence: fl
     alike = (
         bool(theirs) and newcombe(len(broken), len(offered), their_broken, len(theirs), confidence).lo <= 0
     )
-    own = (alike and their_broken > 0) or len(broken) == 1 < len(offered)
+    often = len(broken) > 1 and wilson(len(broken), len(offered), confidence).lo > HARD_RATE
+    state: State = "bad" if often else "unclear" if 2 * len(broken) >= len(offered) else "good"
+    state = "good" if alike and their_broken > 0 else state
     finding = _finding(
-        "tool_form", Severity.WARNING if own else Severity.ERROR,
+        "tool_form", Severity.ERROR if state == "bad" else Severity.WARNING,
         f"tool calls come as broken text: {len(broken)} of {len(offered)} answers hold parts of one, and nothing was parsed",
         evidence,
         detail=broken[0],
@@ -458,7 +460,7 @@ def tool_form(record: CheckRecord, reference: CheckRecord | None, confidence: fl
         ),
         remedies=("ask the same with --kv-cache-dtype auto, and with the model's own tool parser and template",),
     )  # fmt: skip
-    return Ruling("tool_form", "good" if own else "bad", says, (finding,))
+    return Ruling("tool_form", state, says, (finding,))
 
 
 def _offered(record: CheckRecord) -> list[tuple[str, str]]:
