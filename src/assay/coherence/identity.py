@@ -57,12 +57,13 @@ class Allowance:
 
 
 ALLOWED: Mapping[str, Allowance] = {
-    "moved": Allowance(0.004, 0.02, "share of probability that moved"),
+    "moved": Allowance(0.010, 0.02, "share of probability that moved"),
     "flips": Allowance(0.01, 0.02, "share of greedy tokens that changed beyond rounding"),
     "tokens": Allowance(0.05, 0.05, "share of greedy tokens that changed"),
     "scores": Allowance(0.002, 0.01, "bits per byte, mean absolute difference"),
 }
-"""On one kind of engine: a sixth of what rounding to 8 bits moves (benchmarks/results/identity.json). On another: bf16 of llama.cpp and vLLM lie 0.013 apart."""
+"""On one kind of engine: under half of what rounding to 8 bits moves; bf16 on a GPU lies 0.005 from itself, as the first texts
+meet an empty prefix cache (benchmarks/results/identity.json). On another: bf16 of llama.cpp and vLLM lie 0.013 apart."""
 
 
 @dataclass(frozen=True)
