@@ -88,7 +88,7 @@ def test_memory_is_told_apart_from_a_fault_and_an_ignored_flag_is_named() -> Non
 
 
 def test_a_loss_of_speed_at_equal_text_is_found_and_the_ladder_is_measured() -> None:
-    report = ask("--harmless-a", "1", "--slow", "0.006", symptom=("speed",), ladder=True)
+    report = ask("--harmless-a", "1", "--slow", "0.02", symptom=("speed",), ladder=True, seconds=20.0)
     assert report.results["guilty"] == ["--slow"] and report.results["symptoms"] == ["slower"]
     finding = next(f for f in report.findings if f.id == "throughput.guilty_setting")
     assert "% slower [" in finding.title
