@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from assay.speculation.findings import examine_head
 from assay.speculation.spec import SpecOptions, examine
 from heads_serve import damaged
 
@@ -44,6 +46,21 @@ def test_counts_of_a_dead_head_name_what_its_file_shows(trained: Any, tmp_path: 
     # A file that is whole does not accuse itself.
     whole = causes(source, trained[0])
     assert not whole[0].startswith("the checkpoint:")
+
+
+def test_norms_near_zero_are_those_of_another_convention(trained: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for mean, said in ((0.03, True), (1.03, False)):  # as SmolLM2's head has them: 1.03 ± 0.06
+        folder = tmp_path / str(mean)
+        shutil.copytree(trained[0], folder, ignore=shutil.ignore_patterns("text"))
+        tensors = load_file(folder / "model.safetensors")
+        noise = torch.Generator().manual_seed(1)
+        for name in (n for n in tensors if "norm" in n):
+            tensors[name] = (mean + 0.06 * torch.randn(tensors[name].shape, generator=noise)).bfloat16()
+        save_file(tensors, folder / "model.safetensors")
+        found = [f.title for f in examine_head(str(folder)).findings]
+        assert any("stored as w - 1" in title for title in found) is said, found
 
 
 def test_a_diverged_head_is_not_called_dead(trained: Any, tmp_path: Path) -> None:

@@ -551,6 +551,8 @@ PLAIN = frozenset({
 # more than a fifth negative: SmolLM2 2 %, with 1 subtracted 98 %; under a twentieth negative: Gemma 3 41 %, with 1
 # added 98 %. Means tell nothing: SmolLM2's lie at 0.25, Gemma 3's between -0.4 and 323.
 NEGATIVE, POSITIVE, MOST = 0.2, 0.05, 0.8
+NEGATIVE_IN_HEAD = 0.01
+"""In place of NEGATIVE for an EAGLE-3 head: its norms start at 1 and stay near it, so that w - 1 is near 0, of either sign."""
 
 
 def check_norms(statistics: Sequence[Statistics], model_type: str) -> Iterator[Finding]:
@@ -572,7 +574,8 @@ def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[
     if len(norms) < 2:
         return
     if model_type in PLAIN:
-        odd = [s for s in norms if s.all_zero or s.negative_share > NEGATIVE]
+        few = NEGATIVE_IN_HEAD if any("midlayer." in s.name for s in norms) else NEGATIVE
+        odd = [s for s in norms if s.all_zero or s.negative_share > few]
         if len(odd) * 2 > len(norms):
             title = f"norm weights of {part} are stored as w - 1, but {model_type} multiplies by w as it is"
             yield _finding(title, odd, "they come from a format that stores w - 1; add 1 to them")
