@@ -293,6 +293,17 @@ def test_a_transform_over_heads_beats_one_vector_alone_at_equal_bytes() -> None:
     assert errors["pca(bits=3)"] < errors["pca(bits=3, coding=fixed)"] < errors["mean+hadamard(bits=3)"]
 
 
+@pytest.mark.parametrize("gains", [0, 3])
+def test_a_site_that_gets_no_bits_at_all_is_its_mean(gains: int) -> None:
+    """A step as wide as the values leaves no channel a bit: the stream holds no codes, and decodes to what attention reads."""
+    site = SITES["k64"]
+    codec = parse_recipe(f"pca(step=1000, coding=fixed, gains={gains})").fit(
+        type(samples(site))(site, tokens(site, 4000, seed=9))
+    )
+    x = tokens(site, 64, seed=2)
+    assert torch.equal(codec.decode(codec.encode(x)), codec.reconstruct(x))
+
+
 def test_gains_hold_tokens_that_lie_far_outside_and_cost_little_on_others() -> None:
     """One token in a hundred is 20 times as large, as line breaks of real models are: gains follow it."""
     site = SITES["k64"]

@@ -326,7 +326,9 @@ class FixedCoder(TransformCoder):
     def unpack(self, payloads: Sequence[bytes], tokens: int) -> Parts:
         found = split_fields(self.layout(tokens), payloads)
         spans, gains = found[: len(self._spans)], found[len(self._spans) :]
-        return (torch.cat([torch.zeros(len(payloads), tokens, 0, dtype=torch.uint8), *spans], dim=-1), *gains)
+        coded = sum(count for _, _, count in self._spans)
+        rest = torch.zeros(len(payloads), tokens, self.rank - coded, dtype=torch.uint8)  # channels of no bits
+        return (torch.cat([*spans, rest], dim=-1), *gains)
 
     def layout(self, tokens: int) -> list[Field]:
         gain = [Field((tokens, self._groups), 8)] if self._groups else []
