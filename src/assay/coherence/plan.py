@@ -215,7 +215,8 @@ class Pace:
             needles = any(
                 task.probe.name == "needle" for task in stage.tasks
             )  # whose time is that of reading
-            if before and not needles and now < before / SLOWER and now / streams < a_stream / SLOWER:
+            told = before and not needles and seconds > HICCUP_S
+            if before and told and now < before / SLOWER and now / streams < a_stream / SLOWER:
                 self.slower = self.slower or (stage.name, before, now)
                 self._written, self._writing_s, self._stream_s = 0, 0.0, 0.0  # tells nothing any more
             self._written += written
@@ -261,6 +262,8 @@ class Pace:
 
 SLOWER = 4.0
 """Texts that are written so many times more slowly than those before, in all and by stream, say that the server slowed down."""
+HICCUP_S = 2.0
+"""A stage that took less tells nothing of a server that slowed down: the client or the machine may have paused."""
 
 _SHARE = {"scores": 0.3, "speed": 0.25}
 """Of the time that is left, the most that one stage of a kind may take: fixed texts must not cost the probes."""
