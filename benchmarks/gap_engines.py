@@ -67,7 +67,10 @@ def main() -> None:
     names = [without_python(side.replace(str(folder), model.title)) for side in (reference, candidate)]
     body["subject"] = {"model": model.title, "reference": names[0], "candidate": names[1].rpartition("/")[2]}
     out.write_text(without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8")
-    text = without_python(markdown.render(report).replace(str(folder), model.title))
+    text = markdown.render(report).replace(str(folder), model.title)
+    if given.against == "gguf":
+        text = text.replace(f"{Path(candidate.removeprefix('gguf:')).parent}/", "")
+    text = without_python(text)
     out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text)
 

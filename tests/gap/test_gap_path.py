@@ -169,5 +169,7 @@ def test_attention_is_switched_alone_in_the_format_where_engines_meet() -> None:
         "hf.attention": ("hf:m?dtype=bfloat16", "hf:m?dtype=bfloat16&attention=eager"),
         "vllm.attention": ("vllm:m", "vllm:m?attention_backend=TRITON_ATTN"),
     }
+    llama_cpp = switches("hf:m", "gguf:m.gguf", [], {"gguf:m.gguf": {"device": "cuda"}})
+    assert [s.name for s in llama_cpp] == ["hf.attention"]
     on_cpu = switches("hf:m", "vllm:m", [], {"vllm:m": {"device": "cpu"}})
     assert [s.name for s in on_cpu] == ["hf.attention"]

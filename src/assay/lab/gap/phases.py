@@ -68,8 +68,12 @@ def switches(
     """The attention kernels of both engines; for transformers in the number format in which the engines meet."""
     found: dict[str, Switch] = {}
     meeting = [reference, *(s.engine for s in steps)]
-    for spec in (*[s for s in meeting if engine_name(s).kind == "hf"][-1:], candidate, reference):
-        engine = engine_name(spec)
+    for spec in (
+        *[s for s in meeting if engine_name(s, codec=False).kind == "hf"][-1:],
+        candidate,
+        reference,
+    ):
+        engine = engine_name(spec, codec=False)
         option, value = _attention(engine, facts.get(spec, {}))
         if value and f"{engine.kind}.attention" not in found:
             name = f"{engine.kind}.attention"
@@ -81,8 +85,8 @@ def _attention(engine: EngineName, facts: Mapping[str, Any]) -> tuple[str, str |
     """The option that names the kernel, and another value for it; None where there is none to choose."""
     if engine.kind == "hf":
         return "attention", "sdpa" if engine.get("attention") == "eager" else "eager"
-    if not str(facts.get("device", "")).startswith("cuda"):
-        return "attention_backend", None  # vLLM has one kernel on a CPU
+    if engine.kind != "vllm" or not str(facts.get("device", "")).startswith("cuda"):
+        return "attention_backend", None  # vLLM has one kernel on a CPU, llama.cpp none to choose
     return "attention_backend", "FLASH_ATTN" if "TRITON" in str(
         facts.get("attention_backend")
     ) else "TRITON_ATTN"

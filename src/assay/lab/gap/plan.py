@@ -94,7 +94,9 @@ def planned_runs(plan: GapPlan) -> tuple[int, int]:
 def _layers(spec: str) -> int:
     """Layers of a model as its config.json has them; 24 where that says nothing."""
     try:
-        config = json.loads((Path(engine_name(spec).model) / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(
+            (Path(engine_name(spec, codec=False).model) / "config.json").read_text(encoding="utf-8")
+        )
         return int(config.get("text_config", config)["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 24
