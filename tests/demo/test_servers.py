@@ -159,7 +159,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: py
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with (
-        pytest.raises(AssayError, match="nothing-here cannot be run"),
+        pytest.raises(AssayError, match=r"there is no program .*nothing-here"),
         servers.llama_server(tmp_path / "tiny.gguf", tmp_path / "nothing-here"),
     ):
         pass

@@ -103,7 +103,7 @@ def _serve(
     require_program(serve)
     log = cache_dir("logs") / f"{name}.log"
     try:
-        with launched(serve, (), log, timeout=START_SECONDS, port=port) as running:
+        with launched(serve, (), log, timeout=START_SECONDS, port=port, model=model) as running:
             yield Server(running.url, model, log, running.pid)
     except StartFailed as failed:
         raise AssayError(

@@ -139,7 +139,7 @@ def run_watch(
     canary: Canary | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall: Callable[[], float] = time.time,
-    sleep: Callable[[float], None] = time.sleep,
+    sleep: Callable[[float], None] = lambda seconds: time.sleep(seconds),
 ) -> Report:
     """Watch the OpenAI-compatible server at `url` until interrupted, or for `options.rounds` rounds.
 

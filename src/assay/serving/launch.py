@@ -137,8 +137,11 @@ def launched(
     api_key: str | None = None,
     lock: Path | None = None,
     port: int = 0,
+    model: str | None = None,
 ) -> Iterator[Running]:
     """Run a configuration for as long as the block lasts, at `port` (0: a free one); StartFailed where it does not answer.
+
+    `model` is asked for the first token; by default the first that the server lists.
 
     While it starts, and while it ends, the file `lock` is held: two servers that measure the free memory of one device
     at one moment take each other's memory for their own.
@@ -158,7 +161,7 @@ def launched(
         watched = _Watched(child)
         try:
             try:
-                _await(watched, f"http://127.0.0.1:{at}", log, timeout, health, api_key)
+                _await(watched, f"http://127.0.0.1:{at}", log, timeout, health, api_key, model)
             except StartFailed as failed:
                 if attempt < 2 and not port and failed.kind == "died" and _PORT.search(failed.said):
                     continue  # somebody took the port between the choice and the start
@@ -254,7 +257,15 @@ class _Watched:
             self._child.stdout.close()
 
 
-def _await(watched: _Watched, url: str, log: Path, timeout: float, health: str, api_key: str | None) -> None:
+def _await(
+    watched: _Watched,
+    url: str,
+    log: Path,
+    timeout: float,
+    health: str,
+    api_key: str | None,
+    model: str | None,
+) -> None:
     import httpx
 
     deadline, pause = time.monotonic() + timeout, 0.1
@@ -270,7 +281,7 @@ def _await(watched: _Watched, url: str, log: Path, timeout: float, health: str, 
                     healthy = answer.status_code == 200 or (
                         answer.status_code == 404 and client.get(f"{url}/v1/models").status_code == 200
                     )
-                if healthy and _first_token(client, url, max(5.0, deadline - time.monotonic()), log):
+                if healthy and _first_token(client, url, max(5.0, deadline - time.monotonic()), log, model):
                     return
             time.sleep(pause)
             pause = min(1.0, pause * 1.3)
@@ -278,13 +289,14 @@ def _await(watched: _Watched, url: str, log: Path, timeout: float, health: str, 
     raise StartFailed("silent", f"the server {what} after {timeout:.0f} s: {last_words(log)}", log)
 
 
-def _first_token(client: object, url: str, timeout: float, log: Path) -> bool:
+def _first_token(client: object, url: str, timeout: float, log: Path, model: str | None) -> bool:
     """Whether a token comes: a server that says it is healthy may still answer nothing."""
     import httpx
 
     assert isinstance(client, httpx.Client)
-    models = client.get(f"{url}/v1/models")
-    model = models.json()["data"][0]["id"] if models.status_code == 200 else "default"
+    if model is None:
+        models = client.get(f"{url}/v1/models")
+        model = models.json()["data"][0]["id"] if models.status_code == 200 else "default"
     bodies: Mapping[str, dict[str, object]] = {
         "/v1/completions": {"prompt": "Hello"},
         "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
