@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import TextIO
 
 Advance = Callable[[], None]
 """One more step of the work is done."""
@@ -28,3 +30,9 @@ def span(seconds: float) -> str:
     if whole < 100:
         return f"{whole} s"
     return f"{whole // 60} min {whole % 60} s" if whole < 6000 else f"{whole // 60} min"
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether a bar, a table or colours can be drawn there."""
+    isatty = getattr(stream, "isatty", None)
+    return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")

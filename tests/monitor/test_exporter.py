@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -146,67 +148,56 @@ def test_rules_and_dashboard_name_metrics_and_alarms_that_exist() -> None:
     assert "assay watch http" in unit
 
 
-def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path) -> None:
-    binary = tool("prometheus")
-    watched = watch()
-    port = free_port()
+@contextlib.contextmanager
+def scraping(watched: Watch, folder: Path) -> Iterator[str]:
+    """A real Prometheus with the example's settings that scrapes a watch; the URL of its API."""
+    binary, port = tool("prometheus"), free_port()
     with Exporter("127.0.0.1:0", watched.status) as exporter:
         config = (
             (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
         )
-        (tmp_path / "prometheus.yml").write_text(config.replace("30s", "1s"))
-        shutil.copy(EXAMPLES / "alerts.yml", tmp_path)
+        (folder / "prometheus.yml").write_text(config.replace("30s", "1s"))
+        shutil.copy(EXAMPLES / "alerts.yml", folder)
         command = [
-            binary, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
+            binary, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data",
             f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
         ]  # fmt: skip
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             try:
-                api = f"http://127.0.0.1:{port}/api/v1"
-                assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
-                watched._raise("broken", "garbage")
-                names = until(
-                    lambda: [a["labels"]["alertname"] for a in get(api, "/alerts").get("alerts", ())]
-                )
-                assert names == ["ModelServerGarbage"]
+                yield f"http://127.0.0.1:{port}/api/v1"
             finally:
                 process.terminate()
+
+
+def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path) -> None:
+    watched = watch()
+    with scraping(watched, tmp_path) as api:
+        assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
+        watched._raise("broken", "garbage")
+        names = until(lambda: [a["labels"]["alertname"] for a in get(api, "/alerts").get("alerts", ())])
+        assert names == ["ModelServerGarbage"]
 
 
 def test_every_query_of_the_dashboard_and_the_rules_has_an_answer(tmp_path: Path) -> None:
     """Each is asked of a real Prometheus that has scraped a watch: an answer with values, or one that is empty by design."""
-    binary, watched, port = tool("prometheus"), watch(), free_port()
+    watched = watch()
     dashboard = json.loads((EXAMPLES / "dashboard.json").read_text(encoding="utf-8"))
     shown = [t["expr"] for panel in dashboard["panels"] for t in panel.get("targets", ())]
     rules = re.findall(r"expr: (.+)", (EXAMPLES / "alerts.yml").read_text(encoding="utf-8"))
     assert len(shown) >= 10 and len(rules) == 8
-    with Exporter("127.0.0.1:0", watched.status) as exporter:
-        config = (
-            (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
-        )
-        (tmp_path / "prometheus.yml").write_text(config.replace("30s", "1s"))
-        shutil.copy(EXAMPLES / "alerts.yml", tmp_path)
-        command = [
-            binary, f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data",
-            f"--web.listen-address=127.0.0.1:{port}", "--log.level=error",
-        ]  # fmt: skip
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                api = f"http://127.0.0.1:{port}/api/v1"
-                assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
-                watched._raise("broken", "garbage")
-                assert until(lambda: value(api, 'assay_watch_alarm{alarm="broken"}') == "1")
-                empty = []
-                for expr in (*shown, *rules):
-                    query = re.sub(r"\$\w+|\[\[\w+\]\]", ".*", expr)
-                    answer = httpx.get(f"{api}/query", params={"query": query}, timeout=10).json()
-                    assert answer["status"] == "success", (expr, answer)
-                    if not answer["data"]["result"]:
-                        empty.append(expr)
-                quiet = {"assay_watch_queue_length", "assay_watch_acceptance_ratio"}  # of servers that tell
-                assert all(e in rules or any(name in e for name in quiet) for e in empty), empty
-            finally:
-                process.terminate()
+    with scraping(watched, tmp_path) as api:
+        assert until(lambda: value(api, 'assay_watch_state{state="ok"}')) == "1"
+        watched._raise("broken", "garbage")
+        assert until(lambda: value(api, 'assay_watch_alarm{alarm="broken"}') == "1")
+        empty = []
+        for expr in (*shown, *rules):
+            query = re.sub(r"\$\w+|\[\[\w+\]\]", ".*", expr)
+            answer = httpx.get(f"{api}/query", params={"query": query}, timeout=10).json()
+            assert answer["status"] == "success", (expr, answer)
+            if not answer["data"]["result"]:
+                empty.append(expr)
+        quiet = {"assay_watch_queue_length", "assay_watch_acceptance_ratio"}  # of servers that tell
+        assert all(e in rules or any(name in e for name in quiet) for e in empty), empty
 
 
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:

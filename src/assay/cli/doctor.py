@@ -32,8 +32,8 @@ def doctor(command: list[str] | None = None, **given: Any) -> Report:
     run that was cut off goes on from there. Exit code 0 the command is as good as its baseline, 1 a guilty
     set was found or the baseline itself fails, 2 nothing could be launched, 3 undecided.
     """
-    from assay.cli.progress import is_terminal, show
-    from assay.progress import NO_PROGRESS
+    from assay.cli.progress import show
+    from assay.progress import NO_PROGRESS, is_terminal
     from assay.serving.doctor import DoctorOptions
     from assay.serving.run import run_doctor
 

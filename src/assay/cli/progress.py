@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
-from assay.progress import span
+from assay.progress import is_terminal, span
 
 PLAIN_SECONDS = 10.0
 """Least time between two plain lines."""
@@ -59,12 +59,6 @@ def progress(
             yield plain
         finally:
             plain.finish()
-
-
-def is_terminal(stream: TextIO) -> bool:
-    """Whether a bar or a table can be drawn there."""
-    isatty = getattr(stream, "isatty", None)
-    return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 @dataclass

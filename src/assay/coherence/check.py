@@ -307,9 +307,9 @@ class Check:
     def _measure(self, stage: Stage) -> None:
         """Measure a stage of the server. The reference scores its fixed texts at once and writes its texts later."""
         reserve = self.pace.reference * sum(self.pace.took[other.name] for other in self.pending)
-        begun, written = time.monotonic(), _tokens(self.record)
+        begun, written = time.monotonic(), self.record.written_tokens
         self.server.run(stage, stage.name + self._eta(stage), begun + self._left() - reserve)
-        self.pace.learn(stage, time.monotonic() - begun, _tokens(self.record) - written)
+        self.pace.learn(stage, time.monotonic() - begun, self.record.written_tokens - written)
         if self.options.quick and self.budget is None and self.pace.write:
             self.budget = QUICK_SECONDS if self.pace.write >= SLOW else QUICK_SECONDS_SLOW
         if self.engine is not None:
@@ -417,8 +417,3 @@ class Check:
                 {"stage": stage.name, "why": why, "unknown": stage.without} for stage, why in self.left_out
             ],
         }
-
-
-def _tokens(record: CheckRecord) -> int:
-    """Tokens that were written for the probes."""
-    return sum(s.completion_tokens or s.text_chars // 4 for s in record.samples)

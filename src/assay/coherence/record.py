@@ -250,6 +250,11 @@ class CheckRecord:
         """The samples of all probes."""
         return tuple(sample for probe in self.probes for sample in probe.samples)
 
+    @property
+    def written_tokens(self) -> int:
+        """Tokens that were written for the probes; about four characters each where the server does not count them."""
+        return sum(s.completion_tokens or s.text_chars // 4 for s in self.samples)
+
     def probe(self, name: str) -> ProbeResult | None:
         """The result of one probe; None where it is not in this record."""
         return next((probe for probe in self.probes if probe.name == name), None)

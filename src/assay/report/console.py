@@ -23,6 +23,7 @@ from rich.panel import Panel
 from rich.table import Table as Grid
 from rich.text import Text
 
+from assay.progress import is_terminal
 from assay.report.axes import listing
 from assay.report.text import (
     SEVERITIES,
@@ -246,7 +247,7 @@ def emit(console: Console, parts: Iterable[RenderableType], stream: TextIO) -> N
 
 def make_console(stream: TextIO, width: int | None = None) -> Console:
     """A rich console for `stream`: no colour for `NO_COLOR`, nothing but text if it is no terminal or a dumb one."""
-    plain = not _is_terminal(stream)
+    plain = not is_terminal(stream)
     console = Console(
         file=stream,
         force_terminal=not plain,
@@ -261,11 +262,6 @@ def make_console(stream: TextIO, width: int | None = None) -> Console:
     if width is None and not plain:
         console.width = min(console.width, MAX_WIDTH)
     return console
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    isatty = getattr(stream, "isatty", None)
-    return bool(isatty and isatty()) and os.environ.get("TERM", "") not in ("dumb", "unknown")
 
 
 def _plain_width() -> int:

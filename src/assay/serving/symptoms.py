@@ -202,13 +202,13 @@ def measure(
             first = not taken.record.samples and not taken.record.timed and not taken.record.passages
             if stage in dropped and not first:
                 continue
-            begun, written = time.monotonic(), _tokens(taken.record)
+            begun, written = time.monotonic(), taken.record.written_tokens
             try:
                 taken.run(chosen[0] if chosen else stage, deadline=began + max(how.seconds, 20.0))
             except AssayError as error:
                 said = error.message
                 break
-            pace.learn(stage, time.monotonic() - begun, _tokens(taken.record) - written)
+            pace.learn(stage, time.monotonic() - begun, taken.record.written_tokens - written)
             seen = Observation(record=_without_reasons(taken.record))
             if baseline is not None and see(seen, baseline, rules).certain:
                 break
@@ -260,10 +260,6 @@ def _without_reasons(record: CheckRecord) -> CheckRecord:
         record, passages_failed=None, timed_failed=None,
         probes=tuple(replace(p, failed=None) if p.samples else p for p in record.probes),
     )  # fmt: skip
-
-
-def _tokens(record: CheckRecord) -> int:
-    return sum(s.completion_tokens or s.text_chars // 4 for s in record.samples)
 
 
 _COUNTED = (
