@@ -236,7 +236,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "engaged": "Whether the candidate took part: ok, fires, bytes_read, zero_share.",
         "breakdowns": "KL and ΔNLL by depth, by the reference's confidence and by kind of token.",
         "worst_tokens": "The tokens of the largest KL, with the text before them.",
-        "per_window": "Each window: dnll, kld, top1, tokens, block.",
+        "per_window": "Each window: its number, dnll, kld, top1, tokens, block.",
         "margins": "Each margin as a test of its own: p, and p_holm over all of the run.",
         "control": "With --control: verdict, difference, lo, hi, windows_needed.",
         "power": "What the first windows said the run would resolve.",

@@ -21,6 +21,7 @@ pytest.importorskip("duckdb", reason="needs the extra scale: pyarrow and duckdb"
 import pyarrow.parquet as pq
 
 from assay.fidelity.table import COLUMNS, TableOptions, column_reference, rows_of, run_table, schema
+from tiny_target import make_target
 
 
 def result(run: str, *candidates: str, windows: int = 12, seed: int = 0, sha: str = "w") -> dict[str, Any]:
@@ -207,3 +208,80 @@ def test_the_page_shows_the_schema() -> None:
     assert column_reference() in DOCS.read_text(encoding="utf-8")
     assert [f.name for f in schema()] == list(COLUMNS)
     assert list(next(rows_of(result("a", "x")))) and set(next(rows_of(result("a", "x")))) == set(COLUMNS)
+
+
+def compared(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """A comparison of tiny models from the command line, in `folder`."""
+    out = folder / "out.json"
+    shape = ("--text", str(DOCS), "--windows", "8", "--length", "32", "--no-floors", "--json", str(out))
+    return invoke(["compare", *arguments, *shape]), json.loads(out.read_text()) if out.exists() else {}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a byte tokenizer."""
+    return make_target(tmp_path_factory.mktemp("models") / "tiny", hidden=32, layers=1)
+
+
+def test_a_comparison_writes_the_rows_of_its_result(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    specs = [f"hf:{tiny}?weights=int(bits={bits},group=32)" for bits in (8, 3)]
+    monkeypatch.setattr("assay.fidelity.compare.IN_MEMORY", 0)  # every candidate goes to the disk
+    rows = tmp_path / "rows.parquet"
+    _, on_disk = compared(tmp_path, f"hf:{tiny}", *specs, "--rows", str(rows))
+    stored(tmp_path, "a.json", on_disk)
+    assert table(str(rows)) == table(str(tmp_path / "a.json"))
+    assert pq.read_table(rows).to_pylist() == list(rows_of(on_disk))
+    monkeypatch.setattr("assay.fidelity.compare.IN_MEMORY", 1 << 40)
+    _, in_memory = compared(tmp_path, f"hf:{tiny}", *specs)
+    for part in ("candidates", "pairs"):
+        assert on_disk["results"][part] == in_memory["results"][part]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.json", "cache", "out.json", "rows.parquet"]
+
+
+def test_what_is_kept_of_tokens_leaves_memory(tmp_path: Path) -> None:
+    from assay.fidelity.score import WindowObservation, on_disk, size_of
+
+    rng = np.random.default_rng(0)
+    numbers = [rng.random(1023) for _ in range(8)]
+    some = rng.random(1023) < 0.5
+    names = ("nll_ref", "nll_cand", "kl", "kl_rev", "p_ref", "p_cand", "conf", "tv")
+    seen = [
+        WindowObservation(
+            index=i, first=1, tokens=np.arange(1024, dtype=np.int32), top1=some, beyond=~some, **dict(zip(names, numbers, strict=True))
+        )
+        for i in range(3)
+    ]  # fmt: skip
+    assert size_of(seen) == 3 * (4 * 1024 + 66 * 1023)  # 70 bytes a token, as docs/scale.md says
+    moved = on_disk(seen, tmp_path)
+    assert list(tmp_path.iterdir()) == [] and [w.index for w in moved] == [0, 1, 2]
+    for name in (*names, "tokens", "top1", "beyond"):
+        np.testing.assert_array_equal(getattr(moved[2], name), getattr(seen[2], name))
+        assert not getattr(moved[2], name).flags.owndata
+
+
+@pytest.mark.parametrize("name", ["no/where.parquet", "."])
+def test_rows_that_cannot_be_written_are_refused_before_anything_is_scored(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("assay.fidelity.compare.open_reference", lambda *a: pytest.fail("it was scored"))
+    code, body = compared(tmp_path, f"hf:{tiny}", f"hf:{tiny}?dtype=bfloat16", "--rows", str(tmp_path / name))
+    (finding,) = body["findings"]
+    assert (
+        code == 2 and finding["title"].startswith(f"cannot write {tmp_path / name}") and finding["remedies"]
+    )
+
+
+def test_rows_without_pyarrow_are_one_line(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    code, body = compared(
+        tmp_path, f"hf:{tiny}", f"hf:{tiny}?dtype=bfloat16", "--rows", str(tmp_path / "x.parquet")
+    )
+    (finding,) = body["findings"]
+    assert code == 2 and finding["title"] == "--rows needs the package pyarrow"
+    assert finding["remedies"] == ["pip install 'llm-assay[scale]'"]

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -33,11 +34,22 @@ from assay.fidelity.result import (
     findings_of,
     is_certain,
     margins_of,
+    per_window,
     power_of,
     summarise,
     verdict_of,
 )
-from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, require
+from assay.fidelity.score import (
+    Candidate,
+    Engaged,
+    WindowObservation,
+    engaged,
+    observe,
+    on_disk,
+    require,
+    size_of,
+)
+from assay.fidelity.table import RowFile
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, RunLock, cache_dir, write_atomically
@@ -51,6 +63,8 @@ Decode = Callable[[Sequence[int]], str]
 
 FIRST_LOOK = 16
 """Windows after which the verdict is looked at for the first time, then after twice as many, and so on."""
+IN_MEMORY = 256 << 20
+"""Bytes of the figures of its tokens that a candidate keeps in memory while others are scored; more goes to the disk."""
 
 
 def run_compare(
@@ -69,7 +83,7 @@ def run_compare(
     for spec in plan.sides:
         check_spec(spec, ScoringPath(plan.path))
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
-    with RunLock() as lock:
+    with RowFile(plan.rows) if plan.rows else nullcontext() as rows, RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / plan_key(plan))
         servers = _servers(plan)
         results: list[CandidateResult] = []
@@ -105,6 +119,14 @@ def run_compare(
                     interrupted = True
                     break
                 if result:
+                    if rows:
+                        body = {
+                            "candidate": result.label,
+                            "per_window": per_window(result.seen, result.blocks),
+                        }
+                        rows.add(shared_results(plan, reference) | {"candidates": [body]})
+                    if len(plan.sides) > 1 and size_of(result.seen) > IN_MEMORY:
+                        result = replace(result, seen=on_disk(result.seen, folder))
                     results.append(result)
                     on_result(spec, result)
                 if cut:
@@ -271,16 +293,15 @@ def report(
         for r, t_of in zip(results, tests, strict=True)
     ]
     pairs = all_pairs(results)
-    text = {**reference.text_facts, "length": plan.length, "path": plan.path, "scored": plan.scored}
+    own = shared_results(plan, reference)
+    text = own["text"]
     if results:
         findings += implausible(reference.text_facts, results[0].summary.ppl_reference)
     if reference.text_facts["windows_available"] < plan.windows:
         findings.append(_fewer_windows(plan, reference))
     shared = {
-        "reference": reference.facts,
-        "text": text,
+        **own,
         "chars_per_token": text.get("characters_per_token"),
-        "plan_sha256": plan.sha256,
         "seed": plan.seed,
         **budget.results(),
         "candidates": bodies,
@@ -308,6 +329,16 @@ def report(
         blocks=blocks(results, plan, tests, pairs) if results else (),
         interrupted=interrupted,
     )
+
+
+def shared_results(plan: Plan, reference: Reference) -> dict[str, Any]:
+    """What `results` holds once for all candidates: against what, on which windows, by which plan."""
+    how = {"length": plan.length, "path": plan.path, "scored": plan.scored}
+    return {
+        "reference": reference.facts,
+        "text": {**reference.text_facts, **how},
+        "plan_sha256": plan.sha256,
+    }
 
 
 def certain_findings(results: Sequence[CandidateResult], windows: int) -> list[Finding]:

@@ -320,6 +320,12 @@ class Plan(TimeOptions, MarginOptions, Passages):
         0.10, "Share of the control's difference that a candidate may add.", form="fraction", lo=0
     )
     keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
+    rows: Path | None = option(
+        None,
+        "Also write a row a window into a Parquet file, for assay table.",
+        metavar="FILE.parquet",
+        apart=True,
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reference", self._placed(self.reference))

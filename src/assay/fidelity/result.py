@@ -298,6 +298,7 @@ def per_window(
                 "kld": float(w.kl[some].mean()) if count else None,
                 "top1": float(w.top1[some].mean()) if count else None,
                 "tokens": count,
+                "window": w.index,
                 "block": w.index if blocks is None else blocks[w.index],
             }
         )

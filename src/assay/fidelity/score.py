@@ -9,6 +9,7 @@ from contextlib import closing
 from dataclasses import dataclass, fields
 from itertools import chain, islice
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -106,6 +107,29 @@ def from_arrays(arrays: Mapping[str, NDArray[Any]], windows: Sequence[Window]) -
         values = {name: array[i] for name, array in arrays.items()}
         found.append(_observed(values, index=window.index, first=int(values.pop("first"))))
     return found
+
+
+def size_of(seen: Sequence[WindowObservation]) -> int:
+    """Bytes of all arrays."""
+    return sum(a.nbytes for w in seen for a in vars(w).values() if isinstance(a, np.ndarray))
+
+
+def on_disk(seen: Sequence[WindowObservation], folder: Path) -> list[WindowObservation]:
+    """The same observations of equally long windows, their arrays mapped from files that were in `folder`.
+
+    The system drops what is mapped from memory where it needs room. The files have no name any more, so that they go with
+    the process.
+    """
+    arrays: dict[str, NDArray[Any]] = {}
+    for name in (f.name for f in fields(seen[0]) if f.name not in ("index", "first")):
+        file = folder / f"{name}.npy"
+        np.save(file, np.stack([getattr(w, name) for w in seen]))
+        arrays[name] = np.asarray(np.load(file, mmap_mode="r"))
+        file.unlink()
+    return [
+        _observed({name: array[i] for name, array in arrays.items()}, index=w.index, first=w.first)
+        for i, w in enumerate(seen)
+    ]
 
 
 def _observed(arrays: Mapping[str, Any], **facts: Any) -> WindowObservation:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from assay.environment import describe
@@ -138,7 +140,7 @@ def rows_of(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         for number, found in enumerate(body["per_window"]):
             own = {
                 "candidate": str(body["candidate"]),
-                "window": number,
+                "window": int(found.get("window", number)),
                 "cluster": int(found.get("block", number)),
             }
             yield (
@@ -150,6 +152,70 @@ def rows_of(report: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _float(value: Any) -> float | None:
     return None if value is None else float(value)
+
+
+class RowFile:
+    """A Parquet file of rows that is written as results come; one result is in memory at a time.
+
+    Left without an error it takes its name, where there is a row; until then that name is not touched. AssayError, before anything is scored, where pyarrow is missing
+    or the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import pyarrow.parquet as pq
+        except ImportError as error:
+            raise _missing("--rows", error) from error
+        self.path, self._groups = path, 0
+        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            if path.is_dir():
+                raise IsADirectoryError(None, "it is a folder")
+            self._writer = pq.ParquetWriter(self._part, schema())
+        except OSError as error:
+            raise _unwritable(path, error, "--rows") from error
+
+    def add(self, results: Mapping[str, Any]) -> None:
+        """Append the rows of the candidates in `results`, as one group."""
+        import pyarrow as pa
+
+        rows = list(rows_of({"results": results}))
+        try:
+            self._writer.write_table(pa.Table.from_pylist(rows, schema=schema()))
+            self._groups += 1
+        except OSError as error:
+            raise _unwritable(self.path, error, "--rows") from error
+
+    def __enter__(self) -> RowFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._writer.close()
+            if kind is None and self._groups:
+                self._part.replace(self.path)
+        except OSError as failed:
+            raise _unwritable(self.path, failed, "--rows") from failed
+        finally:
+            self._part.unlink(missing_ok=True)
+
+
+def _missing(what: str, error: ImportError) -> AssayError:
+    return AssayError(
+        f"{what} needs the package {(error.name or 'pyarrow').partition('.')[0]}",
+        finding_id="fidelity.usage",
+        remedy="pip install 'llm-assay[scale]'",
+    )
+
+
+def _unwritable(path: Path, error: OSError, flag: str) -> AssayError:
+    return AssayError(
+        f"cannot write {path}: {error.strerror or error}",
+        finding_id="fidelity.rows",
+        remedy=f"give another file with {flag}",
+    )
 
 
 def schema() -> Any:
@@ -168,11 +234,7 @@ def _parquet_of(given: Sequence[str], folder: Path) -> list[str]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise AssayError(
-            f"assay table needs the package {error.name}",
-            finding_id="fidelity.usage",
-            remedy="pip install 'llm-assay[scale]'",
-        ) from error
+        raise _missing("assay table", error) from error
     found: list[Path] = []
     json_files: list[Path] = []
     for name in given:
@@ -325,11 +387,7 @@ def _write_all(base: Any, out: Path) -> None:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema()))
     except OSError as error:
-        raise AssayError(
-            f"cannot write {out}: {error.strerror or error}",
-            finding_id="fidelity.rows",
-            remedy="give another file with --out",
-        ) from error
+        raise _unwritable(out, error, "--out") from error
 
 
 # -----------------------------------------------------------------------------
