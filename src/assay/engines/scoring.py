@@ -209,6 +209,21 @@ class Head:
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """What one of several ranks has of a vocabulary: ids `first` … of the `vocab_size` that both sides know.
+
+    The ranks' shards follow one another without a gap; one may be empty. Each rank's heads hold its rows alone, and only
+    sums over them travel: `gather` gives a tensor of every rank, in the order of the ranks, as [ranks, …]; all ranks
+    must call it equally often.
+    """
+
+    first: int
+    vocab_size: int
+    ranks: int
+    gather: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class StateRows:
     """Rows as final states [count, d] and the head that turns them into logits."""
 

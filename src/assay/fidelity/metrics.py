@@ -19,6 +19,9 @@ A likeliest token that differs is a flip *beyond rounding* where the candidate's
 below the reference's own in the reference's logits. The step is 2^(e − 7) for a logit between 2^e and 2^(e + 1), taken at
 the larger of the two. It is that of bf16 whatever either side computes in: the figure then does not depend on the type of
 the logits, in which alone two likely tokens may tie or not.
+
+Where ranks hold a vocabulary shard each (tensor parallelism), every sum above is taken over a rank's own ids and the
+ranks' sums are added in float64, in the order of the ranks: twelve numbers a token and rank, never a row of logits.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from assay.engines.scoring import WindowRows, to_device, to_host
+from assay.engines.scoring import VocabularyShard, WindowRows, to_device, to_host
 
 BLOCK_BYTES = {"cpu": 32 << 20, "cuda": 512 << 20}
 """Bytes of logits of one side that the output head makes at once: enough to read its weight for, and on a CPU few
@@ -134,18 +137,19 @@ def window_statistics(reference: WindowRows, candidate: WindowRows) -> RowStatis
 
 
 def batch_statistics(
-    references: Sequence[WindowRows], candidates: Sequence[WindowRows]
+    references: Sequence[WindowRows], candidates: Sequence[WindowRows], shard: VocabularyShard | None = None
 ) -> list[RowStatistics]:
     """Statistics of all scored tokens of each window, where the candidate's logits come from.
 
     Both sides must have scored the same tokens of the same windows. Logits past the smaller vocabulary (padding rows)
     are left out on both sides. A GPU may still be at work on them when this returns; what follows from the sums over
-    the vocabulary is computed of all windows at once, as it is many small steps.
+    the vocabulary is computed of all windows at once, as it is many small steps. With a `shard` the rows of both sides
+    are logits of its ids alone, and every rank that calls this gets the statistics of the whole vocabulary.
     """
     sums: list[RowSums] = []
     apart: list[LeftOut] = []
     for reference, candidate in zip(references, candidates, strict=True):
-        for one, left_out in _window_sums(reference, candidate):
+        for one, left_out in _window_sums(reference, candidate, shard):
             sums.append(one)
             if left_out is not None:
                 apart.append(left_out)
@@ -157,27 +161,31 @@ def batch_statistics(
     return [RowStatistics(**{name: split[i] for name, split in parts.items()}) for i in range(len(counts))]
 
 
-def _window_sums(reference: WindowRows, candidate: WindowRows) -> Iterator[tuple[RowSums, LeftOut | None]]:
+def _window_sums(
+    reference: WindowRows, candidate: WindowRows, shard: VocabularyShard | None
+) -> Iterator[tuple[RowSums, LeftOut | None]]:
     """Sums of all scored tokens of one window, by blocks of rows."""
     window = reference.window
     if window.tokens != candidate.window.tokens or reference.first != candidate.first:
         raise ValueError(f"window {window.index}: the two sides scored different tokens")
-    vocab = min(reference.vocab_size, candidate.vocab_size)
+    width = min(reference.vocab_size, candidate.vocab_size)
+    vocab = shard.vocab_size if shard else width
     scored = window.tokens[reference.first :]
     if max(scored) >= vocab or min(scored) < 0:
         raise ValueError(f"window {window.index}: it has ids outside of the {vocab:,} that both sides know")
     device = candidate.device
     reference = reference.to(device)
     gold = to_device(torch.tensor(scored), device)
-    few = _rows_of(CACHE_BYTES, device.type, 4 * vocab)
+    each = -(-vocab // shard.ranks) if shard else vocab  # the same on every rank, so that their blocks are
+    few = _rows_of(CACHE_BYTES, device.type, 4 * each)
     rest = getattr(reference, "rest", False)
     entry = max(side.own_logits(0, 0).element_size() for side in (reference, candidate))
-    rows = _rows_of(BLOCK_BYTES, device.type, entry * vocab)
+    rows = _rows_of(BLOCK_BYTES, device.type, entry * each)
     for lo in range(0, len(gold), rows):
         hi = min(len(gold), lo + rows)
-        ref, cand = reference.own_logits(lo, hi)[:, :vocab], candidate.own_logits(lo, hi)[:, :vocab]
+        ref, cand = reference.own_logits(lo, hi)[:, :width], candidate.own_logits(lo, hi)[:, :width]
         for chunk in zip(ref.split(few), cand.split(few), gold[lo:hi].split(few), strict=True):
-            yield _sums(*chunk, rest)
+            yield (sharded_sums(*chunk, shard), None) if shard else _sums(*chunk, rest)
 
 
 def _joined(parts: list[_Rows]) -> _Rows:
@@ -255,6 +263,57 @@ def row_sums(
     p_dot, q_dot = _dot(p, difference), _dot(q, difference)
     same = ref_best == cand_best
     return RowSums(ref_max.double(), p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, best_a, tv, same), apart
+
+
+def sharded_sums(
+    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, shard: VocabularyShard
+) -> RowSums:
+    """`row_sums` of whole distributions from this rank's logits [n, ids of the shard] and those of the other ranks.
+
+    `gold` [n] are ids of the whole vocabulary. The largest logits come first (4 numbers a row), as all ranks must shift by
+    the same; then what is relative to them (5), then what is divided by the sums (3).
+    """
+    ref_top, cand_top = _shard_max(ref, shard), _shard_max(cand, shard)
+    ref_max, ref_best, cand_max, cand_best = _best_of(shard.gather(torch.stack([*ref_top, *cand_top])))
+    a, b = _shifted(ref, ref_max), _shifted(cand, cand_max)
+    own = [_at(a, gold - shard.first), _at(b, gold - shard.first), _at(a, cand_best - shard.first)]
+    difference = a - b
+    p, q = a.exp_(), b.exp_()
+    sums = torch.stack([p.sum(-1).double(), q.sum(-1).double(), *own])
+    p_sum, q_sum, gold_a, gold_b, best_a = shard.gather(sums).sum(0)
+    tv = _half_distance(p, p_sum, q, q_sum)
+    rest = torch.stack([_dot(p, difference), _dot(q, difference), tv])
+    p_dot, q_dot, tv = shard.gather(rest).sum(0)
+    return RowSums(ref_max, p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, best_a, tv, ref_best == cand_best)
+
+
+def _shard_max(x: torch.Tensor, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Largest value of each row [n, ids of the shard] and its lowest id, both float64; −inf where there are none."""
+    if not x.shape[-1]:
+        empty = x.new_full((len(x),), float("-inf"), dtype=torch.float64)
+        return empty, empty.new_full((len(x),), shard.vocab_size)
+    largest, place = first_max(x)
+    return largest.double(), (place + shard.first).double()
+
+
+def _best_of(tops: torch.Tensor) -> list[torch.Tensor]:
+    """Of [ranks, (value, id, …), n]: the largest value of each pair and the lowest id that has it, each [n]."""
+    found = []
+    for pair in tops.unflatten(1, (-1, 2)).unbind(1):
+        values, ids = pair.unbind(1)
+        top = values.amax(0)
+        has = (values == top) | (values.isnan() & top.isnan())
+        found += [top, ids.where(has, float("inf")).amin(0).long()]
+    return found
+
+
+def _at(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+    """Entries of each row [n, ids] at a place [n], float64; 0 where it lies in another rank's shard."""
+    width = x.shape[-1]
+    if not width:
+        return torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    found = x.gather(-1, place.clamp(0, width - 1).unsqueeze(-1)).squeeze(-1).double()
+    return found.where((place >= 0) & (place < width), 0.0)
 
 
 def _half_distance(
