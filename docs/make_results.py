@@ -27,6 +27,7 @@ VERBS: dict[str, list[str]] = {
     "spec": ["speculation/spec.py:_results"],
     "compare": [
         "fidelity/compare.py:report",
+        "fidelity/compare.py:shared_results",
         "fidelity/compare.py:unfinished",
         "fidelity/result.py:Summary.to_json",
         "fidelity/result.py:CandidateResult.to_json",
@@ -236,6 +237,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "engaged": "Whether the candidate took part: ok, fires, bytes_read, zero_share.",
         "breakdowns": "KL and ΔNLL by depth, by the reference's confidence and by kind of token.",
         "worst_tokens": "The tokens of the largest KL, with the text before them.",
+        "routing": "With --routing: which tokens change experts, by layer and over all, and KL with the reference's routing.",
         "per_window": "Each window: its number, dnll, kld, top1, tokens, block.",
         "margins": "Each margin as a test of its own: p, and p_holm over all of the run.",
         "control": "With --control: verdict, difference, lo, hi, windows_needed.",

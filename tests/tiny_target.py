@@ -14,8 +14,8 @@ TRAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_target(folder: Path, *, hidden: int = 64, layers: int = 8, words: str = "") -> Path:
-    """A small Llama with a byte tokenizer; `words` makes another tokenizer of the same size."""
+def make_tokenizer(folder: Path, words: str = "") -> None:
+    """A byte tokenizer with 64 tokens of its own: 320 in all."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -25,6 +25,33 @@ def make_target(folder: Path, *, hidden: int = 64, layers: int = 8, words: str =
     transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=f"<{words}63>").save_pretrained(
         folder
     )
+
+
+def make_experts(folder: Path, kind: str, *, layers: int = 2) -> Path:
+    """A tiny random model whose layers are mixtures of experts: `mixtral` (2 of 4) or `qwen3_moe` (3 of 8, weights as they are)."""
+    make_tokenizer(folder)
+    torch.manual_seed(5)
+    shape: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 320, "max_position_embeddings": 256, "eos_token_id": 319, "bos_token_id": None, "initializer_range": 0.3,
+    }  # fmt: skip
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2)
+    else:
+        config = transformers.Qwen3MoeConfig(
+            **shape, head_dim=8, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False
+        )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for name, tensor in model.named_parameters():  # the router of some begins as zeros
+        if name.endswith("gate.weight"):
+            torch.nn.init.normal_(tensor, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_target(folder: Path, *, hidden: int = 64, layers: int = 8, words: str = "") -> Path:
+    """A small Llama with a byte tokenizer; `words` makes another tokenizer of the same size."""
+    make_tokenizer(folder, words)
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,

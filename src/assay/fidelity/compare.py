@@ -39,6 +39,7 @@ from assay.fidelity.result import (
     summarise,
     verdict_of,
 )
+from assay.fidelity.routing import check_engines, measure_routing
 from assay.fidelity.score import (
     Candidate,
     Engaged,
@@ -82,6 +83,8 @@ def run_compare(
     """
     for spec in plan.sides:
         check_spec(spec, ScoringPath(plan.path))
+    if plan.routing:
+        check_engines((plan.reference, *plan.sides))
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with RowFile(plan.rows) if plan.rows else nullcontext() as rows, RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / plan_key(plan))
@@ -271,6 +274,7 @@ def report(
     findings = [*failed, *(f for r in results for f in findings_of(r, plan.allow_marginal))]
     findings += budget.findings()
     findings += certain_findings(results, len(reference.windows))
+    findings += [r.routing.finding(r.label) for r in results if r.routing]
     findings += control_findings([*against.values()])
     if interrupted:
         findings.append(
@@ -445,6 +449,8 @@ def _candidate(
         else:
             reference.check(engine.tokenizer, label)
             reference.find_head(engine)
+            if reference.routing:
+                reference.routing.check(engine, label)
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
             try:
@@ -502,6 +508,14 @@ def _candidate(
             texts = (lambda token: decode([token])) if decode else str
             greedy = compare_greedy(reference.greedy, continued, reference.windows, plan.greedy, texts)
             result = replace(result, greedy=greedy)
+        if reference.routing and not (cut or isinstance(engine, ServerCandidate)):
+            scored = [reference.windows[w.index] for w in seen]
+            told = progress if reference.routing.layers else NO_PROGRESS
+            with told(f"routing of {label}", len(scored)) as advance:
+                routing = measure_routing(
+                    engine, reference.routing, reference.rows, seen, scored, plan.job, blocks, advance
+                )
+            result = replace(result, routing=routing)
         return result, cut
     finally:
         engine.close()

@@ -314,6 +314,9 @@ class Plan(TimeOptions, MarginOptions, Passages):
     greedy: int = option(
         0, "Also let both sides generate N tokens greedily; 64 shows most.", metavar="N", lo=0
     )
+    routing: bool = option(
+        False, "Mixtures of experts: which tokens change experts, and how much of KL that makes up."
+    )
     draws: int = option(10_000, "Samples of the bootstrap.", lo=100, listed=False)
     control: str = option("", "Engine that no candidate may be worse than.", metavar="ENGINE")
     control_margin: float = option(

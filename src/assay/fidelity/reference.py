@@ -28,12 +28,13 @@ from assay.fidelity.plan import (
     label_of,
     places_of,
 )
+from assay.fidelity.routing import Routing, read_routing
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
 from assay.fidelity.store import NAME as STORE
 from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store, read_manifest, stored_path
 from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
 from assay.progress import Progress
-from assay.runs import write_atomically
+from assay.runs import Kept, write_atomically
 from assay.verdict import Metric, Report, Verdict
 
 
@@ -61,6 +62,8 @@ class Reference:
     """Digests of the files of its model, by which a stranger's copy is known as the same; empty where nobody knows."""
     fingerprint: str = ""
     """`identity.fingerprint` of what scored it; empty where nobody knows."""
+    routing: Routing | None = None
+    """What its routers choose, where the plan asks for it."""
     plan: Plan | None = None
     """The plan with as many windows as a budget allows, None where it is as it was."""
     floors_later: tuple[float, Callable[[], Floors]] | None = None
@@ -142,6 +145,9 @@ def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget 
 
             later = (opening + passes, measure_later)
         greedy = _greedy(plan, engine, windows, folder, progress)
+        routing = None
+        if plan.routing:
+            routing = read_routing(engine, windows, plan.job, Kept(folder / "routing"), progress)
         facts |= engine.describe()  # by now also how many windows ran together
         return Reference(
             windows,
@@ -152,6 +158,7 @@ def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget 
             floors,
             probe,
             greedy,
+            routing=routing,
             fingerprint=own_print,
             plan=plan,
             floors_later=later,

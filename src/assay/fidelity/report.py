@@ -179,6 +179,7 @@ def headline(results: Sequence[CandidateResult]) -> list[Metric]:
             Metric(s.kl_name, f"{kl_text(s.kl)} nats", valid=valid),
             Metric("top-1", top1_text(s) + beyond_text(s), valid=valid),
             Metric("total variation", tv_text(s), valid=valid),
+            *([results[0].routing.metric()] if results[0].routing else []),
             Metric("scored", f"{s.tokens:,} tokens in {s.windows} windows{threads_text(results[0].engine)}"),
         ]
     return [Metric(r.label, r.summary.judgement.grade.value) for r in results]
@@ -212,6 +213,8 @@ def blocks(
         found += _depth(result, prefix)
         found.append(_histogram(result, prefix))
         found += [_bins(result, name, prefix) for name in ("confidence", "class") if result.breakdowns[name]]
+        if result.routing:
+            found += result.routing.table(prefix)
         if result.greedy:
             found += greedy_blocks(result.greedy, prefix)
         found += _worst(result, prefix)

@@ -14,6 +14,7 @@ from assay.fidelity.breakdown import Bin
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import Greedy
 from assay.fidelity.plan import MarginOptions, Plan
+from assay.fidelity.routing import RoutingResult
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
 from assay.stats.bootstrap import Resampling, bootstrap_quantiles
 from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_proportion, cluster_ratio, not_negative
@@ -404,6 +405,8 @@ class CandidateResult:
     floors: Floors
     greedy: Greedy | None = None
     """Where its greedy continuations leave the reference's, if that was asked for."""
+    routing: RoutingResult | None = None
+    """Which tokens go to other experts, if that was asked for."""
     power: Power | None = None
     """What its first windows said that the run would resolve."""
     certain: bool = False
@@ -431,6 +434,7 @@ class CandidateResult:
             "per_window": per_window(self.seen, self.blocks),
             "power": self.power.to_json() if self.power else None,
             **({"greedy": self.greedy.to_json()} if self.greedy else {}),
+            **({"routing": self.routing.to_json()} if self.routing else {}),
         }
 
 

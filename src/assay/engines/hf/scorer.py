@@ -272,7 +272,10 @@ class HfScorer:
         length = check_windows(windows, job)
         hook = load_hook(job.hook) if job.hook else None
         self.engine.spec.refuse_path(job.path)
-        model = self.engine.model
+        model, head = (
+            self.engine.model,
+            self.head,
+        )  # the head's check runs the model, which is no hook's to see
         size = job.batch or choose_batch(model, length, job, hooked=hook is not None)
         # What did not fit once does not fit the next time, and both sides of a comparison should run alike.
         self._batches = batches = self._batches.again(size) if self._batches else Batches(size)
@@ -280,7 +283,7 @@ class HfScorer:
         try:
             with hook.attach(model) if hook else nullcontext():
                 for window, states in window_states(model, windows, job, hook, batches):
-                    yield StateRows(window, job.scored_from, states, self.head)
+                    yield StateRows(window, job.scored_from, states, head)
         finally:  # of a run that was cut short too; the hook knows all it did only when it has been taken off
             found = hook.engagement() if hook else Engagement(bytes_read=_bytes_read(model, windows, job))
             notes = {"batch": batches.note()} if batches.halved else {}
