@@ -12,51 +12,72 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import pytest
 
 pytestmark = pytest.mark.engine
 
 Stop = Callable[[Path], bool]
+
+
+class Run(NamedTuple):
+    process: subprocess.Popen[str]
+    out: IO[str]
+    err: IO[str]
+
+    def said(self) -> str:
+        """Exit code, report and standard error, for the message of a test that fails."""
+        self.out.seek(0), self.err.seek(0)
+        return f"exit code {self.process.poll()}\n{self.out.read()[:4000]}\n{self.err.read()[-4000:]}"
+
+    def report(self) -> dict[str, Any]:
+        self.out.seek(0)
+        return json.loads(self.out.read())  # type: ignore[no-any-return]
+
+
 LIMIT = 240
 """Seconds in which a busy machine comes to the point that a test waits for."""
 
 
 @contextmanager
-def started(cache: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+def started(cache: Path, *words: str, threads: int = 0) -> Iterator[Run]:
     settings = {**os.environ, "ASSAY_CACHE": str(cache), "OMP_WAIT_POLICY": "PASSIVE"}
-    with tempfile.TemporaryFile("w+") as out:
+    settings |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         command = [sys.executable, "-m", "assay", *words, "--json"]
-        process = subprocess.Popen(command, env=settings, stdout=out, stderr=subprocess.DEVNULL, text=True)
-        process.report = lambda: (out.seek(0), json.loads(out.read()))[1]  # type: ignore[attr-defined]
+        process = subprocess.Popen(command, env=settings, stdout=out, stderr=err, text=True)
         try:
-            yield process
+            yield Run(process, out, err)
         finally:
             process.kill()
             process.wait()
 
 
-def interrupted(cache: Path, stop: Stop, sign: signal.Signals, *words: str) -> dict[str, Any]:
+def interrupted(
+    cache: Path, stop: Stop, sign: signal.Signals, *words: str, threads: int = 0
+) -> dict[str, Any]:
     """The report of a run that gets a signal as soon as `stop` says so of its cache."""
-    with started(cache, *words) as process:
+    with started(cache, *words, threads=threads) as run:
         until = time.monotonic() + LIMIT
         while not stop(cache):
-            assert process.poll() is None, "the run ended before it could be interrupted"
-            assert time.monotonic() < until, "the run never came to that point"
+            assert run.process.poll() is None, f"it ended before it could be interrupted: {run.said()}"
+            assert time.monotonic() < until, f"it never came to that point: {run.said()}"
             time.sleep(0.02)
-        process.send_signal(sign)
-        assert process.wait(60) == 130
-        body: dict[str, Any] = process.report()  # type: ignore[attr-defined]
+        run.process.send_signal(sign)
+        assert run.process.wait(LIMIT) == 130, run.said()
+        body = run.report()
     assert body["exit_code"] == 130 and body["verdict"] == "inconclusive"
+    # It goes on with as many threads, or what is kept under that number would not fit.
+    assert kept(cache, "threads")
     return body
 
 
 def whole(cache: Path, *words: str) -> dict[str, Any]:
     """The report of a run that comes to its end."""
-    with started(cache, *words) as process:
-        assert process.wait(LIMIT) in (0, 1, 3)
-        return process.report()  # type: ignore[attr-defined,no-any-return]
+    with started(cache, *words) as run:
+        assert run.process.wait(LIMIT) in (0, 1, 3), run.said()
+        return run.report()
 
 
 def kept(cache: Path, folder: str = "") -> dict[str, int]:
@@ -87,14 +108,16 @@ def test_compare_while_it_scores_its_reference(
         manifest = next(cache.glob("compare/*/reference/manifest.json"), None)
         return manifest is not None and len(json.loads(manifest.read_text())["windows"]) >= count
 
-    body = interrupted(tmp_path, lambda cache: stored(cache, 4), sign, *words)
+    # Another load leaves another number of threads free; what is kept fits all the same.
+    body = interrupted(tmp_path, lambda cache: stored(cache, 4), sign, *words, threads=2)
     scored = body["results"]["scored"]
     assert scored["of"] == 600 and 4 <= scored["reference"] < 600
     assert body["results"]["candidates"] == [] and ids(body) == {"fidelity.interrupted"}
     assert f"{scored['reference']} of 600 passages are kept" in body["findings"][0]["title"]
     before = kept(tmp_path, "compare")
-    again = interrupted(tmp_path, lambda cache: stored(cache, scored["reference"] + 4), sign, *words)
-    assert again["results"]["scored"]["reference"] >= scored["reference"] + 4
+    more = scored["reference"] + 4
+    again = interrupted(tmp_path, lambda cache: stored(cache, more), sign, *words, threads=1)
+    assert again["results"]["scored"]["reference"] >= more
     after = kept(tmp_path, "compare")
     states = {path: number for path, number in before.items() if "states" in path}
     assert len(states) >= 4 and states.items() <= after.items()  # not one of them was scored again

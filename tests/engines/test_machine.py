@@ -48,14 +48,14 @@ class Machine:
         self.write(STAT, "\n".join(["cpu 1 2 3 4 5 6 7 8 9 10", *lines, "intr 5"]))
 
     def threads(self) -> int:
-        machine.choose_threads.cache_clear()
+        machine.count_free_cores.cache_clear()
         return machine.choose_threads()
 
 
 @pytest.fixture
 def computer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     yield Machine(tmp_path, monkeypatch)
-    machine.choose_threads.cache_clear()
+    machine.count_free_cores.cache_clear()
 
 
 def test_a_quiet_machine_gives_all_its_cores(computer: Machine) -> None:
@@ -106,6 +106,30 @@ def test_what_the_user_says_holds(computer: Machine, monkeypatch: pytest.MonkeyP
     assert computer.threads() == 3
     monkeypatch.setenv("OMP_NUM_THREADS", "none")
     assert computer.threads() == 1
+
+
+def test_a_run_that_was_interrupted_goes_on_with_as_many_threads(
+    computer: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE", str(computer.root / "cache"))
+    monkeypatch.setattr(machine, "_run", None)
+
+    def begin(about: str, busy: float = 0.0) -> int:
+        computer.busy = busy
+        machine.begin_run([about])
+        return computer.threads()
+
+    assert begin("one") == 8
+    machine.interrupt_run()
+    assert begin("one", busy=5.0) == 8 and begin("other", busy=5.0) == 3
+    computer.cpus = [0, 1]
+    assert begin("one", busy=1.0) == 2  # not more than there are
+    computer.cpus = list(range(8))
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert begin("one") == 6
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(machine, "_DAY", 0.0)
+    assert begin("one", busy=5.0) == 3
 
 
 def test_this_machine_has_something_free() -> None:

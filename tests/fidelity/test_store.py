@@ -127,7 +127,7 @@ def test_a_damaged_window_is_scored_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"engine": {"engine": "hf", "model": "other"}}, "engine"),
+        ({"engine": {"engine": "hf", "model": "other"}}, "the engine's dtype, the engine's model"),
         ({"dtype": "bfloat16"}, "dtype"),
         ({"text": {}, "path": "decode"}, "text, path"),
         ({"tokenizer": {"sha256": "00"}}, "tokenizer"),
@@ -141,6 +141,15 @@ def test_another_reference_is_never_overwritten(
     with pytest.raises(AssayError, match=f"differs in {named}"):
         StoreWriter(tmp_path, replace(HEADER, **change), head())
     assert (tmp_path / "manifest.json").read_bytes() == content
+
+
+def test_what_a_machine_has_free_makes_no_other_reference(tmp_path: Path) -> None:
+    def of(**facts: object) -> StoreHeader:
+        return replace(HEADER, engine={**HEADER.engine, **facts})
+
+    write(tmp_path, 2, of(threads=2, batch={"windows": 4}))
+    assert StoreWriter(tmp_path, of(threads=1, batch={"windows": 1, "asked": 4}), head()).kept == 2
+    assert StoreWriter(tmp_path, of(), head()).kept == 2
 
 
 def test_another_head_or_window_is_refused(tmp_path: Path) -> None:

@@ -12,33 +12,45 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from assay.errors import AssayError
+from assay.runs import Kept, cache_path
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 _ROOT = Path("/")
 _SAMPLE_SECONDS = 0.25
+_DAY = 86_400.0
 _UNKNOWN_MEMORY = 4 << 30
 """Bytes that are taken to be free where the system does not say."""
 
 
 # Cores.
 
+_run: tuple[Any, int] | None = None
+"""What the run is known by, and its threads where it goes on."""
 
-@cache
+
 def choose_threads() -> int:
-    """How many threads torch should use: `OMP_NUM_THREADS` where it is set, else the cores that are free now.
-
-    Free cores are the least of: the physical cores that this process may run on (its affinity), the CPU quota of its
-    cgroup, and those that other programs leave idle over a quarter of a second. The load average stands in where the
-    system does not count idle time; it lags by a minute and also counts what this process did itself. One thread too many
-    costs far more than one too few: at the end of every operation all threads wait for the one that shares its core.
+    """How many threads torch should use: `OMP_NUM_THREADS` where it is set, else those of the interrupted run that goes
+    on (`begin_run`), else the cores that were free when they were first counted.
 
     The choice is made once a process, so that both sides of a comparison add their numbers in the same order.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if asked.isdecimal() and int(asked) > 0:
         return int(asked)
+    return (_run and min(_run[1], len(_allowed_cpus()))) or count_free_cores()
+
+
+@cache
+def count_free_cores() -> int:
+    """The cores that are free now, at least one.
+
+    Free cores are the least of: the physical cores that this process may run on (its affinity), the CPU quota of its
+    cgroup, and those that other programs leave idle over a quarter of a second. The load average stands in where the
+    system does not count idle time; it lags by a minute and also counts what this process did itself. One thread too many
+    costs far more than one too few: at the end of every operation all threads wait for the one that shares its core.
+    """
     cpus = _allowed_cpus()
     before = _busy_seconds(cpus)
     if before is not None:
@@ -58,6 +70,23 @@ def use_threads(wanted: int = 0) -> int:
     threads = wanted or choose_threads()
     torch.set_num_threads(threads)
     return threads
+
+
+def begin_run(about: Any) -> None:
+    """Begin a run, or go on with one that was interrupted less than a day ago: with as many threads as it had.
+
+    What is scored depends on the threads in its last bits: with as many as are free by now, nothing that was kept would
+    fit. `about` is plain data by which the run is known.
+    """
+    global _run
+    threads, since = Kept(cache_path("threads")).get(about, (0, 0.0))
+    _run = (about, threads if 0 <= time.time() - since < _DAY else 0)
+
+
+def interrupt_run() -> None:
+    """Keep the number of threads of the run that is interrupted, for `begin_run`."""
+    if _run:
+        Kept(cache_path("threads")).put(_run[0], (choose_threads(), time.time()))
 
 
 def _allowed_cpus() -> frozenset[int]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from assay.engines.machine import begin_run, interrupt_run
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.engines.server.engine import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
@@ -87,7 +88,8 @@ def run_compare(
         check_engines((plan.reference, *plan.sides))
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with RowFile(plan.rows) if plan.rows else nullcontext() as rows, RunLock() as lock:
-        folder = lock.folder(cache_dir("compare") / plan_key(plan))
+        folder = lock.folder(cache_dir("compare") / (key := plan_key(plan)))
+        begin_run(key)
         servers = _servers(plan)
         results: list[CandidateResult] = []
         failed: list[Finding] = []
@@ -99,6 +101,7 @@ def run_compare(
             except KeyboardInterrupt:
                 if not (done := windows_kept(folder)):
                     raise
+                interrupt_run()
                 return unfinished(plan, folder, done, budget)
             plan = reference.plan or plan
             for number, spec in enumerate(plan.sides):
@@ -144,6 +147,8 @@ def run_compare(
             for opened in (reference, *servers.values()):
                 if opened:
                     opened.close()
+        if interrupted:
+            interrupt_run()
         if not (
             interrupted or plan.keep or failed or any("passages" in i["unknown"] for i in budget.left_out)
         ):

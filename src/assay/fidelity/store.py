@@ -31,7 +31,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True)
 class StoreHeader:
-    """What was scored, how, and by what. Two runs may share a store only if all of it but `environment` agrees.
+    """What was scored, how, and by what. Two runs may share a store only if all of it agrees but `environment`, and
+    the threads and the batch of the engine: those depend on what a machine has free, and change no more than last bits.
 
     `engine` is what the engine says of itself, `tokenizer` holds at least its `sha256`, `text` the sources and hash of
     the text, `path` is the scoring path, `scored_from` the first scored token of every window, `length` their common
@@ -54,9 +55,12 @@ class StoreHeader:
             raise ValueError(f"nothing to score from token {self.scored_from} of {self.length} on")
 
     def differences(self, other: StoreHeader) -> list[str]:
-        """Names of the entries that differ, environment aside."""
-        mine, theirs = asdict(self), asdict(other)
-        return [name for name in mine if name != "environment" and _plain(mine[name]) != _plain(theirs[name])]
+        """Names of the entries that differ; of the engine each fact by its name."""
+        mine, theirs = (_plain(asdict(header)) for header in (self, other))
+        found = [n for n in mine if n not in ("environment", "engine") and mine[n] != theirs[n]]
+        own, its = mine["engine"], theirs["engine"]
+        facts = sorted({*own, *its} - {"threads", "batch"})
+        return [*(f"the engine's {n}" for n in facts if own.get(n) != its.get(n)), *found]
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from assay.engines.base import setup_differences
+from assay.engines.machine import begin_run
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.plan import label_of
@@ -342,6 +343,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     if plan.codec:
         subject["codec"] = plan.codec
     Corners(plan).preflight()
+    begin_run(["gap", plan])
     bench, runs = Bench(plan, progress), Runs()
     with Unfinished(lambda: bench.measured) as cut, bench:
         measure_all(bench, runs)

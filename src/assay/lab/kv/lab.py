@@ -17,7 +17,7 @@ from typing import Any
 
 from assay.engines.base import full_spec
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.machine import memory_error, out_of_memory
+from assay.engines.machine import begin_run, interrupt_run, memory_error, out_of_memory
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -418,6 +418,7 @@ def open_lab(
             finding_id="kv.usage",
         )
     known = read_calibration(Path(calibration)) if calibration else None
+    begin_run([spec, text, windows, length, mode, batch, block, fresh, calibration])
     with memory_is_enough(label_of(spec)):
         engine = open_scorer(spec)
         try:
@@ -532,6 +533,8 @@ class Unfinished:
             self.interrupted = True
         elif isinstance(error, AssayError) and self._measured():
             self.error = error
+        if self:
+            interrupt_run()
         return self.interrupted or self.error is not None
 
     def __bool__(self) -> bool:
