@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from assay.errors import AssayError
-from assay.runs import Kept, cache_path
+
+if TYPE_CHECKING:
+    from assay.runs import Kept
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -79,14 +81,20 @@ def begin_run(about: Any) -> None:
     fit. `about` is plain data by which the run is known.
     """
     global _run
-    threads, since = Kept(cache_path("threads")).get(about, (0, 0.0))
+    threads, since = _kept_threads().get(about, (0, 0.0))
     _run = (about, threads if 0 <= time.time() - since < _DAY else 0)
+
+
+def _kept_threads() -> Kept:
+    from assay.runs import Kept, cache_path  # numpy, which `assay --help` does without
+
+    return Kept(cache_path("threads"))
 
 
 def interrupt_run() -> None:
     """Keep the number of threads of the run that is interrupted, for `begin_run`."""
     if _run:
-        Kept(cache_path("threads")).put(_run[0], (choose_threads(), time.time()))
+        _kept_threads().put(_run[0], (choose_threads(), time.time()))
 
 
 def _allowed_cpus() -> frozenset[int]:
