@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from sklearn.ensemble import HistGradientBoostingClassifier
 
-from assay.coherence.salad import detector as salad
-from assay.coherence.salad import detector as windows
+from assay.coherence.detectors import salad
 from assay.coherence.text import TextView
 from broken_outputs import broken
 from legit_texts import (
@@ -81,7 +80,7 @@ def fit_scale(
     model = HistGradientBoostingClassifier(
         max_iter=120, learning_rate=0.12, max_features=0.35, max_leaf_nodes=12, max_depth=5, min_samples_leaf=40,
         l2_regularization=10.0,
-        monotonic_cst=[DIRECTION.get(name, 0) for name in windows.FEATURES], random_state=0, early_stopping=False,
+        monotonic_cst=[DIRECTION.get(name, 0) for name in salad.FEATURES], random_state=0, early_stopping=False,
     )  # fmt: skip
     target = np.concatenate([np.zeros(len(x0)), np.ones(len(x1))])
     weight = np.concatenate([w0 * len(x0) / w0.sum(), w1 * len(x0) / w1.sum()])
@@ -140,9 +139,9 @@ def stacked(texts: list[tuple[str, float]], window: int, stride: int) -> tuple[n
     found, weights = [], []
     for text, weight in texts:
         view = TextView(text)
-        sums = windows.running_sums(view)
+        sums = salad.running_sums(view)
         if sums is not None:
-            values = windows.measure(view, sums, window, stride).values
+            values = salad.measure(view, sums, window, stride).values
             kept = rng.permutation(len(values))[:MOST_WINDOWS]
             found.append(values[kept])
             weights.append(np.full(len(kept), weight * len(values) ** -0.5))

@@ -4,7 +4,7 @@
 
 The tables go into docs/heads.md between its marks. Written to results/heads.json (the rows, and vLLM's own from heads_serve.py) and results/heads_predict.json:
 
-- the fit of `assay.speculation.predict.BETA` on every second row, and the errors on the others;
+- the fit of `assay.speculation.benefit.BETA` on every second row, and the errors on the others;
 - the confusion matrix of `assay spec` on the counts of every row, as vLLM's /metrics would show them. Its thresholds were set
   before there was a head, so no row was fitted. What is true is known by construction.
 """
@@ -33,7 +33,7 @@ BROKEN = 0.5
 
 
 def predicted(positions: list[float], tv: float, beta: float) -> list[float]:
-    """As `assay.speculation.predict.predict`, with a β to be fitted."""
+    """As `assay.speculation.benefit.predict`, with a β to be fitted."""
     return [p * max(0.0, 1 - beta * tv) ** (j + 1) for j, p in enumerate(positions)]
 
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from assay.lab.kv.noise import noise_growth
-from assay.stats.bootstrap import Resampling
-from assay.stats.cluster import cluster_ratio
+from assay.stats.cluster import Resampling, cluster_ratio
 from assay.stats.intervals import Interval, percent_change
 from reproduction_rows import Rows, Sums
 

@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from assay.speculation.lossless import measure
+from assay.speculation.live import measure
 from spec_engine import make_draft, server
 
 RESULTS = Path(__file__).parent / "results" / "spec_lossless.json"

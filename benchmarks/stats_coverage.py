@@ -34,8 +34,13 @@ from pathlib import Path
 import numpy as np
 
 from assay.fidelity.plan import Cut, blocks_of, places_of
-from assay.stats.bootstrap import Resampling, bootstrap_quantiles, resampled_counts
-from assay.stats.cluster import cluster_proportion, cluster_ratio
+from assay.stats.cluster import (
+    Resampling,
+    bootstrap_quantiles,
+    cluster_proportion,
+    cluster_ratio,
+    resampled_counts,
+)
 from assay.stats.equivalence import Grade, judge
 from assay.stats.intervals import Interval
 

@@ -64,7 +64,7 @@ def test_what_light_verbs_print_is_documented(
 
 
 def test_every_verb_is_documented(script: ModuleType) -> None:
-    from assay.cli.kv import COMMANDS
+    from assay.cli.lab import KV_COMMANDS as COMMANDS
     from assay.cli.main import GROUPS, VERBS
 
     known = {*script.VERBS, *script.SAME}

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from assay.checkpoint import verify as tensors
-from assay.checkpoint.expected import FAMILIES
-from assay.checkpoint.structure import expectation
+from assay.checkpoint.structure import FAMILIES, expectation
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.asking import Ask, finding
 from checkpoint_samples import edit_json, llama, read_safetensors, rewrite, write_json, write_safetensors

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.cli.main import invoke
-from assay.coherence.envelopes import unpack
-from assay.coherence.grade_files import grade_file
+from assay.coherence.grade_files import grade_file, unpack
 from assay.coherence.readers import READERS
 
 GOOD = "The mill by the river grinds rye until noon, and then the miller sleeps."

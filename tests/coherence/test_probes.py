@@ -4,8 +4,7 @@ import pytest
 
 from assay.coherence.conversation import GREEDY, Context, to_request
 from assay.coherence.measure import timed_requests
-from assay.coherence.needle import Needle, filler, needle_lengths
-from assay.coherence.passages import passages
+from assay.coherence.passages import Needle, filler, needle_lengths, passages
 from assay.coherence.plan import Plan
 from assay.coherence.probes import (
     NAMES,

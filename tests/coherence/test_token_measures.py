@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from grade_texts import GOOD_START, soup
 
+from assay.coherence.detectors import language as lang
+from assay.coherence.detectors import salad as windows
 from assay.coherence.grading import grade
-from assay.coherence.salad import detector as windows
-from assay.coherence.salad import language as lang
 from assay.coherence.text import TextView
 
 HEX_DUMP = "\n".join(

@@ -15,8 +15,7 @@ from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_to
 from assay.fidelity.result import per_window, summarise
 from assay.fidelity.score import WindowObservation, engaged, from_arrays, to_arrays, zero_share
 from assay.runs import Kept
-from assay.stats.bootstrap import Resampling
-from assay.stats.cluster import cluster_ratio
+from assay.stats.cluster import Resampling, cluster_ratio
 from assay.stats.equivalence import Grade, Margins
 
 DRAWS = Resampling(500, 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import assay
 from assay.errors import UsageError
 from assay.gates.card import BEGIN, END, CardOptions, badge, card, eval_results, read_report, run_card
-from assay.gates.figures import figures, short
+from assay.gates.contract import figures, short
 from assay.report.text import visible
 from assay.verdict import Verdict
 from cli.check_servers import run

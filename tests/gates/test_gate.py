@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import assay
 import assay.gates.gate as gates
 from assay.errors import UsageError
-from assay.gates.figures import Figure, _median, figures, rule
+from assay.gates.contract import Figure, _median, figures, rule
 from assay.gates.gate import direction
 from assay.verdict import Verdict
 from cli.check_servers import Sane, run, serving

@@ -11,8 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.lab.heads.export import read_head
-from assay.lab.heads.model import draft, losses, observe, padded, walk
+from assay.lab.heads.model import draft, losses, observe, padded, read_head, walk
 
 
 def norm(x: Any, weight: Any, eps: float) -> Any:

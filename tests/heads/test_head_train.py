@@ -16,7 +16,7 @@ from assay.checkpoint.verify import verify
 from assay.cli.main import invoke
 from assay.errors import AssayError, UsageError
 from assay.lab.heads import train as training
-from assay.lab.heads.export import read_head
+from assay.lab.heads.model import read_head
 from assay.lab.heads.text import Written, draft_vocabulary
 from assay.lab.heads.train import CHECKPOINT, run_train
 from assay.lab.options import HeadTrainPlan
@@ -111,7 +111,7 @@ def test_a_full_disk_is_one_line(
     def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("assay.lab.heads.export.write_atomically", full)
+    monkeypatch.setattr("assay.lab.heads.model.write_atomically", full)
     with pytest.raises(AssayError, match="cannot be written: No space left on device"):
         run_train(plan(target, with_text(trained, tmp_path / "head")))
 

@@ -34,8 +34,10 @@ from assay.lab.quant.hadamard import (
     wht,
     words_of_keys,
 )
-from assay.lab.quant.levels import empirical_levels, gaussian_levels, mixed_widths
-from assay.lab.quant.packing import (
+from assay.lab.quant.levels import (
+    empirical_levels,
+    gaussian_levels,
+    mixed_widths,
     pack,
     packed_bytes,
     unpack,

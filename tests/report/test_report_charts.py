@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from report_samples import charts, forest
 
 from assay.report import svg as charts_svg
-from assay.report.axes import drawable, listing
+from assay.report.svg import drawable, listing
 from assay.verdict import Band, Chart, Point, Series
 
 SVG = "{http://www.w3.org/2000/svg}"

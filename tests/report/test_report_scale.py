@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.report.axes import caption, drawable, fit, interval, number, value_axis
+from assay.report.svg import caption, drawable, fit, interval, number, value_axis
 from assay.verdict import Band, Chart, Point, Series
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

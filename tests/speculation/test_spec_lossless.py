@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from assay.errors import AssayError
-from assay.speculation.lossless import Tokens, measure, noise_of, part, permutation_p
+from assay.speculation.live import Tokens, measure, noise_of, part, permutation_p
 from assay.verdict import Verdict
 from stub_server import Exchange, StubServer
 

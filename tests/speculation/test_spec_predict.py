@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from assay.errors import UsageError
-from assay.speculation import predict as module
-from assay.speculation.predict import Change, predict, read_change
+from assay.speculation import benefit as module
+from assay.speculation.benefit import Change, predict, read_change
 from assay.speculation.spec import SpecOptions, examine
 
 LINE = (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.stats.bootstrap import (
+from assay.stats.cluster import (
     Resampling,
     bootstrap_quantiles,
     resampled_counts,

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-from assay.checkpoint.findings import found, noted, plural, some, warned
+from assay.checkpoint import found, noted, plural, some, warned
 from assay.errors import AssayError
 from assay.runs import Kept
 from assay.verdict import Finding

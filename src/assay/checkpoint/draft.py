@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from assay.checkpoint import found, warned
 from assay.checkpoint.documents import Document
-from assay.checkpoint.findings import found, warned
 from assay.checkpoint.safetensors import Tensor
 from assay.checkpoint.structure import holes_among_peers
 from assay.checkpoint.subject import Checkpoint

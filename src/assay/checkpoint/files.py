@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from assay.checkpoint import found, noted, plural, warned
 from assay.checkpoint.digests import (
     Digest,
     DigestCache,
@@ -20,7 +21,6 @@ from assay.checkpoint.digests import (
     recorded_source,
 )
 from assay.checkpoint.digests import write as write_manifest
-from assay.checkpoint.findings import found, noted, plural, warned
 from assay.checkpoint.gguf import Gguf
 from assay.checkpoint.hub import list_revision
 from assay.checkpoint.mtp import MtpReport

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined, warned
+from assay.checkpoint import SHOWN, found, plural, some, unexamined, warned
 from assay.checkpoint.mtp import MtpReport, Status
 from assay.checkpoint.rules.template import template_problem
 from assay.checkpoint.safetensors import Fault, Tensor

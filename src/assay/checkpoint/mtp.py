@@ -8,15 +8,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from assay.checkpoint import expected
+from assay.checkpoint import SHOWN, found, noted, plural, some, structure, warned
 from assay.checkpoint.documents import Document
-from assay.checkpoint.expected import Dims, Layer, Piece, attention, linear, norms
-from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.quantization.check import weights
 from assay.checkpoint.quantization.declared import PLAIN, Declared, Kind
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.serve_args import TABLED, Version
-from assay.checkpoint.structure import MAX_PIECES, Shape, is_stored
+from assay.checkpoint.structure import (
+    MAX_PIECES,
+    Dims,
+    Layer,
+    Piece,
+    Shape,
+    attention,
+    is_stored,
+    linear,
+    norms,
+)
 from assay.checkpoint.subject import Checkpoint, open_checkpoint
 from assay.verdict import Finding, Severity
 
@@ -72,7 +80,7 @@ def qwen(d: Dims, depth: int) -> Iterator[Piece]:
     for i in range(depth):
         at = f"mtp.layers.{i}"
         yield from _below(at, attention(d, qk_norm="head", gated=True))
-        yield from _below(at, expected.shared_expert_moe(d, -1))
+        yield from _below(at, structure.shared_expert_moe(d, -1))
         yield from _below(at, norms(d, "input_layernorm", "post_attention_layernorm"))
 
 
@@ -95,7 +103,7 @@ def mimo(d: Dims, depth: int) -> Iterator[Piece]:
         at = f"model.mtp_layers.{i}"
         yield from _below(at, norms(d, "token_layernorm", "hidden_layernorm", "final_layernorm"))
         yield from linear(f"{at}.input_proj", d.hidden, 2 * d.hidden)
-        yield from _below(at, expected.FAMILIES["mimo"](d, i))
+        yield from _below(at, structure.FAMILIES["mimo"](d, i))
 
 
 def ernie(d: Dims, depth: int) -> Iterator[Piece]:
@@ -103,13 +111,13 @@ def ernie(d: Dims, depth: int) -> Iterator[Piece]:
     for i in range(depth):
         yield from norms(d, f"model.mtp_emb_norm.{i}", f"model.mtp_hidden_norm.{i}")
         yield from linear(f"model.mtp_linear_proj.{i}", d.hidden, 2 * d.hidden)
-        yield from _below(f"model.mtp_block.{i}", expected.FAMILIES["mistral"](d, i))
+        yield from _below(f"model.mtp_block.{i}", structure.FAMILIES["mistral"](d, i))
 
 
 _MTP, _ANY_MTP = _under("mtp."), _under("mtp.", "model.mtp.")
 _QWEN, _V32 = ("mtp_num_hidden_layers",), "0.32.0"
 _ERNIE = _under("model.mtp_emb_norm.", "model.mtp_hidden_norm.", "model.mtp_linear_proj.", "model.mtp_block.")
-_DEEPSEEK, _GLM = (_whole_layer(expected.FAMILIES[name]) for name in ("deepseek_v3", "glm4_moe"))
+_DEEPSEEK, _GLM = (_whole_layer(structure.FAMILIES[name]) for name in ("deepseek_v3", "glm4_moe"))
 
 _KINDS: tuple[tuple[str, Family], ...] = (
     ("qwen3_5 qwen3_5_text intern_s2_preview", Family("qwen3.5", _QWEN, _MTP, qwen, draft_class="Qwen3_5MTP")),
@@ -300,7 +308,7 @@ def _owed(checkpoint: Checkpoint, family: Family, depth: int) -> dict[str, Shape
     prefixes = head_prefixes(checkpoint, family, depth)
     pieces = family.layout(d, depth)
     if any(".experts.gate_up_proj" in name and name.startswith(prefixes) for name in checkpoint.tensors):
-        pieces = expected.fused_experts(pieces, d)
+        pieces = structure.fused_experts(pieces, d)
     owed = {_placed(checkpoint, name): shape for name, shape in pieces}
     return {} if d.lacking else owed
 

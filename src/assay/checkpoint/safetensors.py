@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint.findings import plural
+from assay.checkpoint import plural
 
 # -----------------------------------------------------------------------------
 # What a weight file says about one tensor, and how names group into modules.

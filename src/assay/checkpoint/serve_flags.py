@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from assay.checkpoint import found, plural, warned
 from assay.checkpoint.documents import CONFIG, Document, clean
 from assay.checkpoint.draft import draft_kind
-from assay.checkpoint.findings import found, plural, warned
 from assay.checkpoint.mtp import MtpReport
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared

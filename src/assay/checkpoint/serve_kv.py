@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from assay.checkpoint.expected import Dims
-from assay.checkpoint.findings import found, warned
+from assay.checkpoint import found, warned
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
 from assay.checkpoint.serve_args import ServeArgs
+from assay.checkpoint.structure import Dims
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 

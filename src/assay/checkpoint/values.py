@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from assay.checkpoint.findings import SHOWN, found, plural, some, warned
+from assay.checkpoint import SHOWN, found, plural, some, warned
 from assay.checkpoint.safetensors import DTYPE_BITS, FLOATS, Tensor, layer_index, layer_role
 from assay.verdict import Finding
 

@@ -10,12 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from assay.checkpoint import digests, serve_args, serve_flags
+from assay.checkpoint import SHOWN, digests, found, noted, plural, serve_args, serve_flags, some, warned
 from assay.checkpoint.digests import PICKLES, WEIGHTS, FileResult
 from assay.checkpoint.draft import check_draft, is_draft
-from assay.checkpoint.expected import FAMILIES
 from assay.checkpoint.files import Outcome, Show, VerifyOptions, examine_local, examine_remote, silent
-from assay.checkpoint.findings import SHOWN, found, noted, plural, some, warned
 from assay.checkpoint.gguf import check_gguf, check_splits, examine_gguf, read_gguf
 from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
 from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
@@ -25,6 +23,7 @@ from assay.checkpoint.safetensors import Tensor
 from assay.checkpoint.serve_args import TABLED, ServeArgs
 from assay.checkpoint.serve_flags import advise
 from assay.checkpoint.structure import (
+    FAMILIES,
     Expectation,
     check_index,
     check_structure,

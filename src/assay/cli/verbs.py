@@ -153,24 +153,6 @@ def rerun(result: Path, **given: Any) -> Report:
     return run_compare(plan_of_result(result, given), show, say=say)
 
 
-@verb(
-    "gap",
-    "assay.lab.options:GapOptions",
-    reference="hf:MODEL or vllm:MODEL, with options after '?'.",
-    candidate="The same, for the other side.",
-)
-def gap(**given: Any) -> Report:
-    """Take the difference of two deployments apart into buckets that sum, with intervals, and measure what would help.
-
-    Exit code 0 explained and within the margin, 1 outside it or another set-up, 2 could not be examined, 3 inconclusive.
-    """
-    from assay.cli.progress import show
-    from assay.lab.gap.gap import run_gap
-    from assay.lab.gap.plan import GapPlan
-
-    return run_gap(GapPlan.of(given), show)
-
-
 @verb("gate", "assay.gates.gate:GateOptions")
 def gate(**given: Any) -> Report:
     """Hold a deployment to its contract (assay.toml): run every section, judge its limits, say what changed.

@@ -28,8 +28,7 @@ from assay.coherence.conversation import (
 )
 from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.grading import Grade, grade
-from assay.coherence.needle import filler
-from assay.coherence.passages import score_alone, score_in_context
+from assay.coherence.passages import filler, score_alone, score_in_context
 from assay.coherence.plan import FIRST, Plan, Stage
 from assay.coherence.probes import FIBONACCI, extract_code, standard_probes
 from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText

@@ -8,7 +8,7 @@ from typing import Literal
 
 from assay.coherence import passages
 from assay.coherence.conversation import GREEDY, TEMPERATURE, TOP_P, Probe, Sampling, Task
-from assay.coherence.needle import DEFAULT_LONGEST, Needle
+from assay.coherence.passages import DEFAULT_LONGEST, Needle
 from assay.coherence.probes import NAMES
 from assay.coherence.tools import LEVELS, cases
 from assay.options import Options, option

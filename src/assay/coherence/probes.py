@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from assay.coherence.conversation import Context, Probe, Step, Talk, answer_text, user
-from assay.coherence.needle import Needle, needle_lengths
+from assay.coherence.passages import Needle, needle_lengths
 from assay.coherence.record import AnswerCheck
 from assay.engines.base import Capability, Message, Reply
 from assay.engines.tool_calls import read_calls

@@ -16,8 +16,15 @@ from assay.fidelity.greedy import Greedy
 from assay.fidelity.plan import MarginOptions, Plan
 from assay.fidelity.routing import RoutingResult
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
-from assay.stats.bootstrap import Resampling, bootstrap_quantiles
-from assay.stats.cluster import ClusterEstimate, cluster_mean, cluster_proportion, cluster_ratio, not_negative
+from assay.stats.cluster import (
+    ClusterEstimate,
+    Resampling,
+    bootstrap_quantiles,
+    cluster_mean,
+    cluster_proportion,
+    cluster_ratio,
+    not_negative,
+)
 from assay.stats.equivalence import (
     MIN_PILOT,
     MIN_WINDOWS,

@@ -17,7 +17,7 @@ from assay.coherence.check import CheckOptions
 from assay.environment import VERSION
 from assay.errors import AssayError
 from assay.fidelity.plan import Plan, label_of
-from assay.gates.figures import BOUNDED, Figure, figures, short
+from assay.gates.contract import BOUNDED, Figure, figures, short
 from assay.options import Options, declared_options, option
 from assay.report.markdown import code, prose
 from assay.report.svg import CHAR, label, tag

@@ -22,8 +22,7 @@ from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import printable
-from assay.gates.contract import DEFAULT, SECTIONS, Contract, read_contract
-from assay.gates.figures import Figure, Ruled, figures, rule
+from assay.gates.contract import DEFAULT, SECTIONS, Contract, Figure, Ruled, figures, read_contract, rule
 from assay.options import Options, option
 from assay.progress import NO_PROGRESS, Progress
 from assay.report import markdown

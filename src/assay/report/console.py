@@ -24,7 +24,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from assay.progress import is_terminal
-from assay.report.axes import listing
+from assay.report.svg import listing
 from assay.report.text import (
     SEVERITIES,
     VERDICTS,

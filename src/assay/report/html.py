@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from assay.report import svg
-from assay.report.axes import caption, drawable, name, with_interval
+from assay.report.svg import caption, drawable, name, with_interval
 from assay.report.text import (
     SEVERITIES,
     VERDICTS,

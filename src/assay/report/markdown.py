@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from assay.report.axes import listing
+from assay.report.svg import listing
 from assay.report.text import (
     VERDICTS,
     evidence_items,

@@ -18,12 +18,18 @@ from assay.speculation.benefit import (
     Comparison,
     Cost,
     Measured,
+    Prediction,
     benefit,
     compare,
+    doubts,
     measured_cost,
     median,
+    predict,
     quotient,
+    read_change,
+    to_json,
 )
+from assay.speculation.benefit import table as prediction_table
 from assay.speculation.findings import HeadFile, Judged, examine_head, findings, quoted
 from assay.speculation.health import (
     WORTH,
@@ -35,8 +41,6 @@ from assay.speculation.health import (
     proportion,
     with_words,
 )
-from assay.speculation.predict import Prediction, doubts, predict, read_change, to_json
-from assay.speculation.predict import table as prediction_table
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Observation, combine
 from assay.speculation.sources import grow, in_time_order, open_source
@@ -126,7 +130,7 @@ def examine(sources: Sequence[str], options: SpecOptions | None = None) -> Repor
     run = _read(sources, chosen)
     found = judge_run(run, list(sources), chosen, base)
     if chosen.lossless:
-        from assay.speculation.lossless import check_lossless
+        from assay.speculation.live import check_lossless
 
         found = check_lossless(
             found, next(filter(is_url, sources)), chosen.lossless, chosen.prompts, chosen.samples,

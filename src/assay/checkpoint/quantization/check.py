@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from assay.checkpoint import SHOWN, found, plural, some, unexamined, warned
 from assay.checkpoint.documents import SIDECARS
-from assay.checkpoint.findings import SHOWN, found, plural, some, unexamined, warned
 from assay.checkpoint.quantization.declared import (
     CARRIERS,
     FUSED,

@@ -6,12 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 
+from assay.checkpoint import SHOWN, found, plural, warned
 from assay.checkpoint.documents import INDEX, ROPE, TABLES, Document
 from assay.checkpoint.draft import is_draft
-from assay.checkpoint.expected import FAMILIES, Dims
-from assay.checkpoint.findings import SHOWN, found, plural, warned
 from assay.checkpoint.quantization.declared import weight_shape
-from assay.checkpoint.structure import head_name, is_stored
+from assay.checkpoint.structure import FAMILIES, Dims, head_name, is_stored
 from assay.checkpoint.subject import BrokenDocument, Checkpoint
 from assay.verdict import Finding
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from assay.checkpoint import found, warned
 from assay.checkpoint.draft import is_draft
-from assay.checkpoint.findings import found, warned
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 

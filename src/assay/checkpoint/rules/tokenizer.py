@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from assay.checkpoint import SHOWN, found, plural, some, warned
 from assay.checkpoint.documents import Document
 from assay.checkpoint.draft import is_draft
-from assay.checkpoint.findings import SHOWN, found, plural, some, warned
 from assay.checkpoint.rules.template import special_tokens, templates, token_text, turn_end
 from assay.checkpoint.subject import BrokenDocument, Checkpoint
 from assay.verdict import Finding

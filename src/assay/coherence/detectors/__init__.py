@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from assay.coherence.detectors import brackets, floods, loops, stutter, tails, tokens, words
-from assay.coherence.salad import detector as salad
+from assay.coherence.detectors import floods, loops, salad, stutter, tails, tokens, words
 from assay.coherence.text import Detection, Detector
 from assay.plugins import load
 
@@ -14,7 +13,7 @@ DETECTORS: Sequence[Detector] = (
     tokens.detect_special_tokens,
     tokens.detect_replacement,
     floods.detect_flood,
-    brackets.detect_brackets,
+    floods.detect_brackets,
     loops.detect_loop,
     loops.detect_near_loop,
     tails.detect_like_calls,

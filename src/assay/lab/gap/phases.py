@@ -29,7 +29,7 @@ from assay.lab.kv.lab import Measured
 from assay.lab.kv.live_stream import Key, StreamFacts
 from assay.lab.kv.noise import NoiseGrowth, noise_growth
 from assay.lab.kv.spec import parse_spec
-from assay.stats.bootstrap import Resampling
+from assay.stats.cluster import Resampling
 from assay.stats.intervals import Interval
 
 # Phase 1: the steps of the bucket `engine`, and what an engine allows to switch alone.

@@ -27,8 +27,7 @@ from transformers.masking_utils import sdpa_mask
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import parse_spec
 from assay.errors import UsageError
-from assay.lab.heads.export import read_head, target_facts
-from assay.lab.heads.model import Head, RmsNorm, batches, observe, padded
+from assay.lab.heads.model import Head, RmsNorm, batches, observe, padded, read_head, target_facts
 from assay.lab.heads.text import CHUNK, HELD_OUT, Written, prompts, with_transformers, written
 from assay.lab.heads.train import Acceptance, accepted, percent, ratio
 from assay.lab.options import HeadTryPlan

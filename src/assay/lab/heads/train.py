@@ -15,8 +15,21 @@ import torch
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import parse_spec
 from assay.errors import AssayError, UsageError
-from assay.lab.heads.export import cannot_write, target_facts, write_head
-from assay.lab.heads.model import Head, HeadConfig, Walk, batches, draft, losses, observe, padded, start, walk
+from assay.lab.heads.model import (
+    Head,
+    HeadConfig,
+    Walk,
+    batches,
+    cannot_write,
+    draft,
+    losses,
+    observe,
+    padded,
+    start,
+    target_facts,
+    walk,
+    write_head,
+)
 from assay.lab.heads.text import (
     CHUNK,
     HELD_OUT,

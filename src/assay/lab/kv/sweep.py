@@ -24,7 +24,7 @@ from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import SweepPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
-from assay.stats.bootstrap import Resampling
+from assay.stats.cluster import Resampling
 from assay.stats.equivalence import Margins
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
 

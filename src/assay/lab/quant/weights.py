@@ -10,8 +10,7 @@ import torch
 
 from assay.errors import UsageError
 from assay.lab.quant.hadamard import Rotation
-from assay.lab.quant.levels import gaussian_levels
-from assay.lab.quant.packing import packed_bytes
+from assay.lab.quant.levels import gaussian_levels, packed_bytes
 
 
 def linear_layers(model: Any) -> list[Any]:

@@ -24,8 +24,14 @@ from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage, T
 from assay.lab.kv.codecs.kmeans import exact_basis, random_basis, ranks, spherical_centres
 from assay.lab.kv.stream import damaged, from_halves, to_halves
 from assay.lab.quant.hadamard import random_signs, wht
-from assay.lab.quant.levels import empirical_levels, gaussian_levels, nearest_level
-from assay.lab.quant.packing import pack, packed_bytes, unpack
+from assay.lab.quant.levels import (
+    empirical_levels,
+    gaussian_levels,
+    nearest_level,
+    pack,
+    packed_bytes,
+    unpack,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`assay kv …`: the laboratory of KV-cache codecs. One function a command; the work is done in `assay.lab.kv`."""
+"""The laboratory: `assay kv …`, `assay gap` and `assay heads …`. The work is done in `assay.lab`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from assay.cli.verb import Verb, check_writable, verb
 from assay.verdict import Report
 
-HELP = "KV-cache codecs: evaluate, sweep, calibrate, diagnose, attribute, allocate, serve, encode, decode."
+KV_HELP = "KV-cache codecs: evaluate, sweep, calibrate, diagnose, attribute, allocate, serve, encode, decode."
+HEADS_HELP = "Draft heads: train one for a target, measure it beside changed targets."
 _MODEL = "hf:MODEL or a folder, with options after '?'."
 _ANY_MODEL = "hf:MODEL (or a folder) or vllm:MODEL, with options after '?'."
 
@@ -149,6 +150,53 @@ def decode(**given: Any) -> Report:
     return run_decode(DecodePlan.of(given))
 
 
-COMMANDS = (
+KV_COMMANDS = (
     list_codecs, evaluate, sweep, calibrate, diagnose, attribute, allocate, noise, serve, encode, decode,
 )  # fmt: skip
+
+
+@verb(
+    "gap",
+    "assay.lab.options:GapOptions",
+    reference="hf:MODEL or vllm:MODEL, with options after '?'.",
+    candidate="The same, for the other side.",
+)
+def gap(**given: Any) -> Report:
+    """Take the difference of two deployments apart into buckets that sum, with intervals, and measure what would help.
+
+    Exit code 0 explained and within the margin, 1 outside it or another set-up, 2 could not be examined, 3 inconclusive.
+    """
+    from assay.cli.progress import show
+    from assay.lab.gap.gap import run_gap
+    from assay.lab.gap.plan import GapPlan
+
+    return run_gap(GapPlan.of(given), show)
+
+
+@verb("heads train", "assay.lab.options:HeadTrainPlan", model="hf:MODEL or a folder, with options after '?'.")
+def heads_train(**given: Any) -> Report:
+    """Train a draft head on text that the target writes itself, and export it for vLLM.
+
+    Goes on where an interrupted run stopped. Exit code 0 trained, 2 could not be trained, 3 too little to measure.
+    """
+    from assay.cli.progress import show
+    from assay.lab.heads.train import run_train
+    from assay.lab.options import HeadTrainPlan
+
+    return run_train(HeadTrainPlan.of(given), show)
+
+
+@verb("heads try", "assay.lab.options:HeadTryPlan", model="The head's target: hf:MODEL or a folder.")
+def heads_try(**given: Any) -> Report:
+    """Measure one head beside changed targets and KV caches, and in the states in which loaders leave heads.
+
+    Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be measured.
+    """
+    from assay.cli.progress import show
+    from assay.lab.heads.experiment import run_try
+    from assay.lab.options import HeadTryPlan
+
+    return run_try(HeadTryPlan.of(given), show)
+
+
+HEADS_COMMANDS = (heads_train, heads_try)

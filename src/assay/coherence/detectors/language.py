@@ -98,7 +98,7 @@ def mark_class(mark: str) -> int:
 def tables() -> Tables:
     """The tables, read once."""
     with (
-        resources.files("assay.coherence.salad").joinpath(TABLES).open("rb") as file,
+        resources.files("assay.coherence.detectors").joinpath(TABLES).open("rb") as file,
         np.load(file) as stored,
     ):
         return Tables(
