@@ -105,7 +105,7 @@ def test_a_search_is_used_where_it_finds_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_without_numba_torch_searches_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAME", {})
-    monkeypatch.setitem(sys.modules, "assay.lab.quant.trellis", None)
+    monkeypatch.setitem(sys.modules, "assay.lab.quant.trellis_loops", None)
     costs = torch.rand(3, 9, 2, 2)
     with pytest.warns(RuntimeWarning, match="trellis_loops"):
         found = cheapest_path(costs, trellis(4))

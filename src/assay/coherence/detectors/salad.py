@@ -22,7 +22,7 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.coherence.detectors import language
+import assay.coherence.detectors.language as language
 from assay.coherence.text import FUNCTION_WORDS, Detection, TextView, true_stretches
 
 # -----------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from assay.coherence.detectors import language
+import assay.coherence.detectors.language as language
 from assay.coherence.text import Detection, TextView
 from assay.stats.cluster import cluster_ratio
 

@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.coherence.detectors import language
+import assay.coherence.detectors.language as language
 from assay.coherence.text import (
     FUNCTION_WORDS,
     Detection,
