@@ -27,6 +27,7 @@ from typing import Any
 
 import doctor_faults as faults
 from assay.demo.models import QWEN05, SMOLLM2, gguf_of
+from assay.environment import VERSION
 from assay.runs import cache_dir
 from assay.serving.search import starts_needed
 
@@ -59,20 +60,26 @@ class Case:
 
 PLAIN = "--batch-size 512 --ubatch-size 128"
 EAGER = "--enforce-eager --no-enable-prefix-caching"
+BATCH = "--max-num-seqs 32 --max-num-batched-tokens 2048"
+VLLM = f"{EAGER} {BATCH}"
 ROPE = '--hf-overrides {"rope_parameters":{"rope_theta":100.0,"rope_type":"default"}}'
 DRAFT = '--speculative-config {"method":"draft_model","model":"{dead}","num_speculative_tokens":3}'
+NGRAM = '--speculative-config {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":2,"prompt_lookup_min":1}'
 CASES = (
-    Case("fp8 KV, Qwen 0.5B", "vllm", f"{EAGER} --max-num-seqs 32 --kv-cache-dtype fp8", ("--kv-cache-dtype",), model="qwen05", ladder=True),
-    Case("prefix cache and graphs together", "vllm", "--max-num-seqs 32", ("--enable-prefix-caching", "--no-enforce-eager"), plugin="graphs"),
-    Case("above 16 rows in a batch", "vllm", f"{EAGER} --max-num-seqs 32 --max-num-batched-tokens 2048", ("--max-num-seqs",), plugin="crowd"),
-    Case("rope base 100, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 {ROPE}", ("--hf-overrides",)),
-    Case("tokenizer swapped", "vllm", f"{EAGER} --max-num-seqs 32 --tokenizer {{tokenizer}}", ("--tokenizer",)),
-    Case("chat template without its end, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 --chat-template {{template}}", ("--chat-template",)),
-    Case("corrupt shard", "vllm", f"{EAGER} --max-num-seqs 32", baseline_fails=True, model="corrupt"),
-    Case("LoRA of zeros", "vllm", f"{EAGER} --enable-lora --lora-modules zero={{zero}}", role=("--lora-modules", "no_effect")),
-    Case("dead draft, vLLM", "vllm", f"{EAGER} --max-num-seqs 32 {DRAFT}", ("--speculative-config",)),
-    Case("healthy, vLLM eager", "vllm", "--enforce-eager --max-num-seqs 32 --max-num-batched-tokens 2048"),
-    Case("healthy, vLLM graphs, Qwen 0.5B", "vllm", "--max-num-seqs 32", model="qwen05"),
+    Case("rope base 100 in the checkpoint, vLLM", "vllm", VLLM, baseline_fails=True, model="rope"),
+    Case("dead draft, vLLM", "vllm", f"{VLLM} {DRAFT}", ("--speculative-config",)),
+    Case("a flag of another device, vLLM", "vllm", f"{VLLM} --attention-backend FLASH_ATTN", role=("--attention-backend", "no_effect")),
+    Case("LoRA of zeros, vLLM", "vllm", f"{VLLM} --enable-lora --lora-modules zero={{zero}}", role=("--lora-modules", "no_effect")),
+    Case("chat template without its end, vLLM", "vllm", f"{VLLM} --chat-template {{template}}", ("--chat-template",)),
+    Case("healthy, four flags, vLLM", "vllm", f"{VLLM} --block-size 64 --dtype bfloat16"),
+    Case("healthy, prefix cache, vLLM", "vllm", f"--enforce-eager --enable-prefix-caching {BATCH}"),
+    Case("n-gram draft on prose, vLLM", "vllm", f"{VLLM} {NGRAM}", ("--speculative-config",)),
+    Case("prefix cache and block size together, vLLM", "vllm", "--enforce-eager --enable-prefix-caching --block-size 64", ("--enable-prefix-caching", "--block-size"), plugin="pair"),
+    Case("rope base 100, vLLM", "vllm", f"{VLLM} {ROPE}", ("--hf-overrides",)),
+    Case("tokenizer swapped, vLLM", "vllm", f"{VLLM} --tokenizer {{tokenizer}}", ("--tokenizer",)),
+    Case("fp8 KV, Qwen 0.5B, vLLM", "vllm", f"{VLLM} --kv-cache-dtype fp8", ("--kv-cache-dtype",), model="qwen05"),
+    Case("above 16 rows in a batch, vLLM", "vllm", VLLM, ("--max-num-seqs",), plugin="crowd"),
+    Case("corrupt shard, vLLM", "vllm", VLLM, baseline_fails=True, model="corrupt"),
     Case("rope base 100", "llama", f"{PLAIN} --rope-freq-base 100", ("--rope-freq-base",), ladder=True),
     Case("rope scale", "llama", f"--rope-scale 0.02 {PLAIN}", ("--rope-scale",)),
     Case("norm epsilon overridden", "llama", f"{PLAIN} --override-kv llama.attention.layer_norm_rms_epsilon=float:30", ("--override-kv",)),
@@ -142,6 +149,8 @@ class Zoo:
         if case.model == "corrupt":
             name = "corrupt.gguf" if llama else "corrupt"
             return self.made(name, lambda target: faults.corrupt(whole("smollm2"), target))
+        if case.model == "rope":
+            return self.made("rope", lambda target: faults.rope(whole("smollm2"), target))
         return whole(case.model)
 
     def filled(self, case: Case, folder: Path, core: int) -> list[str]:
@@ -185,8 +194,6 @@ class Zoo:
             if case.plugin:
                 path = faults.plugin(self.parts / f"plugin-{case.plugin}", case.plugin)
                 env.append(f"PYTHONPATH={path}:{os.environ.get('PYTHONPATH', '')}")
-            if case.baseline_fails:
-                options += ["--reference-engine", f"hf:{self.checkpoint('smollm2')}"]
             if asked.start_lock:
                 options += ["--start-lock", asked.start_lock]
             words = [
@@ -196,9 +203,9 @@ class Zoo:
                 "--model",
                 str(self.model(case)),
                 "--max-model-len",
-                "2048",
+                "1024",
             ]
-            return [*options, "--start-timeout", "200"], [*env, *words, *own, *settings]
+            return [*options, "--start-timeout", "300"], [*env, *words, *own, *settings]
         llama = [*pinned, asked.llama_server, "-t", str(asked.cores), "-m", str(self.model(case))]
         if case.engine == "llama":
             return options, [*llama, *settings]
@@ -234,13 +241,33 @@ class Zoo:
         out.unlink(missing_ok=True)
         options, command = self.command(case, folder, core)
         budget = min(self.asked.budget, (self.until - time.monotonic()) / 60 - 0.2)
-        env = {**os.environ, "ASSAY_CACHE": str(folder / "cache")}
+        # One cache for all: a configuration that another case started within the hour is not started again.
+        env = {**os.environ, "ASSAY_CACHE": str(self.parts / f"cache-{core}")}
+        if case.engine == "vllm" and not self.asked.cuda:
+            # vLLM compiles a kernel of its log-probabilities at the first of them, which takes 20 s of every start.
+            env |= {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         env["PYTHONPATH"] = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
         words = [sys.executable, "-m", "assay", "doctor", "--json", str(out), "--html", str(folder / "report.html"),
                  "--budget", f"{budget:.2f}", *options, "--", *command]  # fmt: skip
         with (folder / "said.log").open("w") as said:
             subprocess.run(words, env=env, stdout=said, stderr=said, check=False, timeout=60 * budget + 240)
-        return judged(case, json.loads(out.read_text()))
+        return judged(case, json.loads(out.read_text())) | {
+            "versions": {"assay": VERSION, "engine": self.version(case)},
+            "load": [round(n, 1) for n in os.getloadavg()],
+        }
+
+    def version(self, case: Case) -> str:
+        """The engine's own word."""
+        if case.engine == "small":
+            return ""
+        vllm = [
+            self.asked.vllm_python,
+            "-c",
+            "from importlib.metadata import version; print(version('vllm'))",
+        ]
+        words = vllm if case.engine == "vllm" else [self.asked.llama_server, "--version"]
+        said = subprocess.run(words, capture_output=True, text=True, check=False)
+        return (said.stdout + said.stderr).strip().splitlines()[0]
 
 
 def judged(case: Case, report: dict[str, Any]) -> dict[str, Any]:
@@ -259,8 +286,9 @@ def judged(case: Case, report: dict[str, Any]) -> dict[str, Any]:
         "expected": list(case.guilty) or (list(case.role) if case.role else ["baseline"] if case.baseline_fails else []),
         "healthy": case.healthy, "right": right, "accused": accused, "roles": roles, "verdict": report["verdict"],
         "symptoms": found.get("symptoms"), "launches": found.get("launches"), "launches_exhaustive": found.get("launches_exhaustive"),
+        "kept": sum(s["resumed"] for s in found.get("starts", [])), "fault": found.get("fault"),
         "minutes": round(found.get("minutes", 0), 2), "out_of_time": found.get("out_of_time"), "fault_rate": case.fault_rate,
-        "starts": [{k: s[k] for k in ("settings", "index", "state", "bad", "start_s", "measure_s")} for s in found.get("starts", [])],
+        "starts": [{k: s[k] for k in ("settings", "index", "state", "bad", "start_s", "measure_s", "resumed")} for s in found.get("starts", [])],
         "engaged": {s["name"]: s["evidence"] for s in found.get("settings", [])},
     }  # fmt: skip
 
@@ -370,6 +398,8 @@ def main() -> None:
         c for c in CASES
         if has[c.engine] and c.engine in asked.engine and (not asked.only or c.name in asked.only) and c.name not in done
     ]  # fmt: skip
+    if asked.only:
+        chosen.sort(key=lambda case: asked.only.index(case.name))
     with ThreadPoolExecutor(asked.jobs) as pool:
         list(pool.map(one, chosen))
 

@@ -208,7 +208,8 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
 
     from assay.cli.doctor import starts_table
     from assay.progress import NO_PROGRESS
-    from assay.serving.doctor import Doctor, DoctorOptions
+    from assay.serving.doctor import Doctor
+    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     seen: list[str] = []
