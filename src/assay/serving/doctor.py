@@ -601,7 +601,9 @@ class Doctor:
         self.say(self.now)
         try:
             plan = plan_from(
-                {"reference": engine, "candidates": [url]}, {"windows": 8, "length": 256}, where="doctor"
+                {"reference": engine, "candidates": [url]},
+                {"windows": 8, "length": 256, "floors": False},
+                where="doctor",
             )
             self.found.checkpoint.append(run_compare(plan, self.progress))
             named = Path(engine.removeprefix("hf:").partition("?")[0]).expanduser()
