@@ -72,12 +72,12 @@ class Watched:
         self.steps: list[tuple[list[int], torch.Tensor]] = []
 
     def generate(self, prompts: list[Any], params: Any) -> list[Any]:
-        self.core._call("assay_watch", self._keep)  # type: ignore[attr-defined]
+        self.core._call("watch", self._keep)  # type: ignore[attr-defined]
         try:
             given = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
             return list(self.core._llm.generate(given, params, use_tqdm=False))  # type: ignore[attr-defined]
         finally:
-            self.core._call("assay_unwatch")  # type: ignore[attr-defined]
+            self.core._call("unwatch")  # type: ignore[attr-defined]
 
     def _keep(self, step: list[Any], states: torch.Tensor) -> None:
         counts = [len(fed.tokens) for fed in step]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from assay.engines.vllm.hooks import WINDOW, ScoringExtension
+from assay.engines.vllm.hooks import WINDOW
+from assay.engines.vllm.ranks import ScoringExtension
 
 VOCAB, WIDTH, BLOCK = 50, 8, 16
 

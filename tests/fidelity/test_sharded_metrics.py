@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -21,23 +20,9 @@ from test_fidelity_metrics import brute_force
 
 from assay.engines.scoring import Head, StateRows, VocabularyShard, Window
 from assay.fidelity.metrics import RowStatistics, batch_statistics, window_statistics
+from together import Together
 
 VOCAB, WIDTH, TOKENS = 997, 24, 70
-
-
-class Together:
-    """Collective calls of threads: `gather` waits for all of them, as a process group does."""
-
-    def __init__(self, ranks: int) -> None:
-        self._slots: list[Any] = [None] * ranks
-        self._barrier = threading.Barrier(ranks, timeout=30)
-
-    def gather(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        self._slots[rank] = tensor.clone()
-        self._barrier.wait()
-        found = torch.stack(self._slots)
-        self._barrier.wait()
-        return found
 
 
 def on_rank(

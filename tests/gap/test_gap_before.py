@@ -55,7 +55,7 @@ def checkpoint(folder: Path, architecture: str, **config: object) -> str:
     ("options", "codec", "said"),
     [
         ("?max_model_len=64", "", "windows of 1024 tokens do not fit"),
-        ("?tensor_parallel=2", "fp8", "every GPU holds a part"),
+        ("?tensor_parallel=2", "pca", "all KV heads of a layer together, and each of 2 ranks"),
         ("?nonsense=2", "fp8", "nonsense"),
         ("?enforce_eager=false", "fp8", "CUDA graphs run no codec"),
         ('?args={"enable_prefix_caching":true}', "fp8", "enable_prefix_caching"),

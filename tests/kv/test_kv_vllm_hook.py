@@ -42,6 +42,7 @@ class Context:
         self.living: set[str] = set()
         module = SimpleNamespace(num_kv_heads=HEADS, attn=SimpleNamespace(**attention))
         self.attentions = dict.fromkeys(range(LAYERS), module)
+        self.share = (0, 1)
         self.rewritten: list[tuple[int, list[Any], bool]] = []
 
     def rewrite(self, layer: int, changes: list[Any], *, rotate: bool) -> None:

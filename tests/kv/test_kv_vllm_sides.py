@@ -64,6 +64,7 @@ class Engine:
     def __init__(self, coders: Any, mode: Mode, prefix: int) -> None:
         self.steps = SimpleNamespace(requests=None, serving=False)
         module = SimpleNamespace(num_kv_heads=HEADS, attn=SimpleNamespace())
+        self.share = (0, 1)
         self.attentions = dict.fromkeys(range(LAYERS), module)
         self.hook = VllmCodecHook(Fixed("identity", mode.value, 64, measure_windows=1, ready=coders))
         self.hook.bind(LlamaForCausalLM(), self)  # type: ignore[arg-type]

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from assay.errors import AssayError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from assay.engines.base import Engine
@@ -174,6 +176,8 @@ class Head:
         self.bias = bias
         self.softcap = softcap
         self.scale = scale
+        self.file: Path | None = None
+        """A safetensors file that holds it as `weight` and `bias`, where it came from one: ranks read their rows of it."""
         self._elsewhere: dict[str, Head] = {}
 
     @property

@@ -295,7 +295,9 @@ class Store:
         """The output head."""
         facts = self._manifest.head
         tensors = read_tensors(self.folder, facts.stored)
-        return Head(tensors["weight"], tensors.get("bias"), softcap=facts.softcap, scale=facts.scale)
+        head = Head(tensors["weight"], tensors.get("bias"), softcap=facts.softcap, scale=facts.scale)
+        head.file = (self.folder / facts.stored.file).resolve()
+        return head
 
     def states(self, index: int) -> StateRows:
         """States [n, d] of the window with this number, with the head that turns them into logits."""

@@ -1,16 +1,23 @@
-"""vLLM in this process: runs windows through the engine and keeps the final states of the wanted rows.
+"""vLLM in this process: runs windows through the engine, whose ranks keep the final states of the wanted rows.
 
 The engine's scheduler is stepped from here, so nothing else runs in it; prefix caching and asynchronous scheduling
-are off, and model runner V1 is asked for, as its batch is what the ledger reads.
+are off, and model runner V1 is asked for, as its batch is what the ledger reads. The model is in this process too where
+one GPU holds it; with tensor or pipeline parallelism vLLM has a process for every rank (`assay.engines.vllm.ranks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,67 +35,18 @@ from assay.engines.scoring import (
     StateRows,
     TokenizerFacts,
     Window,
-    to_device,
+    load_hook,
     to_host,
 )
-from assay.engines.vllm.hooks import WINDOW, KvHooks, Steps
-from assay.engines.vllm.start import VllmSpec, reason_of, start_llm
-from assay.engines.vllm.steps import Fed, RowLedger, WindowPlan, batch_size, cache_reads, plan_window
+from assay.engines.vllm.hooks import WINDOW
+from assay.engines.vllm.ranks import Failure, HeadFile, merged
+from assay.engines.vllm.start import REPORTS, VllmSpec, reason_of, start_llm
+from assay.engines.vllm.steps import WindowPlan, batch_size, cache_reads, plan_window
 from assay.errors import AssayError, UsageError
 
-_PLAIN = frozenset({"UnquantizedEmbeddingMethod", "UnquantizedLinearMethod"})
-
-
-def output_head(model: Any) -> Head:
-    """The head of `model`, its rows of padding cut off. AssayError where there is none in plain numbers."""
-    linear = getattr(model, "lm_head", None)
-    processor = getattr(model, "logits_processor", None)
-    if linear is None or processor is None:
-        raise _no_head(model, "it has no lm_head with a logits processor")
-    method = type(getattr(linear, "quant_method", None)).__name__
-    if method not in _PLAIN or linear.weight.dim() != 2 or not linear.weight.numel():
-        raise _no_head(model, f"its output head is quantised or packed ({method})")
-    if processor.soft_cap is not None and processor.scale != 1.0:
-        raise _no_head(model, "it both caps and scales its logits")
-    size = int(processor.org_vocab_size)
-    bias = getattr(linear, "bias", None)
-    return Head(
-        linear.weight.detach()[:size],
-        None if bias is None else bias.detach()[:size],
-        softcap=processor.soft_cap,
-        scale=float(processor.scale),
-    )
-
-
-def check_head(model: Any, head: Head, states: torch.Tensor) -> None:
-    """Compare the head with the engine's own logits on some states [n, d]; AssayError where they differ."""
-    own = model.compute_logits(states).float()
-    rebuilt = head.logits(states)
-    finite = torch.isfinite(own)
-    tolerance = (
-        4 * float(torch.finfo(states.dtype).eps) * float(own[finite].abs().max()) if finite.any() else 0.0
-    )
-    difference = float((own - rebuilt)[finite].abs().max()) if finite.any() else 0.0
-    if own.shape != rebuilt.shape or not difference <= tolerance:
-        raise AssayError(
-            f"the logits of {type(model).__name__} cannot be rebuilt from its final states: they differ by {difference:.3g}",
-            finding_id="fidelity.no_head",
-            remedy="compare it through another engine (hf:, gguf:)",
-            evidence={"max_difference": difference, "tolerance": tolerance},
-        )
-
-
-def _no_head(model: Any, why: str) -> AssayError:
-    return AssayError(
-        f"the logits of {type(model).__name__} cannot be rebuilt from its final states: {why}",
-        finding_id="fidelity.no_head",
-        remedy="compare it through another engine (hf:, gguf:)",
-    )
-
-
-_CHECKED_ROWS = 16
 _AT_ONCE = 64
 """Windows that run together where nobody says how many: more make no GPU faster, and their states need room too."""
+_Taken = TypeVar("_Taken")
 
 
 class VllmCore:
@@ -99,20 +57,43 @@ class VllmCore:
         self.spec = spec
         self._llm = llm
         self._job: ScoreJob | None = None
-        self._hooks: KvHooks | None = None
-        self._head_checked = False
+        self._passes = 1
         self._bytes_read = 0.0
         self._batches: Batches | None = None
-        self.cache = self._call("assay_cache_facts")
         self._run = 0
+        self._heads: list[Head | HeadFile] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._deaths = _Deaths(llm) if spec.ranks > 1 else None
+        self.ranks = self._all("facts")
+        self.cache = _cache_of(self.ranks)
 
     @classmethod
     def start(cls, spec: VllmSpec) -> VllmCore:
         """Start the engine; AssayError with vLLM's own reason where that fails."""
         return cls(spec, start_llm(spec))
 
-    def _call(self, method: str, *args: Any) -> Any:
-        return self._llm.collective_rpc(method, args=args)[0]
+    def _all(self, name: str, *arguments: Any) -> list[Any]:
+        """What every rank answers to a call; the error of the first that has one."""
+        try:
+            answers: list[Any] = self._llm.collective_rpc("assay_call", args=(name, *arguments))
+        except Exception as error:
+            if self._deaths is None:
+                raise
+            raise self._lost(error) from error
+        for answer in answers:
+            if isinstance(answer, Failure):
+                raise answer.error(self.spec.ranks)
+        return answers
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        """The answer of the first rank of the last stage, which has the states."""
+        return self._all(name, *arguments)[-self.spec.tensor_parallel]
+
+    def _lost(self, error: BaseException) -> Exception:
+        """What is known of a rank that died; `error` is what vLLM made of it."""
+        if self._deaths is None:
+            return error if isinstance(error, Exception) else RuntimeError(str(error))
+        return self._deaths.error(error, self.spec)
 
     @cached_property
     def tokenizer(self) -> TokenizerFacts:
@@ -121,8 +102,17 @@ class VllmCore:
 
     @cached_property
     def head(self) -> Head:
-        """The output head; checked against the engine's own logits when the first states come."""
-        return output_head(self._call("assay_model"))
+        """The output head; checked against the engine's own logits when the first states come.
+
+        Of several ranks it is put together in the main memory, which only storing a reference needs.
+        """
+        if self.spec.ranks == 1:
+            return self._call("own_head")  # type: ignore[no-any-return]
+        parts = sorted((a for a in self._all("head_rows") if a is not None), key=lambda part: part[0])
+        first = parts[0][1]
+        weight = torch.cat([head.weight for _, head in parts])
+        bias = None if first.bias is None else torch.cat([head.bias for _, head in parts])
+        return Head(weight, bias, softcap=first.softcap, scale=first.scale)
 
     def facts(self) -> dict[str, Any]:
         """Versions, model, number formats and cache as the engine has them."""
@@ -135,7 +125,7 @@ class VllmCore:
             "model": Path(self.spec.model).name,
             "vllm": vllm.__version__,
             "torch": torch.__version__,
-            "device": str(self.head.weight.device),
+            "device": self.ranks[-1]["device"],
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "kv_cache_dtype": str(config.cache_config.cache_dtype),
@@ -147,6 +137,17 @@ class VllmCore:
             "seed": self.spec.seed,
             "args": dict(self.spec.args),
             "setup": setup_facts(model.hf_text_config),
+            **self._parallel(),
+        }
+
+    def _parallel(self) -> dict[str, Any]:
+        """What several ranks add to the facts."""
+        if self.spec.ranks == 1:
+            return {}
+        return {
+            "tensor_parallel": self.spec.tensor_parallel,
+            "pipeline_parallel": self.spec.pipeline_parallel,
+            **({"unequal_memory": told} if (told := unequal(self.ranks)) else {}),
         }
 
     def begin(self, job: ScoreJob, length: int) -> int:
@@ -155,18 +156,16 @@ class VllmCore:
         if length > longest:
             raise self._too_little_room(length, longest)
         self.end()
-        self._job, self._bytes_read = job, 0.0
+        self._job, self._bytes_read, self._passes = job, 0.0, 1
         if job.hook:
             if not isinstance(job.hook, HookSpec):
                 raise TypeError("a hook of vLLM is named, for it may run in another process")
+            if self.spec.ranks > 1:
+                refuse = getattr(load_hook(job.hook), "check_ranks", _no_ranks)
+                refuse(self.spec.tensor_parallel, self.spec.pipeline_parallel)
             # By prefill nothing is fed after a prefix.
             prefix = length if job.path is ScoringPath.PREFILL else job.scored_from - 1
-            self._hooks = KvHooks(
-                job.hook,
-                self._call("assay_model"),
-                eager=self.spec.enforce_eager,
-                steps=Steps(self._call("assay_runner"), prefix),
-            )
+            self._passes = self._call("begin", job.hook, prefix, self.spec.enforce_eager)
         return job.batch or max(1, min(_AT_ONCE, self._room(_AT_ONCE, plan_window(length, job), length)))
 
     def _room(self, wanted: int, plan: WindowPlan, length: int) -> int:
@@ -184,9 +183,8 @@ class VllmCore:
     def end(self) -> Engagement:
         """Take the hook off; what took part since `begin`."""
         engagement = self.engagement()
-        if self._hooks:
-            self._hooks.remove()
-        self._hooks, self._job = None, None
+        self._all("end")
+        self._job = None
         return engagement
 
     def engagement(self) -> Engagement:
@@ -194,18 +192,24 @@ class VllmCore:
         notes: dict[str, Any] = {"kv_bytes_per_token": self.cache["bytes_per_token"]}
         if self._batches and self._batches.size < self._batches.asked:
             notes["batch"] = self._batches.note()
-        if self._hooks:
-            counted = self._hooks.engagement()
-            return Engagement(
-                counted.fires, int(self._bytes_read), counted.per_layer, {**counted.notes, **notes}
-            )
-        return Engagement(bytes_read=int(self._bytes_read), notes=notes)
+        job, bytes_read = self._job, int(self._bytes_read)
+        if job is None or not isinstance(job.hook, HookSpec):
+            return Engagement(bytes_read=bytes_read, notes=notes)
+        parts = [part for part in self._all("engagement") if part is not None]
+        counted = parts[0] if len(parts) == 1 else getattr(load_hook(job.hook), "merged", merged)(parts)
+        return Engagement(counted.fires, bytes_read, counted.per_layer, {**counted.notes, **notes})
 
     def score(self, windows: Sequence[Window]) -> list[torch.Tensor]:
-        """States [length − scored_from, d] of each window, on the engine's device.
+        """States [length − scored_from, d] of each window, on the engine's device; of several ranks on the CPU.
 
         A batch that does not fit into memory is halved and tried again.
         """
+        return self._scored(windows, lambda part: list(self._call("states")))
+
+    def _scored(
+        self, windows: Sequence[Window], take: Callable[[Sequence[Window]], list[_Taken]]
+    ) -> list[_Taken]:
+        """What `take` gives for each window of a batch that went through, of all batches."""
         if self._job is None:
             raise RuntimeError("score() before begin()")
         job, length = self._job, len(windows[0].tokens)
@@ -214,61 +218,40 @@ class VllmCore:
         if not batch:
             raise self._too_long(plan, length)
 
-        def states_of(part: Sequence[Window]) -> list[torch.Tensor]:
+        def scored(part: Sequence[Window]) -> list[_Taken]:
             try:
-                return self._score_batch(part, job, plan)
+                self._score_batch(part, job, plan)
+                return take(part)
             except RuntimeError as error:
                 if out_of_memory(error):
                     raise
                 raise _failed(error) from error
 
         def too_large(window: Window) -> AssayError:
-            return memory_error(f"a single window of {length:,} tokens", self.head.weight.device)
+            return memory_error(
+                f"a single window of {length:,} tokens", torch.device(self.ranks[-1]["device"])
+            )
 
         self._batches = self._batches.again(batch) if self._batches else Batches(batch)
-        return [states for _, states in self._batches.run(windows, states_of, too_large)]
+        return [found for _, found in self._batches.run(windows, scored, too_large)]
 
-    def _score_batch(self, windows: Sequence[Window], job: ScoreJob, plan: WindowPlan) -> list[torch.Tensor]:
+    def _score_batch(self, windows: Sequence[Window], job: ScoreJob, plan: WindowPlan) -> None:
+        """Run a batch; the ranks then hold its states."""
         self._run += 1
         keys = {self._run * 1_000_000 + i: np.asarray(w.tokens, np.int32) for i, w in enumerate(windows)}
-        ledger = RowLedger(keys, job.scored_from - 1, plan.blocks)
-        buffer: torch.Tensor | None = None
-
-        def on_step(step: list[Fed], states: torch.Tensor) -> None:
-            nonlocal buffer
-            moves = ledger.book(step)
-            if buffer is None:
-                buffer = states.new_empty(len(windows) * ledger.rows, states.shape[-1])
-            if len(moves.source):
-                source, target = (
-                    to_device(torch.from_numpy(m), states.device) for m in (moves.source, moves.target)
-                )
-                buffer.index_copy_(0, target, states.index_select(0, source))
-
-        for index in range(self._hooks.passes if self._hooks else 1):
-            if self._hooks:
-                self._hooks.start_pass(index)
-            final = not self._hooks or index == self._hooks.passes - 1
-            self._pass(keys, plan, on_step if final else (lambda step, states: None))
-        ledger.check()
-        if self._hooks:
-            self._hooks.commit()
-        if buffer is None:
-            raise _failed(RuntimeError("no step gave states"))
-        if not self._head_checked:
-            check_head(self._call("assay_model"), self.head, buffer[:_CHECKED_ROWS])
-            self._head_checked = True
+        for index in range(self._passes):
+            self._all("start", keys, job.scored_from - 1, plan.blocks, index)
+            self._pass(keys, plan)
+        self._all("finish")
         self._bytes_read += len(windows) * cache_reads(plan.blocks) * self.cache["bytes_per_token"]
-        return list(buffer.view(len(windows), ledger.rows, -1))
 
-    def _pass(self, keys: Mapping[int, Any], plan: WindowPlan, on_step: Any) -> None:
+    def _pass(self, keys: Mapping[int, Any], plan: WindowPlan) -> None:
         """Run all windows once through the engine."""
         engine = self._llm.llm_engine
         for key, tokens in keys.items():
             engine.add_request(
                 str(key), {"prompt_token_ids": tokens[: plan.prompt].tolist()}, _params(key, tokens, plan)
             )
-        self._call("assay_watch", on_step)
         try:
             steps = 0
             while engine.has_unfinished_requests():
@@ -276,12 +259,17 @@ class VllmCore:
                 self._cut_prompts_at(hi - lo)
                 engine.step()
                 steps += 1
-        except BaseException:
+        except BaseException as error:
+            if self._deaths is not None and isinstance(error, Exception):
+                raise self._lost(error) from error
             self._recover()
             raise
-        finally:
-            self._call("assay_unwatch")
-            self._cut_prompts_at(0)
+        self._done()
+
+    def _done(self) -> None:
+        """Nothing of a batch is under way any more."""
+        self._all("unwatch")
+        self._cut_prompts_at(0)
 
     def _cut_prompts_at(self, tokens: int) -> None:
         """Let the scheduler take at most so many tokens of every prompt in a step; 0 as many as fit."""
@@ -290,13 +278,10 @@ class VllmCore:
 
     def _recover(self) -> None:
         """Drop what is left of a batch that failed half-way."""
-        if self._hooks:
-            self._hooks.discard()
         engine = self._llm.llm_engine
         engine.abort_request(list(engine.output_processor.request_states), internal=True)
-        self._call("assay_reset")
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        self._all("discard")
+        self._done()
 
     def reduce(
         self, windows: Sequence[Window], references: Sequence[StateRows], target: str
@@ -305,15 +290,51 @@ class VllmCore:
 
         `target` names a function by import path (`package.module:name`) that takes the rows of all windows of both sides
         and gives a dataclass of tensors for each; they come back by field name, on the CPU. The whole batch is copied
-        there at once, so that the engine's device does not wait after every window.
+        there at once, so that the engine's device does not wait after every window. Ranks compute their shares of one
+        window after the other, with a `VocabularyShard` as third argument.
         """
         if self._job is None:
             raise RuntimeError("reduce() before begin()")
-        module, _, name = target.partition(":")
-        function = getattr(import_module(module), name)
-        first, head = self._job.scored_from, self.head
-        rows = [StateRows(w, first, s, head) for w, s in zip(windows, self.score(windows), strict=True)]
-        return to_host([vars(found) for found in function(references, rows)])
+        first = self._job.scored_from
+        if self.spec.ranks == 1:
+            module, _, name = target.partition(":")
+            function = getattr(import_module(module), name)
+            head = self.head
+            rows = [StateRows(w, first, s, head) for w, s in zip(windows, self.score(windows), strict=True)]
+            return to_host([vars(found) for found in function(references, rows)])
+        number = self._number(references[0].head)
+        states = {reference.window.index: reference.states for reference in references}
+
+        def take(part: Sequence[Window]) -> list[dict[str, torch.Tensor]]:
+            return [
+                self._reduced(i, w, first, states[w.index].cpu(), number, target) for i, w in enumerate(part)
+            ]
+
+        return self._scored(windows, take)
+
+    def _reduced(self, place: int, *arguments: Any) -> dict[str, torch.Tensor]:
+        """Statistics of a window of the batch, from its ranks, which must agree bit for bit."""
+        found = [answer for answer in self._all("reduce", place, *arguments) if answer is not None]
+        for other in found[1:]:
+            if any(
+                not torch.equal(values.nan_to_num(), other[name].nan_to_num())
+                for name, values in found[0].items()
+            ):
+                raise _failed(RuntimeError("its ranks came to different sums"))
+        return dict(found[0])
+
+    def _number(self, head: Head | HeadFile) -> int:
+        """The number under which the ranks have their rows of a reference's head; they read them from its file."""
+        for number, known in enumerate(self._heads):
+            if known is head:
+                return number
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="assay-heads-")
+        self._heads.append(head)
+        number = len(self._heads) - 1
+        file = head if isinstance(head, HeadFile) else HeadFile.of(head, Path(self._folder.name), number)
+        self._all("keep_head", number, file)
+        return number
 
     def greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, with vLLM's own log-probabilities of the two likeliest."""
@@ -335,6 +356,10 @@ class VllmCore:
         if llm is None:
             return
         self.__dict__.pop("head", None)
+        if self._folder is not None:
+            self._folder.cleanup()
+        if self.spec.ranks > 1:
+            shutil.rmtree(os.environ.pop(REPORTS, ""), ignore_errors=True)
         llm.llm_engine.engine_core.shutdown()
         del llm
         from vllm.distributed import cleanup_dist_env_and_memory
@@ -382,6 +407,83 @@ def _steps(output: Any) -> list[GreedyStep]:
         runner_up = max((key for key in values if key != token), key=lambda key: values[key])
         steps.append(GreedyStep(int(token), runner_up, values[token], values[runner_up]))
     return steps
+
+
+def _cache_of(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The cache of all ranks together: each holds the heads and layers that it has, for as many tokens as the smallest."""
+    return {
+        **ranks[0],
+        "cache_tokens": min(rank["cache_tokens"] for rank in ranks),
+        "bytes_per_token": sum(rank["bytes_per_token"] for rank in ranks),
+        "layers": sum(rank["layers"] for rank in ranks if not rank["tensor_rank"]),
+    }
+
+
+def unequal(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """One line where a rank's GPU has less memory than another's; else nothing."""
+    memory = {rank["rank"]: rank["memory"] / 2**30 for rank in ranks if "memory" in rank}
+    if not memory or max(memory.values()) - min(memory.values()) < 0.05 * max(memory.values()):
+        return ""
+    least, most = min(memory, key=lambda r: memory[r]), max(memory, key=lambda r: memory[r])
+    return (
+        f"rank {least} has {memory[least]:.1f} GiB of GPU memory, rank {most} {memory[most]:.1f}: "
+        "the cache of all is as small as its"
+    )
+
+
+class _Deaths:
+    """Notes which rank's process ended first: the others are ended after it."""
+
+    def __init__(self, llm: Any) -> None:
+        workers = llm.llm_engine.engine_core.engine_core.model_executor.workers
+        self._processes = {worker.proc.sentinel: (worker.rank, worker.proc) for worker in workers}
+        self._first: tuple[int, int | None] | None = None
+        self._thread = Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        rank, process = self._processes[wait(list(self._processes))[0]]
+        process.join(1.0)
+        self._first = (rank, process.exitcode)
+
+    def error(self, error: BaseException, spec: VllmSpec) -> AssayError:
+        """One line that names the rank and what it said, or how it ended."""
+        self._thread.join(2.0)
+        if self._first is None:
+            return _failed(error)
+        rank, status = self._first
+        told: dict[str, Any] = {}
+        reports = sorted(Path(os.environ.get(REPORTS, "/nowhere")).glob("*.json"))
+        if reports:
+            file = next((f for f in reports if f.stem == str(rank)), reports[0])
+            rank, told = int(file.stem), json.loads(file.read_text(encoding="utf-8"))
+        how = told.get("message") or (
+            f"its process was killed by signal {-status}"
+            if status and status < 0
+            else f"its process ended with status {status}"
+        )
+        if status == -9 and not told:
+            how += " (the system may have run out of memory)"
+        smaller = "use a smaller --batch, shorter windows or a smaller gpu_memory_utilization"
+        return AssayError(
+            f"rank {rank} of {spec.ranks} of vLLM ended while it scored: {reason_of(RuntimeError(how))}",
+            finding_id=told.get("finding_id") or "fidelity.engine_failed",
+            remedy=told.get("remedy")
+            or (
+                smaller
+                if told.get("memory") or status == -9
+                else "run it again: what was scored so far is kept"
+            ),
+            evidence={"rank": rank, "status": status},
+        )
+
+
+def _no_ranks(tensor: int, stages: int) -> None:
+    raise UsageError(
+        f"this hook sees all heads and layers together, which {tensor} × {stages} ranks split",
+        remedy="score with it on one GPU",
+        finding_id="fidelity.usage",
+    )
 
 
 def _failed(error: BaseException) -> AssayError:

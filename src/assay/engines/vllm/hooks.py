@@ -1,4 +1,4 @@
-"""What assay puts into vLLM while it runs: a watch on the states of its steps, and hooks on keys and values in its attention.
+"""What assay puts into vLLM while it runs: a watch on its steps, and hooks on keys and values in its attention.
 
 Hooks sit between projection and RoPE, or after RoPE, in models whose attention is written as Llama's: `rotary_emb(positions,
 q, k)`, then `attn(q, k, v)` (Llama, Qwen2, Qwen3 and what vLLM derives from them). What a hook returns is what attention uses
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from importlib import import_module
@@ -22,14 +22,10 @@ import torch
 from numpy.typing import NDArray
 
 from assay.engines.scoring import Engagement, HookSpec, load_hook
-from assay.engines.vllm.steps import Fed
 from assay.errors import AssayError, UsageError
 
 WINDOW = "assay_window"
 """Key of `SamplingParams.extra_args`: the window that a request scores."""
-
-OnStep = Callable[[list[Fed], torch.Tensor], None]
-"""Called after each step with what every request of the batch was fed, in order, and the final states [tokens, d]."""
 
 
 def around_steps(runner: Any, step: Callable[[Callable[[], Any], Any], Any]) -> Callable[[], None]:
@@ -47,79 +43,6 @@ def around_steps(runner: Any, step: Callable[[Callable[[], Any], Any], Any]) -> 
             runner.execute_model = before
 
     return undo
-
-
-class ScoringExtension:
-    """What vLLM's worker gets (`worker_extension_cls`): methods for `collective_rpc`. Names begin with `assay_`, as vLLM refuses a name that its worker has."""
-
-    model_runner: Any
-    _unwatch: Callable[[], None]
-
-    def assay_watch(self, on_step: OnStep) -> None:
-        """Hand the states of every step to `on_step`, until `assay_unwatch`."""
-        runner = self.model_runner
-
-        def step(run: Callable[[], Any], scheduled: Any) -> Any:
-            output = run()
-            if runner.execute_model_state is not None:
-                on_step(_fed(runner, scheduled), runner.execute_model_state.hidden_states)
-            return output
-
-        self._unwatch = around_steps(runner, step)
-
-    def assay_unwatch(self) -> None:
-        """Take the watch off again; what was around the method before it stays."""
-        self._unwatch()
-
-    def assay_reset(self) -> None:
-        """Forget a step that failed between the model and the sampler."""
-        self.model_runner.execute_model_state = None
-
-    def assay_model(self) -> Any:
-        """The model itself; of use only where the worker is in the caller's process."""
-        return self.model_runner.get_model()
-
-    def assay_runner(self) -> Any:
-        """The model runner, likewise."""
-        return self.model_runner
-
-    def assay_cache_facts(self) -> dict[str, Any]:
-        """What the engine has reserved for K and V, from the memory that it really allocated."""
-        runner = self.model_runner
-        groups = runner.kv_cache_config.kv_cache_groups
-        block = groups[0].kv_cache_spec.block_size if groups else 1
-        tokens = runner.kv_cache_config.num_blocks * block
-        return {
-            "block_size": block,
-            "cache_tokens": tokens,
-            "bytes_per_token": _allocated(runner.kv_caches) / tokens if tokens else 0.0,
-            "layers": sum(len(group.layer_names) for group in groups),
-            "attention_backend": ", ".join(
-                sorted({g.backend.get_name() for groups in runner.attn_groups for g in groups})
-            ),
-        }
-
-
-def _fed(runner: Any, scheduler_output: Any) -> list[Fed]:
-    """What each request of the step was fed, in the order in which their rows lie."""
-    step = []
-    for row, request_id in enumerate(runner.input_batch.req_ids):
-        request = runner.requests[request_id]
-        start, count = request.num_computed_tokens, scheduler_output.num_scheduled_tokens[request_id]
-        window = (request.sampling_params.extra_args or {}).get(WINDOW, -1)
-        tokens = runner.input_batch.token_ids_cpu[row, start : start + count]
-        step.append(Fed(window, start, tokens.copy()))
-    return step
-
-
-def _allocated(tensors: Iterable[Any]) -> int:
-    """Bytes behind the tensors; layers may share one allocation, and some keep a list of tensors."""
-    storages: dict[int, int] = {}
-    for entry in tensors:
-        for tensor in entry if isinstance(entry, list | tuple) else (entry,):
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
 
 
 @dataclass(frozen=True)
@@ -282,7 +205,9 @@ class KvHook(Protocol):
     `placement_of(layer)`, where `placement` differs by layer;
     `on_query(layer, q, positions)`, which sees the queries [tokens, heads, head_dim] of the same place, before `on_kv`;
     `commit()` and `discard()`, when a batch went through or failed half-way;
-    `engagement()`, instead of the count of calls, and `notes`.
+    `engagement()`, instead of the count of calls, and `notes`;
+    `check_ranks(tensor, stages)`, which raises where several ranks cannot run it (without it none do), and
+    `merged(engagements)`, that of all ranks.
     """
 
     placement: Literal["pre_rope", "post_rope"]
@@ -298,12 +223,14 @@ class KvHook(Protocol):
 class HookContext:
     """What the engine offers a hook: the step that runs, and the cache of each layer.
 
-    `attentions` are the attention modules by layer number, `rotary` their RoPE.
+    `attentions` are the attention modules by layer number, `rotary` their RoPE. `share` is the number of the rank and how
+    many share the heads.
     """
 
     steps: Steps
     attentions: Mapping[int, Any]
     rotary: Mapping[int, Any]
+    share: tuple[int, int] = (0, 1)
 
     def rewrite(self, layer: int, changes: Sequence[Rewrite], *, rotate: bool) -> None:
         """Replace K and V of earlier tokens in the cache of a layer; with `rotate` K is given before RoPE."""
@@ -323,7 +250,15 @@ class HookContext:
 class KvHooks:
     """One hook in place in all layers of a model of vLLM, until `remove`."""
 
-    def __init__(self, spec: HookSpec, model: Any, *, eager: bool, steps: Steps | None = None) -> None:
+    def __init__(
+        self,
+        spec: HookSpec,
+        model: Any,
+        *,
+        eager: bool,
+        steps: Steps | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         self._hook = load_hook(spec)
         self.passes = int(getattr(self._hook, "passes", 1))
         self._steps = steps
@@ -339,7 +274,7 @@ class KvHooks:
             if steps is None:
                 raise _refused(f"the hook {spec.target} must know the engine's steps", "use it with vllm:")
             rotary = {layer: module.rotary_emb for layer, module in layers.items()}
-            self._hook.bind(model, HookContext(steps, layers, rotary))
+            self._hook.bind(model, HookContext(steps, layers, rotary, share))
         if steps is not None:
             self._undo.append(steps.watch(self.check if steps.serving else lambda: None))
         for layer, module in layers.items():
@@ -439,6 +374,9 @@ def attention_layers(model: Any) -> dict[int, Any]:
             raise _refused(f"layer {number} has two attentions", "use a plain decoder")
         layers[number] = module
     expected = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    stage = getattr(model, "model", None)  # a pipeline stage has some of them
+    if stage is not None and hasattr(stage, "start_layer") and hasattr(stage, "end_layer"):
+        expected = stage.end_layer - stage.start_layer
     if not layers or (expected is not None and len(layers) != expected):
         raise _refused(
             f"{type(model).__name__} has {len(layers)} attention layers that can be hooked, of {expected}",

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,6 +39,7 @@ from assay.engines.scoring import (
     check_windows,
 )
 from assay.engines.vllm.core import VllmCore
+from assay.engines.vllm.ranks import HeadFile
 from assay.engines.vllm.start import VllmSpec, parse_spec, reason_of
 from assay.errors import AssayError, UsageError
 from assay.runs import cache_dir
@@ -100,7 +102,10 @@ class VllmScorer:
             parsed = replace(parsed, model=str(Path(parsed.model).resolve()))
         if parsed.kv_pages:
             parsed = replace(parsed, kv_pages=str(Path(parsed.kv_pages).resolve()))
-        return cls(parsed, open_core(parsed))
+        core = open_core(parsed)
+        if told := core.facts().get("unequal_memory"):
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        return cls(parsed, core)
 
     @property
     def ability(self) -> ScoringAbility:
@@ -176,6 +181,9 @@ class VllmScorer:
 
 
 _GRACE_SECONDS = 20.0
+_RANK_ERROR = re.compile(
+    r"\(Worker(?:_PP(?P<stage>\d+))?(?:_TP(?P<rank>\d+))?\b[^)]*\).*?\b(?P<said>(?:\w+\.)*\w*(?:Error|Exception): .+)"
+)
 _DETAIL = re.compile(r"Error|error|Killed|out of memory|No module")
 
 
@@ -206,7 +214,7 @@ class Session:
 
     def __init__(self) -> None:
         self.core: VllmCore | None = None
-        self.heads: dict[int, Head] = {}
+        self.heads: dict[int, Any] = {}  # of a Head, or the HeadFile that several ranks read
 
     def answer(self, call: str, *arguments: Any) -> tuple[bool, Any]:
         """Whether a call went well, and its result, or what is known of the error; no error escapes."""
@@ -250,6 +258,7 @@ class RemoteCore:
     def __init__(self, spec: VllmSpec, python: Path) -> None:
         """Start the worker and the engine in it; AssayError with the last lines of its log where that fails."""
         self._name = Path(spec.model).name
+        self._ranks, self._tensor = spec.ranks, spec.tensor_parallel
         self._folder = Path(tempfile.mkdtemp(prefix="assay-vllm-"))
         self._log = self._folder / "worker.log"
         self._heads: list[Head] = []
@@ -314,9 +323,10 @@ class RemoteCore:
         first, head = references[0].first, references[0].head
         number = next((i for i, known in enumerate(self._heads) if known is head), len(self._heads))
         if number == len(self._heads):
-            self._call(
-                "keep_head", number, Head(head.weight, head.bias, softcap=head.softcap, scale=head.scale)
-            )
+            sent: Head | HeadFile = Head(head.weight, head.bias, softcap=head.softcap, scale=head.scale)
+            if self._ranks > 1:  # they read their rows, so that nobody is sent the whole
+                sent = HeadFile.of(head, self._folder, number)
+            self._call("keep_head", number, sent)
             self._heads.append(head)
         states = [reference.states for reference in references]
         return list(self._call("reduce", windows, first, states, number, target))
@@ -351,6 +361,12 @@ class RemoteCore:
     def _error(self, kind: str, message: str, facts: Mapping[str, Any]) -> AssayError:
         if kind == "UsageError":
             return UsageError(message, remedy=facts["remedy"], finding_id=facts["finding_id"])
+        if (
+            self._ranks > 1
+            and facts.get("finding_id") == "fidelity.engine_load"
+            and (told := self._rank_said())
+        ):
+            return AssayError(f"vLLM cannot load {self._name}: {told}", **facts)
         if kind == "bug":
             return AssayError(
                 f"vLLM failed in its worker: {message}",
@@ -358,6 +374,15 @@ class RemoteCore:
                 remedy="; ".join(self._last_lines()) or "run it again with --debug",
             )
         return AssayError(message, **facts)
+
+    def _rank_said(self) -> str:
+        """Which rank failed first while the engine started, and what it said, from the log."""
+        text = self._log.read_text(encoding="utf-8", errors="replace") if self._log.exists() else ""
+        found = _RANK_ERROR.search(text)
+        if found is None:
+            return ""
+        rank = int(found["stage"] or 0) * self._tensor + int(found["rank"] or 0)
+        return f"rank {rank} of {self._ranks}: {found['said'].strip()[:300]}"
 
     def _died(self) -> AssayError:
         self._process.wait()

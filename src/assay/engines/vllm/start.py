@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from importlib import import_module
@@ -39,6 +40,9 @@ class VllmSpec:
     """False compiles the model and uses CUDA graphs, as a server does by default."""
     seed: int = 0
     tensor_parallel: int = 1
+    """GPUs that share every layer; each holds its rows of the output head and its heads of the cache."""
+    pipeline_parallel: int = 1
+    """Stages of layers, one after the other on `tensor_parallel` GPUs each; the last one scores."""
     kv_pages: str = ""
     """A calibration file: keys and values lie in packed pages with its tables (`assay.lab.kv.pages`)."""
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -49,6 +53,11 @@ class VllmSpec:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, read back by `VllmSpec(**…)`."""
         return asdict(self)
+
+    @property
+    def ranks(self) -> int:
+        """Processes, and GPUs, of the engine."""
+        return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def batched_tokens(self) -> int:
@@ -72,12 +81,7 @@ def parse_spec(spec: str) -> VllmSpec:
             ) from error
     parsed = VllmSpec(model, **options)
     _check_args(spec, parsed.args)
-    if parsed.tensor_parallel != 1:
-        raise _usage(
-            f"{spec!r}: with tensor_parallel={parsed.tensor_parallel} every GPU holds a part of the output head, "
-            "so that no process could rebuild the logits",
-            "score on one GPU (tensor_parallel=1), with a quantised checkpoint if it does not fit",
-        )
+    _check_ranks(spec, parsed)
     if parsed.max_model_len < 2 or parsed.max_num_seqs < 1 or not 0 < parsed.gpu_memory_utilization <= 1:
         raise _usage(
             f"{spec!r}: max_model_len must be at least 2, max_num_seqs at least 1, and "
@@ -87,11 +91,54 @@ def parse_spec(spec: str) -> VllmSpec:
     return parsed
 
 
-_ONE_ENGINE = "assay scores with one engine in one process"
+def _check_ranks(spec: str, parsed: VllmSpec) -> None:
+    """UsageError for a number of ranks that the model's heads and layers cannot be shared by."""
+    tensor, stages = parsed.tensor_parallel, parsed.pipeline_parallel
+    if min(tensor, stages) < 1:
+        raise _usage(
+            f"{spec!r}: tensor_parallel and pipeline_parallel must be at least 1", "correct the option"
+        )
+    if parsed.ranks == 1:
+        return
+    many = f"tensor_parallel={tensor}" if tensor > 1 else f"pipeline_parallel={stages}"
+    if parsed.kv_pages or parsed.kv_cache_dtype.startswith(PREFIX):
+        what = "packed pages" if parsed.kv_pages else f"kv_cache_dtype={parsed.kv_cache_dtype}"
+        raise _usage(f"{spec!r}: {what} are read by one GPU alone, not with {many}", f"leave out {many}")
+    try:
+        config = json.loads((Path(parsed.model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a name on the hub: vLLM says what is wrong with it
+        return
+    config = config.get("text_config") or config
+    heads = config.get("num_attention_heads")
+    cached = config.get("num_key_value_heads") or heads
+    layers = config.get("num_hidden_layers")
+    if heads and heads % tensor:
+        raise _usage(
+            f"{spec!r}: {heads} attention heads cannot be shared by {tensor} ranks",
+            f"use a number of ranks that divides {heads}",
+        )
+    if cached and cached % tensor:
+        why = "ranks would hold copies of them" if tensor > cached else "they cannot be shared evenly"
+        raise _usage(
+            f"{spec!r}: {cached} KV heads for {tensor} ranks: {why}",
+            f"use tensor_parallel of {_divisors(cached)}, and pipeline_parallel for more GPUs",
+        )
+    if layers and layers < stages:
+        raise _usage(
+            f"{spec!r}: {layers} layers are fewer than {stages} pipeline stages",
+            f"use at most {layers} stages",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
 _FIXED: Mapping[str, str] = {
-    "tensor_parallel_size": _ONE_ENGINE,
-    "pipeline_parallel_size": _ONE_ENGINE,
-    "data_parallel_size": _ONE_ENGINE,
+    "tensor_parallel_size": "write tensor_parallel=… as an option",
+    "pipeline_parallel_size": "write pipeline_parallel=… as an option",
+    "distributed_executor_backend": "assay reads the ranks' states where vLLM's own processes run",
+    "data_parallel_size": "assay scores with one engine",
     "enable_prefix_caching": "a token that comes out of the cache gives no state, and no codec sees it",
     "enable_chunked_prefill": "assay says itself what a step holds",
     "async_scheduling": "tokens of a step that is not done yet cannot be told apart",
@@ -221,7 +268,21 @@ _DEFAULTS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",  # it is compiled on first use, and greedy sampling needs none
 }
 _FORCING = "assay.engines.vllm.forcing:TeacherForcing"
-_EXTENSION = "assay.engines.vllm.hooks.ScoringExtension"
+_EXTENSION = "assay.engines.vllm.ranks.ScoringExtension"
+REPORTS = "ASSAY_RANK_REPORTS"
+"""Environment variable of the ranks: the folder into which one that fails writes why."""
+
+
+_LOAD_ERRORS = (
+    ImportError,
+    OSError,
+    ValueError,
+    TypeError,
+    RuntimeError,
+    AssertionError,
+    AttributeError,
+    NotImplementedError,
+)
 
 
 def start_llm(spec: VllmSpec) -> Any:
@@ -233,6 +294,8 @@ def start_llm(spec: VllmSpec) -> Any:
         from vllm import LLM
         from vllm.platforms import current_platform
 
+        if spec.ranks > 1:
+            _prepare_ranks(spec, current_platform)
         if spec.kv_cache_dtype.startswith(PREFIX):
             prepare(spec.kv_cache_dtype, spec.args)
         cache = spec.kv_cache_gib or (1.0 if current_platform.is_cpu() else 0.0)
@@ -263,24 +326,48 @@ def start_llm(spec: VllmSpec) -> Any:
         if spec.kv_pages:
             arguments |= pages(spec.kv_pages, spec.model)
         if cache:
-            arguments["kv_cache_memory_bytes"] = int(cache * 2**30)
+            arguments["kv_cache_memory_bytes"] = int(cache * 2**30 / spec.ranks)
+        if spec.ranks > 1:
+            arguments |= {
+                "tensor_parallel_size": spec.tensor_parallel,
+                "pipeline_parallel_size": spec.pipeline_parallel,
+                "distributed_executor_backend": "mp",
+            }
         _let_numba_be_looked_into()
         return LLM(**arguments | dict(spec.args))
-    except (
-        ImportError,
-        OSError,
-        ValueError,
-        TypeError,
-        RuntimeError,
-        AssertionError,
-        AttributeError,
-        NotImplementedError,
-    ) as error:
+    except AssayError:
+        raise
+    except Exception as error:  # of several ranks vLLM raises one that is nothing more
+        if spec.ranks == 1 and not isinstance(error, _LOAD_ERRORS):
+            raise
         raise AssayError(
             f"vLLM cannot load {Path(spec.model).name}: {reason_of(error)}",
             finding_id="fidelity.engine_load",
             remedy="give a checkpoint and options that this vLLM can serve: vllm:PATH?dtype=…&kv_cache_dtype=…",
         ) from error
+
+
+def _prepare_ranks(spec: VllmSpec, platform: Any) -> None:
+    """Get this process ready for an engine of several ranks; AssayError where there are fewer GPUs than ranks."""
+    import torch
+
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ[REPORTS] = tempfile.mkdtemp(prefix="assay-ranks-")
+    if platform.is_cpu():
+        # vLLM's own choice is one NUMA node a rank.
+        cores = sorted(os.sched_getaffinity(0))
+        each = len(cores) // spec.ranks
+        parts = [",".join(map(str, cores[i * each : (i + 1) * each])) for i in range(spec.ranks)]
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(parts) if each else "nobind")
+        if not each:
+            os.environ["OMP_NUM_THREADS"] = "1"
+    elif (found := torch.cuda.device_count()) < spec.ranks:
+        raise AssayError(
+            f"tensor_parallel={spec.tensor_parallel} and pipeline_parallel={spec.pipeline_parallel} need {spec.ranks} GPUs, "
+            f"this machine has {found}",
+            finding_id="fidelity.engine_load",
+            remedy="use fewer ranks, or a machine with more GPUs",
+        )
 
 
 def pages(calibration: str, model: str) -> dict[str, Any]:

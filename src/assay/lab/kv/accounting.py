@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from typing import Any
 
 from assay.engines.scoring import Engagement
@@ -135,6 +136,31 @@ def streams_note(
         "coded": sorted(f"{layer}.{stream}" for layer, stream in coders),
         "cache": shape.to_json(),
     }
+
+
+def merged_notes(notes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The notes of ranks that share the heads or the layers of a cache: bytes and errors of a window's stream are added."""
+    streams: dict[str, list[dict[str, Any]]] = {}
+    for note in notes:
+        for name, found in note["streams"].items():
+            known = streams.get(name)
+            both = zip(known, found, strict=True) if known else ((None, one) for one in found)
+            streams[name] = [dict(new) if old is None else _added(old, new) for old, new in both]
+    return {
+        **notes[0],
+        "streams": streams,
+        "tables": sum(note["tables"] for note in notes),
+        "encoder_tables": sum(note["encoder_tables"] for note in notes),
+        "lossless": all(note["lossless"] for note in notes),
+        "coded": sorted({name for note in notes for name in note["coded"]}),
+    }
+
+
+def _added(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of a stream whose heads lie in two ranks; its hash is that of both hashes."""
+    found = {name: value + other[name] for name, value in one.items() if name != "sha256"}
+    both = one["sha256"] + other["sha256"]
+    return {**found, "sha256": sha256(both.encode()).hexdigest() if both else ""}
 
 
 def stream_facts(engagement: Engagement) -> dict[Key, list[StreamFacts]]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.engines.hf.cache import cache_dtype, cast, new_cache
 from assay.engines.scoring import Engagement, HookSpec, ScoringPath
+from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import UsageError
 from assay.lab.kv.accounting import NOTE, streams_note
 from assay.lab.kv.calibration import Calibration, read_calibration
@@ -355,9 +356,18 @@ def hook_spec(engine: str, **settings: Any) -> HookSpec:
     kind = engine.partition(":")[0]
     if kind not in _FACTORIES:
         raise _usage(f"codecs do not go into the KV cache of {kind!r}", f"use {' or '.join(_FACTORIES)}")
+    for codec in (settings["codec"], *(settings.get("layer_codecs") or {}).values()):
+        check_ranks(engine, codec)
     if settings.get("calibration"):  # a worker may have another working folder
         settings["calibration"] = str(Path(settings["calibration"]).resolve())
     return HookSpec(_FACTORIES[kind], HookPlan.from_config(settings).to_config())
+
+
+def check_ranks(engine: str, codec: str) -> None:
+    """UsageError where an engine, as written on the command line, splits among its ranks what a codec codes together."""
+    if engine.startswith("vllm:"):
+        options = parse_vllm(engine)
+        parse_spec(codec).check_ranks(options.tensor_parallel, options.pipeline_parallel)
 
 
 def path_of(mode: str) -> ScoringPath:
@@ -388,19 +398,23 @@ def for_transformers(**config: Any) -> PlannedHook:
     return PlannedHook(HookPlan.from_config(config))
 
 
-def bench_of(shape: CacheShape, plan: HookPlan, rotary: Rotary | None) -> Bench:
+def bench_of(
+    shape: CacheShape, plan: HookPlan, rotary: Rotary | None, share: tuple[int, int] = (0, 1)
+) -> Bench:
     """The bench of a model and calibration; AssayError where the calibration is of another model.
 
-    The last few are kept, so that coders which many plans share are fitted once.
+    `share` is the number of a rank and how many there are: its bench has its heads alone. The last few are kept, so that coders which many plans share are fitted once.
     """
-    key = (shape, str(rotary and rotary.device), plan.length, plan.calibration, _stamp(plan.calibration))
+    device = str(rotary and rotary.device)
+    key = (shape, share, device, plan.length, plan.calibration, _stamp(plan.calibration))
     if key not in _BENCHES:
         while len(_BENCHES) >= _KEPT:
             _BENCHES.pop(next(iter(_BENCHES)))
         calibration = read(plan.calibration, _stamp(plan.calibration)) if plan.calibration else None
         if calibration:
             calibration.check_model(shape)
-        _BENCHES[key] = Bench(shape, rotary, calibration)
+            calibration = calibration.of_rank(*share)
+        _BENCHES[key] = Bench(shape.of_rank(share[1]), rotary, calibration)
     return _BENCHES[key]
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +86,17 @@ class Calibration:
     def _levels(self, stream: str) -> dict[int, torch.Tensor]:
         start = f"levels_{stream}_"
         return {int(n.removeprefix(start)): t for n, t in self.tensors.items() if n.startswith(start)}
+
+    def of_rank(self, rank: int, ranks: int) -> Calibration:
+        """The same of the KV heads that one of `ranks` has."""
+        if ranks == 1:
+            return self
+
+        def part(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            each = tensor.shape[0] // ranks
+            return tensor[rank * each : (rank + 1) * each] if name.startswith("layer_") else tensor
+
+        return replace(self, tensors={name: part(name, t) for name, t in self.tensors.items()})
 
     def check_model(self, shape: CacheShape) -> None:
         """AssayError where it is of another model."""

@@ -9,7 +9,7 @@ blocks of tokens into tensors of codes and back; `pack`/`unpack` turn those into
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol, TypeAlias
 
 import numpy as np
@@ -131,6 +131,8 @@ class Codec:
     summary: ClassVar[str]
     instead: ClassVar[Mapping[str, str]] = {}
     """Parameters, once they are set, in whose place another would say nothing."""
+    single_heads: ClassVar[bool] = False
+    """Whether it codes each KV head as if it were alone; else ranks that share the heads cannot run it."""
 
     def fit(self, samples: Samples) -> BlockCoder:
         """A coder for the site of `samples`; AssayError where it needs samples that are not there."""
@@ -139,6 +141,11 @@ class Codec:
     def sides(self, site: Site) -> tuple[tuple[int, str], ...]:
         """The streams (layer, stream) out of which it predicts those of a site; they must be coded before it."""
         return ()
+
+    @property
+    def joins_heads(self) -> bool:
+        """Whether what a head becomes depends on the others, by its parameters."""
+        return not self.single_heads
 
     def restore(self, site: Site, tables: Tables) -> BlockCoder:
         """The coder whose `tables` were kept. A codec that learns nothing needs none."""
@@ -288,6 +295,7 @@ class StreamCoder(Protocol):
 class Placement(Codec):
     """Where a codec works; it does not change values."""
 
+    single_heads = True
     before_rope = False
 
     def exact_first(self) -> int:
@@ -306,6 +314,8 @@ class Placement(Codec):
 @dataclass(frozen=True)
 class Wrapper(Codec):
     """Changes what the codec inside sees, and undoes that."""
+
+    single_heads = True
 
     def wrap(self, inner: Codec, samples: Samples) -> BlockCoder:
         """The coder of `inner` with this around it, fitted to `samples`."""
@@ -334,6 +344,10 @@ class CacheShape:
     head_dim: int
     windows: tuple[int | None, ...]
     architecture: str
+
+    def of_rank(self, ranks: int) -> CacheShape:
+        """What one of so many ranks has of it, each an even share of the heads."""
+        return replace(self, kv_heads=self.kv_heads // ranks, query_heads=self.query_heads // ranks)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

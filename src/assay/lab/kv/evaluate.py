@@ -20,7 +20,7 @@ from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import findings_of, is_certain, margins_of, verdict_of
 from assay.fidelity.score import WindowObservation, engaged
 from assay.lab.kv.accounting import LENGTHS, NOTE, CacheBytes
-from assay.lab.kv.cache_hook import Mode, path_of
+from assay.lab.kv.cache_hook import Mode, check_ranks, path_of
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.lab import Unfinished, engine_spec, open_lab
@@ -61,6 +61,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     spec, compared = parse_spec(plan.codec), comparison(plan)  # whose margins and sizes are checked now
     for one in filter(None, (spec, parse_spec(plan.control) if plan.control else None)):
         one.require(plan.streams)
+        check_ranks(plan.model, str(one))
         if plan.calibration is None:
             require_no_calibration(one, plan.streams)
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)

@@ -166,6 +166,27 @@ class KvSpec:
         """Whether each stream stays exact or is coded by identity, whatever the model."""
         return all(r is None or r.codec.name == "identity" for r in (self.k, self.v))
 
+    def check_ranks(self, tensor: int, stages: int) -> None:
+        """UsageError where ranks would split what is coded together: heads of a layer, or layers that predict from others."""
+        for recipe in filter(None, (self.k, self.v)):
+            joint = next((part for part in (recipe.codec, *recipe.around) if part.joins_heads), None)
+            across = any(
+                layer != 1
+                for stream in ("k", "v")
+                for layer, _ in recipe.codec.sides(Site(stream, 1, 2, 1, 1))
+            )
+            if tensor > 1 and joint is not None:
+                what = f"{joint} codes all KV heads of a layer together, and each of {tensor} ranks has a part of them"
+            elif stages > 1 and across:
+                what = f"{recipe.codec} predicts from the layer before, which another of {stages} pipeline stages may have"
+            else:
+                continue
+            raise UsageError(
+                what,
+                remedy="measure it with one rank, or take a codec of single heads (fp8, int, hadamard, lattice, kakeya)",
+                finding_id="kv.usage",
+            )
+
     def require(self, streams: str) -> None:
         """UsageError where it codes none of `streams` (`kv`, `k` or `v`): all would stay exact."""
         if not any(self.of(stream) for stream in streams):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,14 +12,16 @@ from safetensors.torch import load, save_file
 
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, Window
 from assay.engines.vllm.hooks import HookContext, Request, Rewrite
+from assay.engines.vllm.ranks import merged
 from assay.errors import AssayError
-from assay.lab.kv.accounting import NOTE, streams_note
+from assay.lab.kv.accounting import NOTE, merged_notes, streams_note
 from assay.lab.kv.cache_hook import HookPlan, Mode, bench_of, spread
 from assay.lab.kv.calibration import Sampler, kept_per_window
 from assay.lab.kv.codec import CacheShape, StreamCoder, cache_shape
 from assay.lab.kv.fit import last_readers
 from assay.lab.kv.live_stream import Coders, Key, StreamFacts, facts_of_window
 from assay.lab.kv.rope import Rotary
+from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.vllm_stream import Lane, Spans
 from assay.progress import NO_PROGRESS, Progress
 
@@ -49,7 +52,8 @@ class VllmCodecHook:
     def bind(self, model: Any, context: HookContext) -> None:
         """Fit the coders to the model; AssayError for a model whose cache they do not fit."""
         self._context = context
-        self._shape = shape = cache_shape(model)
+        self._whole = whole = cache_shape(model)
+        self._shape = shape = whole.of_rank(context.share[1])
         check_cache(shape, context)
         serving = context.steps.serving
         if serving and self.mode is Mode.SNAPSHOT:
@@ -60,10 +64,18 @@ class VllmCodecHook:
             )
         # The model's rotation is needed only to put the calibration's keys where the codec is.
         rotary = Rotary.of_config(model.config, self.plan.length) if self.plan.calibration else None
-        self._coders: Coders = self.plan.coders(bench_of(shape, self.plan, rotary)).by_stream
+        fitted = self.plan.coders(bench_of(whole, self.plan, rotary, context.share)).by_stream
+        # A pipeline stage has some of the layers.
+        self._coders: Coders = {key: coder for key, coder in fitted.items() if key[0] in context.attentions}
         self._last_readers = last_readers(self._coders)
         self._to_measure = frozenset() if serving else self._to_measure
-        self._lanes = lanes_of(self._coders, shape.layers, self.mode)
+        lanes = lanes_of(self._coders, shape.layers, self.mode)
+        self._lanes = {key: lane for key, lane in lanes.items() if key[0] in context.attentions}
+
+    def check_ranks(self, tensor: int, stages: int) -> None:
+        """UsageError where so many ranks and pipeline stages would split what is coded together."""
+        for spec in (self.plan.codec, *self.plan.layer_codecs.values()):
+            parse_spec(spec).check_ranks(tensor, stages)
 
     def placement_of(self, layer: int) -> Literal["pre_rope", "post_rope"]:
         """Where a layer's keys are coded; those that others predict from are wanted before RoPE, exact ones too."""
@@ -143,8 +155,14 @@ class VllmCodecHook:
         for layer, stream in self._coders:
             fires[layer] = fires.get(layer, 0) + self._lanes[layer, stream].fires
         return Engagement(
-            sum(fires.values()), None, fires, {NOTE: streams_note(self.facts, self._coders, self._shape)}
+            sum(fires.values()), None, fires, {NOTE: streams_note(self.facts, self._coders, self._whole)}
         )
+
+    @staticmethod
+    def merged(parts: Sequence[Engagement]) -> Engagement:
+        """The engagement of ranks that share the heads or the layers: streams and tables are added up."""
+        found = merged(parts)
+        return replace(found, notes={**found.notes, NOTE: merged_notes([p.notes[NOTE] for p in parts])})
 
     def _begin(self, requests: tuple[Request, ...]) -> None:
         """The first layer of a step: note which windows are measured; a server's requests that are gone are dropped."""

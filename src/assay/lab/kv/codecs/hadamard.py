@@ -30,6 +30,7 @@ class Hadamard(Codec):
     """`bits` a value, 1 to 10, fractions allowed, and 16 bits a vector."""
 
     name = "hadamard"
+    single_heads = True
     summary = "Hadamard rotation and Lloyd-Max levels, the strong baseline"
     bits: float = 4.0
     norm: Literal["norm", "error", "projection"] = "norm"

@@ -42,6 +42,7 @@ class Kakeya(Codec):
     """
 
     name = "kakeya"
+    single_heads = True
     summary = "PCA, spherical K-means and Hadamard residuals by block: KakeyaTurbo v1.3, repaired"
     bits: int = 3
     k: int = 16
@@ -66,6 +67,10 @@ class Kakeya(Codec):
             raise UsageError(
                 f"{self}: block is at least 1, outlier 0 or at least 1 (in deviations)", finding_id="kv.spec"
             )
+
+    @property
+    def joins_heads(self) -> bool:
+        return self.basis == "shared" or self.levels == "calibrated"
 
     def fit(self, samples: Samples) -> BlockCoder:
         tables: Tables = {}

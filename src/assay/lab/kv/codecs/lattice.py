@@ -109,6 +109,7 @@ class Lattice(Codec):
     """`q` is the half-width of the cube: the rate grows by one bit a value for every doubling."""
 
     name = "lattice"
+    single_heads = True
     summary = "D4 or E8 points, numbered"
     lattice: Literal["D4", "E8"] = "E8"
     q: int = 10

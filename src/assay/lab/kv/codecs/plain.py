@@ -29,6 +29,7 @@ class Identity(Codec):
     """Lossless: 2 bytes a value where bf16 or fp16 hold it, else 4."""
 
     name = "identity"
+    single_heads = True
     summary = "exact values, the control"
 
     def fit(self, samples: Samples) -> BlockCoder:
@@ -62,6 +63,7 @@ class Bf16(Codec):
     """2 bytes a value."""
 
     name = "bf16"
+    single_heads = True
     summary = "bfloat16, as a cache holds it today"
 
     def fit(self, samples: Samples) -> BlockCoder:
@@ -95,6 +97,7 @@ class Fp8(Codec):
     """
 
     name = "fp8"
+    single_heads = True
     summary = "8-bit floats"
     format: Format = "e4m3"
     scale: Literal["one", "tensor", "head"] = "one"
@@ -103,6 +106,10 @@ class Fp8(Codec):
     def __post_init__(self) -> None:
         if not 0 <= self.top <= torch.finfo(fp8_dtype(self.format)).max:
             raise UsageError(f"{self}: top is at most the largest of {self.format}", finding_id="kv.spec")
+
+    @property
+    def joins_heads(self) -> bool:
+        return self.scale == "tensor"
 
     def fit(self, samples: Samples) -> BlockCoder:
         site = samples.site
@@ -155,6 +162,7 @@ class IntGroups(Codec):
     """`bits` 1 to 8; `axis` auto is channel for keys and token for values."""
 
     name = "int"
+    single_heads = True
     summary = "integers by group, as KIVI"
     bits: int = 4
     group: int = 32
