@@ -40,8 +40,8 @@ from assay.coherence.passages import passages, score_alone, score_in_context
 from assay.coherence.plan import EXTENSIONS, LOOKS
 from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sample
 from assay.coherence.rules import interval_json
-from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_smollm2
+from assay.demo.run import DAMAGES, damage_checkpoint
 from assay.engines.hf.engine import HfEngine
 from assay.environment import describe
 from assay.stats.equivalence import confidence_of_look

@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 from assay.demo.servers import vllm_python, vllm_server
 from assay.errors import AssayError
-from assay.lab.heads.text import HELD_OUT, KINDS, prompts
+from assay.lab.heads.train import HELD_OUT, KINDS, prompts
 from assay.runs import write_atomically
 from assay.speculation.spec import SpecOptions, examine
 from assay.stats.cluster import cluster_proportion, cluster_ratio

@@ -6,7 +6,7 @@
     python benchmarks/server_faults.py --healthy 10 --no-damages           # seeds 1000 to 10000 of the whole model
     python benchmarks/server_faults.py --out FILE && python benchmarks/server_faults_results.py FILE
 
-Every damage of `assay.demo.damage` is served and checked once, against the model itself run by transformers; the same
+Every damage of `assay.demo.run` is served and checked once, against the model itself run by transformers; the same
 record is then judged again without the reference, so both answers are about the same texts. Healthy runs with different
 seeds say how often a whole server would be failed. Rows are written as they come. What is there, in the file or in the
 committed results, is not run again, unless `--again` says so. Models come from the cache (ASSAY_CACHE): a machine without
@@ -27,8 +27,8 @@ from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
 from assay.coherence.diagnosis import judge
 from assay.coherence.record import CheckRecord
-from assay.demo.damage import DAMAGES, damage_checkpoint
 from assay.demo.models import build_gemma3, build_smollm2
+from assay.demo.run import DAMAGES, damage_checkpoint
 from assay.demo.servers import vllm_server
 from server_faults_results import RESULTS, load, machine, merged, save
 

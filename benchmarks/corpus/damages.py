@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.demo.damage import DAMAGES, bf16_tensors, bf16_to_float32, damage_checkpoint, float32_to_bf16
+from assay.demo.run import DAMAGES, bf16_tensors, bf16_to_float32, damage_checkpoint, float32_to_bf16
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from assay.demo.damage import (
+from assay.demo.run import (
     BLOCK_BYTES,
     BLOCKS,
     DAMAGES,

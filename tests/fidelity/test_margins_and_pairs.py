@@ -22,8 +22,7 @@ from assay.fidelity.report import blocks, pareto, short_names
 from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
 from assay.fidelity.score import Engaged, WindowObservation
 from assay.stats.cluster import Resampling
-from assay.stats.equivalence import Grade, Margins, confidence_of_look
-from assay.stats.paired import Standing
+from assay.stats.equivalence import Grade, Margins, Standing, confidence_of_look
 from assay.verdict import Chart, Severity, Table, Verdict
 
 TOKENS = 40

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from assay.errors import AssayError, UsageError
 from assay.lab.heads.experiment import run_try
-from assay.lab.heads.text import HELD_OUT, KINDS, prompts, with_transformers, with_vllm, written
+from assay.lab.heads.train import HELD_OUT, KINDS, prompts, with_transformers, with_vllm, written
 from assay.lab.options import HeadTryPlan
 from assay.runs import Kept
 

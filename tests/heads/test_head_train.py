@@ -17,8 +17,7 @@ from assay.cli.main import invoke
 from assay.errors import AssayError, UsageError
 from assay.lab.heads import train as training
 from assay.lab.heads.model import read_head
-from assay.lab.heads.text import Written, draft_vocabulary
-from assay.lab.heads.train import CHECKPOINT, run_train
+from assay.lab.heads.train import CHECKPOINT, Written, draft_vocabulary, run_train
 from assay.lab.options import HeadTrainPlan
 from tiny_target import TRAIN, make_target
 

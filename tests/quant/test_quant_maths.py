@@ -23,24 +23,22 @@ from assay.lab.kv.codecs.lattice import (
     point,
     points,
 )
-from assay.lab.quant.hadamard import (
+from assay.lab.quant.levels import (
     Rotation,
+    empirical_levels,
+    gaussian_levels,
     lengths,
+    mixed_widths,
     normal_of_words,
+    pack,
+    packed_bytes,
     random_normal,
     random_signs,
     random_words,
     signs_on,
+    unpack,
     wht,
     words_of_keys,
-)
-from assay.lab.quant.levels import (
-    empirical_levels,
-    gaussian_levels,
-    mixed_widths,
-    pack,
-    packed_bytes,
-    unpack,
 )
 from assay.lab.quant.weights import (
     polar_bytes,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from assay.stats.cluster import cluster_ratio
-from assay.stats.paired import (
+from assay.stats.equivalence import (
     NonInferiority,
     Standing,
     counted_answers,

@@ -13,8 +13,7 @@ from assay.checkpoint.draft import draft_kind
 from assay.checkpoint.mtp import MtpReport
 from assay.checkpoint.quantization.check import KvCache
 from assay.checkpoint.quantization.declared import Declared
-from assay.checkpoint.serve_args import TABLED, ServeArgs, Version
-from assay.checkpoint.serve_kv import KvChoice, choice, lint_kv
+from assay.checkpoint.serve_args import TABLED, KvChoice, ServeArgs, Version, choice, lint_kv
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 

@@ -21,7 +21,7 @@ from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
 from assay.engines.base import Engine, Reply, Request, ToolCall
 from assay.engines.tool_calls import call_remains, read_calls
 from assay.errors import AssayError
-from assay.stats.paired import Standing, mcnemar, paired_answers
+from assay.stats.equivalence import Standing, mcnemar, paired_answers
 
 LEVELS = (1, 8, 32)
 """Requests at once."""

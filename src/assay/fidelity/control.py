@@ -15,8 +15,8 @@ from typing import Any
 from assay.fidelity.margins import Common, common_windows
 from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.result import CandidateResult
+from assay.stats.equivalence import POWER, NonInferiority, Standing, non_inferiority
 from assay.stats.intervals import Interval, percent_change
-from assay.stats.paired import POWER, NonInferiority, Standing, non_inferiority
 from assay.verdict import Finding, Metric, Severity, Verdict
 
 

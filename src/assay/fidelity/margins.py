@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from assay.fidelity.plan import Plan
 from assay.fidelity.result import CandidateResult, Summary
 from assay.fidelity.score import WindowObservation, by_block
-from assay.stats.equivalence import Grade, holm, tost_p
-from assay.stats.paired import PairedDifference, paired_difference
+from assay.stats.equivalence import Grade, PairedDifference, holm, paired_difference, tost_p
 
 
 @dataclass(frozen=True)

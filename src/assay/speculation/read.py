@@ -12,10 +12,10 @@ from typing import Any
 
 from assay.errors import AssayError
 from assay.speculation import scan
-from assay.speculation.parsers import new_parsers
-from assay.speculation.parsers.base import Line, Parser, Sample, count
+from assay.speculation.parsers import Line, Parser, Sample, count
 from assay.speculation.parsers.named import NAMES_DRAFTING, named_object
 from assay.speculation.record import Observation
+from assay.speculation.scan import new_parsers
 from assay.speculation.sources import Source
 
 _HEAD_NAMES = r"(?:mtp|nextn|eagle|draft|medusa|eh_proj|enorm|hnorm|shared_head|pre_fc_norm|fc\.)"

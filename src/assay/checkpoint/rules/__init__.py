@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from assay.checkpoint.rules.config import check_config, check_documents, check_generation, check_rope
-from assay.checkpoint.rules.template import check_chat_template
-from assay.checkpoint.rules.tokenizer import check_end_of_text, check_tokenizer
+from assay.checkpoint.rules.tokenizer import check_chat_template, check_end_of_text, check_tokenizer
 from assay.checkpoint.subject import Checkpoint
 from assay.plugins import load
 from assay.verdict import Finding

@@ -32,9 +32,8 @@ from numpy.typing import ArrayLike, NDArray
 from assay.errors import AssayError
 from assay.fidelity.score import WindowObservation
 from assay.stats.cluster import cluster_ratio, not_negative
-from assay.stats.equivalence import holm
+from assay.stats.equivalence import holm, paired_difference
 from assay.stats.intervals import Interval
-from assay.stats.paired import paired_difference
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,20 @@ from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import parse_spec
 from assay.errors import UsageError
 from assay.lab.heads.model import Head, RmsNorm, batches, observe, padded, read_head, target_facts
-from assay.lab.heads.text import CHUNK, HELD_OUT, Written, prompts, with_transformers, written
-from assay.lab.heads.train import Acceptance, accepted, percent, ratio
+from assay.lab.heads.train import (
+    CHUNK,
+    HELD_OUT,
+    Acceptance,
+    Written,
+    accepted,
+    percent,
+    prompts,
+    ratio,
+    with_transformers,
+    written,
+)
 from assay.lab.options import HeadTryPlan
-from assay.lab.quant.hadamard import Rotation
-from assay.lab.quant.levels import gaussian_levels, nearest_level
+from assay.lab.quant.levels import Rotation, gaussian_levels, nearest_level
 from assay.lab.quant.weights import polar_round_trip, quantise_dequantise, replace_weights
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from assay.errors import UsageError
-from assay.lab.quant.hadamard import Rotation
-from assay.lab.quant.levels import gaussian_levels, packed_bytes
+from assay.lab.quant.levels import Rotation, gaussian_levels, packed_bytes
 
 
 def linear_layers(model: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, number
+from assay.speculation.parsers import Line, Parser, Sample, count, counts, number
 from assay.speculation.record import MOST_POSITIONS, Kind, Observation, fell, position_counts
 
 DRAFTING = (

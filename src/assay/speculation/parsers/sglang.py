@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, from_histogram, number
+from assay.speculation.parsers import Line, Parser, Sample, count, counts, from_histogram, number
 from assay.speculation.record import Kind, Observation
 
 _BATCH = re.compile(r"Decode batch\b")

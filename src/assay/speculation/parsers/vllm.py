@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from assay.speculation.parsers.base import Line, Parser, Sample, count, counts, number, positions_from
+from assay.speculation.parsers import Line, Parser, Sample, count, counts, number, positions_from
 from assay.speculation.record import (
     MOST_POSITIONS,
     Kind,
