@@ -43,6 +43,7 @@ from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration, write_calibration
 from assay.lab.kv.lab import Lab
 from assay.runs import cache_dir
+from compare_candidates import gpu_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -498,7 +499,7 @@ def main() -> None:
             "windows": len(windows),
             "length": given.length,
             "tail": given.tail,
-            f"machine {given.name}": describe() | {"gpu": gpu()},
+            f"machine {given.name}": describe() | {"gpu": gpu_name()},
         }
         runner.engines(exact)
         for stage in (given.stages or DEFAULT[given.engine]).split(","):
@@ -523,12 +524,6 @@ def clean(spec: str, plan: Plan, given: argparse.Namespace) -> list[Any]:
         )
     finally:
         engine.close()
-
-
-def gpu() -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, dataclass
+from dataclasses import KW_ONLY, MISSING, dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -156,6 +156,21 @@ class Options:
             raise self.usage(f"{name} must be at least {declared.lo:g}, got {value:g}")
         if declared.hi is not None and not value <= declared.hi:
             raise self.usage(f"{name} must be at most {declared.hi:,}, got {value:,}")
+
+
+@dataclass(frozen=True)
+class RunTime(Options):
+    """How long a run may take."""
+
+    _: KW_ONLY
+    budget: float | None = option(
+        None,
+        "Time that the run may take; it says what it leaves out.",
+        lo=0.01,
+        metavar="MINUTES",
+        apart=True,
+    )
+    quick: bool = option(False, "A first answer: --budget 3.", apart=True)
 
 
 def declared_options(cls: Any) -> dict[str, Declared]:

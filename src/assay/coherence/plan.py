@@ -11,7 +11,7 @@ from assay.coherence.conversation import GREEDY, TEMPERATURE, TOP_P, Probe, Samp
 from assay.coherence.passages import DEFAULT_LONGEST, Needle
 from assay.coherence.probes import NAMES
 from assay.coherence.tools import LEVELS, cases
-from assay.options import Options, option
+from assay.options import RunTime, option
 
 LEAST_EXTENSION = 12
 """Fewer further texts than this decide nothing, and would use up a look."""
@@ -28,7 +28,7 @@ EVIDENCE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Plan(Options):
+class Plan(RunTime):
     """What to measure. Two runs compare if their plans agree."""
 
     VERB, AREA = "check", "server"
@@ -66,13 +66,6 @@ class Plan(Options):
         apart=True,
     )
     quick: bool = option(False, "One text a probe, in 60 s, or in 3 min on a slow server.", apart=True)
-    budget: float | None = option(
-        None,
-        "Time that the check may take; it says what it leaves out.",
-        lo=0.01,
-        metavar="MINUTES",
-        apart=True,
-    )
     all: bool = option(False, "Measure everything, also once the verdict is certain.", apart=True)
 
 

@@ -10,10 +10,10 @@ from assay.coherence.diagnosis import Judgement, Subject, diagnose, rollback_com
 from assay.coherence.measure import aggregate_tokens_per_s, summary
 from assay.coherence.plan import Plan
 from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample, ToolLevel
-from assay.coherence.rules import Ruling, interval_json
+from assay.coherence.rules import Ruling
 from assay.coherence.tools import against, checked_answers, paired, standing
 from assay.progress import span
-from assay.stats.intervals import wilson
+from assay.stats.intervals import interval_json, wilson
 from assay.verdict import (
     Block,
     Chart,

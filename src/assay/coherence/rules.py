@@ -18,7 +18,7 @@ from assay.coherence.record import CheckRecord, Sample, ToolLevel
 from assay.coherence.tools import paired
 from assay.stats.cluster import cluster_mean, mean_interval
 from assay.stats.equivalence import confidence_of_look
-from assay.stats.intervals import Interval, newcombe, wilson
+from assay.stats.intervals import Interval, interval_json, newcombe, wilson
 from assay.verdict import Finding, Severity
 
 State = Literal["good", "bad", "unclear", "not_examined"]
@@ -40,11 +40,6 @@ Rulings = Ruling | list[Ruling] | None
 
 def _finding(id_: str, severity: Severity, title: str, evidence: Mapping[str, Any], **more: Any) -> Finding:
     return Finding(id=f"coherence.{id_}", severity=severity, title=title, evidence=evidence, **more)
-
-
-def interval_json(interval: Interval) -> dict[str, float]:
-    """An interval as JSON."""
-    return {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
 
 
 def percent(interval: Interval) -> str:

@@ -15,7 +15,7 @@ from assay.engines.base import full_spec, with_options
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
-from assay.options import Options, declared_options, option
+from assay.options import Options, RunTime, declared_options, option
 
 # -----------------------------------------------------------------------------
 # Token ids cut into windows, the unit that is scored and resampled.
@@ -273,18 +273,10 @@ class MarginOptions(Options):
 
 
 @dataclass(frozen=True)
-class TimeOptions(Options):
-    """How long a run may take."""
+class TimeOptions(RunTime):
+    """How long a run over passages may take."""
 
     _: KW_ONLY
-    budget: float | None = option(
-        None,
-        "Time that the run may take: passages are chosen to fit, and it says what it leaves out.",
-        lo=0.01,
-        metavar="MINUTES",
-        apart=True,
-    )
-    quick: bool = option(False, "A first answer: --budget 3.", apart=True)
     all: bool = option(
         False, "Score every passage, also once the verdict is certain; --windows means it too.", apart=True
     )

@@ -35,7 +35,7 @@ from assay.stats.equivalence import (
     resolution,
     windows_for,
 )
-from assay.stats.intervals import Interval, percent_change
+from assay.stats.intervals import Interval, interval_json, percent_change
 from assay.verdict import Finding, Severity, Verdict
 
 # -----------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Summary:
 
     def _beyond_json(self) -> dict[str, Any]:
         exact = self.top1_value is not None
-        bounds = _bounds(self.beyond_pct)
+        bounds = interval_json(self.beyond_pct)
         return bounds | ({"kind": "exact"} if exact else {"kind": "bounds", "value": None})
 
     @property
@@ -186,8 +186,8 @@ class Summary:
             "accept_excluded": judged.accept_excluded,
             "nonfinite_tokens": self.nonfinite,
             "ppl_reference": self.ppl_reference,
-            "dppl_pct": _bounds(judged.dppl_pct),
-            "dnll": _bounds(self.dnll.interval),
+            "dppl_pct": interval_json(judged.dppl_pct),
+            "dnll": interval_json(self.dnll.interval),
             "kld": {
                 "mean": self.kl.value,
                 "lo": self.kl.interval.lo,
@@ -197,8 +197,8 @@ class Summary:
                 "quantile_intervals": {name: [q.lo, q.hi] for name, q in self.quantiles.items()},
                 **(self.bounds.kld_json() if self.bounds else {"kind": "exact"}),
             },
-            "kld_reverse": _bounds(self.kl_rev.interval),
-            "top1_pct": _bounds(judged.top1_pct)
+            "kld_reverse": interval_json(self.kl_rev.interval),
+            "top1_pct": interval_json(judged.top1_pct)
             | (self.bounds.top1_json() if self.bounds else {"kind": "exact"}),
             "top1_beyond_rounding_pct": self._beyond_json(),
             "tv": {
@@ -207,7 +207,7 @@ class Summary:
                 "hi": self.tv.interval.hi,
                 "kind": "bounds" if self.bounds else "exact",
             },
-            "mean_abs_dp": _bounds(self.dp.interval),
+            "mean_abs_dp": interval_json(self.dp.interval),
             "design_effect": self.dnll.design_effect,
             "windows_needed": judged.windows_needed,
             "aim": judged.aim.value if judged.aim else None,
@@ -336,10 +336,6 @@ def _by_window(seen: Sequence[WindowObservation], name: str) -> list[NDArray[np.
 
 def _counts(seen: Sequence[WindowObservation]) -> list[int]:
     return [int(w.finite.sum()) for w in seen if w.finite.any()]
-
-
-def _bounds(interval: Interval) -> dict[str, float | None]:
-    return {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
 
 
 # -----------------------------------------------------------------------------

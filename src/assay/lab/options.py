@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.fidelity.plan import MarginOptions, TimeOptions
-from assay.options import Options, option
+from assay.options import Options, RunTime, option
 
 MODES = ("decode", "inforward", "snapshot")
 """The names of `assay.lab.kv.cache_hook.Mode`."""
@@ -357,7 +357,7 @@ QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "
 
 
 @dataclass(frozen=True)
-class GapOptions(Options):
+class GapOptions(RunTime):
     """`assay gap`. `mode` is what the total is measured in, `base_mode` what engine and codec are told apart in.
 
     Layers are attributed in `groups` of neighbours (0: each alone). `fresh` windows take no part in the decomposition;
@@ -373,13 +373,6 @@ class GapOptions(Options):
         "",
         "SPEC of `assay kv`, such as hadamard(bits=4); left out: two engines are told apart.",
         metavar="SPEC",
-    )
-    budget: float | None = option(
-        None,
-        "Time that the run may take: passages are chosen to fit, and it says what it leaves out.",
-        lo=0.01,
-        metavar="MINUTES",
-        apart=True,
     )
     quick: bool = option(
         False,

@@ -27,6 +27,11 @@ class Interval:
         return self.hi < lo or hi < self.lo
 
 
+def interval_json(interval: Interval) -> dict[str, float]:
+    """An interval as JSON: `value`, `lo` and `hi`."""
+    return {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
+
+
 def check_confidence(confidence: float) -> float:
     """`confidence` if it is a probability strictly between 0 and 1."""
     if not 0.0 < confidence < 1.0:

@@ -31,6 +31,7 @@ from assay.lab.kv.noise import NoiseGrowth, noise_growth
 from assay.lab.kv.spec import parse_spec
 from assay.stats.cluster import Resampling
 from assay.stats.intervals import Interval
+from assay.verdict import jsonable
 
 # Phase 1: the steps of the bucket `engine`, and what an engine allows to switch alone.
 
@@ -131,8 +132,8 @@ class StreamResidual:
             "layer": self.layer,
             "stream": self.stream,
             "relative_error": {"reference": self.relative_reference, "candidate": self.relative_candidate},
-            "power_ratio": _bounds(self.power_ratio),
-            "error_ratio": _bounds(self.error_ratio),
+            "power_ratio": jsonable(self.power_ratio),
+            "error_ratio": jsonable(self.error_ratio),
             "equal_streams": self.equal_streams,
             "windows": self.windows,
         }
@@ -184,10 +185,6 @@ def _by_window(measured: Measured) -> dict[int, Mapping[Key, StreamFacts]]:
 def _relative(facts: list[StreamFacts]) -> float:
     power = sum(f.power for f in facts)
     return (sum(f.error for f in facts) / power) ** 0.5 if power else 0.0
-
-
-def _bounds(interval: Interval | None) -> dict[str, float] | None:
-    return None if interval is None else {"value": interval.value, "lo": interval.lo, "hi": interval.hi}
 
 
 # Phase 3: what an error of known size does, on both engines.
