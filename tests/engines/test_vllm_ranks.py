@@ -222,8 +222,8 @@ def test_a_layer_fires_once_however_many_ranks_have_it() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("tensor_parallel=3", "4 attention heads cannot be shared by 3 ranks"),
-        ("tensor_parallel=8", "4 attention heads cannot be shared by 8 ranks"),
+        ("tensor_parallel=3", "4 attention heads cannot be shared evenly by 3 ranks"),
+        ("tensor_parallel=8", "4 attention heads cannot be shared evenly by 8 ranks"),
         ("tensor_parallel=4", "2 KV heads for 4 ranks: ranks would hold copies"),
         ("pipeline_parallel=5", "3 layers are fewer than 5 pipeline stages"),
     ],

@@ -260,7 +260,7 @@ class VllmCore:
                 engine.step()
                 steps += 1
         except BaseException as error:
-            if self._deaths is not None and isinstance(error, Exception):
+            if self._deaths is not None and self._deaths.happened():
                 raise self._lost(error) from error
             self._recover()
             raise
@@ -446,10 +446,14 @@ class _Deaths:
         process.join(1.0)
         self._first = (rank, process.exitcode)
 
+    def happened(self) -> bool:
+        """Whether a rank has ended; one that is about to is waited for."""
+        self._thread.join(2.0)
+        return self._first is not None
+
     def error(self, error: BaseException, spec: VllmSpec) -> AssayError:
         """One line that names the rank and what it said, or how it ended."""
-        self._thread.join(2.0)
-        if self._first is None:
+        if not self.happened() or self._first is None:
             return _failed(error)
         rank, status = self._first
         told: dict[str, Any] = {}

@@ -112,26 +112,20 @@ def _check_ranks(spec: str, parsed: VllmSpec) -> None:
     heads = config.get("num_attention_heads")
     cached = config.get("num_key_value_heads") or heads
     layers = config.get("num_hidden_layers")
-    if heads and heads % tensor:
+    if heads and cached and (heads % tensor or cached % tensor):
+        what = f"{heads} attention heads cannot be shared evenly by {tensor} ranks"
+        if not heads % tensor:
+            why = "ranks would hold copies of them" if tensor > cached else "they cannot be shared evenly"
+            what = f"{cached} KV head{'s' * (cached > 1)} for {tensor} ranks: {why}"
+        fitting = ", ".join(str(n) for n in range(1, cached + 1) if heads % n == cached % n == 0)
         raise _usage(
-            f"{spec!r}: {heads} attention heads cannot be shared by {tensor} ranks",
-            f"use a number of ranks that divides {heads}",
-        )
-    if cached and cached % tensor:
-        why = "ranks would hold copies of them" if tensor > cached else "they cannot be shared evenly"
-        raise _usage(
-            f"{spec!r}: {cached} KV heads for {tensor} ranks: {why}",
-            f"use tensor_parallel of {_divisors(cached)}, and pipeline_parallel for more GPUs",
+            f"{spec!r}: {what}", f"use tensor_parallel of {fitting}, and pipeline_parallel for more GPUs"
         )
     if layers and layers < stages:
         raise _usage(
             f"{spec!r}: {layers} layers are fewer than {stages} pipeline stages",
             f"use at most {layers} stages",
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 _FIXED: Mapping[str, str] = {
@@ -352,6 +346,7 @@ def _prepare_ranks(spec: VllmSpec, platform: Any) -> None:
     import torch
 
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ.setdefault("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "1800")  # a step on a CPU may take minutes
     os.environ[REPORTS] = tempfile.mkdtemp(prefix="assay-ranks-")
     if platform.is_cpu():
         # vLLM's own choice is one NUMA node a rank.

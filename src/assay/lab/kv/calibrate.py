@@ -11,6 +11,7 @@ import torch
 
 from assay.engines.hf.scorer import HfScorer, window_states
 from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window
+from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.lab.kv.attribute import alone
@@ -176,6 +177,11 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
         raise plan.usage(
             "the sensitivity of layers is measured with transformers",
             "calibrate hf:MODEL; the file serves vLLM too",
+        )
+    if plan.model.startswith("vllm:") and (ranks := parse_vllm(plan.model).ranks) > 1:
+        raise plan.usage(
+            f"a calibration holds all heads of all layers, which {ranks} ranks share",
+            "calibrate with one rank, or hf:MODEL; the file serves any number of ranks",
         )
     with open_lab(
         plan.model, plan.text, windows=plan.windows, length=plan.length, any_engine=True, progress=progress
