@@ -138,3 +138,23 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
     path.chmod(0o755)
     with pytest.raises(AssayError, match="cannot be started"):
         RemoteCore(VllmSpec("m"), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), [("Worker_TP1", 1), ("Worker_PP1", 2), ("Worker_PP1_TP1", 3), ("Worker", 0)]
+)
+def test_a_rank_that_does_not_start_is_named_with_its_own_words(name: str, rank: int, tmp_path: Path) -> None:
+    core = _Quiet()
+    core._name, core._ranks, core._tensor, core._log = "m", 4, 2, tmp_path / "worker.log"
+    said = "[x.py:1] torch.OutOfMemoryError: CUDA out of memory."
+    core._log.write_text(
+        f"(MainProcess pid=1) WARNING: ValueErrors are no reason\n({name} pid=7) ERROR 11-29 {said}\n"
+        "(MainProcess pid=1) Exception: WorkerProc initialization failed due to an exception\n"
+    )
+    facts = {"finding_id": "fidelity.engine_load", "remedy": "", "evidence": {}}
+    error = core._error("AssayError", "vLLM cannot load m: WorkerProc initialization failed", facts)
+    assert (
+        error.message == f"vLLM cannot load m: rank {rank} of 4: torch.OutOfMemoryError: CUDA out of memory."
+    )
+    core._log.write_text("")
+    assert "initialization failed" in core._error("AssayError", "initialization failed", facts).message
