@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from assay.cli.main import invoke
+from assay.lab.gap.plan import GapPlan
+from assay.lab.options import (
+    AllocationPlan,
+    AttributionPlan,
+    CalibrationPlan,
+    DiagnosisPlan,
+    EvalPlan,
+    NoisePlan,
+    SweepPlan,
+)
 from assay.verdict import Report, Verdict
 
 PASSAGES = {"--text": "a.txt", "--windows": "3", "--length": "64", "--batch": "2"}
@@ -95,3 +106,29 @@ def test_every_option_reaches_the_plan(
     found = {field: getattr(plans[0], field) for field in expected}
     assert found == expected
     assert plans[0].model == "hf:MODEL"
+
+
+@pytest.mark.parametrize(
+    ("options", "model"),
+    [
+        ({"threads": 0}, "./m"),
+        ({"threads": 3}, "hf:./m?threads=3"),
+    ],
+)
+def test_threads_become_a_part_of_how_the_model_is_written(options: dict[str, int], model: str) -> None:
+    plans = (
+        EvalPlan("./m", "fp8", **options),
+        SweepPlan("./m", codecs=("fp8",), **options),
+        NoisePlan("./m", **options),
+        DiagnosisPlan("./m", "fp8", **options),
+        AttributionPlan("./m", "fp8", **options),
+        AllocationPlan("./m", "fp8", 4.0, **options),
+        CalibrationPlan("./m", Path("c"), text=("t",), **options),
+    )
+    assert {plan.model for plan in plans} == {model}
+
+
+def test_threads_of_a_gap_are_of_both_sides_and_what_a_side_names_stays() -> None:
+    plan = GapPlan("hf:./m?threads=1", "gguf:m.gguf", threads=2)
+    assert (plan.reference, plan.candidate) == ("hf:./m?threads=1", "gguf:m.gguf?threads=2")
+    assert GapPlan("./m", "vllm:./m", threads=2).candidate == "vllm:./m"

@@ -203,7 +203,17 @@ PROTOCOLS = ("all", "second-half")
 
 
 @dataclass(frozen=True)
-class Passages(Options):
+class ThreadOptions(Options):
+    """With how many threads models run on a CPU."""
+
+    _: KW_ONLY
+    threads: int = option(
+        0, "Threads of hf: and gguf: engines; auto: the cores that are free.", lo=0, form="auto"
+    )
+
+
+@dataclass(frozen=True)
+class Passages(ThreadOptions):
     """What is scored, and how: the options that `compare` and `reference` share."""
 
     AREA = "fidelity"
@@ -231,9 +241,6 @@ class Passages(Options):
         form="auto",
     )
     device: str = option("auto", "Device of hf: engines; auto: the GPU where there is one.")
-    threads: int = option(
-        0, "Threads of hf: and gguf: engines; auto: the cores that are free.", lo=0, form="auto"
-    )
     seed: int = option(0, "Seed of the bootstrap, of noise and of sampled text.", lo=0, hi=2**63 - 1)
     floors: bool = option(True, "Do not measure the floors.")
 

@@ -8,7 +8,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.fidelity.plan import MarginOptions, TimeOptions
+from assay.engines.base import full_spec, with_options
+from assay.fidelity.plan import MarginOptions, ThreadOptions, TimeOptions
 from assay.options import Options, RunTime, option
 
 MODES = ("decode", "inforward", "snapshot")
@@ -103,7 +104,18 @@ class KvPlan(Options):
 
 
 @dataclass(frozen=True)
-class EvalPlan(KvPlan, TimeOptions, MarginOptions):
+class ModelPlan(KvPlan, ThreadOptions):
+    """Options of a command that runs a model: `threads` becomes a part of how the model is written."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads:
+            model = with_options(full_spec(self.model), device="auto", threads=self.threads)  # type: ignore[attr-defined]
+            object.__setattr__(self, "model", model)
+
+
+@dataclass(frozen=True)
+class EvalPlan(ModelPlan, TimeOptions, MarginOptions):
     """`assay kv eval`: `skip_layers` stay exact."""
 
     VERB = "kv eval"
@@ -129,7 +141,7 @@ class EvalPlan(KvPlan, TimeOptions, MarginOptions):
 
 
 @dataclass(frozen=True)
-class SweepPlan(KvPlan, TimeOptions):
+class SweepPlan(ModelPlan, TimeOptions):
     """`assay kv sweep`: `fresh` further windows are for the codec that is chosen; `jobs` processes fit the codecs."""
 
     VERB = "kv sweep"
@@ -160,7 +172,7 @@ class SweepPlan(KvPlan, TimeOptions):
 
 
 @dataclass(frozen=True)
-class NoisePlan(KvPlan):
+class NoisePlan(ModelPlan):
     """`assay kv noise`: noise of every size in `sigmas` in all of the cache, in each stream alone, or in each layer alone."""
 
     VERB = "kv noise"
@@ -191,7 +203,7 @@ class NoisePlan(KvPlan):
 
 
 @dataclass(frozen=True)
-class DiagnosisPlan(KvPlan):
+class DiagnosisPlan(ModelPlan):
     """`assay kv diagnose`, on `queries` queries of every window."""
 
     VERB = "kv diagnose"
@@ -210,7 +222,7 @@ class DiagnosisPlan(KvPlan):
 
 
 @dataclass(frozen=True)
-class AttributionPlan(KvPlan):
+class AttributionPlan(ModelPlan):
     """`assay kv attribute`: `each` is `layer` (K and V of a layer together) or `stream` (each apart)."""
 
     VERB = "kv attribute"
@@ -229,7 +241,7 @@ class AttributionPlan(KvPlan):
 
 
 @dataclass(frozen=True)
-class AllocationPlan(KvPlan):
+class AllocationPlan(ModelPlan):
     """`assay kv allocate`: `target_ratio` of stored bytes, in steps of `step` bits between `least` and `most`."""
 
     VERB = "kv allocate"
@@ -262,7 +274,7 @@ class AllocationPlan(KvPlan):
 
 
 @dataclass(frozen=True)
-class CalibrationPlan(KvPlan):
+class CalibrationPlan(ModelPlan):
     """`assay kv calibrate`: what is learned from, and how many sampled tokens the file holds."""
 
     VERB = "kv calibrate"
@@ -357,7 +369,7 @@ QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "
 
 
 @dataclass(frozen=True)
-class GapOptions(RunTime):
+class GapOptions(RunTime, ThreadOptions):
     """`assay gap`. `mode` is what the total is measured in, `base_mode` what engine and codec are told apart in.
 
     Layers are attributed in `groups` of neighbours (0: each alone). `fresh` windows take no part in the decomposition;

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from assay.engines.base import full_spec
+from assay.engines.base import full_spec, with_options
 from assay.engines.scoring import HookSpec, ScoreJob
 from assay.engines.specs import check_spec
 from assay.engines.vllm.start import parse_spec as parse_vllm
@@ -32,7 +32,8 @@ class GapPlan(GapOptions):
 
     def __post_init__(self) -> None:
         for side in ("reference", "candidate"):
-            object.__setattr__(self, side, full_spec(getattr(self, side)))
+            spec = with_options(full_spec(getattr(self, side)), device="auto", threads=self.threads or "auto")
+            object.__setattr__(self, side, spec)
             engine_name(getattr(self, side), codec=bool(self.codec), reference=side == "reference")
         super().__post_init__()
         if self.codec:
