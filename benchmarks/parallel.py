@@ -5,7 +5,8 @@
 Every layout scores the same windows against one stored reference: the states of one rank with a little noise, so that no
 difference is zero. `exact` is how far the statistics of a layout are from those of one rank: `largest` over tokens, and
 the means of both. `speed` has windows a second of scoring and of plain prefill (vLLM's own `generate` of one token), in
-turns, as medians of the rounds with the range; their ratio is what scoring costs. What is measured is kept as it comes.
+turns, as medians of the rounds with the range; their ratio is what scoring costs.
+`memory_of_ranks` has the bytes of output heads that each rank holds (the engine's and the reference's) and its peak. What is measured is kept as it comes.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def main() -> None:
                     noisy = states + 0.02 * states.std() * torch.randn(states.shape, generator=rng)
                     reference.append(StateRows(row.window, row.first, noisy.to(row.states.dtype), row.head))
             speed, found = measure(engine, reference, a.rounds)
-            facts = engine.describe()
+            facts, memory = engine.describe(), engine.core.memory()
         finally:
             engine.close()
         one = found if one is None else one
@@ -115,7 +116,7 @@ def main() -> None:
         }
         results["layouts"][name] = {
             "start_s": started, "speed": speed, "exact": {"largest": apart, "means_of_one_and_of_this": means},
-            "kv_bytes_per_token": facts["kv_bytes_per_token"],
+            "kv_bytes_per_token": facts["kv_bytes_per_token"], "memory_of_ranks": memory,
         }  # fmt: skip
         results |= {
             "model": Path(a.model).name, "dtype": a.dtype, "windows": a.windows, "length": a.length, "rounds": a.rounds,

@@ -132,6 +132,8 @@ def test_ranks_give_what_one_process_gives(opened: Any, ranks: int, own_head: bo
     assert same == own_head  # what is the engine's own is not held twice
     assert sum(w._assay.head.vocab_size for w in engine.workers) == VOCAB  # nobody has a whole head
     assert torch.equal(core.head.weight, weight)
+    bytes_of_heads = sum(found["heads"] for found in core.memory())
+    assert bytes_of_heads == 4 * WIDTH * (VOCAB if own_head else VOCAB + VOCAB - 3)
     assert (
         core.end().bytes_read == 5 * sum(range(9, 23, 4)) * 10 * ranks
     )  # the stand-in's cache, on every rank

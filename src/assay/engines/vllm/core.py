@@ -140,6 +140,10 @@ class VllmCore:
             **self._parallel(),
         }
 
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes of the output heads that each rank holds, and the most memory it has used."""
+        return self._all("memory")
+
     def _parallel(self) -> dict[str, Any]:
         """What several ranks add to the facts."""
         if self.spec.ranks == 1:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -206,6 +207,19 @@ class Rank:
         if device.type == "cuda":
             found["memory"] = torch.cuda.get_device_properties(device).total_memory
         return found
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of output heads that this rank holds, the engine's and references', and the most memory it has used."""
+        held = {}
+        for head in (self.head, *self._heads.values()) if self.place.scores else ():
+            for tensor in (head.weight, head.bias):
+                if tensor is not None:
+                    held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        if torch.cuda.is_available():
+            peak = torch.cuda.max_memory_allocated()
+        else:
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"heads": sum(held.values()), "peak": peak}
 
     # What scoring asks for, in this order.
 

@@ -308,6 +308,10 @@ class RemoteCore:
         """What scores."""
         return {**self._facts, "placement": "worker"}
 
+    def memory(self) -> list[dict[str, int]]:
+        """Bytes of the output heads that each rank holds, and the most memory it has used."""
+        return list(self._call("memory"))
+
     def begin(self, job: ScoreJob, length: int) -> int:
         """Get ready for windows of `length` tokens; how many of them run together."""
         return int(self._call("begin", job, length))
