@@ -27,14 +27,17 @@ system:          ## Install the Debian packages that the tests use (Chromium, to
 demo: install    ## Check a real server, whole and broken, side by side
 	$(BIN)/assay demo
 
-# By file, so that what tests of a file share is made once; in order, so that the long ones are not left to the end.
+# By file, so that what tests of a file share is made once, in the order of tests/conftest.py. A third worker, as many
+# tests wait for servers that start, sleep or never answer.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30
+
 test: install system  ## All tests but the slow ones, real engines included (about 14 minutes on 2 cores)
-	$(MAKE) lint types
+	$(MAKE) -j 2 lint types
 	$(BIN)/python -m assay.cli.demo
-	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder --durations=15
+	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -m "not slow"
 
 test-fast: install  ## Tests without engines (a few minutes)
-	$(BIN)/python -m pytest -m "not engine and not slow" -n 2 --dist loadfile
+	$(PYTEST) -m "not engine and not slow"
 
 test-slow: install system  ## The rest
 	$(BIN)/python -m assay.cli.demo

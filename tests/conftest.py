@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -26,29 +29,97 @@ settings.load_profile("shared cores")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# Files of tests that ask the same servers are one worker's, so that each server is started once; then the files that
+# take longest, so that none of them is left to the end. All others follow as they come.
+SERVED = (
+    "tests/coherence/test_check_real.py", "tests/monitor/test_watch_real.py", "tests/engines/test_server_real.py",
+    "tests/engines/test_server_topk_real.py", "tests/fidelity/test_compare_server_real.py",
+)  # fmt: skip
+LONG = (
+    "tests/serving/test_doctor.py", "tests/cli/test_interrupt_real.py", "tests/kv/test_kv_vllm_real.py",
+    "tests/fidelity/test_compare_real.py", "tests/gap/test_gap_real.py", "tests/engines/test_vllm_real.py",
+    "tests/monitor/test_watch_llama.py", "tests/serving/test_doctor_bad_input.py", "tests/fidelity/test_budget.py",
+    "tests/speculation/test_spec_real_vllm.py", "tests/gates/test_gate_real.py", "tests/kv/test_kv_real.py",
+    "tests/cli/test_check_time.py", "tests/demo/test_servers.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {file: place for place, file in enumerate((*SERVED, *LONG))}
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "served" if file in SERVED else file
+
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 # Every fixture is of the session: a server takes most of a minute to start.
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def read_once() -> Iterator[Callable[[Path], Path]]:
+    """Marks a model whose tokenizer is read once a session, and encodes a text once: half the time of a small comparison."""
+    transformers = pytest.importorskip("transformers")
+    from assay.engines.hf import scorer
+
+    marked: set[str] = set()
+    read, facts_of = transformers.AutoTokenizer.from_pretrained, scorer.tokenizer_facts
+
+    @cache
+    def of(place: str) -> Any:
+        return read(place, trust_remote_code=False)
+
+    @cache
+    def facts(tokenizer: Any) -> Any:
+        found = facts_of(tokenizer)
+        encode = lru_cache(maxsize=8)(lambda text: tuple(found.encode(text)))
+        return replace(found, encode=lambda text: list(encode(text)))
+
+    def mark(place: Path) -> Path:
+        marked.add(str(place))
+        return place
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            transformers.AutoTokenizer, "from_pretrained",
+            lambda place, *given, **options: of(str(place)) if str(place) in marked else read(place, *given, **options),
+        )  # fmt: skip
+        patch.setattr(
+            scorer, "tokenizer_facts", lambda t: (facts if t.name_or_path in marked else facts_of)(t)
+        )
+        yield mark
+
+
+@pytest.fixture(scope="session")
+def smollm2(read_once: Callable[[Path], Path]) -> Path:
     """SmolLM2-135M-Instruct as a checkpoint."""
-    return build_smollm2()
+    return read_once(build_smollm2())
 
 
 @pytest.fixture(scope="session")
-def qwen05() -> Path:
+def qwen05(read_once: Callable[[Path], Path]) -> Path:
     """Qwen2.5-Coder-0.5B-Instruct, whose chat template takes tools."""
-    return build_qwen05()
+    return read_once(build_qwen05())
 
 
 @pytest.fixture(scope="session")
-def gemma3() -> Path:
+def gemma3(read_once: Callable[[Path], Path]) -> Path:
     """Gemma 3 270M, a base model, with a tokenizer that puts BOS first."""
-    return build_gemma3()
+    return read_once(build_gemma3())
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama(
+    smollm2: Path, read_once: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Two layers of random weights behind SmolLM2's tokenizer: quick, for tests that ask when, not what."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,7 +135,7 @@ def tiny_llama(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm2 / name, folder / name)
-    return folder
+    return read_once(folder)
 
 
 @pytest.fixture(scope="session")
@@ -80,14 +151,14 @@ def broken_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return damage_checkpoint("random_blocks", smollm2, tmp_path_factory.mktemp("broken") / "smollm2-broken")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vllm_broken(broken_smollm2: Path) -> Iterator[servers.Server]:
-    """A vLLM server of the broken copy; it ends with the test, so that few servers share the memory."""
+    """A vLLM server of the broken copy."""
     with servers.vllm_server(broken_smollm2, name="smollm2") as server:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def transformers_server(smollm2: Path) -> Iterator[servers.Server]:
     """A server of another kind."""
     with servers.transformers_server(smollm2) as server:

@@ -20,7 +20,7 @@ def loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
         f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]), file=sys.stderr)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program + tail], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program + tail], capture_output=True, text=True, check=True, timeout=240
     )
     loaded: list[str] = json.loads(done.stderr.splitlines()[-1])
     return loaded

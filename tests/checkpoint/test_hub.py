@@ -351,7 +351,7 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
 

@@ -224,9 +224,9 @@ def test_a_document_of_three_gigabytes_is_not_read(ask: Ask, model: Path, name: 
 
 
 def test_notes_and_references_of_three_gigabytes_are_not_read(ask: Ask, model: Path, tmp_path: Path) -> None:
+    repo = cached(tmp_path / "hub", model)
     sparse(model / ".cache" / "huggingface" / "download" / "config.json.metadata")
     assert ask(model, "--allow-unverified", "--hash", "none")[0] == 0
-    repo = cached(tmp_path / "hub", model)
     sparse(repo / "refs" / "main")
     code, report = ask(repo)
     assert (code, len(report["findings"])) == (2, 1)

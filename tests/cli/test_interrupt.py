@@ -38,14 +38,14 @@ def interrupted(stub: StubServer, behaviour: Stuck, sign: int) -> tuple[int, str
         text=True,
     )
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not behaviour.waiting and time.monotonic() < until and process.poll() is None:
             time.sleep(0.02)
         assert behaviour.waiting, "the run never came to the request that hangs"
         time.sleep(1.5)  # the answers that came before are graded meanwhile
         began = time.monotonic()
         process.send_signal(sign)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=120)
     finally:
         process.kill()
     return process.returncode, out, time.monotonic() - began

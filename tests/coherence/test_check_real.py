@@ -51,7 +51,7 @@ def test_a_broken_server_fails_and_its_speed_does_not_count(
     assert alone.verdict is Verdict.FAIL and "certain" in alone.results["time"]["stopped"]
     assert next(iter(took)) == "first answers" and set(took) <= {"first answers", "short texts", "long texts"}
     if os.getloadavg()[0] < 4:
-        assert alone.results["time"]["seconds"] < 10
+        assert alone.results["time"]["seconds"] < 30
 
 
 def test_a_server_of_another_kind_gets_a_verdict(transformers_server: Server) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
 from assay.engines.hf.engine import HfEngine, _on_device
 from assay.engines.hf.spec import HfSpec
@@ -110,17 +110,26 @@ def tiny(tmp_path: Path, model: Any) -> Path:
     return tmp_path
 
 
-def compared(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
+Compared = Callable[[Path], tuple[int, dict[str, Any], str]]
+
+
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Compared:
     """Exit code, report and all that is said by a comparison that is offered a `y`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "assay", "compare", f"hf:{folder}", f"hf:{folder}?dtype=float32", "--json", *options],
-        input="y\n" * 20, capture_output=True, text=True, check=False, timeout=400,
-    )  # fmt: skip
-    return done.returncode, json.loads(done.stdout), done.stdout + done.stderr
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 20))
+
+    def compared(folder: Path) -> tuple[int, dict[str, Any], str]:
+        capfd.readouterr()
+        code = invoke(["compare", f"hf:{folder}", f"hf:{folder}?dtype=float32", "--json"])
+        said = capfd.readouterr()
+        return code, json.loads(said.out), said.out + said.err
+
+    return compared
 
 
 @pytest.mark.parametrize("where", ["model", "tokenizer"])
-def test_a_checkpoint_never_runs_code_of_its_own(tiny: Path, where: str) -> None:
+def test_a_checkpoint_never_runs_code_of_its_own(tiny: Path, where: str, compared: Compared) -> None:
     ran = tiny / "ran"
     (tiny / "own.py").write_text(
         f"open({str(ran)!r}, 'w').close()\n"
@@ -156,7 +165,7 @@ class _Payload:
         return (Path.touch, (self.target,))
 
 
-def test_a_pickle_that_is_more_than_weights_is_refused(tiny: Path, model: Any) -> None:
+def test_a_pickle_that_is_more_than_weights_is_refused(tiny: Path, model: Any, compared: Compared) -> None:
     (tiny / "model.safetensors").unlink()
     ran = tiny / "ran"
     torch.save(dict(model.state_dict()) | {"more": _Payload(ran)}, tiny / "pytorch_model.bin")

@@ -121,12 +121,12 @@ def test_compare_fits_its_budget_and_goes_on_with_its_size(
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     engines = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=8)")
     began = time.monotonic()
-    code = invoke(["compare", *engines, "--budget", "0.8", "--json"])
+    code = invoke(["compare", *engines, "--budget", "0.5", "--json"])
     taken = time.monotonic() - began
     captured = capsys.readouterr()
     body = json.loads(captured.out)
     assert code == body["exit_code"] in (0, 3)
-    assert taken < 120  # five times what was asked for: this machine may be busy
+    assert taken < 150  # five times what was asked for: this machine may be busy
     finding = next(f for f in body["findings"] if f["id"] == "fidelity.budget")
     assert finding["severity"] in ("info", "warning")
     if body["results"].get("candidates"):
@@ -134,7 +134,7 @@ def test_compare_fits_its_budget_and_goes_on_with_its_size(
         assert "expected: about" in captured.err
         assert results["windows"] == results["candidates"][0]["windows"] < 64
         assert body["subject"]["plan"]["length"] < 1024
-        assert results["times"]["budget_s"] == 48
+        assert results["times"]["budget_s"] == 30
         assert set(results["times"]["expected_s"]) == {"reference", results["candidate"]}
 
 

@@ -89,13 +89,6 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     assert code in (1, 3)
 
 
-def test_coarse_weights_are_rejected(compare: Compare, smollm2: Path) -> None:
-    code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=2,group=128)", *SMALL)
-    assert code == 1
-    assert body["results"]["grade"] == "REJECT"
-    assert [f["id"] for f in body["findings"]] == ["fidelity.reject"]
-
-
 def test_decode_reads_the_cache_and_says_so(compare: Compare, smollm2: Path) -> None:
     code, body = compare(
         f"hf:{smollm2}?dtype=float32",
@@ -106,6 +99,9 @@ def test_decode_reads_the_cache_and_says_so(compare: Compare, smollm2: Path) -> 
         8,
         "--length",
         24,
+        "--batch",
+        8,
+        "--no-floors",
     )
     assert code in (0, 1, 3)
     assert body["results"]["engaged"]["bytes_read"] > 0

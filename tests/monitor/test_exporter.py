@@ -192,7 +192,7 @@ def test_every_query_of_the_dashboard_and_the_rules_has_an_answer(tmp_path: Path
         empty = []
         for expr in (*shown, *rules):
             query = re.sub(r"\$\w+|\[\[\w+\]\]", ".*", expr)
-            answer = httpx.get(f"{api}/query", params={"query": query}, timeout=10).json()
+            answer = httpx.get(f"{api}/query", params={"query": query}, timeout=60).json()
             assert answer["status"] == "success", (expr, answer)
             if not answer["data"]["result"]:
                 empty.append(expr)
@@ -250,7 +250,7 @@ def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
 
 def get(api: str, path: str) -> dict[str, Any]:
     try:
-        return httpx.get(api + path, timeout=5).json().get("data") or {}
+        return httpx.get(api + path, timeout=30).json().get("data") or {}
     except (httpx.HTTPError, ValueError):
         return {}
 
@@ -260,7 +260,7 @@ def value(api: str, query: str) -> str | None:
     return found[0]["value"][1] if found else None
 
 
-def until(ask: Any, seconds: float = 60) -> Any:
+def until(ask: Any, seconds: float = 120) -> Any:
     end = time.monotonic() + seconds
     while not (found := ask()) and time.monotonic() < end:
         time.sleep(0.3)
