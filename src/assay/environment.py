@@ -6,7 +6,7 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,15 @@ VERSION = "0.2.0"
 _PACKAGES = (
     "numpy", "scipy", "httpx", "torch", "transformers", "safetensors", "huggingface_hub", "vllm", "llama-cpp-python",
 )  # fmt: skip
+
+
+_ELSEWHERE: dict[str, Any] = {}
+
+
+def measured_on(machine: Mapping[str, Any]) -> None:
+    """Have `describe` say that numbers are measured on another machine than this one; nothing: on this one."""
+    _ELSEWHERE.clear()
+    _ELSEWHERE.update(machine)
 
 
 def describe() -> dict[str, Any]:
@@ -39,6 +48,7 @@ def describe() -> dict[str, Any]:
         "plugins": jsonable(active()),
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         **used,
+        **_ELSEWHERE,
     }
 
 

@@ -133,14 +133,21 @@ def invoke(arguments: list[str]) -> int:
 
 
 def _json_in_one_word(arguments: list[str]) -> list[str]:
-    """`--json` with the file to write after it, where the next word is one, else with `-` for standard output."""
+    """`--json` with the file to write after it, where the next word is one, else with `-` for standard output; so `--ray`."""
     found: list[str] = []
     words = iter(range(len(arguments)))
     for i in words:
         word, after = arguments[i], arguments[i + 1 : i + 2]
         if word == "--":
             return found + arguments[i:]
-        if word == "--json":
+        if word == "--ray":
+            from assay.fidelity.plan import is_address
+
+            address = after[0] if after and is_address(after[0]) else ""
+            word = f"--ray={address or 'local'}"
+            if address:
+                next(words)
+        elif word == "--json":
             names_file = bool(after) and _is_written(after[0], arguments[:i])
             word = f"--json={after[0] if names_file else STDOUT}"
             if names_file:

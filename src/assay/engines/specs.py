@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, cast
 
@@ -62,8 +64,23 @@ def check_spec(spec: str, path: ScoringPath | None = None) -> None:
         raise _unknown(spec)
 
 
+_OPENERS: list[Callable[[str], ScoringEngine]] = []
+
+
+@contextmanager
+def opened_by(opener: Callable[[str], ScoringEngine]) -> Iterator[None]:
+    """Have `opener` open the engines that are asked for inside."""
+    _OPENERS.append(opener)
+    try:
+        yield
+    finally:
+        _OPENERS.pop()
+
+
 def open_scorer(spec: str) -> ScoringEngine:
     """The scoring engine that `spec` names; UsageError for an unknown kind."""
+    if _OPENERS and not is_server(spec):
+        return _OPENERS[-1](spec)
     for prefix, target in SCORERS.items():
         if spec.startswith(prefix):
             if prefix == "hf:":

@@ -201,7 +201,10 @@ def measure_pace(engine: ScoringEngine, plan: Plan, text: str) -> Pace:
     scored = time.perf_counter()
     window_statistics(warm[0], rows[0])
     compared = time.perf_counter()
-    return Pace((scored - began) / (length * len(some)), (compared - scored) / length)
+    side_by_side = getattr(engine, "workers", 1)
+    return Pace(
+        (scored - began) / (length * len(some)) / side_by_side, (compared - scored) / length / side_by_side
+    )
 
 
 def size_for(

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from assay.engines.machine import begin_run, interrupt_run
+from assay.engines.ray_scorer import on_ray
 from assay.engines.scoring import Engagement, ScoringPath
 from assay.engines.server.engine import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
@@ -69,6 +70,7 @@ IN_MEMORY = 256 << 20
 """Bytes of the figures of its tokens that a candidate keeps in memory while others are scored; more goes to the disk."""
 
 
+@on_ray
 def run_compare(
     plan: Plan,
     progress: Progress = NO_PROGRESS,
@@ -447,15 +449,14 @@ def _candidate(
         if isinstance(engine, ServerCandidate):
             proof = prove_tokenizer(engine, reference.probe_ids, reference.windows, label)
             facts["tokenizer"] = proof.to_json()
-            # Another server may answer at the same address when an interrupted run goes on.
-            kept = kept.with_name(
-                f"{kept.name}-{sha256(repr(sorted(facts.items())).encode()).hexdigest()[:16]}"
-            )
         else:
             reference.check(engine.tokenizer, label)
             reference.find_head(engine)
             if reference.routing:
                 reference.routing.check(engine, label)
+        # When an interrupted run goes on, another server may answer at the same address, another machine may score.
+        who = facts if isinstance(engine, ServerCandidate) else {**describe(), "cpu_count": None}
+        kept = kept.with_name(f"{kept.name}-{sha256(repr(sorted(who.items())).encode()).hexdigest()[:16]}")
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:
             try:

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, StateRows, Window, WindowRows
+from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine, StateRows, Window
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.score import ReferenceRows
+from assay.fidelity.score import ReferenceRows, Spreads, measure
 from assay.progress import Progress
+
+if TYPE_CHECKING:
+    import torch
 
 FLOOR_WINDOWS = 4
 """Windows that each floor is measured on."""
@@ -53,10 +56,12 @@ def measure_floors(
     some = windows[:FLOOR_WINDOWS]
     with progress("measuring floors", 3) as advance:
         again = replace(job, batch=2 if job.batch == 1 else 1)
-        own = _mean_kl(zip(reference.rows(some), engine.score_windows(some, again), strict=True))
+        own = _mean_kl(_apart(engine, reference, some, again))
         advance()
         storage = _mean_kl(
-            (rows, _in_bf16(rows)) for rows in reference.rows(some) if isinstance(rows, StateRows)
+            window_statistics(rows, _in_bf16(rows)).kl
+            for rows in reference.rows(some)
+            if isinstance(rows, StateRows)
         )
         advance()
         rounding = None
@@ -64,8 +69,7 @@ def measure_floors(
             # The noise is what an equivalent kernel with another order of bf16 operations may show (the idea is that
             # of exllamav3's qbench).
             noise = HookSpec("assay.fidelity.floors:RoundingNoise", {"sigma": 2.0**-9, "seed": seed})
-            noisy = engine.score_windows(some, replace(job, hook=noise))
-            rounding = _mean_kl(zip(reference.rows(some), noisy, strict=True))
+            rounding = _mean_kl(_apart(engine, reference, some, replace(job, hook=noise)))
         advance()
     return Floors(own, storage, rounding)
 
@@ -76,10 +80,23 @@ def _in_bf16(rows: StateRows) -> StateRows:
     return replace(rows, states=rows.states.to(torch.bfloat16).to(rows.states.dtype))
 
 
-def _mean_kl(pairs: Iterable[tuple[WindowRows, WindowRows]]) -> float | None:
+def _apart(
+    engine: ScoringEngine, reference: ReferenceRows, windows: Sequence[Window], job: ScoreJob
+) -> Iterator[torch.Tensor]:
+    """KL of the tokens of each window between the reference and what the engine scores now."""
     import torch
 
-    parts = [window_statistics(a, b).kl for a, b in pairs]
+    if isinstance(engine, Spreads):
+        yield from (torch.tensor(w.kl) for w in measure(reference.rows(windows), engine, windows, job))
+        return
+    for rows, own in zip(reference.rows(windows), engine.score_windows(windows, job), strict=True):
+        yield window_statistics(rows, own).kl
+
+
+def _mean_kl(kl: Iterable[torch.Tensor]) -> float | None:
+    import torch
+
+    parts = list(kl)
     finite = torch.cat(parts) if parts else torch.empty(0)
     finite = finite[finite.isfinite()]
     return float(finite.mean()) if finite.numel() else None

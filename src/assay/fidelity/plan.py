@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -297,12 +298,54 @@ class TimeOptions(RunTime):
         return values
 
 
+@dataclass(frozen=True)
+class RayOptions(Options):
+    """Where the engines run. Changes how a run goes and not what it measures."""
+
+    _: KW_ONLY
+    ray: str = option(
+        "",
+        "Spread the engines over a Ray cluster (HOST:PORT, auto), or over workers on this machine (no ADDRESS).",
+        metavar="[ADDRESS]",
+        panel="Cluster",
+        apart=True,
+    )
+    workers: int = option(
+        0,
+        "Engines on the cluster; auto: as many as its GPUs, or its CPUs and the threads of each allow.",
+        lo=0,
+        form="auto",
+        panel="Cluster",
+        apart=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers and not self.ray:
+            raise self.usage("--workers is of a run on Ray", "add --ray, or leave it out")
+        if self.ray.startswith("ray://"):
+            raise self.usage(
+                f"{self.ray} is Ray's client protocol, which this does not speak",
+                "start the run on a node of the cluster: --ray HOST:PORT, or --ray auto",
+            )
+        if self.ray not in ("", "local", "auto") and not _ADDRESS.fullmatch(self.ray):
+            raise self.usage(f"{self.ray!r} is no address of a Ray cluster", "write --ray HOST:PORT")
+
+
+_ADDRESS = re.compile(r"[\w.\-\[\]:]+:\d{1,5}")
+
+
+def is_address(word: str) -> bool:
+    """Whether the word after `--ray` on the command line is its address."""
+    return word in ("local", "auto") or word.startswith("ray://") or bool(_ADDRESS.fullmatch(word))
+
+
 QUICK_MINUTES = 3.0
 """What `--quick` stands for."""
 
 
 @dataclass(frozen=True)
-class Plan(TimeOptions, MarginOptions, Passages):
+class Plan(RayOptions, TimeOptions, MarginOptions, Passages):
     """A comparison of candidates with a reference."""
 
     VERB = "compare"
@@ -337,6 +380,8 @@ class Plan(TimeOptions, MarginOptions, Passages):
         super().__post_init__()
         if not self.candidates:
             raise _usage("a comparison needs at least one candidate", "name one after the reference")
+        if self.routing and self.ray:
+            raise _usage("routers are read in this process only", "leave out --ray, or --routing")
         if (self.control,) == self.candidates:
             raise _usage("the control is the candidate itself", "name another engine with --control")
         if twice := next((c for c in self.candidates if self.candidates.count(c) > 1), None):
@@ -370,7 +415,7 @@ class Plan(TimeOptions, MarginOptions, Passages):
 
 
 @dataclass(frozen=True)
-class RerunOptions(Options):
+class RerunOptions(RayOptions):
     """What may differ when a comparison is run again."""
 
     VERB, AREA = "rerun", "fidelity"
@@ -380,7 +425,7 @@ class RerunOptions(Options):
 
 
 @dataclass(frozen=True)
-class ReferenceOptions(Passages):
+class ReferenceOptions(RayOptions, Passages):
     """A reference that is scored once and stored."""
 
     VERB = "reference"
@@ -402,7 +447,10 @@ class ReferenceOptions(Passages):
     @property
     def plan(self) -> Plan:
         """What is scored, as a comparison of the engine with itself."""
-        passages = {name: getattr(self, name) for name in declared_options(Passages)}
+        passages = {
+            name: getattr(self, name)
+            for name in {**declared_options(Passages), **declared_options(RayOptions)}
+        }
         return Plan(reference=self.engine, candidates=(self.engine,), **passages)
 
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from assay.engines.ray_scorer import on_ray
 from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Window, WindowRows
 from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
@@ -451,6 +452,7 @@ def _fits(plan: Plan, length: int, scored_from: int, path: str) -> None:
 # `assay reference`: score a reference once and store it.
 
 
+@on_ray
 def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Progress) -> Report:
     """Store the reference of `plan` at `out`; AssayError where the engine gives nothing that could be stored."""
     if form == "llama.cpp" and plan.scored != "second-half":

@@ -181,6 +181,17 @@ class _Reduces(Protocol):
     ) -> Iterator[tuple[Window, Mapping[str, torch.Tensor]]]: ...
 
 
+@runtime_checkable
+class Spreads(Protocol):
+    """An engine in several processes, each of which measures a part of the windows."""
+
+    def observe_windows(
+        self, rows: Iterator[WindowRows], windows: Sequence[Window], job: ScoreJob, target: str
+    ) -> Iterator[WindowObservation]:
+        """What `target(rows, engine, windows, job)` sees of each window where a part of it runs, in order."""
+        ...
+
+
 def measure(
     rows: Iterator[WindowRows],
     candidate: Candidate,
@@ -195,6 +206,9 @@ def measure(
     """
     if isinstance(candidate, ServerCandidate):
         yield from _by_ids(rows, candidate, job, left)
+        return
+    if isinstance(candidate, Spreads):
+        yield from candidate.observe_windows(rows, windows, job, f"{__name__}:measure")
         return
     first = next(rows, None)
     rows = chain([] if first is None else [first], rows)

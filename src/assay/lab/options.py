@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.base import full_spec, with_options
-from assay.fidelity.plan import MarginOptions, ThreadOptions, TimeOptions
+from assay.fidelity.plan import MarginOptions, RayOptions, ThreadOptions, TimeOptions
 from assay.options import Options, RunTime, option
 
 MODES = ("decode", "inforward", "snapshot")
@@ -115,7 +115,7 @@ class ModelPlan(KvPlan, ThreadOptions):
 
 
 @dataclass(frozen=True)
-class EvalPlan(ModelPlan, TimeOptions, MarginOptions):
+class EvalPlan(RayOptions, ModelPlan, TimeOptions, MarginOptions):
     """`assay kv eval`: `skip_layers` stay exact."""
 
     VERB = "kv eval"
@@ -141,7 +141,7 @@ class EvalPlan(ModelPlan, TimeOptions, MarginOptions):
 
 
 @dataclass(frozen=True)
-class SweepPlan(ModelPlan, TimeOptions):
+class SweepPlan(RayOptions, ModelPlan, TimeOptions):
     """`assay kv sweep`: `fresh` further windows are for the codec that is chosen; `jobs` processes fit the codecs."""
 
     VERB = "kv sweep"
@@ -369,7 +369,7 @@ QUICK: dict[str, Any] = {"windows": 8, "length": 256, "fresh": 8, "groups": 5, "
 
 
 @dataclass(frozen=True)
-class GapOptions(RunTime, ThreadOptions):
+class GapOptions(RayOptions, RunTime, ThreadOptions):
     """`assay gap`. `mode` is what the total is measured in, `base_mode` what engine and codec are told apart in.
 
     Layers are attributed in `groups` of neighbours (0: each alone). `fresh` windows take no part in the decomposition;

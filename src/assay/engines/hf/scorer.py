@@ -267,16 +267,21 @@ class HfScorer:
         """Engine, versions, model and number formats; after scoring, how many windows ran together."""
         return self.engine.describe() | ({"batch": self._batches.note()} if self._batches else {})
 
+    def batch_size(self, windows: Sequence[Window], job: ScoreJob) -> int:
+        """How many of the windows run together."""
+        return job.batch or choose_batch(
+            self.engine.model, check_windows(windows, job), job, hooked=job.hook is not None
+        )
+
     def score_windows(self, windows: Sequence[Window], job: ScoreJob) -> Iterator[WindowRows]:
         """The rows of every window, in order; the hook of the job is in place while the iterator lives."""
-        length = check_windows(windows, job)
+        size = self.batch_size(windows, job)
         hook = load_hook(job.hook) if job.hook else None
         self.engine.spec.refuse_path(job.path)
         model, head = (
             self.engine.model,
             self.head,
         )  # the head's check runs the model, which is no hook's to see
-        size = job.batch or choose_batch(model, length, job, hooked=hook is not None)
         # What did not fit once does not fit the next time, and both sides of a comparison should run alike.
         self._batches = batches = self._batches.again(size) if self._batches else Batches(size)
         self._engagement = Engagement()

@@ -130,7 +130,7 @@ class Bench:
         def path_cost() -> float:
             return (runs - IN_MODE) * paces[plan.base] + IN_MODE * paces[plan.mode]
 
-        about = ["gap size", asdict(plan), budget.seconds]
+        about = ["gap size", plan.facts(), budget.seconds]
         windows, length = measure() if budget.seconds is None else self._kept.have(about, measure)
         budget.note_size((plan.windows, plan.length), (windows, length))
         if paces:  # a run that goes on knows its size and nothing of its speed

@@ -10,6 +10,7 @@ from typing import Any
 
 from assay.engines.base import setup_differences
 from assay.engines.machine import begin_run
+from assay.engines.ray_scorer import on_ray
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.plan import label_of
@@ -333,6 +334,7 @@ def _matched(joint: Measured, found: NoiseCurve) -> dict[str, Any]:
     return {"sigma": sigma, "codec_kl": own_effect(joint.seen).kl.value, "noise_kl": kl_at(found, sigma)}
 
 
+@on_ray
 def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Decompose, attribute and recommend.
 
@@ -343,7 +345,7 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
     if plan.codec:
         subject["codec"] = plan.codec
     Corners(plan).preflight()
-    begin_run(["gap", plan])
+    begin_run(["gap", plan.facts()])
     bench, runs = Bench(plan, progress), Runs()
     with Unfinished(lambda: bench.measured) as cut, bench:
         measure_all(bench, runs)

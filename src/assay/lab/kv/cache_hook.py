@@ -104,11 +104,19 @@ class CodecHook:
 
     `measure_windows` windows are also encoded for real, whole, when their batch is done: `facts` holds what their streams
     came to by (layer, stream), and `engagement().notes` the same as JSON. They are spread over the `windows` of the
-    run, as a text does not begin as it goes on; where their number is not known they are the first.
+    run, as a text does not begin as it goes on; where their number is not known they are the first. `first` is the number
+    of the first window that this hook sees of the run.
     """
 
     def __init__(
-        self, coders: Coders, mode: Mode, length: int, *, measure_windows: int = 8, windows: int | None = None
+        self,
+        coders: Coders,
+        mode: Mode,
+        length: int,
+        *,
+        measure_windows: int = 8,
+        windows: int | None = None,
+        first: int = 0,
     ) -> None:
         self.coders = coders
         self.mode = Mode(mode)
@@ -116,7 +124,7 @@ class CodecHook:
         self.passes = 2 if self.mode is Mode.SNAPSHOT else 1
         self.facts: dict[Key, list[StreamFacts]] = {}
         self._to_measure = spread(measure_windows, windows or measure_windows)
-        self._measured_to = 0
+        self._measured_to = first
         self._fires: dict[int, int] = {}
         self._bytes_read = 0
         self._before: tuple[dict[int, int], int] = ({}, 0)
@@ -291,7 +299,7 @@ class HookPlan:
     """Which coders go where. Layers are numbers; those of `layer_codecs` take another SPEC than the rest.
 
     Only `layers` are coded (None: all), and of those none of `skip_layers`. `length` is that of the windows in tokens,
-    `windows` how many there will be: see `CodecHook`.
+    `windows` how many there will be, `first` the first that the hook sees: see `CodecHook`.
     """
 
     codec: str
@@ -304,6 +312,7 @@ class HookPlan:
     layer_codecs: Mapping[int, str] = field(default_factory=dict)
     measure_windows: int = 8
     windows: int | None = None
+    first: int = 0
 
     def __post_init__(self) -> None:
         if self.mode not in list(Mode):
@@ -380,7 +389,12 @@ class PlannedHook(CodecHook):
 
     def __init__(self, plan: HookPlan) -> None:
         super().__init__(
-            {}, Mode(plan.mode), plan.length, measure_windows=plan.measure_windows, windows=plan.windows
+            {},
+            Mode(plan.mode),
+            plan.length,
+            measure_windows=plan.measure_windows,
+            windows=plan.windows,
+            first=plan.first,
         )
         self._plan = plan
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from assay.engines.ray_scorer import on_ray
 from assay.environment import describe
 from assay.errors import UsageError
 from assay.fidelity.budget import Budget
@@ -51,6 +52,7 @@ def comparison(plan: EvalPlan) -> Plan:
     )
 
 
+@on_ray
 def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Score the model with the codec in its KV cache against itself without; count the bytes of the streams.
 

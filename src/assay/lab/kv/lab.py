@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from assay.engines.base import full_spec
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.machine import begin_run, interrupt_run, memory_error, out_of_memory
+from assay.engines.ray_scorer import RayScorer
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -39,7 +41,7 @@ from assay.fidelity.text import read_text
 from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
 from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of
 from assay.lab.kv.calibration import Calibration, read_calibration, without_passages
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet
 from assay.lab.kv.rope import Rotary
 from assay.lab.options import TABLE_TOKENS
@@ -171,6 +173,7 @@ class Lab:
         text: Mapping[str, Any] | None = None,
         scored_from: int | None = None,
         block: int = 1,
+        elsewhere: tuple[CacheShape, int | None] | None = None,
         progress: Progress = NO_PROGRESS,
     ) -> None:
         self.engine = engine
@@ -188,6 +191,8 @@ class Lab:
         self.partial: Measured | None = None
         """What the last measurement came to, or has come to so far."""
         self._bench = bench
+        self._elsewhere = elsewhere
+        """Shape and positions of a model that is not in this process."""
         self._planned, self._budget, self._stage = 0, Budget(), "measurements"
         self._seconds: list[float] = []
         first = scored_from or (self.length // 2 + 1 if mode is Mode.DECODE else 1)
@@ -209,11 +214,18 @@ class Lab:
         return self._bench
 
     @property
+    def shape(self) -> CacheShape:
+        """That of the cache of a model of transformers."""
+        return self._elsewhere[0] if self._elsewhere else self.bench.shape
+
+    @property
     def context(self) -> int | None:
         """Positions that the model has, None where nobody knows."""
+        if self._elsewhere:
+            return self._elsewhere[1]
         if not isinstance(self.engine, HfScorer):
             return self.engine.describe().get("max_model_len")
-        return getattr(self.engine.engine.model.config.get_text_config(), "max_position_embeddings", None)
+        return _positions(self.engine)
 
     @property
     def blocks(self) -> list[int] | None:
@@ -223,6 +235,12 @@ class Lab:
         own = blocks_of([places[w.index] for w in self.windows])
         known = dict(zip((w.index for w in self.windows), own, strict=True))
         return [known.get(i, -1) for i in range(max(known) + 1)]
+
+    def apart(self) -> Lab:
+        """The same model and windows, for a measurement beside others on a cluster."""
+        found = self.on(self.windows)
+        found.engine, found.progress = copy(self.engine), NO_PROGRESS
+        return found
 
     def on(self, windows: Sequence[Window], batch: int | None = None) -> Lab:
         """The same model on other windows."""
@@ -238,6 +256,7 @@ class Lab:
             about=self.about,
             text=self.text,
             block=self.block,
+            elsewhere=self._elsewhere,
             progress=self.progress,
         )
 
@@ -453,6 +472,7 @@ def open_lab(
                 fresh=found[measured:],
                 text=facts,
                 block=block,
+                elsewhere=_looked_at(engine, length, calibration),
                 progress=progress,
             )
             if codecs:
@@ -489,6 +509,27 @@ def _fitting(
     found = kept_measurements().have(about, measure)
     budget.note_size((windows, plan.length), (found[0], found[1]))
     return found[0], found[1], pace
+
+
+def _looked_at(
+    engine: ScoringEngine, length: int, calibration: str | None
+) -> tuple[CacheShape, int | None] | None:
+    """`look_at` of a model of transformers in the workers of a cluster; None for any other."""
+    if not (isinstance(engine, RayScorer) and engine.spec.startswith("hf:")):
+        return None
+    path = str(Path(calibration).resolve()) if calibration else None
+    found: tuple[CacheShape, int | None] = engine.ask(f"{__name__}:look_at", length, path)
+    return found
+
+
+def look_at(scorer: HfScorer, length: int, calibration: str | None) -> tuple[CacheShape, int | None]:
+    """Shape of the cache and positions of a model; AssayError where the calibration is not its own."""
+    known = read_calibration(Path(calibration)) if calibration else None
+    return _bench(scorer, length, known).shape, _positions(scorer)
+
+
+def _positions(scorer: HfScorer) -> int | None:
+    return getattr(scorer.engine.model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _bench(scorer: HfScorer, length: int, calibration: Calibration | None) -> Bench:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
+from assay.engines.ray_scorer import RayScorer, on_ray
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.fidelity.budget import Budget
@@ -91,6 +95,7 @@ def specs_in(path: Path) -> tuple[str, ...]:
     return tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
+@on_ray
 def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure all, and the chosen one again. Interrupted, the report holds the rows that were measured."""
     if plan.specs:
@@ -122,7 +127,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
         rows_of = identity(plan, [w.sha256 for w in [*lab.windows, *lab.fresh]])
         file = KeptFile(plan.out, rows_of, FORMAT, FINDING) if plan.out else None
-        layers, shape = kept_layers(lab.bench.shape, plan.skip_layers), lab.bench.shape
+        layers, shape = kept_layers(lab.shape, plan.skip_layers), lab.shape
 
         def row(where: Lab, spec: KvSpec, key: str) -> dict[str, Any]:
             def measure() -> dict[str, Any]:
@@ -142,7 +147,8 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
                 )
                 return short.row
 
-        with fitters(lab.bench, plan.jobs) as pool, Unfinished(lambda: rows) as cut:
+        with _fitters(lab, plan.jobs) as pool, Unfinished(lambda: rows) as cut:
+            _measure_side_by_side(lab, list(specs.values()), plan, layers, file, budget)
             for name, spec in specs.items():
                 if budget.left() <= 0:
                     budget.leave_out(name, f"anything about {name}")
@@ -210,17 +216,57 @@ class _Short(Exception):
         self.row = row
 
 
+def _fitters(lab: Lab, jobs: int) -> AbstractContextManager[Fitters | None]:
+    """Who fits the codecs: none where the engine is in workers, which fit theirs themselves."""
+    return nullcontext() if isinstance(lab.engine, RayScorer) else fitters(lab.bench, jobs)
+
+
+def _measure_side_by_side(
+    lab: Lab,
+    specs: Sequence[KvSpec],
+    plan: SweepPlan,
+    layers: Sequence[int],
+    file: KeptFile | None,
+    budget: Budget,
+) -> None:
+    """On a cluster: have all rows measured and kept, several at once, so that no worker waits for the end of a row.
+
+    The rows are read in their order afterwards; one that cannot be measured says so then.
+    """
+    todo = [spec for spec in specs if not (file and str(spec) in file)]
+    if not isinstance(lab.engine, RayScorer) or lab.engine.workers < 2 or len(todo) < 2:
+        return
+    lab.score_reference()
+    stop = Event()
+
+    def measure(spec: KvSpec) -> None:
+        with suppress(AssayError):
+            _measured(lab.apart(), spec, plan, None, layers, lambda: stop.is_set() or budget.left() <= 0)
+
+    with (
+        lab.progress("measuring rows side by side", len(todo)) as advance,
+        ThreadPoolExecutor(lab.engine.workers) as threads,
+    ):
+        try:
+            for _ in threads.map(measure, todo):
+                advance()
+        except BaseException:
+            stop.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 def _measured(
     lab: Lab,
     spec: KvSpec,
     plan: SweepPlan,
-    pool: Fitters,
+    pool: Fitters | None,
     layers: Sequence[int],
     late: Callable[[], bool],
 ) -> Measured:
     return lab.measure(
         str(spec),
-        coders=lambda: pool.fit(spec, layers, plan.streams),
+        coders=(lambda: pool.fit(spec, layers, plan.streams)) if pool else None,
         table_tokens=plan.table_tokens,
         measure_windows=4,
         enough=lambda seen: late(),
