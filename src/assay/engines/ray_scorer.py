@@ -11,7 +11,6 @@ by name, so that no result is merged from two set-ups. No clock of a node is eve
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import socket
@@ -20,16 +19,22 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial, wraps
-from importlib import import_module
+from functools import cached_property, wraps
 from importlib.util import find_spec
-from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
-from assay import environment
 from assay.engines.machine import choose_threads
+from assay.engines.ray_worker import (
+    Opened,
+    Refusal,
+    Worker,
+    head_of,
+    model_files,
+    software,
+    tables_of,
+)
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -37,22 +42,19 @@ from assay.engines.scoring import (
     HookSpec,
     LogitRows,
     ScoreJob,
-    ScoringAbility,
-    ScoringEngine,
     StateRows,
     TokenizerFacts,
     Window,
     WindowRows,
     check_windows,
 )
-from assay.engines.specs import open_scorer, opened_by
+from assay.engines.specs import opened_by
+from assay.environment import measured_on
 from assay.errors import AssayError, UsageError
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import Kept, cache_path, source_digest
 from assay.verdict import Finding, Report, Severity
 
-Found = TypeVar("Found")
-
+_WORKER = "assay.engines.ray_worker"
 LOCAL = "local"
 """The address that stands for a cluster of this machine's own, which ends with the run."""
 TRIES = 3
@@ -61,233 +63,6 @@ AHEAD = 2
 """Batches that a worker has before it: the next one arrives while it scores."""
 HELLO_S = 60.0
 """Seconds in which the first worker has to answer, and after which the run goes on with those that have answered."""
-
-
-# What a worker is: an engine in a process of its own, on whatever node Ray put it.
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """An error of a worker in parts: exceptions with named arguments do not survive the way between processes."""
-
-    message: str
-    finding_id: str
-    remedy: str
-    evidence: Mapping[str, Any]
-
-    def error(self, where: str = "") -> AssayError:
-        """The error itself; `where` names the node."""
-        return AssayError(
-            f"{where}{self.message}",
-            finding_id=self.finding_id,
-            remedy=self.remedy,
-            evidence=self.evidence,
-        )
-
-
-@dataclass(frozen=True)
-class Opened:
-    """An engine as its worker sees it. `setup` is what has to agree between workers, `environment` what a report says."""
-
-    tokenizer: TokenizerFacts | None
-    vocabulary: tuple[str, int, int | None]
-    ability: ScoringAbility
-    facts: Mapping[str, Any]
-    setup: Mapping[str, Any]
-    environment: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Done:
-    """A batch that was scored: `found` of it, what took part, and what the engine says of itself now."""
-
-    found: Any
-    engagement: Engagement
-    facts: Mapping[str, Any]
-    tables: str = ""
-    """SHA-256 of the calibration file that the hook read there."""
-
-
-class Worker:
-    """One engine at a time in this process; every call names the engine that it is for."""
-
-    def __init__(self, threads: int) -> None:
-        # Before torch is imported: what it starts with, and what `choose_threads` answers.
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        self._spec = ""
-        self._engine: ScoringEngine | None = None
-        self._opened: Opened | None = None
-        self._heads: dict[str, Head] = {}
-
-    def hello(self) -> tuple[str, dict[str, Any]]:
-        """The node, and what has to agree before an engine is opened."""
-        import ray
-
-        node = ray.get_runtime_context().get_node_id()
-        return f"node {ray.util.get_node_ip_address()} ({node[:8]})", software()
-
-    def open(self, spec: str) -> Opened | Refusal:
-        """Open the engine; what it is, as it was before it scored anything."""
-
-        def opened() -> Opened:
-            if self._opened and self._engine and self._spec == spec:
-                return self._opened
-            engine, there = self._on(spec), environment.describe()
-            machine = {name: there.get(name) for name in ("threads", "gpu", "platform", "cpu")}
-            if machine["gpu"]:  # whose host does not matter
-                del machine["cpu"]
-            facts = engine.describe()
-            setup = {**software(), **machine, "engine": facts, "files of the model": model_files(spec)}
-            tokenizer = engine.tokenizer
-            vocabulary = (tokenizer.sha256, tokenizer.vocab_size, tokenizer.bos_id)
-            self._opened = Opened(_sendable(tokenizer), vocabulary, engine.ability, facts, setup, there)
-            return self._opened
-
-        return _answer(opened)
-
-    def run(self, spec: str, target: str, *given: Any) -> Any:
-        """`target(engine, *given)`, by import path."""
-        return _answer(lambda: _function(target)(self._on(spec), *given))
-
-    def score(self, spec: str, windows: Sequence[Window], job: ScoreJob) -> Done | Refusal:
-        """Final states of each window."""
-
-        def scored() -> Any:
-            rows = list(self._on(spec).score_windows(windows, job))
-            return [row.states.detach().cpu().clone() for row in rows if isinstance(row, StateRows)]
-
-        return self._done(spec, job, scored)
-
-    def observe(
-        self, spec: str, windows: Sequence[Window], job: ScoreJob, rows: Sequence[Any], target: str
-    ) -> Done | Refusal:
-        """What `target` (rows of the reference, engine, windows, job) sees of each window."""
-
-        def observed() -> Any:
-            references = (self._row(row) for row in rows)
-            return list(_function(target)(references, self._on(spec), windows, job))
-
-        return self._done(spec, job, observed)
-
-    def _done(self, spec: str, job: ScoreJob, work: Callable[[], Any]) -> Done | Refusal:
-        def done() -> Done:
-            found, engine = work(), self._on(spec)
-            return Done(found, engine.engagement(), engine.describe(), _tables_of(job))
-
-        return _answer(done)
-
-    def _on(self, spec: str) -> ScoringEngine:
-        if self._engine is None or self._spec != spec:
-            if self._engine:
-                self._engine.close()
-            self._engine, self._spec, self._opened = None, "", None
-            self._heads.clear()
-            self._engine, self._spec = open_scorer(spec), spec
-        return self._engine
-
-    def _row(self, row: Any) -> WindowRows:
-        """Rows of the reference as they were before they were sent; its head comes once."""
-        if isinstance(row, LogitRows):
-            return row
-        window, first, states, reference = row
-        name = reference[0].hex()
-        if name not in self._heads:
-            import ray
-
-            self._heads = {name: ray.get(reference[0])}
-        return StateRows(window, first, states, self._heads[name])
-
-
-def software() -> dict[str, Any]:
-    """What has to be the same on all nodes whatever they score: packages, and the source of assay."""
-    there = environment.describe()
-    known = {name: there[name] for name in ("assay", "python", "plugins", "packages")}
-    return {**known, "source of assay": source_digest(".")}
-
-
-def model_files(spec: str) -> dict[str, str]:
-    """SHA-256 of the files of the model of `spec` on this machine, by name; each is read once for each state it is in."""
-    name = spec.partition("?")[0].partition(":")[2]
-    path = Path(name).expanduser()
-    if not path.exists() and find_spec("huggingface_hub"):
-        from huggingface_hub import try_to_load_from_cache
-
-        with suppress(ValueError, OSError):
-            cached = try_to_load_from_cache(name, "config.json")
-            path = Path(cached).parent if isinstance(cached, str) else path
-    files = [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
-    kept = Kept(cache_path("model-files"))
-    found = {}
-    for file in files:
-        if file.is_file() and not file.name.startswith("."):
-            facts = file.stat()
-            key = [str(file.resolve()), facts.st_size, facts.st_mtime_ns]
-            found[file.name] = kept.have(key, partial(_sha256, file))
-    return found
-
-
-def head_of(engine: Any) -> Head:
-    """The output head of an engine, in the main memory."""
-    head: Head = engine.head
-    bias = None if head.bias is None else head.bias.cpu()
-    return Head(head.weight.cpu(), bias, softcap=head.softcap, scale=head.scale)
-
-
-def batch_of(engine: Any, windows: Sequence[Window], job: ScoreJob) -> int:
-    """How many windows the engine would run together."""
-    own = getattr(engine, "batch_size", None)
-    return int(own(windows, job)) if own else job.batch or 4
-
-
-def greedy_of(engine: Any, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
-    """Greedy continuations by the engine."""
-    found: list[list[GreedyStep]] = engine.generate_greedy(prefixes, count)
-    return found
-
-
-def encode_of(engine: Any, text: str) -> list[int]:
-    """Token ids, where the tokenizer itself cannot be sent."""
-    return list(engine.tokenizer.encode(text))
-
-
-def decode_of(engine: Any, ids: Sequence[int]) -> str:
-    """Text, where the tokenizer itself cannot be sent."""
-    return str(engine.tokenizer.decode(ids))
-
-
-def _answer(work: Callable[[], Found]) -> Found | Refusal:
-    try:
-        return work()
-    except AssayError as error:
-        return Refusal(error.message, error.finding_id, error.remedy, error.evidence)
-
-
-def _function(target: str) -> Any:
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
-
-
-def _sendable(tokenizer: TokenizerFacts) -> TokenizerFacts | None:
-    """The tokenizer where it can be sent, which one of llama.cpp cannot."""
-    from ray import cloudpickle
-
-    try:
-        cloudpickle.dumps(tokenizer)
-    except Exception:  # whatever a library's own objects raise
-        return None
-    return tokenizer
-
-
-def _tables_of(job: ScoreJob) -> str:
-    config = job.hook.config if isinstance(job.hook, HookSpec) else {}
-    path = config.get("calibration")
-    return _sha256(Path(path)) if path else ""
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # The driver's side: the workers of a run, and who does what.
@@ -361,7 +136,7 @@ class Pool:
                 self._ray.kill(actor.handle)
         if self._own:
             self._ray.shutdown()
-        environment.measured_on({})
+        measured_on({})
 
     def _connect(self) -> None:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -548,9 +323,7 @@ class Pool:
             self._agree(f"{spec} files", actor.node, opened.setup)
         self._agree(spec, actor.node, opened.setup)
         actor.opened.add(spec)
-        environment.measured_on(
-            {name: opened.environment[name] for name in ("platform", "cpu", "cpu_count", "gpu")}
-        )
+        measured_on({name: opened.environment[name] for name in ("platform", "cpu", "cpu_count", "gpu")})
         return opened
 
     def any(self, spec: str, method: str, *given: Any) -> Any:
@@ -733,8 +506,8 @@ class RayScorer:
             sha256,
             vocab_size,
             bos_id,
-            lambda text: self.ask(f"{__name__}:encode_of", text),
-            lambda ids: self.ask(f"{__name__}:decode_of", list(ids)),
+            lambda text: self.ask(f"{_WORKER}:encode_of", text),
+            lambda ids: self.ask(f"{_WORKER}:decode_of", list(ids)),
         )
         if find_spec("torch"):  # what the driver adds up itself, it adds up as a worker does
             import torch
@@ -749,7 +522,7 @@ class RayScorer:
     @cached_property
     def head(self) -> Head:
         """The output head."""
-        return self.ask(f"{__name__}:head_of")  # type: ignore[no-any-return]
+        return self.ask(f"{_WORKER}:head_of")  # type: ignore[no-any-return]
 
     def ask(self, target: str, *given: Any) -> Any:
         """What `target(engine, *given)` gives in a worker."""
@@ -794,7 +567,7 @@ class RayScorer:
 
     def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, all in one batch on one worker."""
-        found: list[list[GreedyStep]] = self.ask(f"{__name__}:greedy_of", list(prefixes), count)
+        found: list[list[GreedyStep]] = self.ask(f"{_WORKER}:greedy_of", list(prefixes), count)
         return found
 
     def close(self) -> None:
@@ -824,7 +597,7 @@ class RayScorer:
                 own = replace(job, hook=replace(job.hook, config={**config, "first": number * step}))
             return lambda: (method, (parts[number], own, *more(parts[number])))
 
-        tables = _tables_of(job)
+        tables = tables_of(job)
         for part, done in zip(
             parts, self._pool.map(self.spec, [unit(i) for i in range(len(parts))]), strict=True
         ):
@@ -844,7 +617,7 @@ class RayScorer:
             return job.batch
         key = (len(windows[0].tokens), job)
         if key not in self._sizes:
-            found = self._pool.all(self.spec, f"{__name__}:batch_of", windows[:1], job)
+            found = self._pool.all(self.spec, f"{_WORKER}:batch_of", windows[:1], job)
             self._sizes[key] = max(1, min(found))
         return self._sizes[key]
 
