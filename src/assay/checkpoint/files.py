@@ -59,20 +59,20 @@ class VerifyOptions(Options):
 
     VERB, AREA = "verify", "checkpoint"
 
-    repo: str | None = option(None, "Hold the files against this Hub repository.", metavar="ORG/NAME")
+    repo: str | None = option(None, "Compare the files with this Hub repository.", metavar="ORG/NAME")
     revision: str | None = option(None, "Branch, tag or commit (default: the recorded one, else main).")
-    manifest: Path | None = option(None, "Hold the files against this list of digests.")
+    manifest: Path | None = option(None, "Compare the files with this list of digests.")
     write_manifest: Path | None = option(None, "Write the list of digests to this file.")
     hashing: str = option(
         "auto",
-        "Which files to hash: auto (all, but above 64 GiB only those with a digest to hold against), all, or none "
+        "Which files to hash: auto (all, but above 64 GiB only those with a digest to compare with), all, or none "
         "(headers only).",
         flag="hash",
         choices=("auto", "all", "none"),
     )
     values: bool = option(False, "Look at every stored value as well.")
     serve_args: str | None = option(
-        None, "Command line of `vllm serve` to hold against the checkpoint, as one text."
+        None, "Command line of `vllm serve` to check against the checkpoint, as one text."
     )
     engine_version: str | None = option(
         None, "Engine that will serve it, e.g. vllm==0.32.0 (the default).", metavar="ENGINE==VERSION"
@@ -83,9 +83,9 @@ class VerifyOptions(Options):
     target: str | None = option(
         None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
     )
-    allow_unverified: bool = option(False, "Accept files with no digest to hold against.")
+    allow_unverified: bool = option(False, "Accept files that have no digest to compare with.")
     digest_cache: bool = option(True, "Hash every file again, whatever was hashed before.")
-    workers: int | None = option(None, "Threads (default: one a core).", lo=1, hi=256)
+    workers: int | None = option(None, "Threads (default: one per core).", lo=1, hi=256)
     cache_file: Path | None = option(None, listed=False)
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ class Plan(RunTime):
 
     VERB, AREA = "check", "server"
 
-    samples: int = option(3, "Sampled texts a probe, beside a greedy one.", lo=1, hi=1000)
+    samples: int = option(3, "Sampled texts per probe, beside a greedy one.", lo=1, hi=1000)
     seed: int = option(0, "First seed; recorded in the result.", lo=0, hi=2**62)
     concurrency: int = option(1, "Streams whose speed is measured at once.", lo=1, hi=512)
     parallel: int = option(8, "Probes that run at once.", lo=1, hi=512)
@@ -65,7 +65,7 @@ class Plan(RunTime):
         hi=1,
         apart=True,
     )
-    quick: bool = option(False, "One text a probe, in 60 s, or in 3 min on a slow server.", apart=True)
+    quick: bool = option(False, "One text per probe, in 60 s, or in 3 min on a slow server.", apart=True)
     all: bool = option(False, "Measure everything, also once the verdict is certain.", apart=True)
 
 

@@ -237,7 +237,7 @@ class Passages(ThreadOptions):
     chunk: int = option(128, "Tokens of a block on the chunked path.", lo=1)
     batch: int = option(
         0,
-        "Windows that run together; auto: as many as memory holds and as make it faster.",
+        "Windows that run together; auto: as many as fit in memory and still make it faster.",
         lo=0,
         form="auto",
     )
@@ -252,10 +252,10 @@ class MarginOptions(Options):
 
     _: KW_ONLY
     margin_ppl: float = option(0.01, "ACCEPT: Δppl within ± this.", form="fraction")
-    margin_top1: float = option(0.95, "ACCEPT: top-1 agreement from this up.", form="fraction")
+    margin_top1: float = option(0.95, "ACCEPT: top-1 agreement at least this.", form="fraction")
     margin_kl: float = option(0.010, "ACCEPT: mean KL at most this, in nats.", lo=0)
     marginal_ppl: float = option(0.03, "MARGINAL: Δppl within ± this.", form="fraction")
-    marginal_top1: float = option(0.85, "MARGINAL: top-1 agreement from this up.", form="fraction")
+    marginal_top1: float = option(0.85, "MARGINAL: top-1 agreement at least this.", form="fraction")
     marginal_kl: float = option(0.030, "MARGINAL: mean KL at most this, in nats.", lo=0)
     allow_marginal: bool = option(False, "MARGINAL passes: exit code 0.", apart=True)
 
@@ -354,7 +354,7 @@ class Plan(RayOptions, TimeOptions, MarginOptions, Passages):
     candidates: tuple[str, ...]
     _: KW_ONLY
     greedy: int = option(
-        0, "Also let both sides generate N tokens greedily; 64 shows most.", metavar="N", lo=0
+        0, "Also let both sides generate N tokens greedily; 64 show most differences.", metavar="N", lo=0
     )
     routing: bool = option(
         False, "Mixtures of experts: which tokens change experts, and how much of KL that makes up."
@@ -367,7 +367,7 @@ class Plan(RayOptions, TimeOptions, MarginOptions, Passages):
     keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
     rows: Path | None = option(
         None,
-        "Also write a row a window into a Parquet file, for assay table.",
+        "Also write one row per window into a Parquet file, for assay table.",
         metavar="FILE.parquet",
         apart=True,
     )

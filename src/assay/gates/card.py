@@ -39,7 +39,7 @@ class CardOptions(Options):
     out: Path = option(Path("assay-card"), "Folder to write to.", metavar="FOLDER")
     readme: Path | None = option(None, "Put the section into this file as well, between two comments.")
     name: str | None = option(None, "Name of the model in the card.")
-    candidate: str | None = option(None, "Candidate that is meant, where a report has several.")
+    candidate: str | None = option(None, "Candidate to show, where a report has several.")
     dataset: str | None = option(None, "Benchmark on the Hub that the results belong to.", metavar="ORG/NAME")
     source: str | None = option(None, "Where the reports can be read.", metavar="URL")
 

@@ -149,7 +149,7 @@ class SweepPlan(RayOptions, ModelPlan, TimeOptions):
     model: str
     _: KW_ONLY
     codecs: tuple[str, ...] = option((), "SPEC; give it several times.", flag="codec", metavar="SPEC")
-    specs: Path | None = option(None, "File with one SPEC a line.", apart=True)
+    specs: Path | None = option(None, "File with one SPEC per line.", apart=True)
     mode: str = _mode("decode")
     streams: str = _streams()
     skip_layers: tuple[int, ...] = _skip_layers()
@@ -180,7 +180,10 @@ class NoisePlan(ModelPlan):
     model: str
     _: KW_ONLY
     sigmas: tuple[float, ...] = option(
-        (0.003, 0.01, 0.03, 0.1), "Sizes of the noise over the rms of a token.", flag="sigma", form="sizes"
+        (0.003, 0.01, 0.03, 0.1),
+        "Sizes of the noise, relative to the rms of a token.",
+        flag="sigma",
+        form="sizes",
     )
     each: str = option(
         "all", "All together, each stream alone, or each layer alone.", choices=("all", "stream", "layer")
@@ -257,9 +260,9 @@ class AllocationPlan(ModelPlan):
     length: int = _length(512)
     batch: int = _batch(8)
     calibration: str | None = _calibration()
-    step: float = option(0.25, "Bits are given out in steps of this.")
-    least: float = option(1.0, "Fewest bits a value.")
-    most: float = option(8.0, "Most bits a value before a stream stays exact.")
+    step: float = option(0.25, "Bits are assigned in steps of this size.")
+    least: float = option(1.0, "Fewest bits per value.")
+    most: float = option(8.0, "Most bits per value before a stream stays exact.")
     each: str = option("stream", listed=False)
     skip_layers: tuple[int, ...] = option((), listed=False)
 
@@ -404,7 +407,7 @@ class GapOptions(RayOptions, RunTime, ThreadOptions):
     length: int = _length(1024, 16)
     fresh: int = option(16, "Further passages, for recommendations.", lo=0)
     batch: int = _batch(8)
-    groups: int = option(0, "Attribute to so many groups of layers; 0: each alone.", lo=0)
+    groups: int = option(0, "Number of groups of layers; 0: each layer alone.", lo=0)
     sweep: tuple[float, ...] = option(SWEEP, listed=False)
     calibration: str | None = _calibration()
     other_calibration: str | None = _calibration("The same from the candidate's engine, for phase 6.")
@@ -444,7 +447,7 @@ class HeadTrainPlan(Options):
     kind: str = option("eagle3", "Layout of the head.", choices=("eagle3", "mtp"))
     text: tuple[str, ...] = _text()
     prompts: int = option(6000, "Prompts that the target answers.", lo=32)
-    tokens: int = option(256, "Most tokens of an answer.", lo=16)
+    tokens: int = option(256, "Largest number of tokens in an answer.", lo=16)
     draft_vocab: int = option(8192, "Tokens that the head can guess; 0: all.", lo=0)
     intermediate: int = option(0, "Width of the head's MLP; 0: as the target's.", lo=0)
     depth: int = option(4, "Steps that training unrolls.", lo=1, hi=8)
@@ -453,9 +456,9 @@ class HeadTrainPlan(Options):
     lr: float = option(1e-3, "Highest learning rate.", lo=0)
     seed: int = _seed("Seed of prompts, weights and order.")
     minutes: float | None = option(
-        None, "End training after so long, its schedule fitted to that.", lo=0.01, apart=True
+        None, "Minutes of training; its schedule is fitted to that.", lo=0.01, apart=True
     )
-    text_minutes: float | None = option(None, "End writing text after so long.", lo=0.01, apart=True)
+    text_minutes: float | None = option(None, "Minutes of writing text.", lo=0.01, apart=True)
     python: str = option(
         "",
         "Python executable with vLLM: it writes the text, instead of transformers.",
@@ -485,7 +488,7 @@ class HeadTryPlan(Options):
     text: tuple[str, ...] = _text()
     prompts: int = option(6000, "Prompts of the training, of which those held out are taken.", lo=32)
     texts: int = option(240, "Held-out prompts.", lo=4)
-    tokens: int = option(192, "Most tokens of an answer.", lo=16)
-    depth: int = option(4, "Drafts a step.", lo=1, hi=8)
+    tokens: int = option(192, "Largest number of tokens in an answer.", lo=16)
+    depth: int = option(4, "Drafts per step.", lo=1, hi=8)
     batch_tokens: int = option(16384, "Tokens of a batch, with padding.", lo=64)
     seed: int = _seed("Seed of the prompts.")

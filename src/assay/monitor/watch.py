@@ -50,14 +50,14 @@ class WatchOptions(Options):
     )
     load: float = option(
         0.01,
-        "Most of the server's time that the canary may take.",
+        "Largest share of the server's time that the canary may take.",
         form="fraction",
         metavar="PERCENT",
         lo=0.0001,
         hi=1,
     )
     false_alarms: float = option(
-        1.0, "False alarms of change a month, at most, of all detectors together.", lo=0.001, hi=100
+        1.0, "Largest number of false alarms of change per month, over all detectors.", lo=0.001, hi=100
     )
     listen: str = option(
         "127.0.0.1:9877",

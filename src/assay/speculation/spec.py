@@ -71,7 +71,10 @@ class SpecOptions(Options):
         None, "The checkpoint: its head is examined as `assay verify` does.", metavar="CHECKPOINT"
     )
     num_speculative_tokens: int | None = option(
-        None, "Number of speculative tokens that was asked for; the source is held against it.", lo=1, hi=1000
+        None,
+        "Number of speculative tokens that was asked for; the source is checked against it.",
+        lo=1,
+        hi=1000,
     )
     cost_ratio: float | None = option(
         None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
