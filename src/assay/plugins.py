@@ -36,8 +36,8 @@ OWN = {
         "prometheus": "assay.report.prometheus:render",
     },
     "assay.weights": {
-        "polar": "assay.lab.quant.weights:polar_quantise",
-        "int": "assay.lab.quant.weights:quantise_model",
+        "polar": "assay.lab.quant.scalar:polar_quantise",
+        "int": "assay.lab.quant.scalar:quantise_model",
     },
 }
 """Entries of assay itself that its lower layers ask for by name, so that they need not import what is above them."""

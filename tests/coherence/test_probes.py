@@ -4,16 +4,19 @@ import pytest
 
 from assay.coherence.conversation import GREEDY, Context, to_request
 from assay.coherence.measure import timed_requests
-from assay.coherence.passages import Needle, filler, needle_lengths, passages
 from assay.coherence.plan import Plan
 from assay.coherence.probes import (
     NAMES,
+    Needle,
     SecondTurn,
     ToolUse,
     answers_in_spanish,
     code_parses,
     extract_code,
+    filler,
     names_paris,
+    needle_lengths,
+    passages,
     says_18_degrees,
     standard_probes,
     story_length,

@@ -23,7 +23,7 @@ from assay.lab.kv.codecs.lattice import (
     point,
     points,
 )
-from assay.lab.quant.levels import (
+from assay.lab.quant.scalar import (
     Rotation,
     empirical_levels,
     gaussian_levels,
@@ -32,6 +32,9 @@ from assay.lab.quant.levels import (
     normal_of_words,
     pack,
     packed_bytes,
+    polar_bytes,
+    polar_round_trip,
+    polar_weights,
     random_normal,
     random_signs,
     random_words,
@@ -39,11 +42,6 @@ from assay.lab.quant.levels import (
     unpack,
     wht,
     words_of_keys,
-)
-from assay.lab.quant.weights import (
-    polar_bytes,
-    polar_round_trip,
-    polar_weights,
 )
 
 

@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from assay.coherence.conversation import side_by_side, user
-from assay.coherence.passages import passages
+from assay.coherence.probes import passages
 from assay.coherence.record import from_fields
 from assay.engines.base import Capability, Request
 from assay.engines.server.engine import ServerEngine

@@ -28,9 +28,15 @@ from assay.coherence.conversation import (
 )
 from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.grading import Grade, grade
-from assay.coherence.passages import filler, score_alone, score_in_context
 from assay.coherence.plan import FIRST, Plan, Stage
-from assay.coherence.probes import FIBONACCI, extract_code, standard_probes
+from assay.coherence.probes import (
+    FIBONACCI,
+    extract_code,
+    filler,
+    score_alone,
+    score_in_context,
+    standard_probes,
+)
 from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText
 from assay.coherence.sandbox import run_fibonacci
 from assay.coherence.tools import cases, run_level

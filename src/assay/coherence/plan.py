@@ -6,10 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from assay.coherence import passages
 from assay.coherence.conversation import GREEDY, TEMPERATURE, TOP_P, Probe, Sampling, Task
-from assay.coherence.passages import DEFAULT_LONGEST, Needle
-from assay.coherence.probes import NAMES
+from assay.coherence.probes import (
+    DEFAULT_LONGEST,
+    LEAST_CONTEXT,
+    LEAST_TEXTS,
+    LONGEST_CONTEXT,
+    MARGIN_TOKENS,
+    NAMES,
+    Needle,
+    passages,
+    planned_tokens,
+)
 from assay.coherence.tools import LEVELS, cases
 from assay.options import RunTime, option
 
@@ -91,10 +99,10 @@ class Stage:
         """A form of it that takes about half as long; None where there is none."""
         if self.kind == "texts" and len(self.tasks) > 1 and self.name != FIRST:
             return replace(self, tasks=self.tasks[: len(self.tasks) // 2])
-        if self.context >= 2 * passages.LEAST_CONTEXT:
+        if self.context >= 2 * LEAST_CONTEXT:
             return replace(self, context=self.context // 2)
-        if self.kind == "scores" and not self.context and self.texts > passages.LEAST_TEXTS:
-            return replace(self, texts=passages.LEAST_TEXTS)
+        if self.kind == "scores" and not self.context and self.texts > LEAST_TEXTS:
+            return replace(self, texts=LEAST_TEXTS)
         if self.kind == "speed" and self.repeats > 1:
             return replace(self, repeats=self.repeats // 2)
         return None
@@ -123,17 +131,15 @@ def stages_of(plan: Plan, probes: Sequence[Probe], max_model_len: int | None) ->
 
     if "burst" in by_name:
         texts(FIRST, "whether requests at the same moment mix", _variants(by_name["burst"]))
-    fixed = len(passages.passages())
+    fixed = len(passages())
     stages.append(Stage("fixed texts", "scores", "how well the model predicts plain text", texts=fixed))
     texts("short texts", "whether short answers are sane", _drawn(plan, short, 0, 1))
     texts("long texts", "whether long answers are sane", _drawn(plan, long, 0, 1))
     if plan.throughput:
         stages.append(Stage("speed", "speed", "how fast the server is", repeats=plan.repeats))
     texts("greedy texts", "whether greedy answers are sane", (Task(p, "", GREEDY) for p in sampled))
-    context = (
-        min(max_model_len or passages.LONGEST_CONTEXT, passages.LONGEST_CONTEXT) - passages.MARGIN_TOKENS
-    )
-    if context >= passages.LEAST_CONTEXT:
+    context = min(max_model_len or LONGEST_CONTEXT, LONGEST_CONTEXT) - MARGIN_TOKENS
+    if context >= LEAST_CONTEXT:
         without = "whether the model loses its way deep in the context"
         stages.append(Stage("texts in context", "scores", without, texts=fixed, context=context))
     texts("more texts", "small differences in the rate of bad texts", _drawn(plan, sampled, 1, plan.samples))
@@ -217,7 +223,7 @@ class Pace:
             self._stream_s += seconds * streams
             self.write = self._written / self._writing_s
         elif stage.kind == "scores" and seconds > 0:
-            self.read = passages.planned_tokens(stage.texts, stage.context) / seconds
+            self.read = planned_tokens(stage.texts, stage.context) / seconds
 
     def learn_reference(self, seconds: float, own: float) -> None:
         """Take the seconds that the reference took for what took the subject `own` seconds."""
@@ -246,7 +252,7 @@ class Pace:
 
     def _reading(self, stage: Stage) -> float:
         if stage.kind == "scores":
-            return passages.planned_tokens(stage.texts, stage.context)
+            return planned_tokens(stage.texts, stage.context)
         if stage.kind == "tools":
             return _TOOL_PROMPT * len(cases())
         needles = (task.variant.partition("@")[0] for task in stage.tasks if task.probe.name == "needle")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.coherence.detectors.stutter import HEALTHY, TIMES, Counts, judge_stutter
-from assay.coherence.passages import LEAST_TEXTS
+from assay.coherence.probes import LEAST_TEXTS
 from assay.coherence.record import CheckRecord, Sample, ToolLevel
 from assay.coherence.tools import paired
 from assay.stats.cluster import cluster_mean, mean_interval

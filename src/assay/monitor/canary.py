@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from assay.coherence.conversation import user
 from assay.coherence.grading import grade
-from assay.coherence.passages import passages
+from assay.coherence.probes import passages
 from assay.coherence.tools import answer_of, cases
 from assay.engines.base import Capability, Reply, Request
 from assay.engines.server.discovery import Metrics, parse_metrics

@@ -41,8 +41,14 @@ from assay.lab.heads.train import (
     written,
 )
 from assay.lab.options import HeadTryPlan
-from assay.lab.quant.levels import Rotation, gaussian_levels, nearest_level
-from assay.lab.quant.weights import polar_round_trip, quantise_dequantise, replace_weights
+from assay.lab.quant.scalar import (
+    Rotation,
+    gaussian_levels,
+    nearest_level,
+    polar_round_trip,
+    quantise_dequantise,
+    replace_weights,
+)
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
 from assay.stats.cluster import cluster_ratio

@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 
 from assay.errors import AssayError
-from assay.lab.quant.levels import pack, packed_bytes, unpack
+from assay.lab.quant.scalar import pack, packed_bytes, unpack
 
 
 def damaged(why: str) -> AssayError:

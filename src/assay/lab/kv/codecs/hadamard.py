@@ -21,7 +21,7 @@ import torch
 
 from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage
 from assay.lab.kv.stream import EXPONENT, Field, from_halves, to_halves
-from assay.lab.quant.levels import Rotation, gaussian_levels, lengths, mixed_widths, nearest_level
+from assay.lab.quant.scalar import Rotation, gaussian_levels, lengths, mixed_widths, nearest_level
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from assay.errors import UsageError
 from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage, Tables, need_table
 from assay.lab.kv.codecs.kmeans import exact_basis, random_basis, ranks, spherical_centres
 from assay.lab.kv.stream import damaged, from_halves, to_halves
-from assay.lab.quant.levels import (
+from assay.lab.quant.scalar import (
     empirical_levels,
     gaussian_levels,
     nearest_level,

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from assay.lab.quant.levels import random_normal, random_words
+from assay.lab.quant.scalar import random_normal, random_words
 
 OVERSAMPLE, POWER_ITERATIONS = 8, 2
 SEED_OF_SKETCH = 0x9E3779B97F4A7C15

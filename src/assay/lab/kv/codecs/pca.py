@@ -44,7 +44,7 @@ from assay.lab.kv.klt import (
     spectrum,
 )
 from assay.lab.kv.stream import Field, join_fields, split_fields
-from assay.lab.quant.levels import empirical_levels, nearest_level
+from assay.lab.quant.scalar import empirical_levels, nearest_level
 from assay.lab.quant.trellis import STATES
 
 _SMALLEST = 0.12

@@ -21,7 +21,7 @@ from assay.lab.kv.stream import (
     from_halves,
     to_halves,
 )
-from assay.lab.quant.levels import normal_of_words, random_words, words_of_keys
+from assay.lab.quant.scalar import normal_of_words, random_words, words_of_keys
 
 
 @dataclass(frozen=True)
