@@ -28,16 +28,16 @@ demo: install    ## Check a real server, whole and broken, side by side
 	$(BIN)/assay demo
 
 # By file, so that what tests of a file share is made once, in the order of tests/conftest.py. A third worker, as many
-# tests wait for servers that start, sleep or never answer.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=30
+# tests wait for servers that start, sleep or never answer; without engines most of the time is such waits.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=30
 
 test: install system  ## All tests but the slow ones, real engines included (about 14 minutes on 2 cores)
 	$(MAKE) -j 2 lint types
 	$(BIN)/python -m assay.cli.demo
-	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -m "not slow"
+	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -n 3 -m "not slow"
 
 test-fast: install  ## Tests without engines (a few minutes)
-	$(PYTEST) -m "not engine and not slow"
+	$(PYTEST) -n 4 -m "not engine and not slow"
 
 test-slow: install system  ## The rest
 	$(BIN)/python -m assay.cli.demo

@@ -30,22 +30,26 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Files of tests that ask the same servers are one worker's, so that each server is started once; then the files that
-# take longest, so that none of them is left to the end. All others follow as they come.
+# take longest, so that none of them is left to the end. All others follow as they come. Tests that share nothing, and
+# wait for processes and answers most of their time, go to whichever worker is free.
 SERVED = (
     "tests/coherence/test_check_real.py", "tests/monitor/test_watch_real.py", "tests/engines/test_server_real.py",
     "tests/engines/test_server_topk_real.py", "tests/fidelity/test_compare_server_real.py",
 )  # fmt: skip
 LONG = (
-    "tests/serving/test_doctor.py", "tests/cli/test_interrupt_real.py", "tests/kv/test_kv_vllm_real.py",
-    "tests/fidelity/test_compare_real.py", "tests/gap/test_gap_real.py", "tests/engines/test_vllm_real.py",
-    "tests/monitor/test_watch_llama.py", "tests/serving/test_doctor_bad_input.py", "tests/fidelity/test_budget.py",
-    "tests/speculation/test_spec_real_vllm.py", "tests/gates/test_gate_real.py", "tests/kv/test_kv_real.py",
-    "tests/cli/test_check_time.py", "tests/demo/test_servers.py",
+    "tests/cli/test_interrupt_real.py", "tests/kv/test_kv_vllm_real.py", "tests/fidelity/test_compare_real.py",
+    "tests/gap/test_gap_real.py", "tests/engines/test_vllm_real.py", "tests/monitor/test_watch_llama.py",
+    "tests/fidelity/test_budget.py", "tests/speculation/test_spec_real_vllm.py", "tests/gates/test_gate_real.py",
+    "tests/kv/test_kv_real.py", "tests/engines/test_machine.py",
+)  # fmt: skip
+WAITING = (
+    "tests/serving/test_doctor.py", "tests/serving/test_doctor_bad_input.py", "tests/cli/test_check_time.py",
+    "tests/demo/test_servers.py", "tests/cli/test_check_faults.py", "tests/coherence/test_sandbox.py",
 )  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {file: place for place, file in enumerate((*SERVED, *LONG))}
+    places = {file: place for place, file in enumerate((*SERVED, *WAITING[:1], *LONG, *WAITING[1:]))}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
@@ -56,7 +60,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return "served" if file in SERVED else file
+            return nodeid if file in WAITING else "served" if file in SERVED else file
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
