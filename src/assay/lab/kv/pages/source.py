@@ -1,4 +1,4 @@
-"""The tables of packed pages for the model that is served, and what is refused before the engine starts."""
+"""The calibration of the model that is served, and what packed pages and stored blocks refuse before the engine starts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
 from assay.lab.kv.rope import Rotary
 
+PAGES, BLOCKS = "packed pages", "stored blocks"
+"""What a source is for."""
 _HEAD_DIMS = (64, 128)
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose angles do not depend on how long a request is."""
@@ -40,21 +42,22 @@ class Source:
         return trigonometry(self.inv_freq, self.scaling, positions)
 
 
-def source_of(calibration: str, model: str) -> Source:
-    """Read a calibration for a checkpoint; AssayError where pages cannot hold its cache, or it is of another model."""
-    return _source(
-        calibration, Path(calibration).stat().st_mtime_ns if Path(calibration).exists() else 0, model
-    )
+def source_of(calibration: str, model: str, what: str = PAGES) -> Source:
+    """Read a calibration for a checkpoint; AssayError where `what` cannot hold its cache, or it is of another model."""
+    stamp = Path(calibration).stat().st_mtime_ns if Path(calibration).exists() else 0
+    return _source(calibration, stamp, model, what)
 
 
 @lru_cache(maxsize=2)
-def _source(path: str, stamp: int, model: str) -> Source:
+def _source(path: str, stamp: int, model: str, what: str) -> Source:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     text = config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        raise _unfit(what, "the model has latent attention (MLA)")
     shape = shape_of(config)
-    check_model(text, shape)
+    check_model(text, shape, what)
     found = read_calibration(Path(path))
     found.check_model(shape)
     other = setup_differences(found.provenance.get("engine", {}).get("setup", {}), setup_facts(config))
@@ -67,7 +70,7 @@ def _source(path: str, stamp: int, model: str) -> Source:
         )
     if "layer_0_k" not in found.tensors:
         raise AssayError(
-            f"{path} has no samples of keys and values, which packed pages need",
+            f"{path} has no samples of keys and values, which {what} need",
             finding_id="kv.no_calibration",
             remedy="make one: assay kv calibrate MODEL --text FILE --out FILE",
         )
@@ -86,22 +89,26 @@ def shape_of(config: Any) -> CacheShape:
     return cache_shape(type(name, (), {"config": config})())
 
 
-def check_model(config: Any, shape: CacheShape) -> None:
-    """AssayError where packed pages cannot hold the cache of a model with this (text) configuration."""
+def check_model(config: Any, shape: CacheShape, what: str = PAGES) -> None:
+    """AssayError where packed pages or stored blocks cannot hold the cache of a model with this (text) configuration."""
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    group = shape.query_heads // shape.kv_heads
+    group, paged = shape.query_heads // shape.kv_heads, what == PAGES
     refused = (
         (getattr(config, "kv_lora_rank", None), "the model has latent attention (MLA)"),
         (any(shape.windows) or getattr(config, "use_sliding_window", False), "the model has sliding-window layers"),
-        (shape.head_dim not in _HEAD_DIMS, f"its heads have {shape.head_dim} channels, not 64 or 128"),
-        (group > 16, f"{group} query heads share a KV head, more than 16"),
+        (paged and shape.head_dim not in _HEAD_DIMS, f"its heads have {shape.head_dim} channels, not 64 or 128"),
+        (paged and group > 16, f"{group} query heads share a KV head, more than 16"),
         (kind not in _STATIC, f"its RoPE ({kind}) changes with the length of a request"),
         (float(getattr(config, "partial_rotary_factor", None) or 1.0) != 1.0, "RoPE turns a part of its channels only"),
     )  # fmt: skip
-    for there, what in refused:
+    for there, why in refused:
         if there:
-            raise AssayError(
-                f"packed pages do not fit: {what}",
-                finding_id="kv.unsupported",
-                remedy="serve it with vLLM's own cache, and measure codecs on it with hf:",
-            )
+            raise _unfit(what, why)
+
+
+def _unfit(what: str, why: str) -> AssayError:
+    return AssayError(
+        f"{what} do not fit: {why}",
+        finding_id="kv.unsupported",
+        remedy="serve it with vLLM's own cache, and measure codecs on it with hf:",
+    )

@@ -1,0 +1,182 @@
+"""Stored blocks on a CPU: their size and entropy, how fast they are coded, and a stored prefix against prefill in vLLM.
+
+    python benchmarks/kv_tier.py codec MODEL --calibration FILE --text FILE --out FILE   # ratio, GB/s, entropy
+    python benchmarks/kv_tier.py serve MODEL --calibration FILE --text FILE --out FILE   # time to first token, in vLLM
+
+Results are added to --out by stage and model. `bf16 equivalent` is what the same tokens take in bf16: 4 · layers · KV heads ·
+head_dim bytes a token. Times are medians of rounds that take turns, with their range; the best is what a quiet machine gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SPEC = "prerope+sinks(n=4)+pca(step=0.0052, predict=all, weights=measured)"
+BLOCK = 128
+
+
+def note(out: Path, stage: str, name: str, found: dict[str, Any]) -> None:
+    kept = json.loads(out.read_text()) if out.exists() else {}
+    kept.setdefault(stage, {})[name] = found
+    out.write_text(json.dumps(kept, indent=1) + "\n")
+    print(json.dumps({name: found}, indent=1))
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    model = next((l.split(":")[1].strip() for l in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in l), "")
+    return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
+            "load": os.getloadavg()[0]}  # fmt: skip
+
+
+def timed(rounds: int, *runs: Callable[[], object]) -> list[list[float]]:
+    found: list[list[float]] = [[] for _ in runs]
+    for _ in range(rounds):
+        for run, times in zip(runs, found, strict=True):
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+    return found
+
+
+def rate(size: int, times: list[float]) -> dict[str, float]:
+    return {"median": size / statistics.median(times) / 1e9, "slowest": size / max(times) / 1e9, "best": size / min(times) / 1e9}
+
+
+def cached_kv(model: str, text: str, tokens: int) -> Any:
+    """[layers, 2, tokens, width] in bf16: keys after RoPE and values, as transformers computes them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt").input_ids[:, :tokens]
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        cache = loaded.model(ids, use_cache=True).past_key_values
+    rows = [torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)]) for layer in cache.layers]
+    return torch.stack(rows)
+
+
+def codec(args: argparse.Namespace) -> None:
+    import torch
+
+    from assay.lab.kv.blocks import BlockCodec, tables_for
+    from assay.lab.kv.codecs import pca_entropy
+    from assay.lab.kv import rans
+    from assay.lab.kv.tier import keys_of
+
+    start = time.perf_counter()
+    tables = tables_for(args.model, args.codec, args.calibration, args.tables)
+    fitted = time.perf_counter() - start
+    x = cached_kv(args.model, Path(args.text).read_text(), args.tokens)
+    facts, blocks = tables.facts, [x[:, :, i : i + BLOCK] for i in range(0, x.shape[2], BLOCK)]
+    keys = keys_of(range(x.shape[2]), BLOCK, tables.digest)
+    found: dict[str, Any] = {"machine": machine(), "codec": facts.spec, "tokens": x.shape[2], "fit_s": fitted,
+                             "bytes_per_token_bf16": facts.token_bytes, "table_bytes": tables.decoder_bytes}  # fmt: skip
+    exact = x.numel() * 2
+    data: list[bytes] = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        coder = BlockCodec(tables, threads)
+        data = [coder.encode(b, first=BLOCK * i, key=keys[i]) for i, b in enumerate(blocks)]
+        decoding, encoding = timed(
+            args.rounds,
+            lambda: coder.decode(data, keys),
+            lambda: [coder.encode(b, first=BLOCK * i, key=keys[i]) for i, b in enumerate(blocks[:4])],
+        )
+        found[f"decode_gb_s_{threads}"] = rate(exact, decoding)
+        if threads == 1:
+            found["encode_gb_s_1"] = rate(sum(b.numel() for b in blocks[:4]) * 2, encoding)
+    stored = [len(d) for d in data]
+    back = coder.decode(data, keys).float()
+    spread = x.float() - x.float().mean(dim=2, keepdim=True)
+    found["relative_squared_error"] = float((back - x.float()).square().sum() / spread.square().sum())
+    # The entropy of the numbers that are coded, under their laws, and what the format adds.
+    head = coder.check(data[1])
+    bits, words, at, escapes = 0.0, 0, head.exact_at, 0
+    for size, stream in zip(head.sizes, coder._streams.values(), strict=True):
+        section = data[1][at : at + size]
+        at += size
+        count = int(np.frombuffer(section, "<u4", 1)[0])
+        states = np.frombuffer(section, "<u4", 4, 4 + 4 * count)
+        body = np.frombuffer(section, "<u2", -1, 20 + 4 * count)
+        numbers, kinds = rans.decode_numbers(states, body, stream.laws, stream.class_slots, BLOCK)
+        law = stream.laws[kinds].T
+        escapes += count
+        bits += float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum()) - 32 * count
+        bits += float(stream.kind_bits[kinds].sum())
+        words += 16 * body.size + 128
+    values = x[:, :, :BLOCK].numel()
+    found |= {
+        "stored_bytes": sum(stored),
+        "ratio": exact / sum(stored),
+        "ratio_behind_the_first_block": (exact - 2 * values) / sum(stored[1:]),
+        "ratio_with_tables_at_32768": 32768 * facts.token_bytes
+        / ((sum(stored[1:]) / (x.shape[2] - BLOCK)) * 32768 + stored[0] + tables.decoder_bytes),
+        "bits_per_value": 8 * len(data[1]) / values,
+        "entropy_bits_per_value": bits / values,
+        "coded_over_entropy": words / bits,
+        "escapes_in_a_block": escapes,
+    }  # fmt: skip
+    note(args.out, "codec", Path(args.model).name, found)
+
+
+def serve(args: argparse.Namespace) -> None:
+    """A child a stage: an engine without a tier and one with it, the second one once more from the disk."""
+    from assay.demo.servers import vllm_python
+
+    found: dict[str, Any] = {"machine": machine(), "codec": args.codec}
+    with tempfile.TemporaryDirectory() as folder:
+        for stage in ("without", "first", "again"):
+            out = Path(folder) / f"{stage}.json"
+            job = {"stage": stage, "model": args.model, "codec": args.codec, "calibration": args.calibration, "text": args.text,
+                   "tables": args.tables, "folder": str(Path(folder) / "tier"), "out": str(out), "lengths": args.lengths,
+                   "rounds": args.rounds}  # fmt: skip
+            python = [str(args.python or vllm_python()), str(Path(__file__).with_name("kv_tier_child.py"))]
+            subprocess.run([*python, json.dumps(job)], check=True)
+            found[stage] = json.loads(out.read_text())
+            note(args.out, "serve", Path(args.model).name, found)
+    without, again = found["without"]["prompts"], found["again"]["prompts"]
+    found["crossover"] = {
+        n: {"prefill_s": without[n]["ttft_s"], "stored_s": again[n]["ttft_s"], "times": without[n]["ttft_s"] / again[n]["ttft_s"],
+            "same_text": without[n]["text"] == again[n]["text"]}
+        for n in without
+    }  # fmt: skip
+    note(args.out, "serve", Path(args.model).name, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=("codec", "serve"))
+    parser.add_argument("model")
+    parser.add_argument("--codec", default=SPEC)
+    parser.add_argument("--calibration", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--python")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    args.tables = Path(args.tables)
+    if args.stage == "serve":
+        args.tables = str(args.tables)
+    {"codec": codec, "serve": serve}[args.stage](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,433 @@
+"""A tier of stored blocks in memory or on a disk: limited in size, the least recently used go first.
+
+A block is one file, written under another name and then renamed, so that a reader sees all of it or nothing. A tier without
+a folder lives and ends with its process. What `assay.lab.kv.connector` does with the parts of an engine is decided here:
+which blocks of a request come back, which leave, and that one that is gone or not believed is computed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from assay.errors import AssayError
+from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockRefused, alone
+from assay.runs import write_atomically
+
+_LOG = logging.getLogger("assay.kv")
+
+_SUFFIX = ".block"
+_LEFT_S = 60.0
+"""Age of an unfinished file that nobody writes any more."""
+
+
+@dataclass
+class Counters:
+    """What a tier did. Blocks, tokens, bytes and seconds since it was opened; `exact_bytes` are those blocks had in bf16.
+
+    A block that is `missing` was let go between match and load; one that was `refused` is damaged or of other tables.
+    `recomputed_tokens` had been promised and were computed again. `dropped`: not stored, since as many waited as may.
+    """
+
+    stored_blocks: int = 0
+    stored_tokens: int = 0
+    stored_bytes: int = 0
+    exact_bytes: int = 0
+    encode_s: float = 0.0
+    loaded_blocks: int = 0
+    loaded_tokens: int = 0
+    loaded_bytes: int = 0
+    decode_s: float = 0.0
+    requests: int = 0
+    requests_hit: int = 0
+    refused: int = 0
+    missing: int = 0
+    recomputed_tokens: int = 0
+    evicted: int = 0
+    too_large: int = 0
+    write_failed: int = 0
+    dropped: int = 0
+    not_encoded: int = 0
+
+    def to_json(self) -> dict[str, float]:
+        """By name, and the two ratios that follow."""
+        found: dict[str, float] = asdict(self)
+        found["ratio"] = self.exact_bytes / self.stored_bytes if self.stored_bytes else 0.0
+        found["decode_gb_s"] = self.loaded_bytes / self.decode_s / 1e9 if self.decode_s else 0.0
+        return found
+
+
+class BlockStore:
+    """Blocks by key, at most `most` bytes of them, in `folder` or in memory. Safe to use from threads.
+
+    Several processes may share a folder: each finds what the others wrote, and each keeps to its own `most`.
+    """
+
+    def __init__(self, folder: Path | None, most: int) -> None:
+        self.folder, self.most = folder, most
+        self.counters = Counters()
+        self._sizes: OrderedDict[bytes, int] = OrderedDict()
+        self._memory: dict[bytes, bytes] = {}
+        self._total = 0
+        self._lock = threading.RLock()
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._find(folder)
+
+    def _find(self, folder: Path) -> None:
+        """What an earlier process left, oldest first; what it was writing when it ended goes."""
+        found = []
+        for path in folder.rglob("*"):
+            with suppress(OSError, ValueError):
+                if path.suffix == _SUFFIX:
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, bytes.fromhex(path.stem), status.st_size))
+                elif _SUFFIX in path.name and path.stat().st_mtime < time.time() - _LEFT_S:
+                    path.unlink()
+        for _, key, size in sorted(found):
+            self._sizes[key] = size
+            self._total += size
+        self._make_room(0)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all blocks."""
+        return self._total
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __contains__(self, key: bytes) -> bool:
+        with self._lock:
+            if key in self._sizes:
+                return self.folder is None or self._path(key).exists()
+        return self.folder is not None and self._path(key).exists()
+
+    def get(self, key: bytes) -> bytes | None:
+        """The bytes of a block, which is then the most recently used; None where it is not there or cannot be read."""
+        with self._lock:
+            data = self._memory.get(key)
+            if self.folder is not None:
+                path = self._path(key)
+                try:
+                    data = path.read_bytes()
+                    path.touch()
+                except OSError:
+                    data = data or None
+            if data is None:
+                self._forget(key)
+                return None
+            self._note(key, len(data))
+            return data
+
+    def put(self, key: bytes, data: bytes) -> bool:
+        """Keep a block; older ones go until there is room. False where it is larger than the tier or cannot be written."""
+        with self._lock:
+            if len(data) > self.most:
+                self.counters.too_large += 1
+                return False
+            self._forget(key)
+            self._make_room(len(data))
+            if self.folder is None:
+                self._memory[key] = data
+            else:
+                path = self._path(key)
+                try:
+                    path.parent.mkdir(exist_ok=True)
+                    write_atomically(path, data)
+                except OSError:
+                    self.counters.write_failed += 1
+                    return False
+            self._note(key, len(data))
+            return True
+
+    def discard(self, key: bytes) -> None:
+        """Let a block go, wherever it is."""
+        with self._lock:
+            if self.folder is not None:
+                with suppress(OSError):
+                    self._path(key).unlink(missing_ok=True)
+            self._forget(key)
+
+    def clear(self) -> None:
+        """Let every block go that this process knows."""
+        with self._lock:
+            for key in list(self._sizes):
+                self.discard(key)
+
+    def _note(self, key: bytes, size: int) -> None:
+        self._total += size - self._sizes.get(key, 0)
+        self._sizes[key] = size
+        self._sizes.move_to_end(key)
+
+    def _forget(self, key: bytes) -> None:
+        self._total -= self._sizes.pop(key, 0)
+        self._memory.pop(key, None)
+
+    def _make_room(self, size: int) -> None:
+        while self._sizes and self._total + size > self.most:
+            self.discard(next(iter(self._sizes)))
+            self.counters.evicted += 1
+
+    def _path(self, key: bytes) -> Path:
+        name = key.hex()
+        return (self.folder or Path()) / name[:2] / f"{name}{_SUFFIX}"
+
+
+def keys_of(tokens: Sequence[int], block: int, seed: bytes, known: Sequence[bytes] = ()) -> list[bytes]:
+    """The key of each whole block of `block` tokens: BLAKE2b of the key before it and its token ids, from `seed` on.
+
+    `known` are the first ones, where they were found before. A key thus names all tokens up to the end of its block.
+    """
+    keys = list(known)
+    for start in range(block * len(keys), len(tokens) - block + 1, block):
+        ids = np.asarray(tokens[start : start + block], "<u4").tobytes()
+        keys.append(hashlib.blake2b(ids, digest_size=32, key=keys[-1] if keys else _seed(seed)).digest())
+    return keys
+
+
+def _seed(seed: bytes) -> bytes:
+    return hashlib.blake2b(seed, digest_size=32).digest()
+
+
+# -----------------------------------------------------------------------------
+# What of each request is in the tier, what comes back, and what leaves: the scheduler's side of a connector.
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens `lo` … `hi` − 1 of a request come back into its pages; `keys` are those of all its blocks up to `hi`."""
+
+    request: str
+    keys: tuple[bytes, ...]
+    lo: int
+    hi: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Save:
+    """One block leaves: tokens `first` … of a request, which fill `pages`."""
+
+    key: bytes
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass
+class _Followed:
+    tokens: Sequence[int]
+    seed: bytes
+    keys: list[bytes]
+    pages: list[int]
+    done: int = 0
+
+
+class Planner:
+    """Follows requests by id. A page is the engine's unit of `page` tokens, a block of the tier is `block` of them.
+
+    `seed` is what keys begin with: tables that blocks were not coded with never match.
+    """
+
+    def __init__(self, store: BlockStore, seed: bytes, block: int, page: int) -> None:
+        self.store, self.seed, self.block, self.page = store, seed, block, page
+        self._requests: dict[str, _Followed] = {}
+        self._found: dict[str, tuple[int, int]] = {}
+
+    def match(self, request: str, tokens: Sequence[int], local: int, salt: str = "") -> int:
+        """How many tokens behind the first `local` ones the tier has, in whole pages; one token is always left to compute."""
+        followed = self._requests.get(request)
+        if followed is None:
+            followed = _Followed(tokens, self.seed + salt.encode(), [], [])
+            self._requests[request] = followed
+            self.store.counters.requests += 1
+        followed.tokens = tokens
+        self._name(followed, len(tokens))
+        count = 0
+        while count < len(followed.keys) and followed.keys[count] in self.store:
+            count += 1
+        hi = min(count * self.block, (len(tokens) - 1) // self.page * self.page)
+        self._found[request] = local, hi
+        return max(0, hi - local)
+
+    def allocated(self, request: str, pages: Sequence[int], external: int) -> Load | None:
+        """The request has its pages; what comes back into them, where `external` tokens were promised."""
+        followed = self._requests.get(request)
+        if followed is None:
+            return None
+        followed.pages = list(pages)
+        local, _ = self._found.pop(request, (0, 0))
+        if not external:
+            return None
+        self.store.counters.requests_hit += 1
+        hi = local + external
+        keys = followed.keys[: -(-hi // self.block)]
+        return Load(request, tuple(keys), local, hi, tuple(pages))
+
+    def step(self, request: str, before: int, after: int, pages: Sequence[int], *, again: bool) -> list[Save]:
+        """A step computes tokens `before` … `after` − 1 in further `pages` (all of them, with `again`): what leaves."""
+        followed = self._requests.get(request)
+        if followed is None:
+            return []
+        followed.pages = list(pages) if again else [*followed.pages, *pages]
+        # Of tokens that are sampled while the step runs, ids come later.
+        known = min(after, len(followed.tokens)) // self.block
+        start = min(followed.done, before // self.block)
+        followed.done = max(known, start)
+        self._name(followed, known * self.block)
+        per = self.block // self.page
+        return [
+            Save(followed.keys[i], i * self.block, tuple(followed.pages[i * per : (i + 1) * per]))
+            for i in range(start, known)
+            if len(followed.pages) >= (i + 1) * per and followed.keys[i] not in self.store
+        ]
+
+    def finished(self, request: str) -> None:
+        """Forget a request."""
+        self._requests.pop(request, None)
+        self._found.pop(request, None)
+
+    def _name(self, followed: _Followed, tokens: int) -> None:
+        if len(followed.keys) < tokens // self.block:
+            whole = tokens // self.block * self.block
+            followed.keys = keys_of(list(followed.tokens[:whole]), self.block, followed.seed, followed.keys)
+
+
+class Pages(Protocol):
+    """The engine's cache. Tensors are [layers, 2, tokens, KV heads · head_dim]."""
+
+    def read(self, pages: Sequence[int]) -> torch.Tensor:
+        """A copy of what whole pages hold."""
+        ...
+
+    def write(self, slots: NDArray[np.int64], x: torch.Tensor) -> None:
+        """Put tokens into slots: page · tokens of a page + place."""
+        ...
+
+
+class Mover:
+    """Blocks to and from the engine's pages: the worker's side of a connector.
+
+    Blocks are encoded in a thread of low priority, at most `waiting` of them at a time.
+    """
+
+    def __init__(self, store: BlockStore, codec: BlockCodec, pages: Pages, block: int, page: int, waiting: int = 64) -> None:
+        self.store, self.codec, self.pages, self.block, self.page = store, codec, pages, block, page
+        self._waiting = waiting
+        self._pending: dict[bytes, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(1, "assay-kv-encode", _in_the_background)
+
+    def load(self, load: Load) -> list[int]:
+        """Decode what was promised into its pages; the pages that were not filled, because a block is gone or not believed."""
+        counters = self.store.counters
+        start, first = time.perf_counter(), load.lo // self.block
+        blocks: list[bytes] = []
+        for key in load.keys[first:]:
+            data = self.store.get(key)
+            if data is None:
+                counters.missing += 1
+                break
+            if not self._good(key, data):
+                break
+            blocks.append(data)
+        try:
+            x = self.codec.decode(blocks)
+        except BlockRefused:  # a good checksum of a stream that no encoder wrote: find the one
+            whole = []
+            for i, data in enumerate(blocks):
+                if not self._good(load.keys[first + i], data, decode=True):
+                    break
+                whole.append(data)
+            blocks, x = whole, self.codec.decode(whole)
+        hi = min(load.hi, (first + len(blocks)) * self.block)
+        if hi > load.lo:
+            slots = self._slots(load.pages, load.lo, hi)
+            self.pages.write(slots, x[:, :, load.lo - first * self.block : hi - first * self.block])
+            counters.loaded_blocks += len(blocks)
+            counters.loaded_tokens += hi - load.lo
+            counters.loaded_bytes += (hi - load.lo) * self.codec.facts.token_bytes
+        counters.decode_s += time.perf_counter() - start
+        hi = max(hi, load.lo)
+        counters.recomputed_tokens += load.hi - hi
+        return list(load.pages[hi // self.page : -(-load.hi // self.page)])
+
+    def save(self, saves: Iterable[Save]) -> None:
+        """Copy what leaves out of its pages, and encode it later."""
+        self._pending = {key: future for key, future in self._pending.items() if not future.done()}
+        for save in saves:
+            if save.key in self._pending:
+                continue
+            if len(self._pending) >= self._waiting:
+                self.store.counters.dropped += 1
+                continue
+            x = self.pages.read(save.pages)
+            self._pending[save.key] = self._pool.submit(self._encode, save, x)
+
+    def flush(self) -> None:
+        """Wait until all that left is stored."""
+        for future in list(self._pending.values()):
+            future.result()
+
+    def close(self) -> None:
+        """Finish what is being encoded, and leave the rest."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _encode(self, save: Save, x: torch.Tensor) -> None:
+        counters, start = self.store.counters, time.perf_counter()
+        try:
+            data = self.codec.encode(x, first=save.first, key=save.key)
+        except AssayError:  # NaN or infinity: nothing that could be given back
+            counters.not_encoded += 1
+            return
+        if self.store.put(save.key, data):
+            counters.stored_blocks += 1
+            counters.stored_tokens += x.shape[2]
+            counters.stored_bytes += len(data)
+            counters.exact_bytes += x.shape[2] * self.codec.facts.token_bytes
+        counters.encode_s += time.perf_counter() - start
+
+    def _good(self, key: bytes, data: bytes, *, decode: bool = False) -> bool:
+        try:
+            head = self.codec.check(data, key)
+            if head.tokens != self.block:
+                raise BlockDamaged(f"a block has {head.tokens} tokens, not {self.block}")
+            if decode:
+                self.codec.decode([data])
+        except BlockRefused as refused:
+            self.store.counters.refused += 1
+            self.store.discard(key)
+            _LOG.warning("a stored block is not believed, and computed again: %s", refused)
+            return False
+        return True
+
+    def _slots(self, pages: Sequence[int], lo: int, hi: int) -> NDArray[np.int64]:
+        places = np.arange(lo, hi)
+        return np.asarray(pages, np.int64)[places // self.page] * self.page + places % self.page
+
+
+def _in_the_background() -> None:
+    alone()
+    with suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
+def write_counters(path: Path, store: BlockStore, **more: object) -> None:
+    """Keep counters in a file, for whoever started the engine."""
+    held = {"blocks": len(store), "bytes": store.total, "size": store.most}
+    with suppress(OSError):
+        write_atomically(path, json.dumps({**more, "tier": {**store.counters.to_json(), **held}}))
