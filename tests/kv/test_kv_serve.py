@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("numba")
 
 import assay
 from assay.cli.main import invoke
 from assay.engines.vllm.hooks import HOOK
 from assay.errors import AssayError
 from assay.lab.kv import serve
+from assay.lab.kv.blocks import BlockTables
+from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+from assay.lab.kv.fit import Bench
 from assay.lab.kv.serve import (
     ServePlan,
     check_options,
@@ -244,3 +251,119 @@ def test_from_the_command_line(
     assert invoke([*asked, "--", "-tp", "2"]) == 2
     assert "parallel" in json.loads(capsys.readouterr().out)["findings"][0]["title"]
     assert invoke([*asked, "--mode", "snapshot"]) == 2
+
+
+# A tier of coded blocks.
+
+TIER = "prerope+sinks(n=2)+pca(bits=2.5, predict=all)"
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny model and its calibration."""
+    from tiny_target import make_target
+
+    folder = tmp_path_factory.mktemp("tier")
+    make_target(folder / "model", layers=2)
+    (folder / "text.txt").write_text("\n".join(topics[name] for name in sorted(topics)))
+    plan = CalibrationPlan(
+        str(folder / "model"),
+        folder / "c",
+        text=(str(folder / "text.txt"),),
+        windows=8,
+        length=128,
+        tokens=900,
+    )
+    run_calibrate(plan)
+    return folder / "model", folder / "c"
+
+
+def tier_plan(model: Path, calibration: Path | None, python: str, *options: str, **more: Any) -> ServePlan:
+    given = None if calibration is None else str(calibration)
+    more = {"codec": TIER, "tier": "stream", **more}
+    return ServePlan(str(model), calibration=given, python=python, options=options, **more)
+
+
+def test_a_tier_is_a_connector_of_vllm_with_tables_that_are_fitted_once(
+    calibrated: tuple[Path, Path],
+    checkpoint: Path,
+    python: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = tier_plan(*calibrated, python, "--port", "8001", tier_dir=tmp_path / "kept", tier_size=0.01)
+    launch = launch_of(plan)
+    words = list(launch.command)
+    assert words[-2:] == ["--port", "8001"] and HOOK not in launch.environment
+    given = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert given["kv_connector_module_path"] == "assay.lab.kv.connector"
+    assert given["kv_load_failure_policy"] == "recompute"
+    extra = given["kv_connector_extra_config"]
+    assert extra["size"] == 10**7 and extra["folder"] == str(tmp_path / "kept")
+    tables = BlockTables.read(Path(extra["tables"]))
+    assert tables.facts.layers == 2 and tables.facts.exact_first == 2 and tables.facts.before_rope
+    monkeypatch.setattr(Bench, "fit_all", None)  # what was fitted is kept
+    assert launch_of(plan).command == launch.command
+    report = run_serve(replace(plan, dry_run=True), lambda line: None)
+    assert report.results["tier"] is None and report.results["dry_run"]
+    # A sibling of other weights has other tables.
+    shutil.copytree(calibrated[0], tmp_path / "other")
+    weights = tmp_path / "other" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    with pytest.raises(TypeError):  # it is fitted again
+        launch_of(tier_plan(tmp_path / "other", calibrated[1], python, tier_dir=tmp_path / "kept"))
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "said"),
+    [
+        (["-tp", "2"], {}, "--tensor-parallel-size"),
+        (["--speculative-config", "{}"], {}, "drafted tokens"),
+        (["--kv-transfer-config", "{}"], {}, "one KV connector"),
+        (["--kv-cache-dtype", "fp8"], {}, "--kv-cache-dtype"),
+        (["--distributed-executor-backend", "mp"], {}, "one process"),
+        ([], {"streams": "k"}, "all layers"),
+        ([], {"codec": "hadamard(bits=4)"}, "not entropy-coded"),
+        ([], {"codec": "prerope+pca(bits=2, trellis=8)"}, "trellis"),
+        ([], {"tier_size": 1e-6}, "may not hold a single block"),
+        ([], {"tier_size": 1e9, "tier_dir": "kept"}, "GB left"),
+        ([], {"tier_dir": "/proc/kept"}, "cannot"),
+    ],
+)  # fmt: skip
+def test_a_tier_that_could_not_work_is_refused_before_the_engine_starts(
+    calibrated: tuple[Path, Path], checkpoint: Path, python: str, tmp_path: Path, options: list[str],
+    more: dict[str, Any], said: str,
+) -> None:  # fmt: skip
+    if "tier_dir" in more:
+        more = {**more, "tier_dir": tmp_path / more["tier_dir"]}
+    with pytest.raises(AssayError, match=said):
+        launch_of(tier_plan(*calibrated, python, *options, **more))
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
+        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "MLA"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, "length of a request"),
+        ({"hidden_size": 128, "head_dim": 32}, "another model"),
+    ],
+)  # fmt: skip
+def test_a_model_whose_cache_no_block_holds_is_refused_before_the_engine_starts(
+    calibrated: tuple[Path, Path], checkpoint: Path, python: str, config: dict[str, Any], said: str
+) -> None:
+    model, calibration = calibrated
+    known = json.loads((model / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(known | config))
+    (checkpoint / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    with pytest.raises(AssayError, match=said):
+        launch_of(tier_plan(checkpoint, calibration, python))
+
+
+def test_a_tier_needs_a_calibration_and_weights_at_hand(
+    calibrated: tuple[Path, Path], checkpoint: Path, python: str
+) -> None:
+    with pytest.raises(AssayError, match="need a calibration"):
+        launch_of(tier_plan(calibrated[0], None, python))
+    with pytest.raises(AssayError, match="and weights"):
+        launch_of(tier_plan(checkpoint, calibrated[1], python))

@@ -15,11 +15,12 @@ pytest.importorskip("numba")
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kv.tier_samples import LAYERS, WIDTH, drawn, sample, turned
 
+from assay.errors import AssayError
 from assay.lab.kv import tier as kv_tier
-from assay.lab.kv.blocks import BlockCodec
-from assay.lab.kv.tier import BlockStore, Mover, Planner, keys_of
+from assay.lab.kv.blocks import BlockCodec, BlockRefused
+from assay.lab.kv.tier import BlockStore, LmcacheSerde, Mover, Planner, keys_of
+from kv.tier_samples import LAYERS, WIDTH, drawn, sample, turned
 
 PAGE, BLOCK = 8, 16
 
@@ -164,7 +165,9 @@ class Engine:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return float((found.float() - wanted.float()).square().mean()) < 0.02 * float(wanted.float().square().mean())
+    return float((found.float() - wanted.float()).square().mean()) < 0.02 * float(
+        wanted.float().square().mean()
+    )
 
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(0, 1000, 70)]
@@ -265,7 +268,9 @@ def test_tokens_that_are_generated_leave_when_their_block_is_full() -> None:
     assert engine.planner.step("r", 30, 32, [9], again=False) == []
     tokens += PROMPT[31:33]
     saves = engine.planner.step("r", 32, 33, [11], again=False)
-    assert [(s.first, s.pages, s.key) for s in saves] == [(16, (7, 9), keys_of(PROMPT, BLOCK, engine.planner.seed)[1])]
+    assert [(s.first, s.pages, s.key) for s in saves] == [
+        (16, (7, 9), keys_of(PROMPT, BLOCK, engine.planner.seed)[1])
+    ]
     assert engine.planner.step("other", 0, 99, [1], again=True) == []
 
 
@@ -274,3 +279,35 @@ def test_requests_of_another_salt_share_nothing() -> None:
     engine.serve(PROMPT)
     assert engine.planner.match("a", PROMPT, 0, "salt") == 0
     assert engine.planner.match("b", PROMPT, 0) == 64
+
+
+class Chunk:
+    """What LMCache hands over (`MemoryObj`), as far as a serialiser sees it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shapes, self.dtypes = [tensor.shape], [tensor.dtype]
+
+
+def test_chunks_of_lmcache_go_through_the_same_blocks() -> None:
+    serde = LmcacheSerde(BlockCodec(sample("sinks(n=4)+pca(bits=2)").tables, 1), 2.5)
+    x = drawn(64, 4).bfloat16().transpose(0, 1).contiguous()
+    source = Chunk(x)
+    room = Chunk(torch.zeros(serde.estimate_serialized_size(source), dtype=torch.uint8))
+    assert room.tensor.numel() == 9831  # 2 · 12,288 bytes over 2.5, rounded up
+    used = serde.serialize(source, room, "key")
+    assert 0 < used < room.tensor.numel()
+    back = Chunk(torch.zeros_like(x))
+    serde.deserialize(room, back, "key")
+    assert torch.equal(back.tensor[:, :, :4], x[:, :, :4]) and close(back.tensor, x)
+    with pytest.raises(BlockRefused):
+        serde.deserialize(room, back, "another")
+    room.tensor[used // 2] ^= 1
+    with pytest.raises(BlockRefused):
+        serde.deserialize(room, back, "key")
+    with pytest.raises(BlockRefused):
+        serde.deserialize(Chunk(torch.zeros(900, dtype=torch.uint8)), back, "key")
+    with pytest.raises(AssayError, match="ratio of 9"):
+        LmcacheSerde(serde._codec, 9).serialize(source, Chunk(torch.zeros(900, dtype=torch.uint8)), "key")
+    with pytest.raises(AssayError, match="before RoPE"):
+        LmcacheSerde(BlockCodec(sample().tables, 1), 2.5)

@@ -50,9 +50,7 @@ def sample(spec: str = SPEC, model: str = "m", seed: int = 0) -> Sample:
     tensors = {"positions": torch.arange(1500, dtype=torch.int32)}
     for layer in range(LAYERS):
         for i, stream in enumerate("kv"):
-            tensors[f"layer_{layer}_{stream}"] = (
-                x[layer, i].view(-1, HEADS, DIM).transpose(0, 1).contiguous()
-            )
+            tensors[f"layer_{layer}_{stream}"] = x[layer, i].view(-1, HEADS, DIM).transpose(0, 1).contiguous()
     shape = CacheShape(LAYERS, HEADS, HEADS, DIM, (None,) * LAYERS, "Tiny")
     parsed = parse_spec(spec)
     # A codec after RoPE is fitted to keys that are not turned.

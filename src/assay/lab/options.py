@@ -317,6 +317,15 @@ class ServePlan(KvPlan):
     calibration: str | None = _calibration()
     streams: str = _streams()
     skip_layers: tuple[int, ...] = _skip_layers()
+    tier: str = option(
+        "none",
+        "stream: full blocks leave the cache entropy-coded, and come back when their prefix does.",
+        choices=("none", "stream"),
+    )
+    tier_size: float = option(
+        4.0, "--tier: what it may hold; the least recently used blocks go first.", lo=0, metavar="GB"
+    )
+    tier_dir: Path | None = option(None, "--tier: folder that keeps it; none: in memory.")
     python: str = option("", "Python executable with vLLM installed.", metavar="FILE")
     dry_run: bool = option(False, "Print the command and stop.", apart=True)
     options: tuple[str, ...] = option((), listed=False)

@@ -327,7 +327,7 @@ def start_llm(spec: VllmSpec) -> Any:
                 "pipeline_parallel_size": spec.pipeline_parallel,
                 "distributed_executor_backend": "mp",
             }
-        _let_numba_be_looked_into()
+        let_numba_be_looked_into()
         return LLM(**arguments | dict(spec.args))
     except AssayError:
         raise
@@ -373,7 +373,7 @@ def pages(calibration: str, model: str) -> dict[str, Any]:
     return {"attention_backend": "CUSTOM", "block_size": 64}
 
 
-def _let_numba_be_looked_into() -> None:
+def let_numba_be_looked_into() -> None:
     """Keep vLLM 0.32's CPU build from stumbling over numba, where a codec has loaded it before the engine starts.
 
     vLLM asks all that any module holds for its `__dict__`, and llvmlite's library gives a function for any name.

@@ -125,7 +125,9 @@ def check_codec(spec: KvSpec) -> None:
         elif getattr(recipe.codec, "coding", "") != "range":
             why = f"{recipe.codec.name} is not entropy-coded"
         elif getattr(recipe.codec, "trellis", 0):
-            why = "with a trellis each number hangs on those before it, which four states at once cannot follow"
+            why = (
+                "with a trellis each number hangs on those before it, which four states at once cannot follow"
+            )
         elif any(part.name not in ("prerope", "sinks") for part in recipe.around):
             why = f"{recipe.around[0].name if len(recipe.around) == 1 else str(recipe)} is around the codec"
         elif recipe.exact_last:
@@ -202,7 +204,7 @@ class BlockTables:
         try:
             with safe_open(path, framework="np") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
+                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
         except (OSError, SafetensorError) as error:
             raise BlockDamaged(f"cannot read the tables {path}: {error}", "make them again") from error
         if metadata.get("format") != _TABLES:
@@ -230,7 +232,9 @@ def tables_for(model: str, codec: str, calibration: str | None, folder: Path) ->
     weights = weights_digest(Path(model))
     source = source_of(calibration, model, BLOCKS)
     cache = DigestCache(cache_dir("digests"))
-    named = hashlib.blake2b(f"{_TABLES} {spec} {weights} {_digests([Path(calibration)], cache)}".encode(), digest_size=16)
+    named = hashlib.blake2b(
+        f"{_TABLES} {spec} {weights} {_digests([Path(calibration)], cache)}".encode(), digest_size=16
+    )
     link = folder / f"{named.hexdigest()}.fitted"
     if link.exists():
         with suppress(BlockRefused):
@@ -258,7 +262,11 @@ def _digests(files: Sequence[Path], cache: DigestCache) -> str:
     found: dict[str, Digest] = {}
     hash_files([(path.name, path, path.stat().st_size) for path in files], cache, found)
     if wrong := next((name for name, digest in found.items() if digest.problem), None):
-        raise AssayError(f"cannot read {wrong}: {found[wrong].problem}", finding_id="kv.unreadable", remedy="check the path")
+        raise AssayError(
+            f"cannot read {wrong}: {found[wrong].problem}",
+            finding_id="kv.unreadable",
+            remedy="check the path",
+        )
     text = "".join(f"{name} {found[name].sha256}\n" for name in sorted(found))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -294,8 +302,7 @@ class _Stream:
     analysis: torch.Tensor
     scale: NDArray[np.float32]
     laws: NDArray[np.int64]
-    class_slots: NDArray[np.uint32]
-    class_codes: NDArray[np.uint32]
+    classes: tuple[NDArray[np.uint8], NDArray[np.uint32]]
     gaps: NDArray[np.float32]
     zero: NDArray[np.int64]
     radius: NDArray[np.int64]
@@ -332,7 +339,7 @@ class BlockCodec:
         spec = parse_spec(self.facts.spec)
         check_codec(spec)
         self._streams: dict[Key, _Stream] = {
-            (layer, stream): self._stream(layer, stream, float(getattr(spec.of(stream), "codec").rdo))
+            (layer, stream): self._stream(layer, stream, _rdo(spec, stream))
             for layer in range(self.facts.layers)
             for stream in ("k", "v")
         }
@@ -343,7 +350,6 @@ class BlockCodec:
         start = f"{layer}.{stream}."
         own = {n.removeprefix(start): t for n, t in self.tables.tensors.items() if n.startswith(start)}
         laws, mean = own["inner.laws"].astype(np.int64), torch.from_numpy(own["mean"])
-        slots, codes = rans.tables_of_classes(own["inner.odds"])
         parts = [torch.from_numpy(own["synthesis"]).T, mean[:, None], (mean - mean.bfloat16())[:, None]]
         if "predictor" in own:
             predictor = own["predictor"].astype(np.float32) * own["predictor_scale"].astype(np.float32)
@@ -356,9 +362,8 @@ class BlockCodec:
             torch.from_numpy(own["analysis"]).T.contiguous(),
             own["synthesis_scale"].astype(np.float32),
             laws,
-            slots,
-            codes,
-            own["inner.shrink"].astype(np.float32) / 256,
+            rans.tables_of_classes(own["inner.odds"]),
+            (own["inner.shrink"] / np.float32(256)).astype(np.float32),
             laws * code_lengths().shape[1] + RADIUS,
             radii()[laws],
             -np.log2(odds),
@@ -382,16 +387,15 @@ class BlockCodec:
         if not bool(torch.isfinite(x).all()):
             raise AssayError("a block holds NaN or infinity", finding_id="kv.not_finite")
         exact = max(0, min(facts.exact_first - first, tokens)) if exact is None else exact
-        sections, decoded = [], {}
+        sections: list[bytes] = []
+        decoded: dict[Key, torch.Tensor] = {}
         turn = self._rotation([(first + exact, tokens - exact)])
         for (layer, name), stream in self._streams.items():
             rows = x[layer, "kv".index(name), exact:].float()
             if name == "k" and facts.before_rope:
                 rows = rows.clone()
                 _turn(rows.numpy(), *turn, facts.kv_heads, True)
-            section, back = self._encode_stream(
-                stream, rows.T, decoded, needed=(layer, name) in self._needed
-            )
+            section, back = self._encode_stream(stream, rows.T, decoded, needed=(layer, name) in self._needed)
             sections.append(section)
             decoded[layer, name] = back
         raw = x[:, :, :exact].contiguous().view(torch.uint8).numpy().tobytes()
@@ -400,7 +404,7 @@ class BlockCodec:
             MAGIC, VERSION, _TYPES.index(x.dtype), 0, self.tables.digest, key, first, tokens, exact,
             facts.layers, facts.kv_heads, facts.head_dim, 0, _HEAD.size + len(body), bytes(_CHECK),
         )  # fmt: skip
-        front = head[: -_CHECK]
+        front = head[:-_CHECK]
         return b"".join([front, _checksum(front, body), body])
 
     def _encode_stream(
@@ -413,9 +417,16 @@ class BlockCodec:
         c = np.ascontiguousarray((stream.analysis @ rest).numpy().T)
         numbers, kinds = np.empty(c.shape[::-1], np.int16), np.empty(len(c), np.uint8)
         rans.choose(
-            c, _lengths(), stream.zero, stream.radius, stream.kind_bits, np.float32(stream.rdo), numbers, kinds
+            c,
+            _lengths(),
+            stream.zero,
+            stream.radius,
+            stream.kind_bits,
+            np.float32(stream.rdo),
+            numbers,
+            kinds,
         )
-        states, words = rans.encode(numbers, kinds, stream.laws, stream.class_codes)
+        states, words = rans.encode(numbers, kinds, stream.laws, stream.classes[1])
         escaped = np.ascontiguousarray(c.T)[numbers == ESCAPE].astype("<f4")
         section = b"".join(
             [struct.pack("<I", escaped.size), escaped.tobytes(), states.astype("<u4").tobytes(),
@@ -450,7 +461,9 @@ class BlockCodec:
             raise BlockOfOtherTokens("a block is of other tokens than those that were asked for")
         facts = self.facts
         count = 2 * facts.layers
-        sizes = struct.unpack_from(f"<{count}I", data, _HEAD.size) if len(data) >= _HEAD.size + 4 * count else ()
+        sizes = (
+            struct.unpack_from(f"<{count}I", data, _HEAD.size) if len(data) >= _HEAD.size + 4 * count else ()
+        )
         start = _HEAD.size + 4 * count
         if kind < len(_TYPES):
             raw = count * exact * facts.width * _TYPES[kind].itemsize
@@ -464,9 +477,7 @@ class BlockCodec:
 
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
         """The tokens of blocks one after the other, in their type; BlockRefused if one of them is not to be believed."""
-        heads = [
-            self.check(data, keys[i] if keys is not None else None) for i, data in enumerate(blocks)
-        ]
+        heads = [self.check(data, keys[i] if keys is not None else None) for i, data in enumerate(blocks)]
         if not heads:
             return torch.empty(self.facts.layers, 2, 0, self.facts.width, dtype=torch.bfloat16)
         total = sum(head.tokens for head in heads)
@@ -484,7 +495,9 @@ class BlockCodec:
         def one(part: tuple[list[int], int]) -> None:
             some, start = part
             tokens = sum(heads[i].tokens for i in some)
-            self._decode([blocks[i] for i in some], [heads[i] for i in some], out[:, :, start : start + tokens])
+            self._decode(
+                [blocks[i] for i in some], [heads[i] for i in some], out[:, :, start : start + tokens]
+            )
 
         if self._pool is None or len(parts) == 1:
             for part in parts:
@@ -540,10 +553,9 @@ class BlockCodec:
         if len(section) < start + 16 or (len(section) - start) % 2:
             raise BlockDamaged("a section of a block ends inside its escapes or states")
         numbers, kinds = np.empty((stream.rank, tokens), np.int16), np.zeros(tokens, np.uint8)
-        slots, _, shifts = rans.tables()
         good = rans.read(
             np.frombuffer(section, "<u4", 4, start), np.frombuffer(section, "<u2", -1, start + 16),
-            stream.laws, slots, shifts, stream.class_slots, numbers, kinds,
+            stream.laws, *rans.tables(), *stream.classes, numbers, kinds,
         )  # fmt: skip
         escaped = np.frombuffer(section, "<f4", count, 4)
         if not good or not rans.values(numbers, stream.gaps, stream.scale, escaped, out, column):
@@ -557,10 +569,19 @@ class BlockCodec:
         return (np.cos(angles) * scale).astype(np.float32), (np.sin(angles) * scale).astype(np.float32)
 
 
+def block_bytes(data: bytes) -> int:
+    """How long a block is by its header, where something else may follow it; 0 where there is none."""
+    return int(_HEAD.unpack_from(data)[-2]) if len(data) >= _HEAD.size and data[:4] == MAGIC else 0
+
+
 def _checksum(front: bytes, body: bytes | memoryview) -> bytes:
     found = hashlib.blake2b(front, digest_size=_CHECK)
     found.update(body)
     return found.digest()
+
+
+def _rdo(spec: KvSpec, stream: str) -> float:
+    return float(getattr(getattr(spec.of(stream), "codec", None), "rdo", 0.0))
 
 
 def _bits(x: torch.Tensor) -> NDArray[np.uint16]:
@@ -580,7 +601,7 @@ def alone() -> None:
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
 
-@rans.compiled  # type: ignore[untyped-decorator]
+@rans.compiled
 def _turn(rows, cos, sin, heads, back):  # type: ignore[no-untyped-def]
     """Put RoPE on rows [tokens, heads · d], or with `back` take it off, in place."""
     half = cos.shape[1]

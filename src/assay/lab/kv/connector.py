@@ -8,6 +8,8 @@ a backend lays out a page is found by writing into one: CPU attention packs keys
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -26,9 +28,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from assay.engines.vllm.hooks import REPORT
+from assay.engines.vllm.start import let_numba_be_looked_into
 from assay.errors import AssayError
-from assay.lab.kv.blocks import BlockCodec, BlockTables
+from assay.lab.kv.blocks import BlockCodec, BlockTables, weights_digest
 from assay.lab.kv.tier import BlockStore, Load, Mover, Planner, Save, write_counters
+
+let_numba_be_looked_into()
 
 BLOCK = 128
 """Tokens of a block where nobody says how many."""
@@ -68,33 +74,39 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        extra = transfer.kv_connector_extra_config
-        shared = _shared(extra)
-        self._store, self._codec = shared.store, shared.codec
-        self._spec = _check(vllm_config, kv_cache_config, self._codec)
-        if transfer.kv_load_failure_policy != "recompute":
-            raise _refused(
-                "a block that is not believed must be computed again",
-                'set "kv_load_failure_policy": "recompute"',
-            )
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        report = extra.get("report") or os.environ.get(REPORT)
+        self._report = Path(report) if report else None
+        try:
+            shared = _shared(extra)
+            self._store, self._codec = shared.store, shared.codec
+            self._spec = _check(vllm_config, kv_cache_config, self._codec)
+        except AssayError as error:
+            if self._report is not None:
+                self._report.write_text(json.dumps({"error": error.message, "remedy": error.remedy}))
+            raise
         page = self._spec.block_size
         self._block = -(-int(extra.get("block", BLOCK)) // page) * page
         self._planner = Planner(self._store, self._codec.tables.digest, self._block, page)
         self._loads: list[Load] = []
         self._failed: set[int] = set()
         self._mover: Mover | None = None
-        self._report = Path(extra["report"]) if extra.get("report") else None
         self._told = 0.0
 
     # Scheduler.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens behind the computed ones that the tier has; they are loaded before the step runs."""
-        if request.lora_request is not None or request.mm_features or getattr(request, "prompt_embeds", None) is not None:
+        if (
+            request.lora_request is not None
+            or request.mm_features
+            or getattr(request, "prompt_embeds", None) is not None
+        ):
             return 0, False  # token ids do not say all of what such a cache is made of
         salt = request.cache_salt or ""
-        return self._planner.match(request.request_id, request.all_token_ids, num_computed_tokens, salt), False
+        return self._planner.match(
+            request.request_id, request.all_token_ids, num_computed_tokens, salt
+        ), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember what is loaded in the next step."""
@@ -113,7 +125,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         cached = scheduler_output.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             before = cached.num_computed_tokens[i]
-            pages = (cached.new_block_ids[i] or ([],))[0]
+            pages: Sequence[int] = (cached.new_block_ids[i] or ([],))[0]
             again = name in cached.resumed_req_ids
             work.saves += self._planner.step(name, before, before + scheduled[name], pages, again=again)
         return work
@@ -133,7 +145,9 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The caches of all layers, by name."""
         modules = self._vllm_config.compilation_config.static_forward_context
         facts = self._codec.facts
-        pages = VllmPages({_layer_of(n): (modules[n], c) for n, c in kv_caches.items()}, self._spec, facts.layers)
+        pages = VllmPages(
+            {_layer_of(n): (modules[n], c) for n, c in kv_caches.items()}, self._spec, facts.layers
+        )
         self._mover = Mover(self._store, self._codec, pages, self._block, self._spec.block_size)
         self._tell(now=True)
 
@@ -148,7 +162,9 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything was loaded before the step."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Blocks leave after the step, all layers together."""
 
     def wait_for_save(self) -> None:
@@ -181,10 +197,16 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _tell(self, *, now: bool = False) -> None:
         """Write the counters, at most once a second."""
-        if self._report is not None and self._mover is not None and (now or time.monotonic() > self._told + 1):
+        if (
+            self._report is not None
+            and self._mover is not None
+            and (now or time.monotonic() > self._told + 1)
+        ):
             self._told = time.monotonic()
             facts = self._codec.facts
-            write_counters(self._report, self._store, layers=facts.layers, spec=facts.spec, block_tokens=self._block)
+            write_counters(
+                self._report, self._store, layers=facts.layers, spec=facts.spec, block_tokens=self._block
+            )
 
 
 class VllmPages:
@@ -192,7 +214,10 @@ class VllmPages:
 
     def __init__(self, layers: Mapping[int, tuple[Any, torch.Tensor]], spec: Any, count: int) -> None:
         if sorted(layers) != list(range(count)):
-            raise _refused(f"vLLM has caches of layers {sorted(layers)}, the tables are of {count}", "calibrate this model")
+            raise _refused(
+                f"vLLM has caches of layers {sorted(layers)}, the tables are of {count}",
+                "calibrate this model",
+            )
         self._layers = [layers[i] for i in range(count)]
         self._heads, self._dim, self._size = spec.num_kv_heads, spec.head_size, spec.block_size
         self._places = self._probe()
@@ -212,7 +237,9 @@ class VllmPages:
         places = torch.empty_like(found)
         places[found] = torch.arange(count, device=cache.device)
         if len(found.unique()) != count:
-            raise _refused("vLLM's attention backend keeps a page in a way that cannot be read back", "choose another")
+            raise _refused(
+                "vLLM's attention backend keeps a page in a way that cannot be read back", "choose another"
+            )
         return places
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
@@ -234,23 +261,35 @@ class VllmPages:
 
 def _check(vllm_config: Any, kv_cache_config: Any, codec: BlockCodec) -> Any:
     """The cache's specification; AssayError for one that blocks of these tables do not fit."""
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise _refused(
+            "a block that is not believed must be computed again", '"kv_load_failure_policy": "recompute"'
+        )
     parallel = vllm_config.parallel_config
     if parallel.world_size != 1 or (parallel.distributed_executor_backend or "uni") != "uni":
-        raise _refused("the tier needs scheduler and worker in one process", "leave out the options of parallelism")
+        raise _refused(
+            "the tier needs scheduler and worker in one process", "leave out the options of parallelism"
+        )
     if vllm_config.speculative_config is not None:
         raise _refused("drafted tokens that are rejected would be stored", "leave out --speculative-config")
     groups = kv_cache_config.kv_cache_groups
-    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
+    spec: Any = groups[0].kv_cache_spec if len(groups) == 1 else None
     if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
         raise _refused("the cache is not that of full attention in every layer", "serve it without a tier")
     facts = codec.facts
-    if (len(groups[0].layer_names), spec.num_kv_heads, spec.head_size) != (facts.layers, facts.kv_heads, facts.head_dim):
+    if (len(groups[0].layer_names), spec.num_kv_heads, spec.head_size) != (
+        facts.layers,
+        facts.kv_heads,
+        facts.head_dim,
+    ):
         raise _refused(
             f"the tables are of {facts.layers} layers with {facts.kv_heads} KV heads of {facts.head_dim} channels",
             "calibrate this model",
         )
     if spec.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise _refused(f"the cache holds {spec.dtype}", "leave out --kv-cache-dtype")
+    if weights_digest(Path(vllm_config.model_config.model)) != facts.model:
+        raise _refused("the tables are of other weights than those that are served", "calibrate this model")
     return spec
 
 

@@ -1,12 +1,11 @@
 """Interleaved rANS: the fast entropy coder of numbers whose laws a calibration has chosen.
 
 Range asymmetric numeral systems (Duda, arXiv:1311.2540) with four states that take turns (Giesen, arXiv:1402.3392):
-32-bit states, 16-bit words, probabilities in 1/4096. One table look-up decodes a number: a slot of 4096 names the number, its
-frequency and where the slot stands in it. The laws are those of `codecs.pca_entropy`, cut into at most 253 buckets of
+32-bit states, 16-bit words, probabilities in 1/4096. Two look-ups decode a number: a slot of 4096 names the number in a byte,
+and the number its frequency and first slot; so the tables of the few laws of a channel stay in the first cache. The laws are those of `codecs.pca_entropy`, cut into at most 253 buckets of
 2^m numbers; the m lowest bits of a number go into the same states as they are.
 
-Numbers are coded channel by channel, tokens within, so that a channel's few tables stay in the first cache. Before them
-comes the class of every token. Token t belongs to state t mod 4. Import this only where numba is.
+Numbers are coded channel by channel, tokens within. Before them comes the class of every token. Token t belongs to state t mod 4. Import this only where numba is.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from assay.lab.kv.codecs.pca_entropy import ESCAPE, LAWS, RADIUS, _laws, radii
+from assay.lab.kv.codecs.pca_entropy import ESCAPE, LAWS, RADIUS, _laws
 
 LANES = 4
 BITS = 12
@@ -26,6 +25,7 @@ TOTAL = 1 << BITS
 _HALF = 126
 """The largest bucket; 127 stands for an escape."""
 _OUT = 127
+_FOUR = np.uint64(4)
 _LOWEST = 1 << 16
 """States lie between it and 2^32."""
 
@@ -37,7 +37,7 @@ compiled = njit(nogil=True, cache=True, error_model="numpy")
 def frequencies(odds: NDArray[np.float64]) -> NDArray[np.int64]:
     """Whole numbers of at least 1 that sum to 4096, close to `odds`; those that lose least give up what is too much."""
     share = odds / odds.sum() * TOTAL
-    found = np.maximum(1, np.floor(share + 0.5)).astype(np.int64)
+    found: NDArray[np.int64] = np.maximum(1, np.floor(share + 0.5)).astype(np.int64)
     while (excess := int(found.sum()) - TOTAL) != 0:
         # What one step costs in bits: share · log2 of the ratio of frequencies.
         step = -1 if excess > 0 else 1
@@ -51,13 +51,13 @@ def frequencies(odds: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 @cache
-def tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint8]]:
-    """Of every law: slots [LAWS, 4096] for decoding, first slot and frequency [LAWS, 256] for encoding, and its m.
+def tables() -> tuple[NDArray[np.uint8], NDArray[np.uint32], NDArray[np.uint8]]:
+    """Of every law: what each slot names [LAWS, 4096], first slot << 16 | frequency of each name [LAWS, 256], and its m.
 
-    An entry of a slot is frequency << 20 | place in it << 8 | bucket as a byte; of a bucket first << 16 | frequency.
+    The name of a bucket is bucket + 128.
     """
     laws, radius = _laws()
-    slots = np.empty((LAWS, TOTAL), np.uint32)
+    slots = np.empty((LAWS, TOTAL), np.uint8)
     codes = np.zeros((LAWS, 256), np.uint32)
     shifts = np.zeros(LAWS, np.uint8)
     for law in range(LAWS):
@@ -73,20 +73,18 @@ def tables() -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.uint8]]
     return slots, codes, shifts
 
 
-def tables_of_classes(odds: NDArray[np.floating[Any]]) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+def tables_of_classes(odds: NDArray[np.floating[Any]]) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
     """Slots [4096] and codes [256] of token classes under their odds; empty where there is one class."""
     if odds.size < 2:
-        return np.zeros(0, np.uint32), np.zeros(0, np.uint32)
+        return np.zeros(0, np.uint8), np.zeros(0, np.uint32)
     return _tables_of(frequencies(odds.astype(np.float64)), np.arange(odds.size))
 
 
 def _tables_of(counts: NDArray[np.int64], names: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
     starts = np.concatenate([[0], np.cumsum(counts)[:-1]])
-    place = np.arange(TOTAL) - np.repeat(starts, counts)
-    slots = np.repeat(counts, counts) << 20 | place << 8 | (np.repeat(names, counts) & 255)
     codes = np.zeros(256, np.int64)
     codes[names + 128] = starts << 16 | counts
-    return slots.astype(np.uint32), codes.astype(np.uint32)
+    return np.repeat(names + 128, counts).astype(np.uint8), codes.astype(np.uint32)
 
 
 def encode(
@@ -107,19 +105,18 @@ def decode_numbers(
     states: NDArray[np.uint32],
     words: Words,
     laws: NDArray[np.integer[Any]],
-    class_slots: NDArray[np.uint32],
+    class_tables: tuple[NDArray[np.uint8], NDArray[np.uint32]],
     tokens: int,
 ) -> tuple[NDArray[np.int16], NDArray[np.uint8]] | None:
     """What `encode` was given; None where states and words are no code of these tables."""
     channels = laws.shape[1]
     numbers, kinds = np.empty((channels, tokens), np.int16), np.zeros(tokens, np.uint8)
-    slots, _, shifts = tables()
-    if not read(states, words, laws.astype(np.int64), slots, shifts, class_slots, numbers, kinds):
+    if not read(states, words, laws.astype(np.int64), *tables(), *class_tables, numbers, kinds):
         return None
     return numbers, kinds
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _encode(numbers, kinds, laws, codes, shifts, class_codes, room, states):  # type: ignore[no-untyped-def]
     """Everything backwards, as rANS must; words are written from the end of `room`. Returns where they begin."""
     channels, tokens = numbers.shape
@@ -149,7 +146,7 @@ def _encode(numbers, kinds, laws, codes, shifts, class_codes, room, states):  # 
     return at
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _put(x, entry, room, at):  # type: ignore[no-untyped-def]
     count, first = entry & 0xFFFF, entry >> 16
     if x >= count << 20:
@@ -159,22 +156,22 @@ def _put(x, entry, room, at):  # type: ignore[no-untyped-def]
     return ((x // count) << 12) + x % count + first, at
 
 
-@compiled  # type: ignore[untyped-decorator]
-def _take(x, entry, words, at):  # type: ignore[no-untyped-def]
-    """The state after an entry of a slot, and where the next word stands."""
-    x = (entry >> 20) * (x >> 12) + ((entry >> 8) & 0xFFF)
-    return _refill(x, words, at)
+@compiled
+def _take(x, code, words, at):  # type: ignore[no-untyped-def]
+    """The state after a number of this code, and where the next word stands."""
+    code = np.int64(code)
+    return _refill((code & 0xFFFF) * (x >> 12) + (x & 4095) - (code >> 16), words, at)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _refill(x, words, at):  # type: ignore[no-untyped-def]
     more = (x << 16) | np.int64(words[np.uint64(at)])
     short = x < 65536
     return (more if short else x), at + (1 if short else 0)
 
 
-@compiled  # type: ignore[untyped-decorator]
-def read(states, words, laws, slots, shifts, class_slots, numbers, kinds):  # type: ignore[no-untyped-def]
+@compiled
+def read(states, words, laws, slots, codes, shifts, class_slots, class_codes, numbers, kinds):  # type: ignore[no-untyped-def]
     """Numbers and classes; whether states and words were used up as an encoder leaves them.
 
     `words` are read no further than they go.
@@ -187,97 +184,80 @@ def read(states, words, laws, slots, shifts, class_slots, numbers, kinds):  # ty
     s0, s1, s2, s3 = np.int64(states[0]), np.int64(states[1]), np.int64(states[2]), np.int64(states[3])
     at = 0
     full = tokens & ~3
-    rest = tokens - full
     if class_slots.size:
-        for t in range(0, tokens, 4):
-            left = tokens - t
-            e = np.int64(class_slots[s0 & 4095])
-            kinds[t] = e & 255
-            s0, at = _take(s0, e, padded, at)
-            if left > 1:
-                e = np.int64(class_slots[s1 & 4095])
-                kinds[t + 1] = e & 255
-                s1, at = _take(s1, e, padded, at)
-            if left > 2:
-                e = np.int64(class_slots[s2 & 4095])
-                kinds[t + 2] = e & 255
-                s2, at = _take(s2, e, padded, at)
-            if left > 3:
-                e = np.int64(class_slots[s3 & 4095])
-                kinds[t + 3] = e & 255
-                s3, at = _take(s3, e, padded, at)
-            if at > end:
+        for t in range(tokens):
+            lane = t & 3
+            x = s0 if lane == 0 else (s1 if lane == 1 else (s2 if lane == 2 else s3))
+            n = class_slots[x & 4095]
+            kinds[t] = n - 128
+            x, at = _take(x, class_codes[n], padded, at)
+            if lane == 0:
+                s0 = x
+            elif lane == 1:
+                s1 = x
+            elif lane == 2:
+                s2 = x
+            else:
+                s3 = x
+            if at > end or kinds[t] >= laws.shape[0]:
                 return False
-    for t in range(tokens):
-        if kinds[t] >= laws.shape[0]:
-            return False
     # Unsigned places, since numba looks whether others are negative.
-    flat, starts = slots.reshape(-1), np.empty(laws.shape[0], np.uint64)
+    flat, names, starts = slots.reshape(-1), codes.reshape(-1), np.empty(laws.shape[0], np.uint64)
     for c in range(channels):
         wide = False
         for i in range(laws.shape[0]):
             wide |= shifts[laws[i, c]] > 0
             starts[i] = laws[i, c] << 12
         row = numbers[c]
-        if wide:
-            for t in range(tokens):
-                lane = t & 3
-                x = s0 if lane == 0 else (s1 if lane == 1 else (s2 if lane == 2 else s3))
-                law = laws[kinds[t], c]
-                m = np.int64(shifts[law])
-                e = np.int64(slots[law, x & 4095])
-                x, at = _take(x, e, padded, at)
-                low = x & ((np.int64(1) << m) - 1)
-                x, at = _refill(x >> m, padded, at)
-                b = ((e & 255) ^ 128) - 128
-                row[t] = ESCAPE if b == _OUT else (b << m) | low
-                if lane == 0:
-                    s0 = x
-                elif lane == 1:
-                    s1 = x
-                elif lane == 2:
-                    s2 = x
-                else:
-                    s3 = x
-                if at > end:
-                    return False
-        else:
-            for t in range(0, full, 4):
-                e0 = np.int64(flat[starts[kinds[t]] + np.uint64(s0 & 4095)])
-                e1 = np.int64(flat[starts[kinds[t + 1]] + np.uint64(s1 & 4095)])
-                e2 = np.int64(flat[starts[kinds[t + 2]] + np.uint64(s2 & 4095)])
-                e3 = np.int64(flat[starts[kinds[t + 3]] + np.uint64(s3 & 4095)])
-                s0, at = _take(s0, e0, padded, at)
-                s1, at = _take(s1, e1, padded, at)
-                s2, at = _take(s2, e2, padded, at)
-                s3, at = _take(s3, e3, padded, at)
-                row[t] = np.int8(e0 & 255)
-                row[t + 1] = np.int8(e1 & 255)
-                row[t + 2] = np.int8(e2 & 255)
-                row[t + 3] = np.int8(e3 & 255)
-                if at > end:
-                    return False
-            if rest > 0:
-                e0 = np.int64(flat[starts[kinds[full]] + np.uint64(s0 & 4095)])
-                s0, at = _take(s0, e0, padded, at)
-                row[full] = np.int8(e0 & 255)
-            if rest > 1:
-                e1 = np.int64(flat[starts[kinds[full + 1]] + np.uint64(s1 & 4095)])
-                s1, at = _take(s1, e1, padded, at)
-                row[full + 1] = np.int8(e1 & 255)
-            if rest > 2:
-                e2 = np.int64(flat[starts[kinds[full + 2]] + np.uint64(s2 & 4095)])
-                s2, at = _take(s2, e2, padded, at)
-                row[full + 2] = np.int8(e2 & 255)
+        first = 0 if wide else full
+        for t in range(0, 0 if wide else full, 4):
+            l0, l1, l2, l3 = (
+                starts[kinds[t]],
+                starts[kinds[t + 1]],
+                starts[kinds[t + 2]],
+                starts[kinds[t + 3]],
+            )
+            n0 = flat[l0 + np.uint64(s0 & 4095)]
+            n1 = flat[l1 + np.uint64(s1 & 4095)]
+            n2 = flat[l2 + np.uint64(s2 & 4095)]
+            n3 = flat[l3 + np.uint64(s3 & 4095)]
+            s0, at = _take(s0, names[(l0 >> _FOUR) + np.uint64(n0)], padded, at)
+            s1, at = _take(s1, names[(l1 >> _FOUR) + np.uint64(n1)], padded, at)
+            s2, at = _take(s2, names[(l2 >> _FOUR) + np.uint64(n2)], padded, at)
+            s3, at = _take(s3, names[(l3 >> _FOUR) + np.uint64(n3)], padded, at)
+            row[t] = n0
+            row[t + 1] = n1
+            row[t + 2] = n2
+            row[t + 3] = n3
             if at > end:
                 return False
-            for t in range(tokens):
-                row[t] = ESCAPE if row[t] == _OUT else row[t]
+        for t in range(first):
+            row[t] = ESCAPE if row[t] == 255 else row[t] - 128
+        for t in range(first, tokens):  # the last few, and all of a law whose numbers have low bits
+            lane = t & 3
+            x = s0 if lane == 0 else (s1 if lane == 1 else (s2 if lane == 2 else s3))
+            law = laws[kinds[t], c]
+            m = np.int64(shifts[law])
+            n = slots[law, x & 4095]
+            x, at = _take(x, codes[law, n], padded, at)
+            low = x & ((np.int64(1) << m) - 1)
+            x, at = _refill(x >> m, padded, at)
+            row[t] = ESCAPE if n == 255 else ((np.int64(n) - 128) << m) | low
+            if lane == 0:
+                s0 = x
+            elif lane == 1:
+                s1 = x
+            elif lane == 2:
+                s2 = x
+            else:
+                s3 = x
+            if at > end:
+                return False
     whole = s0 == _LOWEST and s1 == _LOWEST and s2 == _LOWEST and s3 == _LOWEST
     return whole and at == end
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyped-def]
     """What numbers [channels, tokens] stand for, times `scale` [channels], into `out` from `column` on: bf16 as uint16.
 
@@ -309,11 +289,13 @@ def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyp
         to = out[c]
         for t in range(tokens):
             b = bits[t]
-            to[column + t] = np.uint16((b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+            to[column + t] = np.uint16(
+                (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+            )
     return used == escaped.size
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def choose(c, lengths, zero, radius, kind_bits, rdo, numbers, kinds):  # type: ignore[no-untyped-def]
     """Numbers [channels, tokens] and classes of coefficients [tokens, channels]: `RangeCoder.choose` in one pass.
 
@@ -343,7 +325,7 @@ def choose(c, lengths, zero, radius, kind_bits, rdo, numbers, kinds):  # type: i
             numbers[i, t] = ESCAPE if abs(k[i]) > radius[kind, i] else k[i]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _class_of(k, lengths, zero, kind_bits, classes):  # type: ignore[no-untyped-def]
     best, least = 0, np.float32(np.inf)
     for i in range(classes):

@@ -1,4 +1,4 @@
-"""`assay kv serve`: vLLM's own server with a codec in its KV cache.
+"""`assay kv serve`: vLLM's own server with a codec in its KV cache, or with a tier of coded blocks behind it.
 
 The server is vLLM's, unchanged on disk. A folder on its PYTHONPATH makes assay's plug-in known to it, an environment
 variable names the codec. What would give wrong numbers is refused before anything starts, by the worker where only
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
@@ -151,9 +152,9 @@ def _refused(what: str, remedy: str) -> AssayError:
 
 # -----------------------------------------------------------------------------
 
-_PLUGIN = """import importlib.metadata, importlib.util, json
+_PLUGIN = """import importlib.metadata, importlib.util, json, sys
 found = importlib.metadata.entry_points(group="vllm.general_plugins")
-missing = [name for name in ("vllm", "torch", "scipy") if importlib.util.find_spec(name) is None]
+missing = [name for name in ("vllm", "torch", "scipy", *sys.argv[1:]) if importlib.util.find_spec(name) is None]
 print(json.dumps({"plugin": any(e.name == "assay" for e in found), "missing": missing}))
 """
 
@@ -178,6 +179,8 @@ class Launch:
 
 def launch_of(plan: ServePlan) -> Launch:
     """The command that serves; UsageError or AssayError for what cannot work."""
+    if plan.tier == "stream":
+        return _tiered(plan)
     if plan.codec == CODEC:
         return _packed(plan)
     if plan.mode == Mode.SNAPSHOT:
@@ -271,13 +274,104 @@ def _packed(plan: ServePlan) -> Launch:
     return Launch((*command, *plan.options), environment)
 
 
+_NOT_TIERED = {
+    "--speculative-config": "drafted tokens that are rejected would be stored",
+    "--kv-transfer-config": "the tier is vLLM's one KV connector",
+    "--distributed-executor-backend": "the tier needs scheduler and worker in one process",
+    "--kv-cache-dtype": "blocks are coded from the model's own numbers",
+}
+
+
+def _tiered(plan: ServePlan) -> Launch:
+    """The command that serves with a tier: compiled, with CUDA graphs and prefix caching as vLLM has them."""
+    for name, why in (_ONE | _NOT_TIERED).items():
+        if option(plan.options, name) not in ((None, "1") if name in _ONE else (None,)):
+            raise _refused(f"{name}: {why}", f"leave {name} out")
+    if plan.skip_layers or plan.streams != "kv":
+        raise _refused("blocks hold keys and values of all layers", "leave out --skip-layers and --stream")
+    check_full_attention(plan.model)
+    try:
+        from assay.lab.kv.blocks import tables_for
+    except ImportError as error:
+        raise AssayError(
+            f"stored blocks need {error.name}, which is not installed",
+            finding_id="kv.package_missing",
+            remedy="install the extra kv (pip install '.[kv]' in assay's folder)",
+        ) from error
+
+    size = int(plan.tier_size * 1e9)
+    folder = None if plan.tier_dir is None else plan.tier_dir.resolve()
+    if folder is not None:
+        _check_room(folder, size)
+    tables = tables_for(plan.model, plan.codec, plan.calibration, folder or cache_dir("kv-tables"))
+    if size < tables.facts.token_bytes * _TIER_BLOCK:
+        raise AssayError(
+            f"a tier of {plan.tier_size:g} GB may not hold a single block: its {_TIER_BLOCK} tokens have "
+            f"{tables.facts.token_bytes * _TIER_BLOCK / 1e6:.3g} MB before they are coded",
+            finding_id="kv.tier_size",
+            remedy="give more by --tier-size",
+        )
+    python = find_python(plan.python) or Path(sys.executable)
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH"))))
+    }
+    _check_plugin(python, environment, "numba", "safetensors")
+    extra = {
+        "tables": str(tables.write(folder or cache_dir("kv-tables"))),
+        "size": size,
+        "folder": None if folder is None else str(folder),
+        "block": _TIER_BLOCK,
+    }
+    transfer = {
+        "kv_connector": "AssayTier",
+        "kv_connector_module_path": "assay.lab.kv.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model]
+    command += ["--kv-transfer-config", json.dumps(transfer)]
+    return Launch((*command, *plan.options), environment)
+
+
+_TIER_BLOCK = 128
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """AssayError where the folder cannot be written, or its disk has less room than the tier may take."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        held = sum(path.stat().st_size for path in folder.rglob("*.block"))
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise AssayError(
+            f"the tier cannot be kept in {folder}: {error.strerror}",
+            finding_id="kv.unwritable",
+            remedy="name a folder that can be written to by --tier-dir",
+        ) from error
+    if free + held < size:
+        raise AssayError(
+            f"the disk of {folder} has {free / 1e9:.3g} GB left, the tier may take {size / 1e9:.3g} GB",
+            finding_id="kv.tier_size",
+            remedy="give less by --tier-size, or another folder by --tier-dir",
+        )
+
+
 def run_serve(plan: ServePlan, say: Callable[[str], None]) -> Report:
     """Print the command, and unless it is a dry run run it until it ends or is interrupted."""
     launch = launch_of(plan)
     say(str(launch))
-    layers: int | None = None
-    if not plan.dry_run:
-        layers = _run(launch, plan.options)
+    found = {} if plan.dry_run else _run(launch, plan.options)
+    layers, tier = found.get("layers"), found.get("tier")
+    results = {"codec": plan.codec, "mode": plan.mode, "layers": layers, "dry_run": plan.dry_run}
+    headline, summary = [Metric("codec", f"{plan.codec}, {plan.mode}")], f"{layers} layers were coded"
+    if plan.tier != "none":
+        results |= {"mode": None, "tier": tier}
+        headline = [Metric("codec", plan.codec)]
+    if tier:
+        headline += _tier_lines(tier)
+        summary = f"{tier['requests_hit']} of {tier['requests']} requests had a stored prefix"
     return Report(
         command="kv serve",
         verdict=Verdict.PASS,
@@ -286,13 +380,24 @@ def run_serve(plan: ServePlan, say: Callable[[str], None]) -> Report:
             "command": list(launch.command),
             "environment": dict(launch.environment),
         },
-        results={"codec": plan.codec, "mode": plan.mode, "layers": layers, "dry_run": plan.dry_run},
+        results=results,
         environment=describe(),
-        headline=[Metric("codec", f"{plan.codec}, {plan.mode}")],
-        summary="the command was printed, nothing was started"
-        if plan.dry_run
-        else f"{layers} layers were coded",
+        headline=headline,
+        summary="the command was printed, nothing was started" if plan.dry_run else summary,
     )
+
+
+def _tier_lines(tier: Mapping[str, Any]) -> list[Metric]:
+    lost = {
+        n: tier[n]
+        for n in ("refused", "missing", "dropped", "too_large", "write_failed", "not_encoded")
+        if tier[n]
+    }
+    return [
+        Metric("stored", f"{tier['stored_blocks']:,} blocks, {tier['ratio']:.2f}× smaller than bf16; {tier['evicted']:,} evicted"),
+        Metric("loaded", f"{tier['loaded_tokens']:,} tokens in {tier['decode_s']:.3g} s; {tier['recomputed_tokens']:,} computed again"),
+        Metric("lost", ", ".join(f"{n.replace('_', ' ')} {count:,}" for n, count in lost.items()) or "nothing"),
+    ]  # fmt: skip
 
 
 def plugin_folder() -> Path:
@@ -313,7 +418,7 @@ def plugin_folder() -> Path:
     return folder
 
 
-def _check_plugin(python: Path, environment: Mapping[str, str]) -> None:
+def _check_plugin(python: Path, environment: Mapping[str, str], *more: str) -> None:
     """AssayError unless that Python would load the plug-in."""
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "assay" not in allowed.split(","):
@@ -323,7 +428,7 @@ def _check_plugin(python: Path, environment: Mapping[str, str]) -> None:
             remedy="unset VLLM_PLUGINS, or add assay to it",
         )
     done = subprocess.run(
-        [str(python), "-c", _PLUGIN],
+        [str(python), "-c", _PLUGIN, *more],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -344,8 +449,8 @@ def _check_plugin(python: Path, environment: Mapping[str, str]) -> None:
         )
 
 
-def _run(launch: Launch, options: Sequence[str]) -> int:
-    """Run the server until it ends; the number of coded layers. AssayError where it failed or served without a codec."""
+def _run(launch: Launch, options: Sequence[str]) -> dict[str, Any]:
+    """Run the server until it ends; what its worker reported. AssayError where it failed or served without a codec."""
     with tempfile.TemporaryDirectory(prefix="assay-kv-serve-") as folder:
         report = Path(folder) / "hook.json"
         environment = {**os.environ, **launch.environment, REPORT: str(report)}
@@ -368,7 +473,7 @@ def _run(launch: Launch, options: Sequence[str]) -> int:
             remedy="read what it printed last",
             evidence={"status": status},
         )
-    return int(found["layers"])
+    return found
 
 
 def _await_hook(process: subprocess.Popen[bytes], report: Path, options: Sequence[str]) -> None:
