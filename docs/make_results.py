@@ -237,6 +237,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "engaged": "Whether the candidate took part: ok, fires, bytes_read, zero_share.",
         "breakdowns": "KL and ΔNLL by depth, by the reference's confidence and by kind of token.",
         "worst_tokens": "The tokens of the largest KL, with the text before them.",
+        "memory": "Bytes on the fullest device: predicted from the headers, available, measured_peak, and each side's parts.",
         "routing": "With --routing: which tokens change experts, by layer and over all, and KL with the reference's routing.",
         "per_window": "Each window: its number, dnll, kld, top1, tokens, block.",
         "margins": "Each margin as a test of its own: p, and p_holm over all of the run.",

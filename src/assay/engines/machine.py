@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError
 
 if TYPE_CHECKING:
@@ -199,6 +202,48 @@ def free_memory(device: Any = "cpu") -> int:
     return min(available, default=_UNKNOWN_MEMORY)
 
 
+_SHARE = 0.7
+"""Of the free memory that a batch may take: the rest is for the logits of its rows, and for what the formula leaves out."""
+_TOKENS_AT_ONCE = {"cpu": 4_096, "cuda": 65_536}
+_WINDOWS_AT_ONCE = {"cpu": 16, "cuda": 64}
+"""Beyond these more tokens of a prefill, and more windows that are decoded, make nothing faster."""
+
+
+def window_bytes(
+    config: Any, size: int, length: int, job: ScoreJob, token_bytes: int, *, eager: bool = False
+) -> int:
+    """Bytes that one window of `length` tokens takes while a model of transformers scores it.
+
+    With T tokens in the cache, S in the largest block that goes through at once, d the width of the model, f that of its
+    feed-forward layers (of the experts that a token goes to), H heads of width w and b = `size` bytes a number, it takes
+
+        the cache          T · `token_bytes` (of all layers; 0 where none is kept)
+        one layer at work  S · (6 d + 3 f + 2 H w) · b
+        eager attention    H · S · T · (b + 4), only where it is asked for
+        final states       2 · T · d · b: blocks of them and the whole
+
+    bytes. The prefill path keeps no cache (T = S) unless a hook reads one. `config` has the names of transformers.
+    """
+    width = config.hidden_size
+    heads = getattr(config, "num_attention_heads", None) or 1
+    head_dim = getattr(config, "head_dim", None) or width // heads
+    inner = getattr(config, "intermediate_size", None) or 4 * width
+    prefill = job.path is ScoringPath.PREFILL
+    block = length if prefill else max(job.scored_from, job.chunk if job.path is ScoringPath.CHUNKED else 1)
+    work = block * (6 * width + 3 * inner + 2 * heads * head_dim) * size
+    if eager:
+        work += heads * block * length * (size + 4)
+    return int(length * token_bytes + work + 2 * length * width * size)
+
+
+def windows_at_once(device: str, length: int, job: ScoreJob, window: int, free: int) -> int:
+    """How many windows of `window` bytes run together on a device of that type: at least one."""
+    kind = "cuda" if device == "cuda" else "cpu"
+    prefill = job.path is ScoringPath.PREFILL
+    enough = _TOKENS_AT_ONCE[kind] // length if prefill else _WINDOWS_AT_ONCE[kind]
+    return max(1, min(enough, int(_SHARE * max(0, free)) // window))
+
+
 def out_of_memory(error: BaseException) -> bool:
     """Whether an error of Python, numpy, torch or a library of NVIDIA says that memory ran out."""
     if isinstance(error, MemoryError):
@@ -256,7 +301,7 @@ class Batches:
                     raise too_large(part[0]) from error
             if found is None:  # the error is gone by now, and with it what its frames held
                 self.size, self.halved = len(part) // 2, self.halved + 1
-                _give_back()
+                give_back()
                 continue
             yield from zip(part, found, strict=True)
             done += len(part)
@@ -266,8 +311,14 @@ class Batches:
         return {"windows": self.size} | ({"asked": self.asked} if self.size < self.asked else {})
 
 
-def _give_back() -> None:
+def give_back() -> None:
+    """Return memory that is not used any more to the system, which takes it for free from then on.
+
+    glibc keeps what a model's tensors took: without `malloc_trim` a second model came on top of the first.
+    """
     gc.collect()
+    with suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).malloc_trim(0)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

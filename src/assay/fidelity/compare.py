@@ -27,6 +27,7 @@ from assay.fidelity.control import control_findings, control_metrics, controlled
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.margins import all_pairs, margin_tests
+from assay.fidelity.memory import Memory, predict
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference, windows_kept
 from assay.fidelity.report import blocks, headline
@@ -88,6 +89,10 @@ def run_compare(
         check_spec(spec, ScoringPath(plan.path))
     if plan.routing:
         check_engines((plan.reference, *plan.sides))
+    memory = predict(plan)
+    memory.require()
+    with progress(memory.line(), 0) if memory.sides else nullcontext():
+        pass
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with RowFile(plan.rows) if plan.rows else nullcontext() as rows, RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / (key := plan_key(plan)))
@@ -155,7 +160,7 @@ def run_compare(
             interrupted or plan.keep or failed or any("passages" in i["unknown"] for i in budget.left_out)
         ):
             shutil.rmtree(folder, ignore_errors=True)
-    return report(plan, reference, results, failed, interrupted=interrupted, budget=budget)
+    return report(plan, reference, results, failed, interrupted=interrupted, budget=budget, memory=memory)
 
 
 def _with_floors(
@@ -273,6 +278,7 @@ def report(
     *,
     interrupted: bool,
     budget: Budget | None = None,
+    memory: Memory | None = None,
 ) -> Report:
     """The report of what was measured, and of the candidates that could not be compared (`failed`)."""
     budget = budget or Budget()
@@ -314,6 +320,7 @@ def report(
         **own,
         "chars_per_token": text.get("characters_per_token"),
         "seed": plan.seed,
+        "memory": memory.to_json() if memory else None,
         **budget.results(),
         "candidates": bodies,
         "pairs": [pair.to_json() for pair in pairs],

@@ -138,6 +138,7 @@ def open_reference(plan: Plan, folder: Path, progress: Progress, budget: Budget 
         elif plan.floors:
 
             def measure_later() -> Floors:
+                store.drop_head()  # the model comes with its own
                 again = open_scorer(plan.reference)
                 try:
                     return _floors(plan, again, store, windows, kept, progress)

@@ -299,6 +299,10 @@ class Store:
         head.file = (self.folder / facts.stored.file).resolve()
         return head
 
+    def drop_head(self) -> None:
+        """Free the memory of the output head; it is read again where it is needed."""
+        self.__dict__.pop("head", None)
+
     def states(self, index: int) -> StateRows:
         """States [n, d] of the window with this number, with the head that turns them into logits."""
         entry = self._entry(index)

@@ -41,7 +41,14 @@ from assay.engines.hf.cache import (
     with_cache,
 )
 from assay.engines.hf.spec import HfSpec, parse_spec, transform_weights, weight_bytes
-from assay.engines.machine import Batches, choose_device, memory_error, out_of_memory, use_threads
+from assay.engines.machine import (
+    Batches,
+    choose_device,
+    give_back,
+    memory_error,
+    out_of_memory,
+    use_threads,
+)
 from assay.engines.tool_calls import read_calls
 from assay.errors import AssayError, UsageError
 
@@ -213,8 +220,9 @@ class HfEngine:
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def close(self) -> None:
-        """Drop the model, so that its memory can be given back."""
+        """Drop the model and give its memory back."""
         self._model = None
+        give_back()
 
     def __enter__(self) -> HfEngine:
         return self

@@ -14,7 +14,14 @@ from assay.engines.base import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import document_start, tokenizer_facts
-from assay.engines.machine import Batches, free_memory, memory_error, out_of_memory
+from assay.engines.machine import (
+    Batches,
+    free_memory,
+    memory_error,
+    out_of_memory,
+    window_bytes,
+    windows_at_once,
+)
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -33,43 +40,19 @@ from assay.engines.scoring import (
 )
 from assay.errors import AssayError
 
-_SHARE = 0.7
-"""Of the free memory that a batch may take: the rest is for the logits of its rows, and for what the formula leaves out."""
-_TOKENS_AT_ONCE = {"cpu": 4_096, "cuda": 65_536}
-_WINDOWS_AT_ONCE = {"cpu": 16, "cuda": 64}
-"""Beyond these more tokens of a prefill, and more windows that are decoded, make nothing faster."""
-
 
 def choose_batch(model: Any, length: int, job: ScoreJob, *, hooked: bool = False) -> int:
     """How many windows of `length` tokens run together: all that 70 % of the free memory holds, or that make it faster.
 
-    With T tokens in the cache, S in the largest block that goes through at once, d the width of the model, f that of its
-    feed-forward layers, H heads of width w and b bytes a number, a window takes
-
-        the cache          T · (bytes of a token in all layers); with a hook twice more in float32, which it may hold
-        one layer at work  S · (6 d + 3 f + 2 H w) · b
-        eager attention    H · S · T · (b + 4), only where it is asked for
-        final states       2 · T · d · b: blocks of them and the whole
-
-    bytes. The prefill path keeps no cache (T = S) unless a hook reads one.
+    The cache is counted where one is read; with a hook twice more in float32, which it may hold. See `window_bytes`.
     """
     config, size = model.config.get_text_config(), model.dtype.itemsize
-    width = config.hidden_size
-    heads = getattr(config, "num_attention_heads", None) or 1
-    head_dim = getattr(config, "head_dim", None) or width // heads
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    prefill = job.path is ScoringPath.PREFILL
-    block = length if prefill else max(job.scored_from, job.chunk if job.path is ScoringPath.CHUNKED else 1)
-    token = (token_bytes(model) or 0) if hooked or not prefill else 0
-    cache = length * token * (1 + (8 // size if hooked else 0))
-    work = block * (6 * width + 3 * inner + 2 * heads * head_dim) * size
-    if config._attn_implementation == "eager":
-        work += heads * block * length * (size + 4)
-    window = cache + work + 2 * length * width * size
-    kind = "cuda" if model.device.type == "cuda" else "cpu"
-    enough = _TOKENS_AT_ONCE[kind] // length if prefill else _WINDOWS_AT_ONCE[kind]
-    room = int(_SHARE * free_memory(model.device)) // int(window)
-    return max(1, min(enough, room))
+    token = (token_bytes(model) or 0) if hooked or job.path is not ScoringPath.PREFILL else 0
+    if hooked:
+        token *= 1 + 8 // size
+    eager = config._attn_implementation == "eager"
+    window = window_bytes(config, size, length, job, token, eager=eager)
+    return windows_at_once(model.device.type, length, job, window, free_memory(model.device))
 
 
 def window_states(

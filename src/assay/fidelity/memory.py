@@ -1,0 +1,333 @@
+"""Peak memory of a comparison: predicted from the headers of the checkpoints before anything is loaded, and measured.
+
+Reference and candidates are in memory one after the other: the reference's states go to the disk as they are scored, and it is closed
+before the first candidate is opened. Only an engine that gives no states (gguf:) stays open beside the candidates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from assay.engines.hf.spec import parse_spec
+from assay.engines.machine import choose_device, free_memory, window_bytes, windows_at_once
+from assay.engines.scoring import ScoringPath
+from assay.engines.vllm.start import parse_spec as parse_vllm
+from assay.errors import AssayError
+from assay.fidelity.metrics import BLOCK_BYTES, CACHE_BYTES
+from assay.fidelity.plan import Plan, label_of
+from assay.fidelity.store import read_manifest, stored_path
+
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TYPES = {name: _FLOATS[kind] for kind, name in _NAMES.items()}
+_LIBRARIES, _BUFFERS = 150 << 20, 150 << 20
+"""Bytes of transformers, which is not loaded yet when memory is predicted, and of the tokenizer, the text and the buffers of
+kernels: as measured with SmolLM2 on a CPU."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """Bytes that one side takes on its device, from its checkpoint's headers.
+
+    `weights` as they are held, `stored` beside them while they are converted to another type, `head` a copy of the reference's
+    output head, which is written to the disk or read from it, `window` one window at work (final states, activations, KV cache),
+    of which `windows` run together, `logits` the rows of both sides at once, `cache` a KV cache that is reserved.
+    """
+
+    label: str
+    device: str
+    weights: int
+    stored: int = 0
+    head: int = 0
+    window: int = 0
+    windows: int = 1
+    logits: int = 0
+    cache: int = 0
+
+    @property
+    def total(self) -> int:
+        """The peak: while it is loaded, or while it scores."""
+        return self.weights + max(self.stored, self._work(2 * self.head, self.windows))
+
+    @property
+    def least(self) -> int:
+        """What it takes with one window at a time."""
+        return self.weights + self._work(self.head, 1)
+
+    def _work(self, head: int, windows: int) -> int:
+        return head + windows * self.window + self.logits + self.cache
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a comparison takes. `base` is what this process holds before it, `free` what is free beside that, by device."""
+
+    sides: Sequence[Side]
+    base: int
+    free: dict[str, int]
+    before: int = 0
+    """The most bytes that this process had held on the CPU until then."""
+    together: bool = False
+    """Whether the reference stays in memory beside a candidate."""
+    unknown: Sequence[str] = ()
+    """Sides whose size nobody knows before they are opened."""
+    elsewhere: bool = False
+    """Whether an engine runs in a process of its own, whose memory is not measured here."""
+
+    def peak(self, device: str, *, least: bool = False) -> int:
+        """Bytes at the peak on a device, what the process holds already included."""
+        own = [side.least if least else side.total for side in self.sides if side.device == device]
+        whole = own[0] + max(own[1:], default=0) if self.together and own else max(own, default=0)
+        return whole + (self.base if device == "cpu" else 0)
+
+    def available(self, device: str) -> int:
+        """Bytes that it may take there, in the same terms as `peak`."""
+        return self.free[device] + (self.base if device == "cpu" else 0)
+
+    @property
+    def tightest(self) -> str:
+        """The device that is filled most."""
+        return max(self.free, key=lambda d: self.peak(d) / max(1, self.available(d)), default="cpu")
+
+    def require(self) -> None:
+        """AssayError where even one window at a time does not fit on a device."""
+        for device in self.free:
+            needed, there = self.peak(device, least=True), self.available(device)
+            if needed > there:
+                side = max((s for s in self.sides if s.device == device), key=lambda s: s.least)
+                beside = " beside the reference" if self.together else ""
+                raise AssayError(
+                    f"{side.label}{beside} needs {_gib(needed)} on {device}, weights {_gib(side.weights)}, and {_gib(there)} can be "
+                    "taken",
+                    finding_id="fidelity.memory",
+                    remedy="give a smaller type (?dtype=bfloat16), a quantised checkpoint, a shorter --length, "
+                    "or more GPUs (vllm:MODEL?tensor_parallel=N)",
+                    evidence={"needed": needed, "available": there, **asdict(side)},
+                )
+
+    def line(self) -> str:
+        """The prediction in one line; empty where nothing is known."""
+        if not self.sides:
+            return ""
+        device = self.tightest
+        parts = ", ".join(f"{side.label} {_gib(side.total)}" for side in self.sides if side.device == device)
+        how = "together" if self.together else "one after the other"
+        unknown = f"; not known before it is opened: {', '.join(self.unknown)}" if self.unknown else ""
+        return (
+            f"memory: about {_gib(self.peak(device))} at the peak on {device} of {_gib(self.available(device))} that can be taken "
+            f"({parts}, {how}){unknown}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """`results.memory`, in bytes, of the device that is filled most."""
+        device = self.tightest
+        return {
+            "device": device,
+            "predicted": self.peak(device) if self.sides else None,
+            "available": self.available(device) if self.free else None,
+            "measured_peak": None if self.elsewhere else measured_peak(device, self.before),
+            "together": self.together,
+            "unknown": list(self.unknown),
+            "sides": [asdict(side) | {"total": side.total} for side in self.sides],
+        }
+
+
+def measured_peak(device: str, before: int = 0) -> int | None:
+    """The most bytes that this process has held on a device; on a CPU None where that is no more than `before`."""
+    if device.startswith("cuda"):
+        return int(sys.modules["torch"].cuda.max_memory_reserved(device)) or None
+    most = _held("VmHWM")
+    return most if most > before else None
+
+
+def resident() -> int:
+    """Bytes that this process holds now, with those that it will hold beside the models."""
+    return _held("VmRSS") + _BUFFERS + (0 if "transformers" in sys.modules else _LIBRARIES)
+
+
+def _held(key: str) -> int:
+    """Bytes of memory by Linux's name: VmRSS now, VmHWM at most. Elsewhere the most, which a parent's may hide."""
+    try:
+        return 1024 * int(
+            Path("/proc/self/status").read_text(encoding="ascii").split(f"{key}:")[1].split()[0]
+        )
+    except (OSError, ValueError, IndexError):
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most * (1 if sys.platform == "darwin" else 1024)
+
+
+def predict(plan: Plan) -> Memory:
+    """What the comparison will take, by side. Nothing is loaded; a side whose files are not here is `unknown`."""
+    sides, unknown = [], []
+    free: dict[str, int] = {}
+    head = _stored_head(plan.reference)
+    for spec in (plan.reference, *plan.sides):
+        if spec.startswith(("run:", "pack:", "http://", "https://")):
+            continue
+        label = label_of(spec, plan.sides)
+        side = _side(spec, label, plan, head, free)
+        if side is None:
+            unknown.append(label)
+            continue
+        sides.append(side)
+        head = head or side.head
+    return Memory(
+        sides,
+        resident(),
+        free,
+        before=measured_peak("cpu") or 0,
+        together=plan.reference.startswith("gguf:"),
+        unknown=unknown,
+        elsewhere=any(spec.startswith("vllm:") for spec in (plan.reference, *plan.sides)),
+    )
+
+
+def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) -> Side | None:
+    """One side; `head` is the reference's output head, 0 for the reference itself."""
+    kind = spec.partition(":")[0]
+    if kind == "gguf":
+        path = Path(spec.partition("?")[0].removeprefix("gguf:")).expanduser()
+        free.setdefault("cpu", free_memory("cpu"))
+        return Side(label, "cpu", path.stat().st_size) if path.is_file() else None
+    if kind not in ("hf", "vllm"):
+        return None
+    parsed: Any = parse_spec(spec) if kind == "hf" else parse_vllm(spec)
+    device = choose_device(getattr(parsed, "device", "auto"))
+    checkpoint = read_checkpoint(parsed.model, parsed.dtype)
+    if checkpoint is None:
+        return None
+    there = free.setdefault(device, free_memory(device))
+    place = "cuda" if device.startswith("cuda") else "cpu"
+    logits = 2 * BLOCK_BYTES[place] + 4 * CACHE_BYTES[place]
+    if kind == "vllm":
+        ranks = int(parsed.tensor_parallel)
+        weights = checkpoint.weights // ranks
+        cache = int(parsed.kv_cache_gib * 2**30) or (2**30 if place == "cpu" else 0)
+        if place == "cuda" and not cache:  # vLLM takes its share of the GPU whole
+            cache = max(0, int(parsed.gpu_memory_utilization * there) - weights)
+        return Side(
+            label, device, weights, head=(head or checkpoint.head) // ranks, logits=logits, cache=cache
+        )
+    prefill = plan.job.path is ScoringPath.PREFILL
+    config, size = checkpoint.config, checkpoint.size
+    window = window_bytes(
+        config,
+        size,
+        plan.length,
+        plan.job,
+        0 if prefill else checkpoint.token_bytes(parsed.kv_cache_dtype),
+        eager=parsed.attention == "eager",
+    )
+    windows = plan.batch or windows_at_once(place, plan.length, plan.job, window, there - checkpoint.weights)
+    return Side(
+        label,
+        device,
+        checkpoint.weights,
+        checkpoint.stored if checkpoint.converted else 0,
+        head or checkpoint.head,
+        window,
+        min(windows, plan.windows),
+        logits,
+    )
+
+
+def _stored_head(spec: str) -> int:
+    """Bytes of the output head of a stored reference, 0 of anything else."""
+    try:
+        folder = stored_path(spec) if spec.startswith("run:") else Path()
+        return read_manifest(folder).head.stored.bytes if spec.startswith("run:") and folder.is_dir() else 0
+    except AssayError:  # said when it is opened
+        return 0
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the headers of a checkpoint say: bytes as they are stored and as they are held, `size` those of one number."""
+
+    config: Any
+    size: int
+    stored: int
+    weights: int
+    head: int
+    converted: bool
+    """Whether it is held in another type than it is stored in."""
+
+    def token_bytes(self, cache_dtype: str) -> int:
+        """Bytes of keys and values of one token in all layers."""
+        heads = getattr(self.config, "num_attention_heads", None)
+        if not heads:
+            return 0
+        width = getattr(self.config, "head_dim", None) or self.config.hidden_size // heads
+        groups = getattr(self.config, "num_key_value_heads", None) or heads
+        size = self.size if cache_dtype == "auto" else 1 if cache_dtype.startswith("fp8") else 2
+        return int(2 * groups * width * self.config.num_hidden_layers * size)
+
+
+def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
+    """Sizes of a checkpoint that transformers would load, from `config.json` and the safetensors headers; None where they
+    are not here or cannot be read (opening it says why)."""
+    from safetensors import SafetensorError, safe_open
+
+    folder = Path(model).expanduser() if Path(model).expanduser().is_dir() else _cached(model)
+    try:
+        whole = json.loads((folder / "config.json").read_text(encoding="utf-8")) if folder else None
+        if folder is None or not isinstance(whole, dict):
+            return None
+        config = SimpleNamespace(**{**whole, **(whole.get("text_config") or {})})
+        named = whole.get("dtype") or whole.get("torch_dtype") or getattr(config, "dtype", None)
+        stored = weights = head = 0
+        wanted = str((named or "") if dtype == "auto" else dtype).removeprefix("torch.")
+        size = _TYPES.get(wanted, 0)
+        converted = False
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - no mapping
+                    if tied and name.endswith("lm_head.weight"):
+                        continue
+                    part = tensors.get_slice(name)
+                    kind, count = part.get_dtype(), prod(part.get_shape())
+                    own = count * _FLOATS[kind] if kind in _FLOATS else (count * _bits(kind) + 7) // 8
+                    if (
+                        not size and kind in _FLOATS
+                    ):  # a configuration that names no type: that of the weights
+                        size, wanted = _FLOATS[kind], _NAMES[kind]
+                    held = count * size if kind in _FLOATS else own
+                    converted |= kind in _FLOATS and _NAMES.get(kind) != wanted
+                    stored, weights = stored + own, weights + held
+                    if name.endswith(("lm_head.weight", "embed_tokens.weight", "wte.weight")):
+                        head = held
+        return Checkpoint(config, size or 2, stored, weights, head, converted) if weights else None
+    except (OSError, ValueError, TypeError, SafetensorError):
+        return None
+
+
+def _bits(kind: str) -> int:
+    """Bits of one number of a type that is no plain float: `I32` has 32, `F8_E4M3` 8."""
+    found = re.match(r"[A-Z]+(\d+)", kind)
+    return _BITS.get(kind, int(found[1]) if found else 8)
+
+
+def _cached(model: str) -> Path | None:
+    """The folder of a model of the Hub in its cache on this machine."""
+    import huggingface_hub
+
+    try:
+        found = huggingface_hub.try_to_load_from_cache(model, "config.json")
+    except ValueError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
