@@ -133,7 +133,9 @@ def test_what_does_not_fit_is_refused_before_it_is_opened(
     assert "tensor_parallel=N" in finding["remedies"][0]
 
 
-@pytest.mark.parametrize("fault", ["no config", "config is a list", "no weights", "damaged", "hub"])
+@pytest.mark.parametrize(
+    "fault", ["no config", "config is a list", "no weights", "damaged", "hub", "other names"]
+)
 def test_what_cannot_be_read_is_not_known_and_left_to_the_engine(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,10 @@ def test_what_cannot_be_read_is_not_known_and_left_to_the_engine(
         (folder / "model.safetensors").unlink()
     elif fault == "damaged":
         (folder / "model.safetensors").write_bytes(b"\xff" * 64)
+    elif fault == "other names":
+        config = json.loads((folder / "config.json").read_text())
+        config["n_embd"] = config.pop("hidden_size")
+        (folder / "config.json").write_text(json.dumps(config))
     name = "nobody/such-a-model" if fault == "hub" else str(folder)
     found = predict(Plan(f"hf:{name}", ("http://localhost:1",)))
     assert not found.sides and found.line() == "" and len(found.unknown) == 1

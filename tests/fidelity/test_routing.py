@@ -16,8 +16,9 @@ import transformers
 from assay.cli.main import invoke
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
+from assay.errors import AssayError
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.routing import _changed, _moved, expert_layers, routed_rows
+from assay.fidelity.routing import Routed, RoutingHook, _changed, _moved, expert_layers, routed_rows
 from tiny_target import make_experts, make_target
 
 DOCS = Path(__file__).parents[2] / "docs" / "compare.md"
@@ -112,6 +113,49 @@ def test_forcing_its_own_routing_changes_nothing_and_another_does(
         assert window_statistics(a, b).kl.mean() > 0.01
         np.testing.assert_array_equal(own["index"], free[b.window.index][1]["index"])  # what it chose itself
     engine.close()
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "DeepseekV3Config": {
+        "num_key_value_heads": 4, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": None,
+        "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_shared_experts": 1,
+    },
+    "GptOssConfig": {"num_local_experts": 4, "layer_types": ["full_attention"] * 2},
+    "OlmoeConfig": {"num_experts": 8},
+    "Glm4MoeConfig": {"n_routed_experts": 8, "first_k_dense_replace": 1, "n_shared_experts": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "Llama4TextConfig"])
+def test_other_families_are_read_and_forced_or_refused(name: str) -> None:
+    more = FAMILIES.get(name, {"num_local_experts": 4, "intermediate_size_mlp": 32})
+    shape: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320,
+        "max_position_embeddings": 256, "head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "eos_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**shape | more)).eval()
+    if name not in FAMILIES:
+        with pytest.raises(AssayError, match="has 4 experts, but routes in a way that cannot be read"):
+            expert_layers(model)
+        return
+    for tensor in model.parameters():
+        torch.nn.init.normal_(tensor, std=0.2)
+    layers, ids = expert_layers(model), torch.randint(0, 300, (3, 11))
+
+    def states(given: Any = None) -> tuple[torch.Tensor, list[Routed]]:
+        hook = RoutingHook(layers, given)
+        with torch.inference_mode(), hook.attach(model):
+            for index in range(hook.passes):
+                hook.new_cache(3, index)
+                found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        return found, [hook.take() for _ in range(3)]
+
+    free, routed = states()
+    assert routed[0]["index"].shape == (len(layers), 11, 2)
+    assert torch.equal(states(routed.__getitem__)[0], free)
+    turned = [{**r, "index": (r["index"] + 1) % 4} for r in routed]
+    assert (states(turned.__getitem__)[0] - free).abs().max() > 0.01
 
 
 def test_a_batch_that_does_not_fit_forces_the_right_windows(

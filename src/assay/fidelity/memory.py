@@ -175,7 +175,16 @@ def predict(plan: Plan) -> Memory:
         if spec.startswith(("run:", "pack:", "http://", "https://")):
             continue
         label = label_of(spec, plan.sides)
-        side = _side(spec, label, plan, head, free)
+        try:
+            side = _side(spec, label, plan, head, free)
+        except (
+            AttributeError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            RuntimeError,
+        ):  # GPT-2's names, no such GPU
+            side = None
         if side is None:
             unknown.append(label)
             continue
@@ -210,7 +219,7 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
     place = "cuda" if device.startswith("cuda") else "cpu"
     logits = 2 * BLOCK_BYTES[place] + 4 * CACHE_BYTES[place]
     if kind == "vllm":
-        ranks = int(parsed.tensor_parallel)
+        ranks = int(parsed.ranks) if place == "cuda" else 1  # on a CPU they share its memory
         weights = checkpoint.weights // ranks
         cache = int(parsed.kv_cache_gib * 2**30) or (2**30 if place == "cpu" else 0)
         if place == "cuda" and not cache:  # vLLM takes its share of the GPU whole

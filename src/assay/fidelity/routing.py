@@ -54,7 +54,7 @@ def expert_layers(model: Any) -> dict[str, Any]:
     found = {}
     for name, module in model.named_modules():
         arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
-        if len(arguments) == 3 and arguments[1] in _CHOSEN:
+        if len(arguments) == 3 and arguments[1] in _CHOSEN and hasattr(module, "num_experts"):
             found[name] = module
     config = model.config.get_text_config()
     count = max((getattr(config, key, None) or 0 for key in _COUNTS), default=0)
