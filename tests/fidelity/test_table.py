@@ -262,7 +262,7 @@ def test_what_is_kept_of_tokens_leaves_memory(tmp_path: Path) -> None:
         assert not getattr(moved[2], name).flags.owndata
 
 
-@pytest.mark.parametrize("name", ["no/where.parquet", "."])
+@pytest.mark.parametrize("name", ["no/where.parquet", ".", ""])
 def test_rows_that_cannot_be_written_are_refused_before_anything_is_scored(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -271,7 +271,9 @@ def test_rows_that_cannot_be_written_are_refused_before_anything_is_scored(
     code, body = compared(tmp_path, f"hf:{tiny}", f"hf:{tiny}?dtype=bfloat16", "--rows", str(tmp_path / name))
     (finding,) = body["findings"]
     assert (
-        code == 2 and finding["title"].startswith(f"cannot write {tmp_path / name}") and finding["remedies"]
+        code == 2
+        and finding["title"].startswith(f"cannot write {Path(tmp_path / name)}")
+        and finding["remedies"]
     )
 
 

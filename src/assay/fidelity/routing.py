@@ -283,7 +283,7 @@ class RoutingResult:
         """What there is to say of it."""
         if not self.layers:
             return Finding("fidelity.routing", Severity.INFO, f"{label}: no experts")
-        part = f": routing makes up {_text(self.share, 100)} %" if self.share else ""
+        part = f": routing makes up {_text(self.share, 100)} % of it" if self.share else ""
         remedies = ("keep the router, and what its input goes through, in the reference's type",)
         most = max(self.layers, key=lambda one: one.changed.value)
         return Finding(

@@ -167,10 +167,10 @@ class RowFile:
         except ImportError as error:
             raise _missing("--rows", error) from error
         self.path, self._groups = path, 0
-        self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             if path.is_dir():
                 raise IsADirectoryError(None, "it is a folder")
+            self._part = path.with_name(f".{path.name}.{os.getpid()}.part")
             self._writer = pq.ParquetWriter(self._part, schema())
         except OSError as error:
             raise _unwritable(path, error, "--rows") from error
