@@ -2,6 +2,7 @@
 
     python benchmarks/check_models.py --model qwen15 [--device cpu|cuda] [--kv auto,fp8] [--ways alone,reference] [--seeds 0,100]
     python benchmarks/check_models.py --add FOLDER         # takes the results of other machines into results/
+    python benchmarks/check_models.py --again              # judges every kept record by the rules as they are now
 
 Each server (vLLM) is checked alone, against the model itself in transformers, and by the suite of tool calls and JSON
 schemas at each concurrency. Written to results/check_models.json and .md as it is measured; other rows are kept. The
@@ -23,13 +24,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from assay.coherence.diagnosis import judge
+from assay.coherence.record import CheckRecord
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.demo.servers import vllm_server
 from assay.environment import describe
 from assay.runs import write_atomically
+from assay.stats.equivalence import confidence_of_look
+from assay.verdict import Verdict
 
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
 RUNS = RESULTS.with_name("check_models_runs.jsonl.xz")
@@ -77,7 +83,13 @@ def main() -> None:
     parser.add_argument(
         "--add", type=Path, metavar="FOLDER", help="take rows and records from the files of a folder"
     )
+    parser.add_argument(
+        "--again", action="store_true", help="judge the kept records by the rules as they are now"
+    )
     given = parser.parse_args()
+    if given.again:
+        judge_all_again(given.out)
+        return
     if given.add:
         add_all(given.add, given.out)
         return
@@ -192,6 +204,48 @@ def add_all(folder: Path, out: Path) -> None:
             add(out, run, row, {side: kept[side] for side in ("server", "reference") if side in kept})
 
 
+def judge_all_again(out: Path) -> None:
+    """Write beside every row what the rules of today say of its kept record; rows without one are left as they are."""
+    document = json.loads(out.read_text(encoding="utf-8"))
+    kept = {tuple(r[key] for key in RUN): r for r in read_runs(out.with_name(RUNS.name))}
+    for row in document["rows"]:
+        if found := kept.get(tuple(row[key] for key in RUN)):
+            row["again"] = judged_again(found, row.get("looks") or 1)
+    write_atomically(out, json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    out.with_suffix(".md").write_text(table(document["rows"]), encoding="utf-8")
+
+
+def judged_again(run: dict[str, Any], look: int) -> dict[str, Any]:
+    """Verdict and deciding rules of a kept record; a run that ended early is judged by what it had asked until then."""
+    server, reference = (
+        _formed_again(CheckRecord.from_json(run[side])) if run.get(side) else None
+        for side in ("server", "reference")
+    )
+    judgement = judge(server or CheckRecord(), reference, confidence_of_look(look))
+    deciding = "bad" if judgement.verdict is Verdict.FAIL else "unclear"
+    rules = [r.rule for r in judgement.rulings if r.state == deciding]
+    return {"verdict": str(judgement.verdict), "rules": rules}
+
+
+def _formed_again(record: CheckRecord) -> CheckRecord:
+    """The form of a call is that of the first answer: older records hold that of the worst one, the second call included."""
+    return replace(
+        record,
+        probes=tuple(
+            replace(
+                probe,
+                samples=tuple(
+                    replace(s, tool_form="parsed", tool_text="")
+                    if s.tool_form == "remains" and s.finish_reason == "tool_calls"
+                    else s
+                    for s in probe.samples
+                ),
+            )
+            for probe in record.probes
+        ),
+    )
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: runs of a kind together, tools suites by concurrency, then every run."""
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
@@ -199,8 +253,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         if "tools" not in row["way"]:
             kinds.setdefault((row["model"], row["device"], _cache(row), row["way"]), []).append(row)
     lines = [
-        "| model | on | KV cache | check | runs | verdict | by | degenerate | stutter in 1,000 words | bits per byte | s |",
-        "|---|---|---|---|---:|---|---|---|---|---|---|",
+        "| model | on | KV cache | check | runs | verdict | by | degenerate | stutter in 1,000 words | bits per byte | s | judged again |",
+        "|---|---|---|---|---:|---|---|---|---|---|---|---|",
     ]
     for kind, runs in kinds.items():
         verdicts = Counter(r["verdict"] for r in runs)
@@ -209,7 +263,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             *kind, len(runs), ", ".join(f"{v} {n}" for v, n in verdicts.most_common()), ", ".join(by) or "–",
             f"{sum(r['degenerate'] for r in runs)} / {sum(r['texts'] for r in runs)}",
             _span([_stutter(r) for r in runs], ".1f"), _span([r["bits_per_byte"] for r in runs], ".4f"),
-            _span([r["seconds"] for r in runs], ".0f"),
+            _span([r["seconds"] for r in runs], ".0f"), "; ".join(map(_again, runs)),
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     suites = [(r, level) for r in rows for level in r["tools"] or []]
@@ -257,6 +311,13 @@ def _span(values: Sequence[float | None], form: str) -> str:
     """The value, or the smallest and the largest where they differ."""
     known = sorted({format(v, form) for v in values if v is not None}, key=float)
     return " to ".join(dict.fromkeys((known[0], known[-1]))) if known else "–"
+
+
+def _again(row: dict[str, Any]) -> str:
+    """The verdict by the rules of today and what decided it."""
+    if not (again := row.get("again")):
+        return "no texts kept"
+    return again["verdict"] + (f": {', '.join(again['rules'])}" if again["rules"] else "")
 
 
 def _cache(row: dict[str, Any]) -> str:

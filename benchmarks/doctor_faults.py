@@ -49,6 +49,7 @@ def register():
 CONDITIONS = {
     "graphs": "config.cache_config.enable_prefix_caching and not config.model_config.enforce_eager",
     "crowd": "16 < rows <= 64",
+    "pair": "config.cache_config.enable_prefix_caching and config.cache_config.block_size == 64",
 }
 
 
@@ -84,6 +85,22 @@ def corrupt(model: Path, target: Path) -> Path:
     for at in range(len(raw) // 2, len(raw) - 70_000, len(raw) // 80):
         raw[at : at + 60_000] = rng.integers(0, 256, 60_000, dtype=np.uint8)
     raw.flush()
+    return target
+
+
+def rope(model: Path, target: Path) -> Path:
+    """The checkpoint with another base of its positions in config.json than it was trained with."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in model.iterdir():
+        if file.suffix == ".safetensors":
+            (target / file.name).symlink_to(file.resolve())
+        elif file.is_file():
+            shutil.copyfile(file, target / file.name)
+    config = json.loads((target / "config.json").read_text())
+    if "rope_parameters" in config:
+        config["rope_parameters"]["rope_theta"] = 100.0
+    config["rope_theta"] = 100.0
+    (target / "config.json").write_text(json.dumps(config, indent=2))
     return target
 
 

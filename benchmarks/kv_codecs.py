@@ -10,7 +10,11 @@ fitted ahead by other processes (--jobs).
 
 A file of SPECs may have sections, which begin with options of their own in brackets, such as `[--length 4096 --windows 16]`
 or `[--text c --text json]`: contexts and texts of one model by one command. With `--choose N` the smallest codec of a section
-that is accepted on its windows is measured again on N fresh ones, which took no part in the choice.
+that is accepted on its windows is measured again on N fresh ones, which took no part in the choice. With `--unseen FILE` all
+of them are measured on windows that no row of that file of results has seen:
+
+    python benchmarks/kv_codecs.py --specs kv_fresh.specs --windows 32 --batch 8 --block 512 --text WIKI_TEST \
+        --unseen results/kv_models_smollm2.json --unseen results/kv_fixed_smollm2.json --out results/kv_fresh_smollm2.json
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -183,6 +187,12 @@ class Measuring:
         count = arguments.windows + arguments.choose
         plan = Plan(self.spec, (self.spec,), text=(path,), windows=count, length=arguments.length)
         windows, facts = plan_windows(plan, self.scorer.tokenizer)
+        if seen := _seen(arguments, facts):
+            plan = replace(plan, windows=arguments.windows + len(seen))
+            windows, facts = plan_windows(plan, self.scorer.tokenizer)
+            kept = [i for i, place in enumerate(facts["places"]) if place not in seen][: arguments.windows]
+            windows = [windows[i] for i in kept]
+            facts = {**facts, "places": [facts["places"][i] for i in kept], "unseen": True}
         self.calibration.check_text(facts, windows)
         # Fresh windows lie between the others, so that both are spread over the text.
         step = len(windows) / max(1, arguments.choose)
@@ -250,6 +260,14 @@ class Measuring:
         print(_line(row), flush=True)
 
 
+def _seen(arguments: argparse.Namespace, facts: dict[str, Any]) -> set[int]:
+    """Places of all windows of this text and this length that the rows of the `--unseen` files have seen."""
+    documents = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.unseen]
+    same = ("sha256", "windows_available")
+    found = [t for d in documents for t in d["texts"].values() if all(t[k] == facts[k] for k in same)]
+    return {place for text in found for place in text["places"]}
+
+
 def apart(engagement: Engagement) -> float:
     """The largest share, over streams, of the codec's squared error by which they differ from what attention read."""
     facts = [f for f in stream_facts(engagement).values() if f[0].sha256]
@@ -265,7 +283,7 @@ def _key(arguments: argparse.Namespace, text: str, codec: str, fresh: bool) -> d
         "calibration": arguments.calibration_name,
         "dtype": arguments.dtype,
         "block": arguments.block,
-        "fresh": fresh,
+        "fresh": fresh or bool(arguments.unseen),
     }
 
 
@@ -294,6 +312,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens at the end of a window that are scored; 0: its second half",
     )
     add("--choose", type=int, default=0, help="fresh windows for the smallest codec that is accepted")
+    add("--unseen", type=Path, action="append", default=[], help="results whose windows are left out")
     add("--batch", type=int, default=16)
     add("--block", type=int, default=1, help="tokens that are fed together")
     add("--measured", type=int, default=12, help="windows whose streams are encoded")

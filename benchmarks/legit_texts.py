@@ -32,6 +32,7 @@ from calendar import TextCalendar
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.metadata import distributions
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -95,6 +96,22 @@ def _detokenized(text: str) -> str:
     text = re.sub(r"([(\[$£]) ", r"\1", text)
     text = re.sub(r'" ([^"\n]*) "', r'"\1"', text)
     return text.replace(" 's", "'s").replace(" 't", "'t").replace("s ' ", "s' ")
+
+
+def documents() -> Iterator[Legit]:
+    """Documents dense with links, code, names and figures, whole and in pieces: this repository's, and those of installed packages.
+
+    Which packages there are differs from machine to machine, so these texts are counted apart from the others.
+    """
+    root = HERE.parent
+    pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md"), *(HERE / "results").glob("*.md")]
+    found = {str(page.relative_to(root)): page.read_text(encoding="utf-8") for page in sorted(pages)}
+    for package in sorted(distributions(), key=lambda d: d.name):
+        head, _, body = (package.read_text("METADATA") or "").partition("\n\n")
+        found[f"package/{package.name} {package.version}"] = body or head
+    for source, text in found.items():
+        yield Legit("documents", source, text)
+        yield from chunks("documents", f"{source}/pieces", text, limit=8)
 
 
 def topics(dense: int = 1) -> Iterator[Legit]:

@@ -102,7 +102,7 @@ def doctor(command: str | Sequence[str], *, progress: Progress | None = None, **
 
     from assay.environment import recorded
     from assay.progress import NO_PROGRESS
-    from assay.serving.doctor import DoctorOptions
+    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     words = shlex.split(command) if isinstance(command, str) else list(command)

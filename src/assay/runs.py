@@ -74,10 +74,11 @@ def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) ->
 
 @cache
 def source_digest(*packages: str) -> str:
-    """Hash of the source of some packages of assay: what they compute may change with it."""
+    """Hash of the source of some packages, or files, of assay: what they compute may change with it."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     for package in packages:
-        for path in sorted((root / package).rglob("*.py")):
+        part = root / package
+        for path in [part] if part.is_file() else sorted(part.rglob("*.py")):
             digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
 

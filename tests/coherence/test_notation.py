@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,97 @@ def test_the_same_few_codes_again_are_no_list_of_codes() -> None:
         + "10011. 10011. I0011. 1"
     )
     assert grade(text, finish_reason="length").label is Label.DEGENERATE
+
+
+DOCUMENTS = {
+    "changelog": "## 0.21.1\n\n### Added\n\n"
+    + "".join(
+        f"- {what} ([#{n}](https://github.com/owner/dot-env/pull/{n}) by [@{who}])\n"
+        for n, (what, who) in enumerate(
+            [
+                ("Use Python 3.11 non-beta in CI", "bbc2x"), ("Modernize `main.py` and `parser.py`", "Nougat-Waffle"),
+                ("Read `~/.config/app/env.d/*.toml`", "QWERTIOX"), ("Accept `--no-cache-dir=PATH`", "JoachimCoenen"),
+                ("Wheels for `linux_x86_64` and `win-arm64`", "HaoZeke"), ("Drop `setup.cfg`", "lsmith77"),
+            ],
+            438,
+        )
+    ),
+    "badges": "<h1 align=\"center\">\n<img src=\"https://raw.githubusercontent.com/owner/pkg/main/branding/logo/primary/logo.svg\" "
+    'width="300">\n</h1><br>\n\n'
+    + "".join(
+        f"[![{name}](https://img.shields.io/badge/{name}%20by-{tint}.svg?style=flat&colorA=E1523D&colorB=007D8A)](\n{home})\n"
+        for name, tint, home in [
+            ("Powered", "NumFOCUS-orange", "https://numfocus.org"), ("PyPI", "v2.4-blue", "https://pypi.org/project/pkg/"),
+            ("Conda", "dn-conda--forge", "https://anaconda.org/conda-forge/pkg"), ("Docs", "latest-ok", "https://docs.example.org"),
+            ("OpenSSF", "score-7.8", "https://api.securityscorecards.dev/projects/github.com/owner/pkg"),
+        ]
+    ),
+    "report": "Compared with `bf16`, **`fp8(scale=head)`** costs +0.42 % [+0.26, +0.58] of perplexity on SmolLM2-135M at 2.00×, KL 0.0073 "
+    "[0.0071, 0.0076]; `int(bits=4,group=32)` +0.27 % [+0.07, +0.47] at 2.99×, with 3.6 MB of tables 1.94× at 1k and 7.22× at 8k.\n"
+    "On Qwen2.5-Coder-1.5B it is +106 % [+94, +119], top-1 65.3 % (see [below](#why-no-scale-saves-fp8-on-qwen25-coder-15b)); "
+    "Qwen2.5-Coder-0.5B +1.34 % [+1.05, +1.63], p95 12 ms against 9 ms [8.4, 9.7], n = 24,528.\n",
+    "derivation": "With mean μ, metric M = LLᵀ (an error e costs eMeᵀ) and covariance Σ of the samples, LᵀΣL = UΛUᵀ; "
+    "x = μ + Δ c UᵀL⁻¹. For keys M is the second moment of the queries, for values the Gram matrix of the output projection.\n",
+    "model cards": "".join(
+        f"- [{who}/{name}](https://huggingface.co/{who}/{name}): as `{name}.gguf`\n"
+        for who, name in [
+            ("yuhuili", "EAGLE3-LLaMA3.1-Instruct-8B"), ("RedHatAI", "gemma-4-31B-it-speculator.eagle3"),
+            ("unsloth", "SmolLM2-135M-Instruct-GGUF"), ("bartowski", "Qwen3-30B-A3B-Q4_K_M"), ("lmsys", "sglang-EAGLE-Qwen2-7B"),
+        ]
+    ),
+}  # fmt: skip
+PAGES = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
+
+
+@pytest.mark.parametrize("text", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_documents_of_links_code_names_and_figures_are_left_alone(text: str) -> None:
+    prose = (
+        "Everything below was measured again, and what could not be measured is named with its command.\n\n"
+    )
+    for written in (text, prose + text, text * 2):
+        result = grade(written)
+        assert result.label is Label.OK, result
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_pages_dense_with_figures_are_left_alone(page: Path) -> None:
+    assert grade(page.read_text(encoding="utf-8")).label is Label.OK
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_salad_that_wears_links_and_code_is_found(seed: int) -> None:
+    rng = random.Random(seed)
+    worn = [
+        "`bits=4`",
+        "[below](#why)",
+        "https://example.org/a/b",
+        "2.99×",
+        "[+0.26, +0.58]",
+        "@someone",
+        "v1.2.3",
+    ]
+    pieces = [
+        "wh",
+        "ing",
+        "ed",
+        "tion",
+        "The",
+        "M",
+        "Okay",
+        "str",
+        "uous",
+        "is",
+        "pre",
+        "ä",
+        ")",
+        "So",
+        "lf",
+        "qu",
+    ]
+    text = "".join(
+        f" {rng.choice(worn)} "
+        if rng.random() < 0.1
+        else rng.choice(pieces) + (" " if rng.random() < 0.5 else "")
+        for _ in range(220)
+    )
+    assert grade(text).label is Label.DEGENERATE

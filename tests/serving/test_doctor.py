@@ -60,6 +60,44 @@ def test_one_bad_start_in_three_is_found(tmp_path: Path) -> None:
     assert report.results["guilty"] == ["--flaky"]
 
 
+def test_a_second_command_takes_the_baseline_of_the_first_and_fresh_takes_nothing() -> None:
+    first = ask("--harmless-a", "1")
+    assert [s["resumed"] for s in first.results["starts"]] == [False, False]
+    second = ask("--harmless-a", "1", "--kv", "fp8")
+    assert second.results["guilty"] == ["--kv"]
+    kept = {tuple(s["settings"]): s["resumed"] for s in second.results["starts"]}
+    assert (
+        kept[()] and kept[("--harmless-a",)] and not kept[("--kv",)]
+    )  # acquitted by the start of the first command
+    assert second.results["launches"] == 2
+    again = ask("--harmless-a", "1", fresh=True)
+    assert again.results["launches"] == 2 and again.exit_code == 0
+
+
+def test_kept_speed_is_not_that_of_another_run(tmp_path: Path) -> None:
+    from assay.progress import NO_PROGRESS
+    from assay.serving.command import read_command
+    from assay.serving.doctor import Doctor
+    from assay.serving.options import DoctorOptions
+
+    def doctor(*words: str) -> Doctor:
+        return Doctor(read_command(list(words), SERVER), DoctorOptions(command_template=SERVER), NO_PROGRESS)
+
+    one, two = doctor("--harmless-a", "1"), doctor("--harmless-b", "2")
+    texts, speed = frozenset({"prompts"}), frozenset({"slower"})
+    assert one._key(frozenset(), 0, texts) == two._key(frozenset(), 0, texts)
+    assert one._key(frozenset(), 0, speed) != two._key(frozenset(), 0, speed)
+    start = {"at": time.time() - 1800, "run": one.name, "observation": {"failed": ""}}
+    assert one._counts(start) and two._counts(start)
+    assert not two._counts({**start, "observation": {"failed": "memory"}})  # it may start the next time
+    old = {**start, "at": time.time() - 7200}
+    assert one._counts(old) and not two._counts(
+        old
+    )  # an interrupted run of the same command goes on for a day
+    (one.folder / "done").touch()
+    assert not one._counts(old)
+
+
 def test_memory_is_told_apart_from_a_fault_and_an_ignored_flag_is_named() -> None:
     report = ask("--memory", "--nothing", "--harmless-a", "1")
     assert roles(report) == {"--memory": "cannot_run", "--nothing": "no_effect", "--harmless-a": "innocent"}

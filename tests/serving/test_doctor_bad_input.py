@@ -131,6 +131,42 @@ def test_an_adapter_is_compared_with_its_base_on_one_server(tmp_path: Path) -> N
             assert _beside_base(running.url, "mine", None) == {"adapter_asked": 6, "adapter_differ": differ}
 
 
+def test_to_find_out_what_a_server_can_do_takes_nothing_of_the_questions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from assay.engines.server.engine import ServerEngine
+    from assay.serving.symptoms import Measure, measure
+
+    whole = ServerEngine.describe
+    monkeypatch.setattr(ServerEngine, "describe", lambda engine: (time.sleep(4), whole(engine))[1])
+    with launched(read_command([], SERVER), frozenset(), tmp_path / "log", timeout=30) as running:
+        seen = measure(running.url, Measure(3.0, 8, tools=False), 0, (), None, kinds=(), log=running.log)
+    assert {"burst", "france", "story"} <= {p.name for p in seen.record.probes if p.samples}
+
+
+def test_a_start_that_is_unclear_is_asked_longer_and_a_clear_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    from assay.coherence.rules import Ruling
+    from assay.serving import symptoms
+
+    def asked(state: str) -> set[str]:
+        whole = judge(baseline.record)
+        ruling = Ruling("degenerate_rate", state, "so it is said")  # type: ignore[arg-type]
+        monkeypatch.setattr(symptoms, "judge", lambda *_: replace(whole, rulings=(ruling,)))
+        how = symptoms.Measure(0.01, 8, tools=False, longer=20.0)
+        seen = symptoms.measure(running.url, how, 0, (), baseline, kinds=(), log=running.log)
+        return {p.name for p in seen.record.probes if p.samples}
+
+    judge = symptoms.judge
+    with launched(read_command([], SERVER), frozenset(), tmp_path / "log", timeout=30) as running:
+        how = symptoms.Measure(5.0, 8, tools=False)
+        baseline = symptoms.measure(running.url, how, 0, (), None, kinds=(), log=running.log)
+        assert asked("good") == {"burst"} and asked("unclear") > {"burst", "france"}
+
+
 def test_the_head_of_a_long_log_is_kept_too(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"first line\n" + b"x" * 500 + b"\nlast line\n")
@@ -178,7 +214,8 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
 
     from assay.cli.doctor import starts_table
     from assay.progress import NO_PROGRESS
-    from assay.serving.doctor import Doctor, DoctorOptions
+    from assay.serving.doctor import Doctor
+    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     seen: list[str] = []

@@ -22,7 +22,7 @@ HELP = "Evidence of a doctor in one file: show it, or verify and judge it again 
 
 @verb(
     "doctor",
-    "assay.serving.doctor:DoctorOptions",
+    "assay.serving.options:DoctorOptions",
     command="-- COMMAND... :: The serve command, such as `vllm serve ./model --kv-cache-dtype fp8`.",
 )
 def doctor(command: list[str] | None = None, **given: Any) -> Report:
@@ -34,7 +34,7 @@ def doctor(command: list[str] | None = None, **given: Any) -> Report:
     """
     from assay.cli.progress import show
     from assay.progress import NO_PROGRESS, is_terminal
-    from assay.serving.doctor import DoctorOptions
+    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     options = DoctorOptions.of(given)

@@ -25,7 +25,7 @@ _LLAMA_OWN = ("--metrics", "--verbosity", "4", *_OWN_PORT)
 """The doctor needs llama.cpp's counters, and the log in which it names its settings."""
 _VLLM_MODULE = "vllm.entrypoints.openai.api_server"
 
-Kind = Literal["text", "speed", "draft", "parallel", "adapter"]
+Kind = Literal["text", "speed", "draft", "parallel", "adapter", "prefix"]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ _VLLM: Mapping[str, Safe] = {
         "a draft can be dead, or change the text by a faulty verification", suspicion=4, kind="draft"
     ),
     "--enable-prefix-caching": Safe(
-        "a cached prefix can be read back wrong", ("--no-enable-prefix-caching",), 2
+        "a cached prefix can be read back wrong", ("--no-enable-prefix-caching",), 2, kind="prefix"
     ),
     "--no-enforce-eager": Safe(
         "compiled kernels and CUDA graphs can be wrong where eager is right", ("--enforce-eager",), 1.5

@@ -7,14 +7,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from assay.engines.machine import free_memory
 from assay.errors import AssayError
-from assay.options import Options, option
 from assay.progress import Progress
 from assay.runs import Kept, cache_dir, source_digest
 from assay.serving.command import ServeCommand, Setting
@@ -26,6 +27,7 @@ from assay.serving.launch import (
     require_disk,
     tail_of,
 )
+from assay.serving.options import DoctorOptions
 from assay.serving.search import (
     RATES,
     VARYING,
@@ -38,69 +40,17 @@ from assay.serving.search import (
     overturned,
     starts_needed,
 )
-from assay.serving.symptoms import SYMPTOMS, Measure, Observation, Seen, measure, rules_of, see
-from assay.verdict import Report
+from assay.serving.symptoms import Measure, Observation, Seen, measure, rules_of, see
+from assay.verdict import Finding, Report, Severity
 
-_FRESH = 24 * 3600.0
-"""Seconds for which the starts of an interrupted doctor count: the machine may change."""
+_FRESH, _SHARED = 24 * 3600.0, 3600.0
+"""Seconds for which a start counts again: in an interrupted run of the same command, and in any other run."""
+_MOST_KEPT = 200 << 20
+"""Bytes of starts that are kept."""
 _LOG_KEPT = 30_000
 _SPEED = frozenset({"slower", "throughput"})
 _KEY_ENV = "ASSAY_DOCTOR_KEY"
 """Where the key that the command itself names is handed to the engine that asks."""
-
-
-@dataclass(frozen=True)
-class DoctorOptions(Options):
-    """What is looked for, and how long it may take."""
-
-    VERB, AREA = "doctor", "server"
-
-    symptom: tuple[str, ...] = option(
-        (),
-        "Look for this symptom only; may be given again. Default: what the first bad start shows.",
-        choices=SYMPTOMS,
-    )
-    budget: float = option(
-        60.0, "Time that the doctor may take.", lo=0.05, hi=100_000, metavar="MINUTES", apart=True
-    )
-    seconds: float = option(60.0, "Seconds of questions for each start.", lo=3, hi=3600)
-    concurrency: int = option(24, "Requests at once in the burst.", lo=2, hi=512)
-    fault_rate: float = option(
-        1 / 3,
-        "Smallest share of starts that a fault shows in and must be found at; 1 needs one good start only.",
-        lo=0.05,
-        hi=1,
-    )
-    slower: float = option(0.15, "Loss of speed that counts as a fault.", lo=0.02, hi=0.9, form="fraction")
-    ladder: bool = option(True, "Do not measure the speed of each acquitted setting.")
-    command_template: str | None = option(
-        None, "Command of another engine, with {port} and {settings}.", metavar="TEXT"
-    )
-    reference_engine: str | None = option(
-        None, "Trusted model to compare with where the baseline fails: hf:PATH.", metavar="ENGINE", apart=True
-    )
-    api_key_env: str | None = option(
-        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
-    )
-    health: str = option(
-        "/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True
-    )
-    start_timeout: float = option(600.0, "Seconds that a start may take.", lo=1, hi=86_400, apart=True)
-    start_lock: Path | None = option(
-        None, "File to lock while a server starts or ends, where other servers use the device.", apart=True
-    )
-    seed: int = option(0, "First seed.", lo=0, hi=2**31)
-    tools: bool = option(True, "Do not ask tool calls under load.")
-    lint: bool = option(False, "Read the command and the checkpoint only; launch nothing.", apart=True)
-    engine_version: str | None = option(
-        None,
-        "Engine that the command runs, for --lint, e.g. vllm==0.32.0.",
-        metavar="ENGINE==VERSION",
-        apart=True,
-    )
-    bundle: Path | None = option(None, "Write the evidence to this file (.tar.zst).", apart=True)
-    issue: bool = option(False, "Print a bug report with the minimal command.", apart=True)
-    fresh: bool = option(False, "Forget what an interrupted doctor of this command measured.", apart=True)
 
 
 @dataclass(frozen=True)
@@ -134,6 +84,8 @@ class Diagnosis:
     kept_safe: list[str] = field(default_factory=list)
     """Settings that the baseline keeps, since it does not start without them."""
     checkpoint: list[Report] = field(default_factory=list)
+    compared_itself: bool = False
+    """A failing baseline was compared with transformers on the same files."""
     seconds: float = 0.0
     out_of_time: bool = False
     interrupted: bool = False
@@ -169,14 +121,14 @@ class Doctor:
         self.until = time.monotonic() + 60 * options.budget
         about = [
             command.start, command.fixed, [(s.name, s.words, s.value) for s in command.settings], command.environment,
-            _identity(command), options.facts(), source_digest("serving", "coherence"),
+            _identity(command), options.facts(), _measured_by(),
         ]  # fmt: skip
-        name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-        self.folder = cache_dir(f"doctor/{name}")
-        if options.fresh:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder = cache_dir(f"doctor/{name}")
-        self.kept = Kept(self.folder / "starts")
+        self.name = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
+        self.folder = cache_dir(f"doctor/{self.name}")
+        # A start is kept by the command line that was started, so that commands share their baseline.
+        how = [options.seconds, options.concurrency, options.seed, options.tools]
+        self.kept = Kept(cache_dir("doctor/starts"), [_identity(command), how, _measured_by()])
+        self.since = time.time() if options.fresh else 0.0
         self.drafts = any(s.safe.kind == "draft" for s in command.settings)
         self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools)
         self.bench = Bench(self._start)
@@ -240,11 +192,10 @@ class Doctor:
     ) -> tuple[Observation, bool]:
         """One start: launched and measured, or as it was kept. OutOfTime once the budget is spent."""
         rules = self.rules if rules is None else rules
-        key = [sorted(configuration), index, sorted(rules), self.baseline is not None]
         # What was measured for all rules serves for some of them too.
-        for known in (key, [key[0], index, sorted(rules_of(self.options.symptom)), key[3]]):
-            kept = self.kept.get(known)
-            if kept is not None and time.time() - kept["at"] < _FRESH:
+        for wider in (rules, rules_of(self.options.symptom), frozenset()):
+            kept = self.kept.get(self._key(configuration, index, wider))
+            if kept is not None and self._counts(kept):
                 return Observation.from_json(kept["observation"]), True
         if self.left() <= 0:
             raise OutOfTime
@@ -253,8 +204,28 @@ class Doctor:
         self.now = f"{self.label(configuration)}, start {index + 1}: starting"
         observation = self._launch(configuration, index, rules)
         self.now = ""
-        self.kept.put(key, {"at": time.time(), "observation": observation.to_json()})
+        kept = {"at": time.time(), "run": self.name, "observation": observation.to_json()}
+        self.kept.put(self._key(configuration, index, rules), kept)
         return observation, False
+
+    def _key(self, configuration: Configuration, index: int, rules: Collection[str]) -> list[Any]:
+        """What a start is kept by: the command line, and what it was measured for and against."""
+        command = self.found.command
+        against = None if self.baseline is None else command.words(frozenset(), "PORT")
+        # Speed is that of the hour: it is compared within one run.
+        own = self.name if rules and set(rules) <= _SPEED else ""
+        variables = sorted(command.variables(configuration).items())
+        return [command.words(configuration, "PORT"), variables, index, sorted(rules), against, own]
+
+    def _counts(self, kept: Mapping[str, Any]) -> bool:
+        """Whether a kept start still counts; a server that did not start may do so the next time."""
+        done = self.folder / "done"
+        ended = done.stat().st_mtime if done.exists() else 0.0
+        if kept["at"] < self.since:
+            return False
+        if kept["run"] == self.name and kept["at"] > ended:
+            return bool(time.time() - kept["at"] < _FRESH)
+        return time.time() - kept["at"] < _SHARED and not kept["observation"]["failed"]
 
     def _launch(self, configuration: Configuration, index: int, rules: Collection[str]) -> Observation:
         command, options = self.found.command, self.options
@@ -274,6 +245,8 @@ class Doctor:
                 self.now = f"{self.label(configuration)}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
                 seen = self._measure(running, index, rules, configuration)
                 died = running.ends() if seen.said else not running.alive()
+                if not configuration and not died and see(seen, None, self.rules).state == "bad":
+                    self._compare(running.url)  # while it runs: another start would take as long again
                 return replace(
                     seen, start_s=running.seconds, log=tail_of(log, _LOG_KEPT, _LOG_KEPT), died=died,
                     said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
@@ -286,14 +259,14 @@ class Doctor:
     def _measure(
         self, running: Running, index: int, rules: Collection[str], configuration: Configuration
     ) -> Observation:
-        # A start that took long is worth a longer look: a second one would take as long again.
-        seconds = max(self.how.seconds, running.seconds / 2)
-        how = replace(self.how, seconds=max(5.0, min(seconds, self.left())))
+        # A start that took long is worth a longer look, longer still while it is unclear: another one takes as long again.
+        seconds = max(5.0, min(max(self.how.seconds, running.seconds / 2), self.left()))
+        how = replace(self.how, seconds=seconds, longer=max(0.0, min(running.seconds, self.left() - seconds)))
         kinds = {s.safe.kind for s in self._settings(configuration)}
         try:
             return measure(
-                running.url, how, index, rules, self.baseline, drafts="draft" in kinds, first=self.drafts, log=running.log,
-                api_key_env=self.key_env, model=self.found.command.asked(configuration), adapter="adapter" in kinds,
+                running.url, how, index, rules, self.baseline, kinds=kinds, first=self.drafts, log=running.log,
+                api_key_env=self.key_env, model=self.found.command.asked(configuration),
             )  # fmt: skip
         except AssayError as error:
             if running.ends():
@@ -337,7 +310,9 @@ class Doctor:
         self.found.notices += self.kept.notices("server")
         decided = not (self.found.out_of_time or self.found.interrupted or self.found.failed)
         if decided and not self.found.notices:
-            shutil.rmtree(self.folder / "starts", ignore_errors=True)
+            with suppress(OSError):
+                (self.folder / "done").touch()
+        self.kept.trim(_MOST_KEPT)
         return self.found
 
     def _examine(self) -> None:
@@ -474,7 +449,7 @@ class Doctor:
         while left:
             names, proven = minimal_failing_set(sorted(left), self.bench.decide, self._weight)
             try:
-                for _ in range(3):
+                for _ in range(3 if self.options.fault_rate < 1 else 0):
                     if not overturned(self.bench, names):
                         break
                     names, proven = minimal_failing_set(sorted(left), self.bench.decide, self._weight)
@@ -593,26 +568,49 @@ class Doctor:
         self.now = "the baseline fails: verifying the checkpoint"
         self.say(self.now)
         with suppress(AssayError):
-            self.found.checkpoint.append(verify(str(path), VerifyOptions(values=True, allow_unverified=True)))
-        engine = self.options.reference_engine
-        if engine is None or self.left() < 60:
+            self.found.checkpoint.insert(
+                0, verify(str(path), VerifyOptions(values=True, allow_unverified=True))
+            )
+        if self.reference() is None or len(self.found.checkpoint) > 1 or self.left() < 60:
+            return
+        log = self.folder / "compare.log"
+        with (
+            suppress(StartFailed),
+            launched(self.found.command, frozenset(), log, timeout=self.options.start_timeout) as running,
+        ):
+            self._compare(running.url)
+
+    def reference(self) -> str | None:
+        """The model to compare a failing baseline with: the named one, else transformers on the same files, if they fit."""
+        path = Path(self.found.command.model or "").expanduser()
+        if self.options.reference_engine or not (path / "config.json").is_file():
+            return self.options.reference_engine
+        size = sum(f.stat().st_size for f in path.glob("*.safetensors"))
+        fits = 0 < 4 * size < free_memory()  # weights in float32, and room to work
+        return f"hf:{path}" if fits and find_spec("transformers") and find_spec("torch") else None
+
+    def _compare(self, url: str) -> None:
+        """The numbers of a failing baseline beside a trusted engine's."""
+        engine = self.reference()
+        if engine is None or self.left() < 30:
             return
         from assay.fidelity.compare import run_compare
         from assay.fidelity.plan import plan_from
 
-        self.now = f"comparing the server's baseline with {engine}"
+        self.now = f"the baseline fails: comparing it with {engine}"
         self.say(self.now)
-        log = self.folder / "compare.log"
-        with (
-            suppress(AssayError, StartFailed),
-            launched(self.found.command, frozenset(), log, timeout=self.options.start_timeout) as running,
-        ):
+        try:
             plan = plan_from(
-                {"reference": engine, "candidates": [running.url]},
-                {"windows": 8, "length": 256},
+                {"reference": engine, "candidates": [url]},
+                {"windows": 8, "length": 256, "floors": False},
                 where="doctor",
             )
             self.found.checkpoint.append(run_compare(plan, self.progress))
+            named = Path(engine.removeprefix("hf:").partition("?")[0]).expanduser()
+            own = Path(self.found.command.model or "").expanduser()
+            self.found.compared_itself = engine.startswith("hf:") and named.resolve() == own.resolve()
+        except AssayError as error:
+            self.found.notices.append(replace(error.to_finding(), severity=Severity.WARNING))
 
 
 def _names(name: str, words: Sequence[str], said: str) -> bool:
@@ -626,12 +624,15 @@ def _own_key(command: ServeCommand) -> str | None:
 
 
 def _no_baseline(said: str) -> Any:
-    from assay.verdict import Finding, Severity
-
     return Finding(
         "server.no_baseline", Severity.WARNING, "the baseline cannot run on this machine, so nothing can be compared with it",
         detail=said[:400], remedies=("name a machine with more memory", "assay check the running server with --reference-engine"),
     )  # fmt: skip
+
+
+def _measured_by() -> str:
+    """Hash of the source that launches and asks: what it measured before may be another thing."""
+    return source_digest("coherence", "serving/symptoms.py", "serving/launch.py")
 
 
 def _identity(command: ServeCommand) -> list[Any]:

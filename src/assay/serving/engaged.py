@@ -98,6 +98,17 @@ def _kv_dtype(setting: Setting, given: Observation, without: Observation | None)
     return _UNKNOWN
 
 
+def _backend(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
+    """vLLM names the backend that it took, or says that it cannot take the one that was asked for."""
+    want = re.escape(setting.value or "")
+    for line in given.log.splitlines():
+        if re.search(rf"Cannot use {want} (?:attention )?backend", line, re.IGNORECASE):
+            return Engaged(False, f"log: {line.strip()[-200:]}")
+        if re.search(rf"Using {want} (?:attention )?backend", line, re.IGNORECASE):
+            return Engaged(True, f"log: {line.strip()[-200:]}")
+    return _UNKNOWN
+
+
 def _llama_kv(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
     side = "K" if setting.name.endswith("-k") else "V"
     found = re.findall(rf"\b{side} \((\w+)\)", given.log)
@@ -119,10 +130,14 @@ def _draft(setting: Setting, given: Observation, without: Observation | None) ->
 
 
 def _prefix(setting: Setting, given: Observation, without: Observation | None) -> Engaged:
-    hits = [v for name, v in given.metrics.items() if "prefix_cache_hits" in name and "external" not in name]
-    if not hits:
-        return _UNKNOWN
-    return Engaged(True, f"prefix cache hits rose by {sum(hits):g} tokens") if sum(hits) > 0 else _UNKNOWN
+    """Hits of the cache: of a prompt that was asked twice, else of all that was asked."""
+    hits = given.facts.get("prefix_hits")
+    if hits is not None:
+        same = "the same answer" if given.facts.get("prefix_same") else "another answer"
+        says = f"a prompt asked twice took {hits:g} tokens from the prefix cache and got {same}"
+        return Engaged(hits > 0, says)
+    moved = [v for name, v in given.metrics.items() if "prefix_cache_hits" in name and "external" not in name]
+    return Engaged(True, f"prefix cache hits rose by {sum(moved):g} tokens") if sum(moved) > 0 else _UNKNOWN
 
 
 def texts_of(seen: Observation) -> Mapping[tuple[str, str], str]:
@@ -156,5 +171,5 @@ def _adapter(setting: Setting, given: Observation, without: Observation | None) 
 _Judge = Callable[[Setting, Observation, Observation | None], Engaged]
 _SPECIAL: Mapping[str, _Judge] = {
     "--kv-cache-dtype": _kv_dtype, "--cache-type-k": _llama_kv, "--cache-type-v": _llama_kv, "draft": _draft,
-    "--enable-prefix-caching": _prefix, "adapter": _adapter,
+    "--enable-prefix-caching": _prefix, "--attention-backend": _backend, "adapter": _adapter,
 }  # fmt: skip

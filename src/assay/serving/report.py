@@ -60,6 +60,7 @@ def build_report(found: Diagnosis) -> Report:
         "launches": found.launches,
         "launches_exhaustive": exhaustive(len(command.settings)),
         "minutes": found.seconds / 60,
+        "fault": fault_of(found) or None,
         "out_of_time": found.out_of_time,
         "kept_in_baseline": found.kept_safe,
         "error_rate": 0.05,
@@ -224,29 +225,57 @@ def _undecided(found: Diagnosis) -> Finding:
     )  # fmt: skip
 
 
+_FAULTS = {
+    "checkpoint": "the checkpoint is at fault, not a setting and not the engine",
+    "engine": "the engine is at fault: transformers computes something else from the same files",
+    "": "the checkpoint, or the engine, is at fault",
+}
+
+
+def fault_of(found: Diagnosis) -> str:
+    """What a failing baseline speaks against: `checkpoint`, `engine`, or "" where nothing tells the two apart.
+
+    Files that do not hold are the fault. Of files that hold, numbers that transformers computes too are the checkpoint's.
+    """
+    reports = {r.command: r for r in found.checkpoint}
+    if "verify" in reports and reports["verify"].verdict is Verdict.FAIL:
+        return "checkpoint"
+    numbers = reports.get("compare")
+    if numbers is None or not found.compared_itself:
+        return ""
+    grade = numbers.results.get("grade")
+    if grade == "INCONCLUSIVE":  # a few windows tell a broken engine from rounding
+        grade = numbers.results.get("grade_point")
+    return {"ACCEPT": "checkpoint", "MARGINAL": "checkpoint", "REJECT": "engine"}.get(str(grade), "")
+
+
 def _checkpoint_findings(found: Diagnosis) -> Iterator[Finding]:
     says = "; ".join(found.baseline.bad.values()) if found.baseline else ""
     bad = [r for r in found.checkpoint if r.verdict is Verdict.FAIL]
-    blamed = {
-        "verify": "its files are not what they should be",
-        "compare": "its numbers differ from transformers'",
-    }
-    where = "; ".join(blamed.get(r.command, r.command) for r in bad)
-    looked = (
-        ", ".join(f"assay {r.command}: {r.verdict.value}" for r in found.checkpoint)
-        or "the checkpoint is not a path here"
-    )
+    fault = fault_of(found)
+    looked = [_looked(r) for r in found.checkpoint] or ["the checkpoint is not a path here"]
     yield Finding(
-        "server.baseline_fails", Severity.ERROR,
-        f"the baseline itself fails ({says[:200]}): {where or 'the checkpoint, or the engine, is at fault'}",
-        detail=looked, evidence={"examined": [r.command for r in found.checkpoint]},
+        "server.baseline_fails", Severity.ERROR, f"the baseline itself fails ({says[:200]}): {_FAULTS[fault]}",
+        detail="; ".join(looked), evidence={"examined": [r.command for r in found.checkpoint], "fault": fault or None},
         remedies=(
-            "see whether the checkpoint is whole: `assay verify CHECKPOINT --values`",
+            "fetch the checkpoint again, and hold its config.json and tokenizer beside the publisher's"
+            if fault == "checkpoint"
+            else "see whether the checkpoint is whole: `assay verify CHECKPOINT --values`",
             "see whether the engine computes what transformers does: `assay compare hf:CHECKPOINT URL`",
         ),
     )  # fmt: skip
     for report in bad:
-        yield from (f for f in report.findings if f.severity is Severity.ERROR)
+        if report.command != "compare" or fault != "checkpoint":
+            yield from (f for f in report.findings if f.severity is Severity.ERROR)
+
+
+def _looked(report: Report) -> str:
+    """One examination of a failing baseline, in a few words."""
+    if report.command != "compare" or "grade" not in report.results:
+        return f"assay {report.command}: {report.verdict.value}"
+    loss = report.results.get("dppl_pct") or {}
+    said = f", perplexity {loss['value']:+.2g} %" if loss.get("value") is not None else ""
+    return f"assay compare with transformers: {report.results['grade']}{said}"
 
 
 def _command_without(found: Diagnosis) -> str:

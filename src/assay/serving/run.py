@@ -8,15 +8,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from assay.errors import AssayError, UsageError
 from assay.progress import NO_PROGRESS, Progress
-from assay.serving.bundle import write_bundle
 from assay.serving.command import ServeCommand, read_command, table_notice
-from assay.serving.doctor import Doctor, DoctorOptions
-from assay.serving.launch import alone, require_disk, require_program
-from assay.serving.report import build_report
+from assay.serving.options import DoctorOptions
 from assay.verdict import Finding, Report, Severity, Table, Verdict
+
+if TYPE_CHECKING:
+    from assay.serving.doctor import Doctor
 
 
 @contextmanager
@@ -46,6 +47,12 @@ def run_doctor(
     command = read_command(words, options.command_template)
     if options.lint:
         return run_lint(command, options.engine_version)
+    # What asks a server is not needed to read a command.
+    from assay.serving.bundle import write_bundle
+    from assay.serving.doctor import Doctor
+    from assay.serving.launch import alone, require_disk, require_program
+    from assay.serving.report import build_report
+
     if options.bundle is not None and not options.bundle.expanduser().absolute().parent.is_dir():
         raise UsageError(f"--bundle {options.bundle}: its folder does not exist", remedy="make it first")
     require_program(command)

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-GRACE = 10.0
-"""Seconds between the request to end and the end."""
+GRACE = 3.0
+"""Seconds between the request to end and the end: a server whose answers nobody reads any more may wait for its clients."""
 _PDEATHSIG, _SUBREAPER = 1, 36
 
 

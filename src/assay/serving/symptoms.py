@@ -18,30 +18,21 @@ from typing import Any
 from assay.coherence.check import DECIDED_BY_TEXTS, EARLY
 from assay.coherence.diagnosis import judge
 from assay.coherence.measure import Measurement
+from assay.coherence.passages import passages
 from assay.coherence.plan import FIRST, Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import NAMES
 from assay.coherence.record import CheckRecord
 from assay.coherence.report import record_json
+from assay.engines.base import Request
 from assay.engines.server.engine import ServerEngine, read_key
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS
+from assay.serving.options import SLOWER, SYMPTOMS
 from assay.serving.search import State
 from assay.stats.cluster import mean_interval
 from assay.stats.intervals import Interval
 from assay.verdict import Severity
 
-SYMPTOMS: Mapping[str, frozenset[str]] = {
-    "text": frozenset({
-        "prompts", "hard_texts", "degenerate_rate", "hidden_tokens", "same_answers", "answers", "server_counters", "died",
-    }),
-    "stutter": frozenset({"stutter"}),
-    "bits": frozenset({"bits_per_byte", "depth"}),
-    "tools": frozenset({"tools", "tool_form"}),
-    "speculation": frozenset({"speculation"}),
-    "speed": frozenset({"slower", "throughput"}),
-}  # fmt: skip
-SLOWER = 0.15
-"""Share of the baseline's tokens a second that must be lost, beyond the interval, before a setting counts as slower."""
 _STAGE_KINDS = {"bits": {"scores"}, "tools": {"tools"}, "speed": {"speed"}, "speculation": {"speed"}}
 TOOL_STREAMS = 32
 _PROBES = tuple(name for name in NAMES if name != "needle")
@@ -161,13 +152,14 @@ def _health(seen: Observation) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Measure:
-    """How a start is measured: seconds of questions, requests at once, and the first seed."""
+    """How a start is measured: seconds of questions, `longer` by so many while it is unclear, requests at once, first seed."""
 
     seconds: float
     concurrency: int
     seed: int = 0
     tools: bool = True
     timeout: float = 120.0
+    longer: float = 0.0
 
     def plan(self, start: int) -> Plan:
         """The plan of a check; later starts ask with other seeds."""
@@ -176,11 +168,11 @@ class Measure:
 
 def measure(
     url: str, how: Measure, start: int, rules: Collection[str], baseline: Observation | None, *,
-    drafts: bool, first: bool = False, log: Path, api_key_env: str | None = None, model: str | None = None, adapter: bool = False,
+    kinds: Collection[str], first: bool = False, log: Path, api_key_env: str | None = None, model: str | None = None,
 ) -> Observation:  # fmt: skip
     """Ask a running server; an answer that cannot be had ends the questions, not the doctor.
 
-    `drafts`: this configuration speculates. `first`: speed is timed right after the burst, as a draft is there for it.
+    `kinds`: of the settings of this configuration, whose effect is looked for (`draft`, `adapter`, `prefix`). `first`: speed is timed right after the burst, as a draft is there for it.
 
     Raises AssayError where the server cannot be examined at all.
     """
@@ -193,38 +185,49 @@ def measure(
         taken.plan = plan
         rest = _stages(stages_of(plan, probes, engine.max_model_len), rules, how, first)
         before = _counters(engine)
+        # What a server can do was found out by now, which on a slow one takes as long as the questions.
+        asked_since = time.monotonic()
         said, seen = "", Observation()
-        extended = False
+        # A baseline is what every other start is judged by: it takes the time that an unclear start gets.
+        limit = how.seconds + (how.longer if baseline is None else 0.0)
+        extended, left_out = False, list[Stage]()
         while rest:
             stage, *rest = rest
-            left = began + how.seconds - time.monotonic()
+            left = asked_since + limit - time.monotonic()
             chosen, dropped = fit([stage, *rest], pace, left, lambda stage: True)
             first = not taken.record.samples and not taken.record.timed and not taken.record.passages
             if stage in dropped and not first:
+                left_out.append(stage)
+            else:
+                begun, written = time.monotonic(), taken.record.written_tokens
+                try:
+                    form = next((s for s in chosen if s.name == stage.name), stage)
+                    taken.run(form, deadline=asked_since + max(limit, 20.0))
+                except AssayError as error:
+                    said = error.message
+                    break
+                pace.learn(stage, time.monotonic() - begun, taken.record.written_tokens - written)
+                seen = Observation(record=_without_reasons(taken.record))
+                if baseline is not None and see(seen, baseline, rules).certain:
+                    break
+            if rest or baseline is None:
                 continue
-            begun, written = time.monotonic(), taken.record.written_tokens
-            try:
-                taken.run(chosen[0] if chosen else stage, deadline=began + max(how.seconds, 20.0))
-            except AssayError as error:
-                said = error.message
-                break
-            pace.learn(stage, time.monotonic() - begun, taken.record.written_tokens - written)
-            seen = Observation(record=_without_reasons(taken.record))
-            if baseline is not None and see(seen, baseline, rules).certain:
-                break
-            if not rest and not extended and baseline is not None:
-                unclear = {
-                    r.rule for r in judge(seen.record, baseline.record).rulings
-                    if r.state == "unclear" and (not rules or r.rule in rules)
-                }  # fmt: skip
-                if unclear and unclear <= DECIDED_BY_TEXTS:
-                    rest, extended = [extension(plan, probes, 2)], True
+            unclear = {
+                r.rule for r in judge(seen.record, baseline.record).rulings
+                if r.state == "unclear" and (not rules or r.rule in rules)
+            }  # fmt: skip
+            if unclear and left_out and how.longer and limit == how.seconds:
+                rest, left_out, limit = left_out, [], how.seconds + how.longer
+            elif unclear and unclear <= DECIDED_BY_TEXTS and not extended:
+                rest, extended, limit = [extension(plan, probes, 2)], True, how.seconds + how.longer
         if taken.fatal is not None and not taken.record.samples:
             said = said or taken.fatal.message
-        health, acceptance = _speculation(url, log) if drafts else ("", None)
+        health, acceptance = _speculation(url, log) if "draft" in kinds else ("", None)
         told = {k: v for k, v in facts.get("server", {}).items() if isinstance(v, str | int | float | bool)}
-        if adapter:
+        if "adapter" in kinds:
             told |= _beside_base(url, model, read_key(api_key_env))
+        if "prefix" in kinds:
+            told |= _asked_twice(engine)
         after = _counters(engine)
     moved = {name: value - before.get(name, 0.0) for name, value in after.items()}
     return Observation(
@@ -281,6 +284,18 @@ def _counters(engine: ServerEngine) -> dict[str, float]:
                 if any(name in sample.name for name in _COUNTED) and not sample.name.endswith("_created"):
                     found[sample.name] = found.get(sample.name, 0.0) + sample.value
         return found
+    return {}
+
+
+def _asked_twice(engine: ServerEngine) -> dict[str, Any]:
+    """A prompt of several blocks of cache, asked twice: tokens of it that were read from the cache, and whether the answer stayed."""
+    prompt = "\n\n".join(passages())[:3000]
+    with suppress(AssayError):
+        before = _counters(engine)
+        texts = [engine.generate(Request(prompt=prompt, max_tokens=8)).content for _ in range(2)]
+        moved = {n: v - before.get(n, 0.0) for n, v in _counters(engine).items() if "external" not in n}
+        hits = [v for n, v in moved.items() if "prefix_cache_hits" in n]
+        return {"prefix_hits": sum(hits), "prefix_same": texts[0] == texts[1]} if hits else {}
     return {}
 
 

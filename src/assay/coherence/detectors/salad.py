@@ -262,6 +262,11 @@ PIECES = {
     "codes": r"[A-Z]{1,4}-?\d{1,6}[A-Z]?(?:[-./]\d+)?",
 }
 _ATOMS = r"(?:\[[^\]\s]{1,14}\]|Br|Cl|[BCNOPSFIbcnops]|[=#$:/\\.~-]|%\d\d|\d|[()])"
+_WORDY = r"[A-Za-z]{0,24}[a-z]{2}[A-Za-z]{0,24}\d{0,3}"
+_PART = (
+    rf"(?:\d{{1,4}}(?:\.\d+)?[A-Za-z]{{0,2}}(?![A-Za-z0-9])|[A-Z]{{1,4}}\d{{0,3}}(?![A-Za-z0-9])|{_WORDY})"
+)
+"""Parts of the name of a model or a package: words with a number behind them, sizes and capitals."""
 WHOLE = {
     "position": r"(?:[pnbrqkPNBRQK1-8]{1,8}/){7}[pnbrqkPNBRQK1-8]{1,8}(?: [wb] (?:-|[KQkq]{1,4}) (?:-|[a-h][36])(?: \d+ \d+)?)?",
     "molecule": rf"(?<![^\s|\"'`:,(])(?=\S{{0,60}}[()=#\[\]])(?=\S{{0,60}}[CcNnO])(?=\S{{5}}){_ATOMS}{{5,}}+(?![^\s|\"'`,;:)])",
@@ -289,6 +294,19 @@ WHOLE = {
     "proof": r"^(?:theorem|lemma|Theorem|Lemma)\b[^\n]*(?:\n(?:[ \t|·][^\n]*|Proof\.|Qed\.))*",
     "symbols": r"(?<![^\W\d_])[\u0370-\u03ff\u2100-\u214f\u2190-\u22ff][₀-₉⁰-⁹]*(?![^\W\d_])",
     "gloss": r"[(（][^()（）\x00-\u024f]{1,24}[)）]",
+    "web address": r"\b(?:https?|ftp|git\+https?)://[^\s<>\"'`|\u0100-\U0010ffff]{4,}",
+    "link": r"\]\([^()\s]{1,400}(?:\([^()\s]*\)[^()\s]*)?(?: \"[^\"\n]{0,80}\")?\)",
+    "reference": r"\[[\^@][\w.:-]{1,40}\]|\(?#\d+\)?|\|[A-Za-z][\w-]{1,40}\|_{0,2}|:[a-z]+: ",
+    "element": r"</?[a-z][a-z0-9]{0,12}(?:\s[^<>]{1,600})?/?>",
+    "code": r"``[^`\n]{1,80}``|`[^`\n]{1,80}`",
+    "option": r"(?<![\w-])--[a-z][\w-]{2,40}(?:=[^\s`]{1,60})?",
+    "version": r"(?<![\w.])v?\d+(?:\.\d+){2,}[\w.+-]*",
+    "interval": r"[\[(][−+-]?\d[\d.,]*+ ?%?(?:,| to|–|\.\.) ?[−+-]?\d[\d.,]*+ ?%?[\])]",
+    "quantity": r"(?<![\w.,])[−+-]?\d[\d.,]*+ ?(?:×|%|‰|[kKMGT]i?B\b|[kMB]\b|ms\b|µs\b|ns\b)",
+    "path": r"(?<![^\s\"'`([|=,;:<])(?=\S{6})[\w.~@+%:=-]{0,80}[/\\\\][\w./\\\\~@+%:=-]*\w",
+    "handle": r"(?<![^\s(,])@[A-Za-z][\w-]{1,38}(?![\w@])",
+    "name": rf"(?<![\w.-])(?=[\w.-]{{0,60}}\d){_WORDY}(?:[-._]{_PART}){{1,6}}(?![\w-])",
+    "product of symbols": r"(?<!\w)(?=\w{0,7}[⁰-₎ᵀ²³¹])[A-Za-z\u0370-\u03ff⁰-₎ᵀ²³¹]{1,8}(?!\w)",
 }
 _END = r"(?=[\s|,;)\]}`\"'.]|\Z)"
 _ROWS = re.compile(
@@ -298,6 +316,10 @@ _ROWS = re.compile(
     )
 )
 _WHOLE = re.compile("|".join(f"(?:{p})" for p in WHOLE.values()), re.MULTILINE)
+_NAME = re.compile(
+    r"(?<![\w.-])(?=[\w.-]{0,60}\d)(?=[A-Za-z]*[a-z]{2})[A-Za-z0-9]+(?:[-._][A-Za-z0-9]+)*(?![\w-])"
+)
+"""A name with a number in it, such as that of a model; one that comes twice is a name, and no glued digits."""
 _HEX_DUMP = re.compile(r"^[0-9a-fA-F]{4,16}:?[ \t]+(?:[0-9a-fA-F]{2,4}[ \t]+){4,}.*$", re.MULTILINE)
 _BLOCK = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
 _TABLE = re.compile(r"^\|[^\n]+\|[ \t]*\n\|[ :|-]+\|[ \t]*\n(?:\|[^\n]+\|[ \t]*(?:\n|\Z))+", re.MULTILINE)
@@ -326,6 +348,9 @@ def notation_spans(text: str) -> Iterator[tuple[int, int]]:
         if _is_no_sentence(match.group()) and not _same_again(match.group().split()):
             yield match.span()
     yield from (m.span() for m in _WHOLE.finditer(text))
+    names = list(_NAME.finditer(text))
+    often = Counter(m.group() for m in names)
+    yield from (m.span() for m in names if often[m.group()] > 1)
     yield from _like_shapes(text)
     yield from _figures_of_tables(text)
 
