@@ -313,6 +313,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "launches": "How often an engine was started.",
         "launches_exhaustive": "How often trying every set would have started one.",
         "minutes": "What it took.",
+        "fault": "What a baseline that fails speaks against: checkpoint or engine; null where nothing tells them apart.",
         "out_of_time": "Whether the budget ended it.",
         "kept_in_baseline": "Settings that stayed in the baseline, as it does not run without them.",
         "error_rate": "Chance of a wrong guilty set that the search keeps to.",

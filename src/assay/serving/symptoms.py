@@ -18,9 +18,8 @@ from typing import Any
 from assay.coherence.check import DECIDED_BY_TEXTS, EARLY
 from assay.coherence.diagnosis import judge
 from assay.coherence.measure import Measurement
-from assay.coherence.passages import passages
 from assay.coherence.plan import FIRST, Pace, Plan, Stage, extension, fit, stages_of
-from assay.coherence.probes import NAMES
+from assay.coherence.probes import NAMES, passages
 from assay.coherence.record import CheckRecord
 from assay.coherence.report import record_json
 from assay.engines.base import Request
