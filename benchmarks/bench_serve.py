@@ -38,9 +38,7 @@ def bench_extras() -> Path:
 class BenchServe:
     """The running client."""
 
-    def __init__(
-        self, process: subprocess.Popen[str], server: Server, model: Path, folder: Path, log: Path
-    ) -> None:
+    def __init__(self, process: subprocess.Popen[str], server: Server, model: Path, folder: Path, log: Path) -> None:
         self._process, self._server, self._model = process, server, model
         self._folder, self._log = folder, log
 

@@ -88,9 +88,7 @@ def rule(row: Mapping[str, Any], bits: float | None) -> str:
     if not visible:
         return "empty"
     last = visible[-200:]
-    if (len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2) or len(text) > 3 * len(
-        visible
-    ) + 80:
+    if (len(visible) > 8 and Counter(last).most_common(1)[0][1] > len(last) / 2) or len(text) > 3 * len(visible) + 80:
         return "flood"
     share, packs = copied(text), packing(text)
     thrice = share >= LOOP_SHARE and copied(text, times=2) >= THRICE_SHARE

@@ -39,20 +39,13 @@ DOCUMENTED = ("numpy", "scipy", "transformers", "torch")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--texts", type=Path, required=True)
     options = parser.parse_args()
     files = sorted(options.texts.glob("*.txt"))
     prose = [clean(path.read_text(encoding="utf-8")) for path in files]
     words = (options.texts / "words").read_text(encoding="utf-8").split()
-    tune = [
-        item
-        for source in (topics, stdlib, udhr, generated)
-        for item in source(DENSE)
-        if is_table(item.source)
-    ]
+    tune = [item for source in (topics, stdlib, udhr, generated) for item in source(DENSE) if is_table(item.source)]
     english = prose + [item.text for item in tune if item.category == "pydoc"]
     anything = [item.text for item in tune] + [p[:400_000] for p in prose]
     latin = [item.text for item in tune if item.category == "languages"]
@@ -111,11 +104,7 @@ def shape_bits(texts: list[str]) -> np.ndarray:
     counts = np.zeros((n, n, n))
     for text in texts:
         classes = lang.character_classes(TextView(text).codes)
-        np.add.at(
-            counts,
-            (classes[:-2], classes[1:-1], classes[2:]),
-            min(1.0, 3000 / max(len(text), 1)),
-        )
+        np.add.at(counts, (classes[:-2], classes[1:-1], classes[2:]), min(1.0, 3000 / max(len(text), 1)))
     return -np.log2(interpolate(counts))
 
 
@@ -188,10 +177,7 @@ def docstrings() -> Iterator[str]:
         for path in sorted(root.rglob("*.py")):
             if "tests" in path.parts:
                 continue
-            with (
-                contextlib.suppress(SyntaxError, UnicodeDecodeError),
-                tokenize.open(path) as file,
-            ):
+            with contextlib.suppress(SyntaxError, UnicodeDecodeError), tokenize.open(path) as file:
                 for node in ast.walk(ast.parse(file.read())):
                     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
                         text = ast.get_docstring(node) or ""

@@ -162,9 +162,7 @@ def record(drawn: Sequence[Sample], passages: tuple[PassageScore, ...]) -> Check
     )  # fmt: skip
 
 
-def run(
-    rng: random.Random, server: Side, model: Side | None
-) -> tuple[Verdict, int, Verdict, tuple[str, ...]]:
+def run(rng: random.Random, server: Side, model: Side | None) -> tuple[Verdict, int, Verdict, tuple[str, ...]]:
     """The verdict, the looks it took, the verdict of the older procedure, and the rules that decided; `model`: the reference."""
     ours = texts(rng, server.pool, PLANNED, GREEDY + SINGLE)
     theirs = texts(rng, model.pool, PLANNED, GREEDY + SINGLE) if model else []
@@ -248,16 +246,11 @@ def rebuilt(row: dict[str, Any]) -> tuple[CheckRecord, CheckRecord]:
 
     base = row["reference_bits_per_byte"]
     ours = [base + value + (spread if n % 2 else -spread) for n in range(12)]
-    return (
-        side(row["degenerate"], int(hard[1]), ours),
-        side(row["reference_degenerate"], int(hard[2]), [base] * 12),
-    )
+    return (side(row["degenerate"], int(hard[1]), ours), side(row["reference_degenerate"], int(hard[2]), [base] * 12))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--scores", action="store_true", help="score the fixed texts, and no more")
     parser.add_argument("--seed", type=int, default=1)
@@ -271,9 +264,7 @@ def main() -> None:
     pool, kept = pools(arguments.half), json.loads(SCORES.read_text(encoding="utf-8"))
     whole = Side(pool["healthy"], kept["healthy"])
     tasks: list[tuple[str, Side, Side | None, str, int]] = []
-    for source in sorted(
-        name for name in pool if name.startswith("healthy") and not name.endswith(", reference")
-    ):
+    for source in sorted(name for name in pool if name.startswith("healthy") and not name.endswith(", reference")):
         side = Side(pool[source], kept["healthy"])
         theirs = Side(pool.get(source.replace(", server", ", reference"), pool[source]), kept["healthy"])
         tasks.append((f"{source}, with its reference", side, theirs, "pass", arguments.runs))
@@ -288,20 +279,12 @@ def main() -> None:
         for row in jobs.map(simulate, [arguments.seed] * len(tasks), *zip(*tasks, strict=True)):
             rows.append(row)
             print(row, flush=True)
-    result = {
-        "seed": arguments.seed,
-        "half": arguments.half,
-        "machine": describe(),
-        "rows": rows,
-        "real": real_runs(),
-    }
+    result = {"seed": arguments.seed, "half": arguments.half, "machine": describe(), "rows": rows, "real": real_runs()}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(table(rows, result["real"]), encoding="utf-8")
 
 
-def simulate(
-    seed: int, name: str, server: Side, model: Side | None, wanted: str, runs: int
-) -> dict[str, Any]:
+def simulate(seed: int, name: str, server: Side, model: Side | None, wanted: str, runs: int) -> dict[str, Any]:
     """One row: how many of `runs` came out as wanted, how often it was looked, and which rules decided the others."""
     rng = random.Random(f"{seed}/{name}")
     found = [run(rng, server, model) for _ in range(runs)]
@@ -324,9 +307,7 @@ def table(rows: Sequence[dict[str, Any]], real: Sequence[dict[str, Any]]) -> str
     for row in rows:
         share = {k: f"{v / row['runs']:.1%}" for k, v in row["verdicts"].items()}
         rate = row["rate"]
-        share[row["wanted"]] = (
-            share.get(row["wanted"], "0") + f" [{100 * rate['lo']:.1f}, {100 * rate['hi']:.1f}]"
-        )
+        share[row["wanted"]] = share.get(row["wanted"], "0") + f" [{100 * rate['lo']:.1f}, {100 * rate['hi']:.1f}]"
         old = ", ".join(f"{k} {v / row['runs']:.1%}" for k, v in sorted(row["older"].items()))
         cells = (
             row["name"],

@@ -40,12 +40,7 @@ from assay.verdict import Verdict
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
 RUNS = RESULTS.with_name("check_models_runs.jsonl.xz")
 MODELS = {"qwen15": build_qwen15, "qwen05": build_qwen05, "smollm2": build_smollm2, "gemma3": build_gemma3}
-WAYS = {
-    "alone": (),
-    "reference": ("reference",),
-    "tools": ("tools",),
-    "tools_reference": ("tools", "reference"),
-}
+WAYS = {"alone": (), "reference": ("reference",), "tools": ("tools",), "tools_reference": ("tools", "reference")}
 RUN = ("model", "device", "kv_cache_dtype", "way", "seed")
 """What tells runs apart."""
 WHOLE_TEXTS = """
@@ -67,9 +62,7 @@ sys.exit(main())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--kv", default="auto,fp8")
@@ -80,12 +73,8 @@ def main() -> None:
     parser.add_argument("--options", default="", help="more options of assay check, separated by spaces")
     parser.add_argument("--server-options", default="", help="more options of vllm serve")
     parser.add_argument("--start-lock", type=Path, help="file to lock while a server starts")
-    parser.add_argument(
-        "--add", type=Path, metavar="FOLDER", help="take rows and records from the files of a folder"
-    )
-    parser.add_argument(
-        "--again", action="store_true", help="judge the kept records by the rules as they are now"
-    )
+    parser.add_argument("--add", type=Path, metavar="FOLDER", help="take rows and records from the files of a folder")
+    parser.add_argument("--again", action="store_true", help="judge the kept records by the rules as they are now")
     given = parser.parse_args()
     if given.again:
         judge_all_again(given.out)
@@ -108,10 +97,7 @@ def main() -> None:
             print(given.model, dtype, "is served", flush=True)
             for way in given.ways.split(","):
                 for seed in map(int, given.seeds.split(",") if "tools" not in way else ["0"]):
-                    options = {
-                        "tools": ["--suite", "tools"],
-                        "reference": ["--reference-engine", f"hf:{model}"],
-                    }
+                    options = {"tools": ["--suite", "tools"], "reference": ["--reference-engine", f"hf:{model}"]}
                     asked = [word for name in WAYS[way] for word in options[name]] + ["--seed", str(seed)]
                     run = dict(zip(RUN, (given.model, given.device, dtype, way, seed), strict=True))
                     found, records = checked(server.url, [*asked, *given.options.split()])
@@ -158,8 +144,7 @@ def row_of(report: dict[str, Any]) -> dict[str, Any]:
         "warnings": [f["id"] for f in report["findings"] if f["severity"] == "warning"],
         "titles": [f["title"] for f in report["findings"] if f["severity"] != "info"][:8],
         "tools": [
-            {key: value for key, value in level.items() if key != "answers"}
-            for level in results.get("tools") or ()
+            {key: value for key, value in level.items() if key != "answers"} for level in results.get("tools") or ()
         ],
         "server": report["subject"].get("server"),
         "options": [word for word in report["options"] if not word.startswith("hf:")],
@@ -218,8 +203,7 @@ def judge_all_again(out: Path) -> None:
 def judged_again(run: dict[str, Any], look: int) -> dict[str, Any]:
     """Verdict and deciding rules of a kept record; a run that ended early is judged by what it had asked until then."""
     server, reference = (
-        _formed_again(CheckRecord.from_json(run[side])) if run.get(side) else None
-        for side in ("server", "reference")
+        _formed_again(CheckRecord.from_json(run[side])) if run.get(side) else None for side in ("server", "reference")
     )
     judgement = judge(server or CheckRecord(), reference, confidence_of_look(look))
     deciding = "bad" if judgement.verdict is Verdict.FAIL else "unclear"
@@ -275,9 +259,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         ]
     for r, t in suites:
         theirs, p = t.get("reference"), t.get("p_value")
-        if theirs is None and any(
-            o["way"] == "tools_reference" and all(o[k] == r[k] for k in RUN[:3]) for o in rows
-        ):
+        if theirs is None and any(o["way"] == "tools_reference" and all(o[k] == r[k] for k in RUN[:3]) for o in rows):
             continue  # the same answers again, held against the reference
         rate = t.get("right_rate")
         right = f"{t['right']}" + (f" [{rate['lo']:.0%}, {rate['hi']:.0%}]" if rate else "")

@@ -33,10 +33,7 @@ CANDIDATES = {
     "bf16, as stored": ("dtype=bfloat16", False),
     "fp16": ("dtype=float16", False),
     "float32, eager attention": ("dtype=float32&attention=eager", True),
-    "int4 on the grid of these weights, in float32": (
-        "dtype=float32&weights=int(bits=4,group=32,minimum=True)",
-        True,
-    ),
+    "int4 on the grid of these weights, in float32": ("dtype=float32&weights=int(bits=4,group=32,minimum=True)", True),
     "int8, groups of 128": ("weights=int(bits=8,group=128)", False),
     "int4, groups of 32": ("weights=int(bits=4,group=32)", False),
     "int4, groups of 128": ("weights=int(bits=4,group=128)", False),
@@ -51,9 +48,7 @@ class _EnoughError(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)

@@ -35,9 +35,7 @@ CANDIDATE = "weights=int(bits=8,group=128)"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--windows", type=int, default=8)
@@ -71,12 +69,7 @@ def main() -> None:
 def plan_of(arguments: argparse.Namespace, windows: int) -> Plan:
     base = f"hf:{build_smollm2()}?device={arguments.device}&dtype={arguments.dtype}"
     return Plan(
-        base,
-        (f"{base}&{CANDIDATE}",),
-        windows=windows,
-        length=arguments.length,
-        batch=arguments.batch,
-        floors=False,
+        base, (f"{base}&{CANDIDATE}",), windows=windows, length=arguments.length, batch=arguments.batch, floors=False
     )
 
 
@@ -141,9 +134,7 @@ def stored(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report = keep_reference(plan, Path(folder) / "kept", dtype="bfloat16", form="assay", progress=show)
     kept = ("tokens", "states_bytes", "bytes_per_token", "head_bytes", "dtype")
-    return {name: report.results[name] for name in kept} | {
-        "log_probabilities_bytes_per_token": 2 * 49_152 + 8
-    }
+    return {name: report.results[name] for name in kept} | {"log_probabilities_bytes_per_token": 2 * 49_152 + 8}
 
 
 if __name__ == "__main__":

@@ -32,36 +32,23 @@ RESULTS = Path(__file__).parent / "results"
 MODELS = {"smollm2": build_smollm2, "qwen05": build_qwen05, "qwen15": build_qwen15}
 TYPES = ("Q8_0", "Q5_K_M", "Q4_K_M", "Q2_K")
 KEPT = ("grade", "dppl_pct", "kld", "top1_pct", "design_effect", "tokens", "windows", "engine")
-FAILED = (
-    "fidelity.engine_load",
-    "fidelity.engine_failed",
-    "fidelity.missing_capability",
-    "fidelity.not_engaged",
-)
+FAILED = ("fidelity.engine_load", "fidelity.engine_failed", "fidelity.missing_capability", "fidelity.not_engaged")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--python", help="a Python that has vLLM; demo's own by default")
+    parser.add_argument("--engine", default="kv_cache_gib=1", help="options of vLLM, as in vllm:MODEL?option=value&…")
     parser.add_argument(
-        "--engine", default="kv_cache_gib=1", help="options of vLLM, as in vllm:MODEL?option=value&…"
-    )
-    parser.add_argument(
-        "--caches",
-        default="fp8",
-        help="values of kv_cache_dtype by comma, with more options: CACHE&option=value",
+        "--caches", default="fp8", help="values of kv_cache_dtype by comma, with more options: CACHE&option=value"
     )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--only", choices=[*PLANS])
-    parser.add_argument(
-        "--dtypes", default="float32,bfloat16", help="number formats of transformers, by comma"
-    )
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="number formats of transformers, by comma")
     parser.add_argument("--reports", type=Path, nargs="+", default=[])
     parser.add_argument("--out", type=Path, default=RESULTS / "compare_engines.json")
     arguments = parser.parse_args()
@@ -104,7 +91,9 @@ def together(before: dict[str, Any] | None, part: dict[str, Any]) -> dict[str, A
 def vllm_plans(arguments: argparse.Namespace) -> list[Plan]:
     """vLLM's own caches."""
     python = arguments.python or vllm_python()
-    engine = f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
+    engine = (
+        f"vllm:{MODELS[arguments.model]()}?python={python}&max_model_len={arguments.length + 16}&{arguments.engine}"
+    )
     return [caches_plan(arguments, engine, arguments.caches.split(","))]
 
 

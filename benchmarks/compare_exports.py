@@ -33,9 +33,7 @@ KEPT = ("grade", "grade_point", "dppl_pct", "kld", "top1_pct", "design_effect", 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)
@@ -56,9 +54,7 @@ def main() -> None:
         / f"{version('transformers')}-{arguments.text.stem}-{arguments.windows}x{arguments.length}"
     )
     keep_reference(plan, stored, dtype="engine", form="assay", progress=show)
-    document: dict[str, Any] = (
-        json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": {}}
-    )
+    document: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": {}}
     for folder in sorted((cache_dir("quantisers") / "exports").iterdir()):
         if arguments.only and folder.name not in arguments.only:
             continue
@@ -73,13 +69,7 @@ def main() -> None:
 
 def row(stored: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     size = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-    plan = Plan(
-        f"run:{stored}",
-        (f"hf:{folder}",),
-        windows=arguments.windows,
-        length=arguments.length,
-        floors=False,
-    )
+    plan = Plan(f"run:{stored}", (f"hf:{folder}",), windows=arguments.windows, length=arguments.length, floors=False)
     try:
         found = run_compare(plan, show).to_json()["results"]
     except AssayError as error:

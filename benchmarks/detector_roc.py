@@ -97,15 +97,9 @@ def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
     everything = [pair for pairs in rows.values() for pair in pairs]
     table = {name: rates(pairs) for name, pairs in sorted(rows.items())}
     cut = [
-        (grade(item.text, finish_reason="length").label is Label.DEGENERATE, field_flags(item.text))
-        for item in legit
+        (grade(item.text, finish_reason="length").label is Label.DEGENERATE, field_flags(item.text)) for item in legit
     ]
-    return {
-        "all": rates(everything),
-        "said_to_be_cut": rates(cut),
-        "by_category": table,
-        "false_alarms": wrong,
-    }
+    return {"all": rates(everything), "said_to_be_cut": rates(cut), "by_category": table, "false_alarms": wrong}
 
 
 def flagged_documents() -> dict[str, Any]:
@@ -137,9 +131,7 @@ def stutter(legit: list[Legit], outputs: list[Output]) -> dict[str, Any]:
         groups[item.category].append(item.text)
     for output in outputs:
         whole = output.cause.startswith("healthy") and output.label == "ok"
-        groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(
-            output.text
-        )
+        groups["whole models, ok" if whole else f"{output.cause.partition('.')[0]} (model)"].append(output.text)
     for run in read_runs():
         cache = "bf16" if run["kv_cache_dtype"] == "auto" else run["kv_cache_dtype"]
         for side, how in (("server", f"served by vLLM, {cache} cache"), ("reference", "run by transformers")):
@@ -205,14 +197,8 @@ def kinds(outputs: list[Output]) -> dict[str, dict[str, int]]:
 def markdown(result: dict[str, Any]) -> str:
     lines = ["# Detectors on text that they were not tuned on", ""]
     if result["left_out"]:
-        lines += [
-            f"**Left out, so that these figures are of fewer texts: {'; '.join(result['left_out'])}.**",
-            "",
-        ]
-    lines += [
-        "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
-        "|---|---:|---:|---|---:|---|",
-    ]
+        lines += [f"**Left out, so that these figures are of fewer texts: {'; '.join(result['left_out'])}.**", ""]
+    lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
     everything = result["legitimate"]["all"]
     lines.append(row("legitimate, flagged", everything))
     lines.append(row("the same, with finish_reason `length`", result["legitimate"]["said_to_be_cut"]))
@@ -225,10 +211,7 @@ def markdown(result: dict[str, Any]) -> str:
         "## False alarms by kind of text",
         "",
     ]
-    lines += [
-        "| texts | n | assay | 95 % | six patterns of the field | 95 % |",
-        "|---|---:|---:|---|---:|---|",
-    ]
+    lines += ["| texts | n | assay | 95 % | six patterns of the field | 95 % |", "|---|---:|---:|---|---:|---|"]
     lines += [row(name, rates_) for name, rates_ in result["legitimate"]["by_category"].items()]
     lines += [
         "",
@@ -263,8 +246,7 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     lines += ["", "## Kinds named, by label", "", "| label | kinds |", "|---|---|"]
     lines += [
-        f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |"
-        for label, counts in result["kinds"].items()
+        f"| {label} | {', '.join(f'{k} {v}' for k, v in counts.items())} |" for label, counts in result["kinds"].items()
     ]
     return "\n".join(lines) + "\n"
 
@@ -279,9 +261,7 @@ def side_by_side(result: dict[str, Any]) -> list[str]:
         *((f"{label}, found", ("recall", label)) for label in LABELS),
     ):
         old, new = before[path[0]][path[1]], result[path[0]][path[1]]
-        lines.append(
-            f"| {name} | {old['assay']['count']} of {old['n']} | {new['assay']['count']} of {new['n']} |"
-        )
+        lines.append(f"| {name} | {old['assay']['count']} of {old['n']} | {new['assay']['count']} of {new['n']} |")
     return lines
 
 
@@ -292,10 +272,7 @@ def row(name: str, rates_: dict[str, Any]) -> str:
         if r["rate"] is None:
             cells += ["-", "-"]
         else:
-            cells += [
-                f"{r['count']} ({100 * r['rate']:.2f} %)",
-                f"{100 * r['lo']:.2f} to {100 * r['hi']:.2f} %",
-            ]
+            cells += [f"{r['count']} ({100 * r['rate']:.2f} %)", f"{100 * r['lo']:.2f} to {100 * r['hi']:.2f} %"]
     return f"| {name} | {rates_['n']} | " + " | ".join(cells) + " |"
 
 

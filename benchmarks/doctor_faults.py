@@ -201,20 +201,7 @@ def gguf_adapter(model: Path, file: Path, strength: float) -> Path:
 # -----------------------------------------------------------------------------
 # The wrapper.
 
-SALAD = [
-    "лес",
-    "的",
-    "function()",
-    "くん",
-    "über_of",
-    "setTimeout",
-    "||=",
-    "ия",
-    "Ausg",
-    "return",
-    "ไม่",
-    "把",
-]
+SALAD = ["лес", "的", "function()", "くん", "über_of", "setTimeout", "||=", "ия", "Ausg", "return", "ไม่", "把"]
 RUNNING, LOCK = 0, threading.Lock()
 
 

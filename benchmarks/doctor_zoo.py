@@ -166,8 +166,7 @@ class Zoo:
             "zero": lambda: self.made("zero", lambda t: faults.peft_adapter(smol(), t, 0.0)),
             "strong": lambda: self.made("strong.gguf", lambda t: faults.gguf_adapter(smol(), t, 20.0)),
             "dead": lambda: self.made(
-                "dead.gguf" if llama else "dead",
-                lambda t: faults.dead(self.gguf("smollm2") if llama else smol(), t),
+                "dead.gguf" if llama else "dead", lambda t: faults.dead(self.gguf("smollm2") if llama else smol(), t)
             ),
         }
         return [re.sub(r"\{(\w+)\}", lambda m: str(parts[m[1]]()), word) for word in case.settings.split()]
@@ -261,11 +260,7 @@ class Zoo:
         """The engine's own word."""
         if case.engine == "small":
             return ""
-        vllm = [
-            self.asked.vllm_python,
-            "-c",
-            "from importlib.metadata import version; print(version('vllm'))",
-        ]
+        vllm = [self.asked.vllm_python, "-c", "from importlib.metadata import version; print(version('vllm'))"]
         words = vllm if case.engine == "vllm" else [self.asked.llama_server, "--version"]
         said = subprocess.run(words, capture_output=True, text=True, check=False)
         return (said.stdout + said.stderr).strip().splitlines()[0]
@@ -389,12 +384,7 @@ def main() -> None:
         finally:
             cores.put(core)
 
-    has = {
-        "llama": asked.llama_server,
-        "wrapped": asked.llama_server,
-        "vllm": asked.vllm_python,
-        "small": True,
-    }
+    has = {"llama": asked.llama_server, "wrapped": asked.llama_server, "vllm": asked.vllm_python, "small": True}
     chosen = [
         c for c in CASES
         if has[c.engine] and c.engine in asked.engine and (not asked.only or c.name in asked.only) and c.name not in done

@@ -16,17 +16,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from assay.coherence.detectors import salad
 from assay.coherence.text import TextView
 from broken_outputs import broken
-from legit_texts import (
-    Legit,
-    generated,
-    legitimate,
-    repetitive,
-    stdlib,
-    topics,
-    translations,
-    udhr,
-    wikitext,
-)
+from legit_texts import Legit, generated, legitimate, repetitive, stdlib, topics, translations, udhr, wikitext
 from split import is_table, is_tune
 from synthetic_salads import salads
 
@@ -52,9 +42,7 @@ def main() -> None:
     good = [(item.text, 1.0) for item in fit_texts()]
     good += [(o.text, 4.0) for o in outputs if o.label == "ok"]
     bad = [(text, 1.0) for _, text in salads(legit, count=1800)]
-    bad += [
-        (o.text, 20.0) for o in outputs if o.label == "salad"
-    ]  # real ones are fewer, and what it is about
+    bad += [(o.text, 20.0) for o in outputs if o.label == "salad"]  # real ones are fewer, and what it is about
     tables = {}
     for window, stride in salad.SCALES:
         print(f"windows of {window} tokens")
@@ -101,9 +89,7 @@ def fit_scale(
 
 def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
     """The fitted trees as flat arrays: what `assay` needs to run them without scikit-learn."""
-    parts: dict[str, list[np.ndarray]] = {
-        name: [] for name in ("feature", "threshold", "left", "right", "value")
-    }
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
     roots, offset, depth = [], 0, 0
     for (tree,) in model._predictors:
         nodes = tree.nodes
@@ -117,13 +103,7 @@ def as_tables(model: HistGradientBoostingClassifier) -> dict[str, np.ndarray]:
         roots.append(offset)
         offset += len(nodes)
         depth = max(depth, int(nodes["depth"].max()))
-    types = {
-        "feature": np.int16,
-        "threshold": np.float64,
-        "left": np.int32,
-        "right": np.int32,
-        "value": np.float32,
-    }
+    types = {"feature": np.int16, "threshold": np.float64, "left": np.int32, "right": np.int32, "value": np.float32}
     tables = {name: np.concatenate(rows).astype(types[name]) for name, rows in parts.items()}
     return {
         **tables,

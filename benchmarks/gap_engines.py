@@ -27,9 +27,7 @@ MODELS = {"qwen05": models.QWEN05, "qwen15": models.QWEN15, "smollm2": models.SM
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", choices=("gguf", "fp8"), required=True)
     parser.add_argument("--same-cache", action="store_true", help="fp8 on both sides")
     parser.add_argument("--model", choices=MODELS, default="qwen05")

@@ -37,9 +37,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--codec", default="hadamard(bits=4)")
     parser.add_argument("--windows", type=int, default=QUICK["windows"])
     parser.add_argument("--fresh", type=int, default=QUICK["fresh"])
@@ -122,9 +120,7 @@ def write(
         "cpu": round(sum(u.ru_utime + u.ru_stime for u in (children, own))),
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(
-        without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8"
-    )
+    given.out.write_text(without_python(json.dumps(body, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8")
     text = without_python(markdown.render(report).replace(model, "SmolLM2-135M"))
     given.out.with_suffix(".md").write_text(text, encoding="utf-8")
     print(text, flush=True)

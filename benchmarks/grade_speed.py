@@ -46,10 +46,7 @@ def main() -> None:
         + f" | {r['growth']:.1f} | {r['mb_per_s']:.2f} |"
         for r in rows
     ]
-    lines += [
-        "",
-        f"`StreamingGrader`: {stream:.0f} µs of CPU time a token (tokens of about five characters).",
-    ]
+    lines += ["", f"`StreamingGrader`: {stream:.0f} µs of CPU time a token (tokens of about five characters)."]
     (RESULTS / "grade_speed.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
 

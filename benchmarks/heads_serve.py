@@ -95,13 +95,7 @@ def measure(url: str, model: str, a: argparse.Namespace) -> dict[str, Any]:
     with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(FOUR) as pool:
 
         def complete(ids: list[int]) -> int:
-            body = {
-                "model": model,
-                "prompt": ids,
-                "max_tokens": a.tokens,
-                "temperature": a.temperature,
-                "seed": 1,
-            }
+            body = {"model": model, "prompt": ids, "max_tokens": a.tokens, "temperature": a.temperature, "seed": 1}
             usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
             return int(usage["completion_tokens"])
 

@@ -57,9 +57,7 @@ def fit(part: list[dict[str, Any]]) -> float:
     """β with the least squared error over all positions."""
 
     def loss(beta: float) -> float:
-        return float(
-            sum(np.square(np.subtract(predicted(c["base"], c["tv"], beta), c["seen"])).sum() for c in part)
-        )
+        return float(sum(np.square(np.subtract(predicted(c["base"], c["tv"], beta), c["seen"])).sum() for c in part))
 
     return float(minimize_scalar(loss, bounds=(0, 3), method="bounded").x)
 
@@ -88,9 +86,7 @@ def page(row: dict[str, Any]) -> str:
         f"{name}_draft_tokens_total{{{label}}} {steps * len(counts)}.0",
     ]
     lines += [f"{name}_accepted_tokens_total{{{label}}} {sum(counts)}.0"]
-    lines += [
-        f'{name}_accepted_tokens_per_pos_total{{{label},position="{j}"}} {c}.0' for j, c in enumerate(counts)
-    ]
+    lines += [f'{name}_accepted_tokens_per_pos_total{{{label},position="{j}"}} {c}.0' for j, c in enumerate(counts)]
     return "".join(f"# TYPE {line.partition('{')[0]} counter\n{line}\n" for line in lines)
 
 
@@ -167,9 +163,7 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
                 ])  # fmt: skip
     text += table(["model", "target", "head", "T", "position 0", "accepted / steps", "`assay spec`"], cells)
     if served:
-        text += (
-            "### The same in vLLM 0.25.1\n\nCounts of /metrics, greedy but where the name says otherwise:\n\n"
-        )
+        text += "### The same in vLLM 0.25.1\n\nCounts of /metrics, greedy but where the name says otherwise:\n\n"
         cells = []
         for own in served.values():
             for label, row in own.items():
@@ -177,9 +171,7 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
                     cells.append([label, f"refused: {row.get('error', '')[-160:]}", "", "", ""])
                     continue
                 kinds = row["kinds"]
-                each = ", ".join(
-                    f"{k} {100 * kinds[k]['positions'][0][0]:.0f} %" for k in kinds if k != "all"
-                )
+                each = ", ".join(f"{k} {100 * kinds[k]['positions'][0][0]:.0f} %" for k in kinds if k != "all")
                 lossless = row.get("lossless", {}).get("verdict", "–")
                 cells.append([
                     label, f"{percent(kinds['all']['positions'][0])} ({each})", number(kinds["all"]["tokens_per_step"]),
@@ -224,9 +216,7 @@ def main(arguments: list[str]) -> None:
     result: dict[str, Any] = {"beta": beta, "fitted": errors(fitted, beta), "not_fitted": errors(rest, beta)}
     for model in rows if len(rows) > 1 else ():
         one = fit([c for c in every if c["model"] != model])
-        result[f"other_model:{model}"] = {"beta": one} | errors(
-            [c for c in every if c["model"] == model], one
-        )
+        result[f"other_model:{model}"] = {"beta": one} | errors([c for c in every if c["model"] == model], one)
     kl, tv = np.array([c["kl"] for c in every]), np.array([c["tv"] for c in every])
     result["tv_over_sqrt_half_kl"] = float(np.median(tv[kl > 0] / np.sqrt(kl[kl > 0] / 2)))
     matrix: Counter[tuple[str, str, str]] = Counter()

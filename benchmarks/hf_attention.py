@@ -89,11 +89,7 @@ def main() -> None:
         windows = [Window(i, tuple(ids[i * length : (i + 1) * length])) for i in range(arguments.windows)]
         job = ScoreJob(ScoringPath.DECODE, scored_from=length // 2 + 1, batch=arguments.windows)
         requests = [
-            Request(
-                prompt=tuple(ids[900 * i : 900 * i + 400 + 37 * i]),
-                max_tokens=arguments.tokens,
-                ignore_eos=True,
-            )
+            Request(prompt=tuple(ids[900 * i : 900 * i + 400 + 37 * i]), max_tokens=arguments.tokens, ignore_eos=True)
             for i in range(8)
         ]
         device = str(engines["sdpa"].engine.model.device)
@@ -108,15 +104,7 @@ def main() -> None:
                     found, took = timed(work, device)
                     if what == "decode":
                         scored[kind] = found
-                    rows.append(
-                        {
-                            "attention": kind,
-                            "what": what,
-                            "repeat": repeat,
-                            "load": os.getloadavg()[0],
-                            **took,
-                        }
-                    )
+                    rows.append({"attention": kind, "what": what, "repeat": repeat, "load": os.getloadavg()[0], **took})
                     print(json.dumps(rows[-1]), flush=True)
         differences = {kind: against(scored["sdpa"], scored[kind]) for kind in KINDS[1:]}
         facts = engines["sdpa"].describe()

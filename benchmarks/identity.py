@@ -221,9 +221,7 @@ def write_table() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("take", "at", "judge", "table"))
     parser.add_argument("names", nargs="*")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-identity"))
@@ -232,19 +230,11 @@ def main() -> None:
     folder, names = arguments.folder, arguments.names
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.what == "at":
-        keep(
-            names[1], names[0], folder, determinism=names[0].endswith("bf16"), found_only=arguments.found_only
-        )
+        keep(names[1], names[0], folder, determinism=names[0].endswith("bf16"), found_only=arguments.found_only)
     elif arguments.what == "take":
         for name in names:
             with serve(name, folder) as server:
-                keep(
-                    server.url,
-                    name,
-                    folder,
-                    determinism=name in ("bf16", "vllm"),
-                    found_only=arguments.found_only,
-                )
+                keep(server.url, name, folder, determinism=name in ("bf16", "vllm"), found_only=arguments.found_only)
     elif arguments.what == "judge":
         judge(folder)
     else:

@@ -64,9 +64,7 @@ def cells() -> Iterator[Cell]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", required=True)
     parser.add_argument("--calibrate", required=True, help="text for the queries' second moments")
     parser.add_argument("--kl", action="store_true")
@@ -81,16 +79,10 @@ def main() -> None:
     table = cache_dir("kv-calibration") / "kakeya_recipe.safetensors"
     if not table.exists():
         run_calibrate(
-            CalibrationPlan(model, table, text=(arguments.calibrate,), windows=8, length=512, tokens=2048),
-            show,
+            CalibrationPlan(model, table, text=(arguments.calibrate,), windows=8, length=512, tokens=2048), show
         )
     document = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"errors": {}, "kl": {}}
-    document |= {
-        "model": "SmolLM2-135M-Instruct",
-        "windows": WINDOWS,
-        "layers": LAYERS,
-        "machine": describe(),
-    }
+    document |= {"model": "SmolLM2-135M-Instruct", "windows": WINDOWS, "layers": LAYERS, "machine": describe()}
     until = time.monotonic() + 60 * arguments.minutes
 
     def row(group: str, name: str, found: Callable[[], dict[str, Any]]) -> None:
@@ -120,11 +112,7 @@ def main() -> None:
                         s: spec(s, bits, norm if s == "k" else "repaired", q and s == "k", variance, block)
                         for s in ("k", "v")
                     }
-                    row(
-                        "kl",
-                        f"{norm} q={q} variance={variance} bits={bits}",
-                        lambda t=texts: kl(lab, t),
-                    )
+                    row("kl", f"{norm} q={q} variance={variance} bits={bits}", lambda t=texts: kl(lab, t))
         else:
             traffic = watch(lab.engine, lab.windows, lab.bench.shape, queries=64, batch=4, progress=show)
             for cell in cells():
@@ -162,14 +150,11 @@ def errors(lab: Lab, traffic: Traffic, cell: Cell) -> dict[str, Any]:
         mse.append([float(relative_mse(a[None], b[None]).mean()) for a, b in zip(x, back, strict=True)])
         reads, exact = traffic.reads(layer), traffic.rotated(layer, traffic.keys[layer])
         one = [
-            type(reads)(reads.queries[w : w + 1], reads.positions, reads.scale, reads.window)
-            for w in range(x.shape[0])
+            type(reads)(reads.queries[w : w + 1], reads.positions, reads.scale, reads.window) for w in range(x.shape[0])
         ]
         again = traffic.rotated(layer, back) if stream == "k" else back
         if stream == "k":
-            first.append(
-                [float(reads.scores(keys).softmax(dim=-1)[..., 0].mean()) for keys in (exact, again)]
-            )
+            first.append([float(reads.scores(keys).softmax(dim=-1)[..., 0].mean()) for keys in (exact, again)])
         harm.append(
             [
                 float(
@@ -183,11 +168,7 @@ def errors(lab: Lab, traffic: Traffic, cell: Cell) -> dict[str, Any]:
     return {
         "relative_mse": interval(mse),
         "attention_kl" if stream == "k" else "output_error": interval(harm),
-        **(
-            {"attention_on_first_token": [sum(c) / len(LAYERS) for c in zip(*first, strict=True)]}
-            if first
-            else {}
-        ),
+        **({"attention_on_first_token": [sum(c) / len(LAYERS) for c in zip(*first, strict=True)]} if first else {}),
         "bits_per_value": round(size, 3),
         "by_layer": {str(layer): sum(v) / len(v) for layer, v in zip(LAYERS, mse, strict=True)},
     }
@@ -228,10 +209,7 @@ def markdown(document: dict[str, Any], path: Path) -> None:
             f"{document.get('kl_length', 257)} tokens:",
             "",
         ]
-        lines += [
-            "| norm | Q-precond. | variance | bits | smaller | KL, nats |",
-            "|---|---|---|---:|---:|---|",
-        ]
+        lines += ["| norm | Q-precond. | variance | bits | smaller | KL, nats |", "|---|---|---|---:|---:|---|"]
         for name, row in document["kl"].items():
             norm, q, variance, bits = (part.rpartition("=")[2] for part in name.split())
             lines.append(

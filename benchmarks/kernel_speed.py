@@ -97,19 +97,13 @@ def compiled_search() -> AbstractContextManager[None]:
     return replaced((pca_entropy, "cheapest_path", search))
 
 
-TRELLIS: dict[str, Form] = {
-    "twin": nullcontext,
-    "torch": plain_search,
-    "torch.compile": compiled_search,
-}
+TRELLIS: dict[str, Form] = {"twin": nullcontext, "torch": plain_search, "torch.compile": compiled_search}
 
 
 # -----------------------------------------------------------------------------
 
 
-def measured(
-    forms: Mapping[str, Form], prepare: Callable[[], dict[str, Use]], rounds: int
-) -> list[dict[str, Any]]:
+def measured(forms: Mapping[str, Form], prepare: Callable[[], dict[str, Use]], rounds: int) -> list[dict[str, Any]]:
     """A row for each use: seconds of every form, and the twin's advantage over the best of torch and torch.compile."""
     uses: dict[str, dict[str, Use]] = {}
     first: dict[tuple[str, str], float] = {}
@@ -141,12 +135,7 @@ def measured(
                 "differs": {name: differs(outcome[use, "twin"], outcome[use, name]) for name in forms},
             }
         )
-        print(
-            use,
-            {k: f"{1e3 * v:.3g} ms" for k, v in best.items()},
-            f"{rows[-1]['advantage']:.2f}×",
-            flush=True,
-        )
+        print(use, {k: f"{1e3 * v:.3g} ms" for k, v in best.items()}, f"{rows[-1]['advantage']:.2f}×", flush=True)
     return rows
 
 
@@ -197,9 +186,7 @@ def stream_uses(spec: str, tokens: int = 1024) -> Callable[[], dict[str, Use]]:
 
 def fit_use(spec: str) -> Callable[[], dict[str, Use]]:
     calibration = values(4096, 1).float()
-    return lambda: {
-        "fit to 4,096 tokens": lambda: str(parse_recipe(spec).fit(Samples(SITE, calibration)).spec)
-    }
+    return lambda: {"fit to 4,096 tokens": lambda: str(parse_recipe(spec).fit(Samples(SITE, calibration)).spec)}
 
 
 def eval_uses(spec: str, skip: tuple[int, ...]) -> Callable[[], dict[str, Use]]:
@@ -244,9 +231,7 @@ def small_calibration() -> Path:
         text = table.with_suffix(".txt")
         write_atomically(text, kv_texts.other_source()[:400_000])
         run_calibrate(
-            CalibrationPlan(
-                str(build_smollm2()), table, text=(str(text),), windows=4, length=256, tokens=1016
-            )
+            CalibrationPlan(str(build_smollm2()), table, text=(str(text),), windows=4, length=256, tokens=1016)
         )
     return table
 
@@ -272,13 +257,7 @@ def on_gpu(rounds: int) -> list[Plan]:
     """All uses of the Triton kernels."""
     searched = "pca(bits=3, trellis=8)"
     plans: list[Plan] = [
-        (
-            "metrics_gpu",
-            f"{rows} rows of {vocab} logits in bf16",
-            STATISTICS,
-            statistics_use(rows, vocab),
-            rounds,
-        )
+        ("metrics_gpu", f"{rows} rows of {vocab} logits in bf16", STATISTICS, statistics_use(rows, vocab), rounds)
         for rows, vocab in ((4096, 49_152), (4096, 151_936))
     ]
     return [*plans, ("trellis_kernel", searched, TRELLIS, gpu_round_trip(searched), rounds)]
@@ -295,11 +274,7 @@ def compiled_statistics() -> AbstractContextManager[None]:
     return replaced((metrics, "_kernel", lambda: None), (metrics, "row_sums", _row_sums))
 
 
-STATISTICS: dict[str, Form] = {
-    "twin": nullcontext,
-    "torch": plain_statistics,
-    "torch.compile": compiled_statistics,
-}
+STATISTICS: dict[str, Form] = {"twin": nullcontext, "torch": plain_statistics, "torch.compile": compiled_statistics}
 
 
 def statistics_use(rows: int, vocab: int) -> Callable[[], dict[str, Use]]:
@@ -340,16 +315,12 @@ def gpu_round_trip(spec: str, tokens: int = 32_768) -> Callable[[], dict[str, Us
 
 def commit() -> str:
     """Of this source: forms that lost are gone from later ones."""
-    found = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return found.stdout.strip()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=Path)

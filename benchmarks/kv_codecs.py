@@ -59,12 +59,7 @@ from assay.stats.cluster import Resampling
 from assay.stats.equivalence import Margins
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = {
-    "smollm2": build_smollm2,
-    "gemma3": build_gemma3,
-    "qwen05": build_qwen05,
-    "qwen15": build_qwen15,
-}
+MODELS = {"smollm2": build_smollm2, "gemma3": build_gemma3, "qwen05": build_qwen05, "qwen15": build_qwen15}
 
 # What engines offer, the plain baseline over its range, and the same with exact sinks and keys before RoPE.
 PLAIN = ["bf16", "fp8", "fp8(format=e5m2)", "int(bits=4,group=32)"]
@@ -131,9 +126,7 @@ class Measuring:
 
     def __init__(self, arguments: argparse.Namespace, spec: str, table: Path) -> None:
         self.out = arguments.out or RESULTS / f"kv_codecs_{arguments.model}.json"
-        self.document: dict[str, Any] = (
-            json.loads(self.out.read_text()) if self.out.exists() else {"rows": []}
-        )
+        self.document: dict[str, Any] = json.loads(self.out.read_text()) if self.out.exists() else {"rows": []}
         self.spec = spec
         self.calibration = read_calibration(table)
         self.digest = sha256(table.read_bytes()).hexdigest()
@@ -212,17 +205,10 @@ class Measuring:
 
     def _row(self, arguments: argparse.Namespace, text: Text, codec: str, fresh: bool = False) -> Any:
         key = _key(arguments, text.name, codec, fresh)
-        return next(
-            (row for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())), None
-        )
+        return next((row for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())), None)
 
     def _measure(
-        self,
-        arguments: argparse.Namespace,
-        text: Text,
-        codec: str,
-        coders: Any,
-        chosen_from: list[str] | None = None,
+        self, arguments: argparse.Namespace, text: Text, codec: str, coders: Any, chosen_from: list[str] | None = None
     ) -> None:
         lab = text.fresh if chosen_from and text.fresh else text.lab
         try:
@@ -305,12 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", type=Path, help="folder of further texts, NAME.txt.xz")
     add("--windows", type=int, default=128)
     add("--length", type=int, default=1024)
-    add(
-        "--scored",
-        type=int,
-        default=0,
-        help="tokens at the end of a window that are scored; 0: its second half",
-    )
+    add("--scored", type=int, default=0, help="tokens at the end of a window that are scored; 0: its second half")
     add("--choose", type=int, default=0, help="fresh windows for the smallest codec that is accepted")
     add("--unseen", type=Path, action="append", default=[], help="results whose windows are left out")
     add("--batch", type=int, default=16)
@@ -321,12 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")
     add("--jobs", type=int, default=1, help="processes that fit codecs")
-    add(
-        "--apart",
-        type=float,
-        default=accounting.APART,
-        help="share from which streams are not what attention read",
-    )
+    add("--apart", type=float, default=accounting.APART, help="share from which streams are not what attention read")
     add("--memory", type=float, default=0, help="GiB of a shared GPU that may be taken")
     add("--out", type=Path)
     return parser

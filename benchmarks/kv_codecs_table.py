@@ -25,9 +25,7 @@ _PLAIN = re.compile(r"hadamard(\(bits=[\d.]+\))?")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--merge", type=Path, help="all rows in one file")
     arguments = parser.parse_args()
@@ -65,9 +63,7 @@ def render(document: dict[str, Any]) -> Iterator[str]:
             "| hadamard at equal bytes | share of it |"
         )
         yield "|---|---|---:|---:|---|---|---|---|---|---|"
-        plain = sorted(
-            (r for r in rows if _PLAIN.fullmatch(r["codec"])), key=lambda r: r["bytes"]["bits_per_value"]
-        )
+        plain = sorted((r for r in rows if _PLAIN.fullmatch(r["codec"])), key=lambda r: r["bytes"]["bits_per_value"])
         for row in sorted(rows, key=lambda r: r["bytes"]["ratio"]):
             yield _line(row, plain)
         yield ""

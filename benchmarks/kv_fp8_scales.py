@@ -23,9 +23,7 @@ PIECE, PIECES = 256, 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen15")
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
@@ -83,9 +81,7 @@ def row(states: dict[tuple[str, int, str], torch.Tensor], layer: int, stream: st
         "stream": stream,
         "largest": x.abs().amax(dim=(0, 2, 3)).tolist(),
         "error": {n: float((x - rounded(x, s)).square().sum() / variance) for n, s in scales.items()},
-        "error_without_mean": float(
-            (x - mean - rounded(x - mean, torch.tensor(1.0))).square().sum() / variance
-        ),
+        "error_without_mean": float((x - mean - rounded(x - mean, torch.tensor(1.0))).square().sum() / variance),
         "beyond_calibrated": float((x.abs() > head).float().mean()),
         "channels_beyond_30": len(far),
         "their_deviation": sorted(round(float(x[:, h, :, c].std()), 2) for h, c in far),

@@ -149,18 +149,12 @@ def _mismatch(path: Path, why: str) -> AssayError:
 
 
 def convert(
-    model: str,
-    out: Path,
-    moments: Path | None = None,
-    levels_k: Sequence[Path] = (),
-    levels_v: Sequence[Path] = (),
+    model: str, out: Path, moments: Path | None = None, levels_k: Sequence[Path] = (), levels_v: Sequence[Path] = ()
 ) -> dict[str, Any]:
     """Read and check the files against the model's configuration, write one calibration, and return its provenance."""
     if moments is None and not levels_k and not levels_v:
         raise UsageError(
-            "nothing to import",
-            remedy="name files with --moments, --levels-k or --levels-v",
-            finding_id="kv.usage",
+            "nothing to import", remedy="name files with --moments, --levels-k or --levels-v", finding_id="kv.usage"
         )
     shape = shape_of(model)
     tensors: dict[str, torch.Tensor] = {}
@@ -182,10 +176,7 @@ def convert(
     files = [f for f in (moments, *levels_k, *levels_v) if f is not None]
     provenance = {
         "cache": shape.to_json(),
-        "imported": {
-            "files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
-            "made": made,
-        },
+        "imported": {"files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, "made": made},
         "windows": [],
         "environment": describe(),
     }
@@ -212,9 +203,7 @@ def shape_of(model: str) -> CacheShape:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--moments", type=Path)

@@ -27,9 +27,7 @@ WIKI = "wikitext-2-test.txt"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_models.md")
     arguments = parser.parse_args()
@@ -59,9 +57,7 @@ def render(documents: dict[str, Any]) -> Iterator[str]:
         mine = [r for r in rows if r["model"] == model and r["text"] == WIKI and not r["fresh"]]
         longer = {r["codec"] for r in mine if r["length"] > 1024}
         yield f"\n## {NAMES[model]} by context\n"
-        yield from grid(
-            [r for r in mine if r["codec"] in longer], lengths, lambda r: r["length"], "{:,}".format
-        )
+        yield from grid([r for r in mine if r["codec"] in longer], lengths, lambda r: r["length"], "{:,}".format)
     others = list(dict.fromkeys(r["text"] for r in rows if r["text"] != WIKI))
     for model in documents if others else ():
         mine = [r for r in rows if r["model"] == model and r["text"] in others]
@@ -104,9 +100,7 @@ def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
             good = [r for r in fresh or found if r["grade"] == "ACCEPT"] or fresh or found
             best = max(good, key=lambda r: (r["bytes"]["ratio"], -r["kld"]["mean"]), default=None)
             cells.append(
-                f"{said[best['grade']]}: {best['bytes']['ratio']:.1f}×, {best['kld']['mean']:.4f}"
-                if best
-                else "–"
+                f"{said[best['grade']]}: {best['bytes']['ratio']:.1f}×, {best['kld']['mean']:.4f}" if best else "–"
             )
         yield f"| {name} | " + " | ".join(cells) + " |"
 

@@ -49,13 +49,9 @@ def main() -> None:
     if not table.exists():
         text = table.with_suffix(".txt")
         write_atomically(text, kv_texts.other_source())
-        run_calibrate(
-            CalibrationPlan(checkpoint, table, text=(str(text),), windows=8, length=512, tokens=4080)
-        )
+        run_calibrate(CalibrationPlan(checkpoint, table, text=(str(text),), windows=8, length=512, tokens=4080))
     net = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16).eval()
-    ids = AutoTokenizer.from_pretrained(checkpoint)(kv_texts.python_source()[: 8 * arguments.tokens])[
-        "input_ids"
-    ]
+    ids = AutoTokenizer.from_pretrained(checkpoint)(kv_texts.python_source()[: 8 * arguments.tokens])["input_ids"]
     ids = torch.tensor([ids[: arguments.tokens + arguments.steps + 1]])
     runs = []
     for codec in arguments.codec or CODECS:

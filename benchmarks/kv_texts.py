@@ -35,17 +35,7 @@ EVALUATED = (
     "turtle", "typing", "uuid", "warnings", "weakref", "zipfile",
 )
 # fmt: on
-CALIBRATED = (
-    "asyncio",
-    "email",
-    "http",
-    "json",
-    "xml",
-    "urllib",
-    "multiprocessing",
-    "importlib",
-    "concurrent",
-)
+CALIBRATED = ("asyncio", "email", "http", "json", "xml", "urllib", "multiprocessing", "importlib", "concurrent")
 PIECE = 6000
 
 
@@ -78,12 +68,7 @@ def mixed(wiki: str, pieces: int = 120) -> str:
     """Of every four pieces two of WikiText, spread over all of it, one of source, one of prose."""
     half, quarter = pieces // 2, pieces // 4
     encyclopedia = _spread(wiki, half)
-    kinds = (
-        encyclopedia[::2],
-        _spread(other_source(), quarter),
-        encyclopedia[1::2],
-        _spread(prose(), quarter),
-    )
+    kinds = (encyclopedia[::2], _spread(other_source(), quarter), encyclopedia[1::2], _spread(prose(), quarter))
     return "\n\n".join(piece for group in zip_longest(*kinds, fillvalue="") for piece in group if piece)
 
 
@@ -125,13 +110,7 @@ def pack(folder: Path, site_packages: Path) -> None:
 
 def chat() -> str:
     """Questions end with a question mark, answers are what follows; both as the turns of a chat."""
-    names = (
-        "lsof/00FAQ.gz",
-        "sed/sedfaq.txt.gz",
-        "libsnmp-base/FAQ.gz",
-        "xz-utils/faq.txt.gz",
-        "valgrind/FAQ.txt.gz",
-    )
+    names = ("lsof/00FAQ.gz", "sed/sedfaq.txt.gz", "libsnmp-base/FAQ.gz", "xz-utils/faq.txt.gz", "valgrind/FAQ.txt.gz")
     files = [Path("/usr/share/doc") / name for name in names] + [Path("/usr/share/man/man7/gitfaq.7.gz")]
     files += sorted(Path("/usr/share/perl").glob("*/**/*FAQ.pod"))
     turns: list[str] = []
@@ -161,10 +140,7 @@ def chinese() -> str:
 
 def _mixed_files(*sources: Path | tuple[str, ...]) -> str:
     files = [
-        f
-        for root, names in zip(sources[::2], sources[1::2], strict=True)
-        for n in names
-        for f in sorted(root.glob(n))
+        f for root, names in zip(sources[::2], sources[1::2], strict=True) for n in names for f in sorted(root.glob(n))
     ]  # type: ignore[union-attr]
     return "\n\n".join(_read(f)[: MOST // 4] for f in files)
 

@@ -39,11 +39,7 @@ def machine() -> dict[str, Any]:
     import torch
 
     model = next(
-        (
-            line.split(":")[1].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in line
-        ),
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         "",
     )
     return {"cpu": model, "cores": os.cpu_count(), "torch": torch.__version__, "python": platform.python_version(),
@@ -83,8 +79,7 @@ def cached_kv(model: str, text: str, tokens: int) -> Any:
     with torch.inference_mode():
         cache = loaded.model(ids, use_cache=True).past_key_values
     rows = [
-        torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)])
-        for layer in cache.layers
+        torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)]) for layer in cache.layers
     ]
     return torch.stack(rows)
 
@@ -114,9 +109,7 @@ def codec(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     data = encoded(len(blocks))
     two = BlockCodec(tables, 2)
-    rounds = timed(
-        args.rounds, lambda: coder.decode(data, keys), lambda: two.decode(data, keys), lambda: encoded(2)
-    )
+    rounds = timed(args.rounds, lambda: coder.decode(data, keys), lambda: two.decode(data, keys), lambda: encoded(2))
     size = sum(b.numel() for b in blocks[:2]) * 2
     for name, of, times in zip(
         ("decode_gb_s_1", "decode_gb_s_2", "encode_gb_s_1"), (exact, exact, size), rounds, strict=True
@@ -138,10 +131,7 @@ def codec(args: argparse.Namespace) -> None:
         numbers, kinds = rans.decode_numbers(states, body, stream.laws, stream.classes, BLOCK)
         law = stream.laws[kinds].T
         escapes += count
-        bits += (
-            float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum())
-            - 32 * count
-        )
+        bits += float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum()) - 32 * count
         bits += float(stream.kind_bits[kinds].sum())
         words += 16 * body.size + 128
     values = x[:, :, :BLOCK].numel()
@@ -184,9 +174,7 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stage", choices=("codec", "serve"))
     parser.add_argument("model")
     parser.add_argument("--codec", default=SPEC)

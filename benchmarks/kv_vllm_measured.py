@@ -98,8 +98,7 @@ class Bench:
         size = self.vocabulary
         # Any tokens do: nothing is scored. 17 is no common factor of it, so that windows differ.
         tokens = [
-            {"prompt_token_ids": [(i * 7919 + j * 17) % (size - 100) + 50 for j in range(length)]}
-            for i in prompts
+            {"prompt_token_ids": [(i * 7919 + j * 17) % (size - 100) + 50 for j in range(length)]} for i in prompts
         ]
         plain = {"max_tokens": new, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
         asked = [SamplingParams(**plain, extra_args={WINDOW: i} if named else None) for i in prompts]
@@ -139,9 +138,7 @@ class Bench:
         from assay.lab.kv.cache_hook import hook_spec
 
         runner = self.core.model_executor.driver_worker.model_runner
-        spec = hook_spec(
-            "vllm:", codec=row["codec"], mode=row["mode"], length=self.given["length"], measure_windows=0
-        )
+        spec = hook_spec("vllm:", codec=row["codec"], mode=row["mode"], length=self.given["length"], measure_windows=0)
         if row["fitted"]:
             spec = HookSpec("kv_vllm_fitted:hook", {**spec.config, "fitted": row["fitted"]})
         steps = Steps(runner, self.given["length"] if row.get("mode") == "snapshot" else None)
@@ -153,9 +150,7 @@ class Bench:
         turns = Turns(self, row)
         turns.once(lambda hooks: self.prefill(self.in_a_step, hooks))
         windows, new = given["windows"], given["new"]
-        found = turns.rates(
-            "prefill_tok_s", lambda hooks: self.prefill(windows, hooks), windows * given["length"]
-        )
+        found = turns.rates("prefill_tok_s", lambda hooks: self.prefill(windows, hooks), windows * given["length"])
         if row.get("mode") == "snapshot":
             found["decode_tok_s"] = None  # every window is run twice: that is no decoding
         else:
@@ -216,9 +211,7 @@ def hardware() -> dict[str, Any]:
 
     return {
         "torch": torch.__version__,
-        "hardware": torch.cuda.get_device_name()
-        if torch.cuda.is_available()
-        else f"{os.cpu_count()} CPU cores",
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores",
         "load_average": [round(x, 1) for x in os.getloadavg()],
     }
 

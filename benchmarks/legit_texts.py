@@ -37,9 +37,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 HERE = Path(__file__).parent
-SHARED = next(
-    (up / "shared" for up in HERE.parents if (up / "shared").is_dir()), HERE.parent.parent / "shared"
-)
+SHARED = next((up / "shared" for up in HERE.parents if (up / "shared").is_dir()), HERE.parent.parent / "shared")
 WIKITEXT = [SHARED / "corpus" / f"wikitext-2-{name}.txt" for name in ("test", "valid")]
 LOCALES = Path("/usr/share/locale")
 
@@ -148,15 +146,10 @@ def translations(dense: int = 1) -> Iterator[Legit]:
     for path in sorted(LOCALES.glob("*/LC_MESSAGES/*.mo")):
         if path.stat().st_size < 8000 or int(hashlib.sha256(str(path).encode()).hexdigest(), 16) % 6 >= dense:
             continue
-        with (
-            contextlib.suppress(OSError, UnicodeDecodeError, ValueError, IndexError),
-            path.open("rb") as file,
-        ):
+        with contextlib.suppress(OSError, UnicodeDecodeError, ValueError, IndexError), path.open("rb") as file:
             catalogue = gettext.GNUTranslations(file)
             strings = [s for key, s in catalogue._catalog.items() if key and len(s) > 30]  # type: ignore[attr-defined]
-            yield from chunks(
-                "messages", f"locale/{path.parts[-3]}/{path.stem}", "\n".join(strings), limit=dense
-            )
+            yield from chunks("messages", f"locale/{path.parts[-3]}/{path.stem}", "\n".join(strings), limit=dense)
 
 
 def generated(dense: int = 1) -> Iterator[Legit]:
@@ -201,13 +194,7 @@ def _csv(rng: random.Random) -> str:
     for day in range(rng.randint(20, 90)):
         units, price = rng.randint(0, 20), rng.choice([0.0, 2.5, 9.99])
         writer.writerow(
-            [
-                f"2026-{day // 28 + 1:02}-{day % 28 + 1:02}",
-                rng.choice(["north", "south"]),
-                units,
-                price,
-                units * price,
-            ]
+            [f"2026-{day // 28 + 1:02}-{day % 28 + 1:02}", rng.choice(["north", "south"]), units, price, units * price]
         )
     return out.getvalue()
 
@@ -219,10 +206,7 @@ def _log(rng: random.Random) -> str:
     handler.setFormatter(
         logging.Formatter(
             rng.choice(
-                [
-                    "%(levelname)s:%(name)s:%(message)s",
-                    "%(relativeCreated)d %(levelname)-8s [%(name)s] %(message)s",
-                ]
+                ["%(levelname)s:%(name)s:%(message)s", "%(relativeCreated)d %(levelname)-8s [%(name)s] %(message)s"]
             )
         )
     )
@@ -242,20 +226,15 @@ def _access_log(rng: random.Random) -> str:
 
 
 def _html(rng: random.Random) -> str:
-    module = import_module(
-        rng.choice(["textwrap", "bisect", "heapq", "string", "calendar", "shlex", "queue", "sched"])
-    )
+    module = import_module(rng.choice(["textwrap", "bisect", "heapq", "string", "calendar", "shlex", "queue", "sched"]))
     return pydoc.HTMLDoc().docmodule(module)
 
 
 def _sql(rng: random.Random) -> str:
     base = sqlite3.connect(":memory:")
-    base.execute(
-        "CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT NOT NULL, total REAL, note TEXT)"
-    )
+    base.execute("CREATE TABLE orders (id INTEGER PRIMARY KEY, customer TEXT NOT NULL, total REAL, note TEXT)")
     rows = [
-        (i, _word(rng), round(rng.random() * 50, 2), rng.choice([None, "", "gift"]))
-        for i in range(rng.randint(20, 60))
+        (i, _word(rng), round(rng.random() * 50, 2), rng.choice([None, "", "gift"])) for i in range(rng.randint(20, 60))
     ]
     base.executemany("INSERT INTO orders VALUES (?, ?, ?, ?)", rows)
     return "\n".join(base.iterdump())
@@ -311,9 +290,7 @@ def _base64(rng: random.Random) -> str:
 
 
 def _dna(rng: random.Random) -> str:
-    bases = "".join(
-        rng.choices("ACGT", weights=[rng.randint(1, 6) for _ in range(4)], k=rng.randint(400, 1200))
-    )
+    bases = "".join(rng.choices("ACGT", weights=[rng.randint(1, 6) for _ in range(4)], k=rng.randint(400, 1200)))
     return ">seq synthetic\n" + "\n".join(textwrap.wrap(bases, 60))
 
 
@@ -362,8 +339,7 @@ def _ini(rng: random.Random) -> str:
 def _names(rng: random.Random) -> str:
     start = rng.choice([0x41, 0xC0, 0x391, 0x410, 0x5D0, 0x621, 0x905, 0x2190, 0x2500, 0x1F600])
     return "\n".join(
-        f"U+{c:04X} {chr(c)} {unicodedata.name(chr(c), '-')}"
-        for c in range(start, start + rng.randint(20, 60))
+        f"U+{c:04X} {chr(c)} {unicodedata.name(chr(c), '-')}" for c in range(start, start + rng.randint(20, 60))
     )
 
 
@@ -373,16 +349,10 @@ def _numbers(rng: random.Random) -> str:
         return " ".join(str(rng.randint(0, 10 ** rng.randint(1, 6))) for _ in range(rng.randint(60, 300)))
     if kind == 1:
         step = rng.randint(2, 12)
-        return (
-            f"The multiples of {step}: "
-            + ", ".join(str(step * i) for i in range(1, rng.randint(60, 200)))
-            + "."
-        )
+        return f"The multiples of {step}: " + ", ".join(str(step * i) for i in range(1, rng.randint(60, 200))) + "."
     if kind == 2:
         return "\n".join(" ".join(rng.choice("01") for _ in range(16)) for _ in range(rng.randint(10, 30)))
-    return "\n".join(
-        "  ".join(f"{rng.gauss(0, 1):8.4f}" for _ in range(8)) for _ in range(rng.randint(10, 40))
-    )
+    return "\n".join("  ".join(f"{rng.gauss(0, 1):8.4f}" for _ in range(8)) for _ in range(rng.randint(10, 40)))
 
 
 def _uuid(rng: random.Random) -> str:
@@ -454,27 +424,13 @@ def _glossary(rng: random.Random) -> str:
     with gzip.open(HERE / "corpus" / "udhr.jsonl.gz", "rt", encoding="utf-8") as lines:
         texts = {row["language"]: row["text"] for row in map(json.loads, lines)}
     languages = rng.sample(
-        [
-            "eng",
-            "rus",
-            "cmn_hans",
-            "arb",
-            "tha",
-            "deu_1996",
-            "ell_monotonic",
-            "jpn",
-            "kor",
-            "heb",
-            "hin",
-            "fra",
-        ],
+        ["eng", "rus", "cmn_hans", "arb", "tha", "deu_1996", "ell_monotonic", "jpn", "kor", "heb", "hin", "fra"],
         rng.randint(3, 7),
     )
     words = {name: re.findall(r"[^\W\d_]{2,12}", texts[name]) for name in languages if name in texts}
     rows = ["| " + " | ".join(words) + " |", "|---" * len(words) + "|"]
     rows += [
-        "| " + " | ".join(rng.choice(column) for column in words.values()) + " |"
-        for _ in range(rng.randint(5, 25))
+        "| " + " | ".join(rng.choice(column) for column in words.values()) + " |" for _ in range(rng.randint(5, 25))
     ]
     if rng.random() < 0.5:
         return "\n".join(rows)
@@ -501,10 +457,7 @@ def _repetitive() -> Iterator[tuple[str, str]]:
             yield f"numbered/{index}/{count}", "\n".join(f"{i}. {line}" for i in range(1, count + 1))
     for size in range(5, 17):
         yield f"times/{size}", "\n".join(f"{a} x {b} = {a * b}" for a in range(1, size) for b in range(1, 11))
-        yield (
-            f"tree/{size}",
-            "```\n" + "\n".join(" " * (size - i) + "*" * (2 * i + 1) for i in range(size)) + "\n```",
-        )
+        yield (f"tree/{size}", "```\n" + "\n".join(" " * (size - i) + "*" * (2 * i + 1) for i in range(size)) + "\n```")
         yield f"zeros/{size}", "\n".join(" ".join(["0"] * size) for _ in range(size))
         yield f"list/{size}", f"x = [{', '.join(['0'] * size * 4)}]"
         yield (
@@ -513,19 +466,12 @@ def _repetitive() -> Iterator[tuple[str, str]]:
         )
         yield (
             f"rules/{size}",
-            "\n\n".join(
-                f"Chapter {i}\n{'=' * 40}\n\nText of chapter {i} stands here.\n\n---" for i in range(size)
-            ),
+            "\n\n".join(f"Chapter {i}\n{'=' * 40}\n\nText of chapter {i} stands here.\n\n---" for i in range(size)),
         )
-        yield (
-            f"chess/{size}",
-            "\n".join("".join("#."[(r + c) % 2] for c in range(size * 2)) for r in range(size)),
-        )
+        yield (f"chess/{size}", "\n".join("".join("#."[(r + c) % 2] for c in range(size * 2)) for r in range(size)))
         yield (
             f"bars/{size}",
-            "\n".join(
-                f"step {i:2} [{'#' * i}{'-' * (size - i)}] {100 * i // size}%" for i in range(size + 1)
-            ),
+            "\n".join(f"step {i:2} [{'#' * i}{'-' * (size - i)}] {100 * i // size}%" for i in range(size + 1)),
         )
         yield (
             f"count/{size}",
@@ -545,30 +491,21 @@ def _repetitive() -> Iterator[tuple[str, str]]:
             f"very/{size}",
             f"It was a {'very ' * min(size, 7)}good day, and {'no, ' * min(size, 5)}nobody complained. {'Ha' * min(size, 9)}!",
         )
-        yield (
-            f"toc/{size}",
-            "\n".join(f"{i}. Chapter {i} {'.' * (60 - size)} {i * 7}" for i in range(1, size)),
-        )
+        yield (f"toc/{size}", "\n".join(f"{i}. Chapter {i} {'.' * (60 - size)} {i * 7}" for i in range(1, size)))
         yield (
             f"form/{size}",
-            "\n".join(
-                f"{label}: {'_' * 40}" for label in ("Name", "Address", "City", "Phone")[: size % 4 + 1]
-            ),
+            "\n".join(f"{label}: {'_' * 40}" for label in ("Name", "Address", "City", "Phone")[: size % 4 + 1]),
         )
         yield (
             f"switch/{size}",
-            "switch (x) {\n"
-            + "".join(f"    case {i}:\n        return {i * i};\n" for i in range(size * 3))
-            + "}\n",
+            "switch (x) {\n" + "".join(f"    case {i}:\n        return {i * i};\n" for i in range(size * 3)) + "}\n",
         )
         yield (
             f"song/{size}",
             "\n\n".join(
                 f"{verse} the {animal} in the morning light,\n{verse} the {animal} in the fading light.\n  Oh, home again, home again,\n  Oh, home again, home again."
                 for verse, animal in zip(
-                    ("Call", "Find", "Feed", "Ride", "Free"),
-                    ("sparrow", "horse", "otter", "heron", "fox"),
-                    strict=True,
+                    ("Call", "Find", "Feed", "Ride", "Free"), ("sparrow", "horse", "otter", "heron", "fox"), strict=True
                 )
             ),
         )

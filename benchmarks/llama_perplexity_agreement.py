@@ -31,9 +31,7 @@ LENGTH = 512
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=16)
     parser.add_argument("--types", nargs="+", default=TYPES)
@@ -133,9 +131,7 @@ def ours(
             "dppl_pct": r["dppl_pct"],
             "same_top_pct": r["top1_pct"]["value"],
             "top1_pct": r["top1_pct"],
-            "median": r["kld"]["median"]["value"]
-            if isinstance(r["kld"]["median"], dict)
-            else r["kld"]["median"],
+            "median": r["kld"]["median"]["value"] if isinstance(r["kld"]["median"], dict) else r["kld"]["median"],
             "max": r["kld"]["max"],
             "grade": r["grade"],
             "tokens": r["tokens"],
@@ -168,9 +164,7 @@ def table(document: dict[str, Any]) -> str:
             for r in (row["llama_perplexity"], row["assay_base_file"], row["assay_in_process"])
         ]
         lo, hi = row["assay_in_process"]["kld_interval"]
-        lines.append(
-            f"| {row['type']} | {row['bytes'] / 2**20:.1f} | {' | '.join(cells)} | {lo:.5f} to {hi:.5f} |"
-        )
+        lines.append(f"| {row['type']} | {row['bytes'] / 2**20:.1f} | {' | '.join(cells)} | {lo:.5f} to {hi:.5f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -107,8 +107,7 @@ def engine(arguments: argparse.Namespace) -> None:
             if batch * (context + arguments.new) > facts["cache_tokens"] or time.monotonic() > arguments.ends:
                 continue
             found = [
-                _one(llm, config.get_vocab_size(), batch, context, arguments.new, i)
-                for i in range(arguments.repeats)
+                _one(llm, config.get_vocab_size(), batch, context, arguments.new, i) for i in range(arguments.repeats)
             ]
             best = {name: max(f[name] for f in found) for name in found[0]}
             median = {f"{name}_median": statistics.median(f[name] for f in found) for name in found[0]}
@@ -230,14 +229,7 @@ def kernel(arguments: argparse.Namespace) -> None:
             kernels.PREFILL.update(usual)
             keep(
                 arguments,
-                {
-                    "row": "prefill",
-                    "d": d,
-                    "past": past,
-                    "fresh": fresh,
-                    "best": min(rows, key=rows.get),
-                    "ms": rows,
-                },
+                {"row": "prefill", "d": d, "past": past, "fresh": fresh, "best": min(rows, key=rows.get), "ms": rows},
             )
 
 

@@ -64,10 +64,7 @@ def measure(engine: VllmScorer, reference: list[StateRows], rounds: int) -> tupl
         for name, values in (("scored_windows_per_s", scored), ("prefill_windows_per_s", plain))
     }
     ratios = [a / b for a, b in zip(scored, plain, strict=True)]
-    return {
-        **figures,
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-    }, found
+    return {**figures, "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}}, found
 
 
 def main() -> None:
@@ -90,11 +87,11 @@ def main() -> None:
         name = f"tensor {tensor}, pipeline {stages}"
         if name in results["layouts"] and (tensor, stages) != (1, 1):
             continue
-        options = f"dtype={a.dtype}&max_model_len={a.length + 2}&max_num_batched_tokens={a.windows * a.length}{a.options}"
-        begun = time.perf_counter()
-        engine = VllmScorer.load(
-            f"vllm:{a.model}?{options}&tensor_parallel={tensor}&pipeline_parallel={stages}"
+        options = (
+            f"dtype={a.dtype}&max_model_len={a.length + 2}&max_num_batched_tokens={a.windows * a.length}{a.options}"
         )
+        begun = time.perf_counter()
+        engine = VllmScorer.load(f"vllm:{a.model}?{options}&tensor_parallel={tensor}&pipeline_parallel={stages}")
         started = time.perf_counter() - begun
         try:
             if not reference:
@@ -110,10 +107,7 @@ def main() -> None:
             engine.close()
         one = found if one is None else one
         apart = {key: float(np.nanmax(np.abs(found[key] - one[key]))) for key in found}
-        means = {
-            key: [float(np.nanmean(one[key])), float(np.nanmean(found[key]))]
-            for key in ("kl", "tv", "nll_cand")
-        }
+        means = {key: [float(np.nanmean(one[key])), float(np.nanmean(found[key]))] for key in ("kl", "tv", "nll_cand")}
         results["layouts"][name] = {
             "start_s": started, "speed": speed, "exact": {"largest": apart, "means_of_one_and_of_this": means},
             "kv_bytes_per_token": facts["kv_bytes_per_token"], "memory_of_ranks": memory,

@@ -66,11 +66,7 @@ def export(kind: str) -> tuple[Path, float | None]:
     if (folder / "config.json").exists():
         return folder, None
     shutil.rmtree(folder, ignore_errors=True)
-    settings = os.environ | {
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    settings = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [str(environment(kind)), str(HERE / "quantisers.py"), kind, str(build_smollm2()), str(folder)]
     start = time.perf_counter()
     log = cache_dir("logs") / f"quantise-{kind}.log"
@@ -118,9 +114,7 @@ def examine(kind: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
             damaged(folder, edit, Path(temporary))
             raised = findings(Path(temporary), serve_args=fault.serve_args)
-        hit = any(
-            f.id == f"checkpoint.{fault.finding}" and f.severity.value == fault.severity for f in raised
-        )
+        hit = any(f.id == f"checkpoint.{fault.finding}" and f.severity.value == fault.severity for f in raised)
         faults[fault.name] = {"wanted": fault.finding, "found": hit, "raised": sorted({f.id for f in raised})}
     return {
         "kind": kind, "method": config.get("quantization_config", {}).get("quant_method"), "tensors": len(names), "seconds": seconds,

@@ -23,9 +23,7 @@ def auto_round(model: str, folder: Path, form: str, scheme: str = "W4A16", **res
     settings = {"iters": 0, "nsamples": 4, "seqlen": 64, "disable_opt_rtn": True, "device_map": "cpu"}
     quantiser = AutoRound(model, tokenizer, scheme=scheme, **settings, **rest)
     quantiser.quantize_and_save(str(folder), format=form)
-    if not (
-        folder / "config.json"
-    ).exists():  # some formats are put into a folder named after model and scheme
+    if not (folder / "config.json").exists():  # some formats are put into a folder named after model and scheme
         (inner,) = (path.parent for path in folder.glob("*/config.json"))
         for file in inner.iterdir():
             file.rename(folder / file.name)
@@ -50,8 +48,7 @@ def torchao(model: str, folder: Path, recipe: str) -> None:
     recipes: dict[str, Callable[[], object]] = {
         "int8": lambda: ao.Int8WeightOnlyConfig(),
         "int4": lambda: ao.IntxWeightOnlyConfig(
-            weight_dtype=__import__("torch").int4,
-            granularity=__import__("torchao").quantization.PerGroup(GROUP),
+            weight_dtype=__import__("torch").int4, granularity=__import__("torchao").quantization.PerGroup(GROUP)
         ),
         "float8": lambda: ao.Float8WeightOnlyConfig(),
     }
@@ -80,10 +77,7 @@ def hqq(model: str, folder: Path) -> None:
     loaded.lm_head.weight = torch.nn.Parameter(loaded.lm_head.weight.detach().clone())
     loaded.config.tie_word_embeddings = False
     AutoHQQHFModel.quantize_model(
-        loaded,
-        quant_config=BaseQuantizeConfig(nbits=4, group_size=GROUP),
-        compute_dtype=torch.bfloat16,
-        device="cpu",
+        loaded, quant_config=BaseQuantizeConfig(nbits=4, group_size=GROUP), compute_dtype=torch.bfloat16, device="cpu"
     )
     AutoHQQHFModel.save_to_safetensors(loaded, str(folder))
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
@@ -110,13 +104,7 @@ def compressor_groups(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": symmetric,
-        "strategy": "group",
-        "group_size": GROUP,
-    }
+    weights = {"num_bits": bits, "type": "int", "symmetric": symmetric, "strategy": "group", "group_size": GROUP}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     oneshot(model=loaded, recipe=QuantizationModifier(config_groups=groups, ignore=list(ignore)))
     loaded.save_pretrained(folder, save_compressed=True)

@@ -94,9 +94,7 @@ def driver_rate(width: int = 4096, windows: int = 12, length: int = 1025) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="", help="folder of a checkpoint; left out: SmolLM2-135M-Instruct")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", default="1,2")

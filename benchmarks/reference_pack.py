@@ -25,9 +25,7 @@ CANDIDATES = ("", "weights=int(bits=8,group=128)", "weights=polar(bits=6)")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "reference_pack.json")

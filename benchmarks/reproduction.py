@@ -98,13 +98,7 @@ class Row:
 
 
 def recipe(
-    ratio: float,
-    *,
-    q: bool = True,
-    lost: bool = False,
-    bits: tuple[int, int] = (3, 2),
-    far: str = "",
-    outer: str = "",
+    ratio: float, *, q: bool = True, lost: bool = False, bits: tuple[int, int] = (3, 2), far: str = "", outer: str = ""
 ) -> str:
     """The recipe; `lost`: residuals of keys come back without their norm, as the published decoder gave them without `q`.
 
@@ -280,9 +274,7 @@ class Runner:
         for row in rows:
             row = self.placed(row)
             key = f"{self.given.name} {row.name}"
-            if "tail" in self.document["rows"].get(key, {}) or (
-                row.table == "other" and not self.table(row).exists()
-            ):
+            if "tail" in self.document["rows"].get(key, {}) or (row.table == "other" and not self.table(row).exists()):
                 continue
             if time.monotonic() - self.began > 60 * self.given.minutes:
                 print("out of time before", key, flush=True)
@@ -327,12 +319,7 @@ class Runner:
         if mode not in self.labs:
             from_tail = len(self.windows[0].tokens) - self.given.tail if mode == Mode.DECODE else None
             self.labs[mode] = Lab(
-                self.engine,
-                self.given.spec,
-                self.windows,
-                Mode(mode),
-                self.given.batch,
-                scored_from=from_tail,
+                self.engine, self.given.spec, self.windows, Mode(mode), self.given.batch, scored_from=from_tail
             )
         return self.labs[mode]
 
@@ -427,12 +414,7 @@ def calibrated(given: argparse.Namespace, model: str) -> None:
     plain = plain_of(given.table)
     if not (given.table.exists() and plain.exists()):
         plan = CalibrationPlan(
-            model,
-            given.table,
-            text=(given.calibrate,),
-            windows=16,
-            length=given.calibration_length,
-            tokens=4096,
+            model, given.table, text=(given.calibrate,), windows=16, length=given.calibration_length, tokens=4096
         )
         moments: dict[int, torch.Tensor] = {}
         own = calibration.averaged
@@ -450,21 +432,15 @@ def calibrated(given: argparse.Namespace, model: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("hf", "vllm"), required=True)
     parser.add_argument("--model", choices=MODELS, default="smollm2")
     parser.add_argument("--name", help="of the rows, in place of the engine's, where options set it apart")
     parser.add_argument("--text", required=True)
-    parser.add_argument(
-        "--calibrate", required=True, help="other text, for moments of queries and the shared basis"
-    )
+    parser.add_argument("--calibrate", required=True, help="other text, for moments of queries and the shared basis")
     parser.add_argument("--stages", default="", help=f"some of {', '.join(STAGES)}, hottest; in this order")
     parser.add_argument("--windows", type=int, default=128)
-    parser.add_argument(
-        "--length", type=int, default=1024 + TAIL + 1, help="tokens of a window, the first unscored"
-    )
+    parser.add_argument("--length", type=int, default=1024 + TAIL + 1, help="tokens of a window, the first unscored")
     parser.add_argument("--tail", type=int, default=TAIL)
     parser.add_argument("--block", type=int, default=512, help="tokens of a block of the recipe")
     parser.add_argument("--batch", type=int, default=64)
@@ -479,9 +455,7 @@ def main() -> None:
     given.table = table_of(given.model, given.engine)
     model, more = given.subject.build(), given.options and f"&{given.options}"
     of_hf = f"hf:{model}?device={given.device}"
-    spec = (
-        of_hf + more if given.engine == "hf" else f"vllm:{model}?max_model_len={max(given.length, 512)}{more}"
-    )
+    spec = of_hf + more if given.engine == "hf" else f"vllm:{model}?max_model_len={max(given.length, 512)}{more}"
     given.spec = spec
     calibrated(given, spec)
     if given.calibrate_only:
@@ -519,9 +493,7 @@ def clean(spec: str, plan: Plan, given: argparse.Namespace) -> list[Any]:
     engine = open_scorer(spec)
     try:
         windows, _ = plan_windows(plan, engine.tokenizer)
-        return list(
-            engine.score_windows(windows, Lab(engine, spec, windows, Mode.INFORWARD, given.batch).job)
-        )
+        return list(engine.score_windows(windows, Lab(engine, spec, windows, Mode.INFORWARD, given.batch).job))
     finally:
         engine.close()
 

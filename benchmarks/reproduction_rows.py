@@ -34,9 +34,7 @@ class Rows:
         self.rows: dict[str, Any] = {}
         self.facts: dict[str, Any] = {}
         for file in files:
-            document = (
-                unpacked(file) if file.suffix == ".npz" else json.loads(file.read_text(encoding="utf-8"))
-            )
+            document = unpacked(file) if file.suffix == ".npz" else json.loads(file.read_text(encoding="utf-8"))
             self.rows |= {k: r for k, r in document["rows"].items() if "tail" in r}
             self.facts |= document["facts"]
         places = self.facts.get("text", {}).get("places")
@@ -83,9 +81,7 @@ def unpacked(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction_rows.npz")
     given = parser.parse_args()

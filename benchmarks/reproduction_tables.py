@@ -61,8 +61,7 @@ def ratio(rows: Rows, above: Sequence[str], below: Sequence[str]) -> dict[str, f
     """Σ KL of `above` over Σ KL of `below`."""
     return shown(
         cluster_ratio(
-            np.asarray(sum(rows.sums(n, "kl") for n in above)),
-            np.asarray(sum(rows.sums(n, "kl") for n in below)),
+            np.asarray(sum(rows.sums(n, "kl") for n in above)), np.asarray(sum(rows.sums(n, "kl") for n in below))
         ).interval
     )
 
@@ -95,9 +94,7 @@ def groups_of(each: Sums) -> Sums:
 
 def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
     """Streams, layers, noise, boundary and harness of one engine."""
-    found: dict[str, Any] = {
-        "rows": {n: effect(rows, n) for n in rows.named(f"{kind} ") if "all" in rows.rows[n]}
-    }
+    found: dict[str, Any] = {"rows": {n: effect(rows, n) for n in rows.named(f"{kind} ") if "all" in rows.rows[n]}}
     found["tail"] = {n: effect(rows, n, "tail") for n in rows.named(f"{kind} ") if " layer " not in n}
     for vr in RATIOS:
         joint, k, v = (f"{kind} {what} vr={vr}" for what in ("joint", "k only", "v only"))
@@ -143,14 +140,9 @@ def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
     pairs = zip(zip(counts, total, strict=True), zip(counts[1:], total[1:], strict=True), strict=False)
     return {
         f"coded layers vr={vr}": {
-            "KL": {
-                str(n): shown(mean(np.asarray(s), np.asarray(tokens)))
-                for n, s in zip(counts, sums, strict=True)
-            },
+            "KL": {str(n): shown(mean(np.asarray(s), np.asarray(tokens))) for n, s in zip(counts, sums, strict=True)},
             "power": growth.slope and shown(growth.slope),
-            "power between neighbours": {
-                f"{a} to {b}": math.log(y / x) / math.log(b / a) for (a, x), (b, y) in pairs
-            },
+            "power between neighbours": {f"{a} to {b}": math.log(y / x) / math.log(b / a) for (a, x), (b, y) in pairs},
         }
     }
 
@@ -181,19 +173,14 @@ def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
     single = np.concatenate([groups_of(changes(rows, [n])) for n in alone])
     return {
         "layers": len(alone),
-        "sum": {
-            w: shown(mean(np.asarray(sum(rows.sums(n, w) for n in alone)), tokens)) for w in ("kl", "dnll")
-        },
+        "sum": {w: shown(mean(np.asarray(sum(rows.sums(n, w) for n in alone)), tokens)) for w in ("kl", "dnll")},
         "joint": {w: shown(mean(rows.sums(joint, w), tokens)) for w in ("kl", "dnll")},
         "joint over sum of KL": ratio(rows, [joint], alone),
         "joint minus sum": difference(rows, [joint], alone),
         "dnll intervals with 0": sum(0.0 in i for i in nll),
         "kl": [min(i.value for i in kl), max(i.value for i in kl)],
         "kl above 0": sum(i.lo > 0 for i in kl),
-        "published size: single layers": {
-            "negative": int((single < 0).sum()),
-            "samples": int(single.size),
-        },
+        "published size: single layers": {"negative": int((single < 0).sum()), "samples": int(single.size)},
         "published size: sum": passages(changes(rows, alone)),
         "published size: joint": passages(changes(rows, [joint])),
         "tail sum dnll": shown(mean(tail, rows.sums(joint, "tokens", "tail"))),
@@ -209,10 +196,7 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
     above = [n for n in names if float(rows.sums(n, "kl").sum()) > 2 * floor]
     tokens = [int(t) for t in rows.sums(names[0], "tokens")]
     growth = noise_growth(
-        [float(n.split()[2]) for n in above],
-        [list(rows.sums(n, "kl")) for n in above],
-        tokens,
-        Resampling(2000, 0),
+        [float(n.split()[2]) for n in above], [list(rows.sums(n, "kl")) for n in above], tokens, Resampling(2000, 0)
     )
     level = {float(n.split()[2]): float(rows.sums(n, "kl").sum()) for n in above}
     steps = zip(level, list(level)[1:], strict=False)
@@ -339,9 +323,7 @@ def rounded(value: Any) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[RESULTS / "reproduction_rows.npz"])
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
     given = parser.parse_args()

@@ -23,20 +23,13 @@ RESULTS = Path(__file__).parent / "results" / "second_engine.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", type=Path, default=cache_dir("llama.cpp") / "bin" / "llama-server")
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds for one answer; more on a busy machine"
-    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds for one answer; more on a busy machine")
     arguments = parser.parse_args()
     with llama_server(gguf_of(SMOLLM2), arguments.binary) as server:
         options = CheckOptions(
-            seed=1000,
-            repeats=3,
-            reference_engine=f"hf:{build_smollm2()}",
-            timeout=arguments.timeout,
+            seed=1000, repeats=3, reference_engine=f"hf:{build_smollm2()}", timeout=arguments.timeout
         )
         report = run_check(server.url, options, show)
     print_report(report)

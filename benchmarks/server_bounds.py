@@ -46,19 +46,13 @@ def as_served(reference: WindowRows, logprobs: torch.Tensor, count: int, by: str
     if by == "reference":
         ids = choose_ids(reference, count)
     else:
-        ids = [
-            [*row, token] for row, token in zip(logprobs.topk(count, -1).indices.tolist(), gold, strict=True)
-        ]
-    rows = tuple(
-        dict(zip(row, values[row].tolist(), strict=True)) for row, values in zip(ids, logprobs, strict=True)
-    )
+        ids = [[*row, token] for row, token in zip(logprobs.topk(count, -1).indices.tolist(), gold, strict=True)]
+    rows = tuple(dict(zip(row, values[row].tolist(), strict=True)) for row, values in zip(ids, logprobs, strict=True))
     own = tuple(row[token] for row, token in zip(rows, gold, strict=True))
     return TopkLogprobs(reference.first, own, rows, by)  # type: ignore[arg-type]
 
 
-def pairs(
-    reference: list[WindowRows], spec: str, windows: Sequence[Window]
-) -> Iterator[tuple[WindowRows, WindowRows]]:
+def pairs(reference: list[WindowRows], spec: str, windows: Sequence[Window]) -> Iterator[tuple[WindowRows, WindowRows]]:
     engine = HfScorer.load(spec)
     yield from zip(reference, engine.score_windows(windows, ScoreJob(batch=2)), strict=True)
     engine.close()
@@ -95,12 +89,7 @@ def measured(name: str, spec: str, reference: list[WindowRows], windows: Sequenc
                 "top1_pct": [100 * bounds.certain.value, 100 * bounds.possible.value],
             }
         )
-    return {
-        "candidate": name,
-        "kld": kl,
-        "top1_pct": 100 * float(pooled(exact, "top1").mean()),
-        "bounds": rows,
-    }
+    return {"candidate": name, "kld": kl, "top1_pct": 100 * float(pooled(exact, "top1").mean()), "bounds": rows}
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -119,9 +108,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--out", type=Path, default=RESULTS / "server_bounds.json")
@@ -132,18 +119,9 @@ def main() -> None:
     windows, text = plan_windows(plan, engine.tokenizer)
     reference = list(engine.score_windows(windows, ScoreJob(batch=2)))
     with torch.inference_mode():
-        results = [
-            measured(name, f"hf:{model}?{options}", reference, windows)
-            for name, options in CANDIDATES.items()
-        ]
+        results = [measured(name, f"hf:{model}?{options}", reference, windows) for name, options in CANDIDATES.items()]
     tokens = len(windows) * (arguments.length - 1)
-    body = {
-        "tokens": tokens,
-        "windows": len(windows),
-        "text": text,
-        "results": results,
-        "environment": describe(),
-    }
+    body = {"tokens": tokens, "windows": len(windows), "text": text, "results": results, "environment": describe()}
     arguments.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     arguments.out.with_suffix(".md").write_text(table(results) + "\n", encoding="utf-8")
     print(table(results))

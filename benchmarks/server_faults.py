@@ -40,9 +40,7 @@ def checked(model: Path, reference: Path, arguments: argparse.Namespace, seed: i
     """One check of a server that is already up, as a row of the table."""
     device = f"?device={arguments.device}" if arguments.device else ""
     began = time.perf_counter()
-    options = CheckOptions(
-        seed=seed, samples=arguments.samples, repeats=3, reference_engine=f"hf:{reference}{device}"
-    )
+    options = CheckOptions(seed=seed, samples=arguments.samples, repeats=3, reference_engine=f"hf:{reference}{device}")
     report = run_check(arguments.url, options, show).to_json()
     alone = judge(CheckRecord.from_json(report["results"]))
     results = report["results"]
@@ -54,9 +52,7 @@ def checked(model: Path, reference: Path, arguments: argparse.Namespace, seed: i
         "without_reference": alone.verdict.value,
         "signals_without_reference": [r.rule for r in alone.rulings if r.state == "bad"],
         "texts": sum(len(p["samples"]) for p in results["probes"]),
-        "degenerate": sum(
-            s["label"] in ("degenerate", "empty") for p in results["probes"] for s in p["samples"]
-        ),
+        "degenerate": sum(s["label"] in ("degenerate", "empty") for p in results["probes"] for s in p["samples"]),
         "reference_degenerate": sum(p["degenerate"] for p in results["reference"]["probes"].values()),
         "bits_per_byte": results["bits_per_byte"]["mean"],
         "reference_bits_per_byte": results["reference"]["bits_per_byte"],
@@ -69,18 +65,12 @@ def checked(model: Path, reference: Path, arguments: argparse.Namespace, seed: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--python", type=Path, help="interpreter that holds vLLM; default: the private environment"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", type=Path, help="interpreter that holds vLLM; default: the private environment")
     parser.add_argument("--model", type=Path, help="whole checkpoint; default: SmolLM2-135M from the cache")
     parser.add_argument("--device", default="", help="device of the reference engine, such as cuda")
     parser.add_argument(
-        "--healthy",
-        type=int,
-        help="runs of the whole model, each with its own seed; default 10, with --only 0",
+        "--healthy", type=int, help="runs of the whole model, each with its own seed; default 10, with --only 0"
     )
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--only", type=_names, help="these damages only, separated by commas")

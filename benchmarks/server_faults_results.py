@@ -36,9 +36,7 @@ def load(path: Path) -> dict[str, Rows]:
 def save(path: Path, results: Mapping[str, Rows]) -> None:
     """Write the rows, whole or not at all."""
     temporary = path.with_suffix(".part")
-    temporary.write_text(
-        json.dumps({group: results[group] for group in GROUPS}, indent=1) + "\n", encoding="utf-8"
-    )
+    temporary.write_text(json.dumps({group: results[group] for group in GROUPS}, indent=1) + "\n", encoding="utf-8")
     temporary.replace(path)
 
 
@@ -79,9 +77,7 @@ def machine(device: str, server: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("new", type=Path, nargs="+", help="results that were written elsewhere")
     parser.add_argument("--into", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -123,10 +123,7 @@ def main() -> None:
                 arguments.out.write_text(
                     json.dumps(
                         {
-                            "tokens": {
-                                "passages": sum(counts),
-                                "depths": [len(engine.tokenize(t)) for t in deep],
-                            },
+                            "tokens": {"passages": sum(counts), "depths": [len(engine.tokenize(t)) for t in deep]},
                             "environment": describe(),
                             "rows": rows,
                         },

@@ -42,9 +42,7 @@ class Run:
 
 
 @contextmanager
-def server(
-    model: Path, speculative: dict[str, Any] | None, log: Path, name: str = MODEL
-) -> Iterator[str | None]:
+def server(model: Path, speculative: dict[str, Any] | None, log: Path, name: str = MODEL) -> Iterator[str | None]:
     """Serve `model` with vLLM on the CPU and yield its URL, or None if it refuses to start; its log goes to `log`."""
     arguments = ["--max-num-seqs", "4"]
     if speculative is not None:
@@ -54,11 +52,7 @@ def server(
         try:
             running = held.enter_context(
                 vllm_server(
-                    model,
-                    name=name,
-                    max_model_len=1024,
-                    extra_args=arguments,
-                    env={"VLLM_LOG_STATS_INTERVAL": "2"},
+                    model, name=name, max_model_len=1024, extra_args=arguments, env={"VLLM_LOG_STATS_INTERVAL": "2"}
                 )
             )
         except AssayError:
@@ -81,9 +75,7 @@ def run(name: str, model: Path, speculative: dict[str, Any] | None, folder: Path
             _complete(client, "Warm up", 8)
             result.before = client.get("/metrics").text
             began = time.monotonic()
-            result.responses = [
-                _complete(client, PROMPTS[i % len(PROMPTS)], MAX_TOKENS) for i in range(requests)
-            ]
+            result.responses = [_complete(client, PROMPTS[i % len(PROMPTS)], MAX_TOKENS) for i in range(requests)]
             result.seconds = time.monotonic() - began
             result.tokens = sum(r["usage"]["completion_tokens"] for r in result.responses)
             time.sleep(2.5)  # the last window is logged after the last token
@@ -137,11 +129,7 @@ def _write_weights(kind: str, source: Path, target: Path) -> None:
         tensors = _fewer_layers(tensors, target, int(kind.split(":")[1]))
     else:
         raise ValueError(f"unknown draft {kind!r}")
-    save_file(
-        {n: t.contiguous() for n, t in tensors.items()},
-        target / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    save_file({n: t.contiguous() for n, t in tensors.items()}, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def _fewer_layers(tensors: dict[str, Any], target: Path, keep: int) -> dict[str, Any]:

@@ -51,12 +51,7 @@ def speculative(name: str, model: Path, work: Path) -> dict[str, Any] | None:
     if draft is None:
         return None
     if draft == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": depth,
-            "prompt_lookup_max": 3,
-            "prompt_lookup_min": 1,
-        }
+        return {"method": "ngram", "num_speculative_tokens": depth, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     path = model if draft == "self" else make_draft(draft, model, work / draft.replace(":", ""))
     return {"method": "draft_model", "model": str(path), "num_speculative_tokens": depth}
 

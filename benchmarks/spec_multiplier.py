@@ -42,18 +42,14 @@ def over_rounds(values: list[float]) -> dict[str, float]:
 
 def ratios(rounds: list[dict[str, dict[str, float]]], depth: int, unit: str) -> list[float]:
     """Seconds per `unit` at `depth` over seconds per `unit` without speculation, round by round."""
-    return [
-        (r[str(depth)]["seconds"] / r[str(depth)][unit]) / (r["0"]["seconds"] / r["0"][unit]) for r in rounds
-    ]
+    return [(r[str(depth)]["seconds"] / r[str(depth)][unit]) / (r["0"]["seconds"] / r["0"][unit]) for r in rounds]
 
 
 def describe(draft: dict[str, Any]) -> dict[str, Any]:
     rounds = draft["rounds"]
     steps = {d: over_rounds(ratios(rounds, d, "steps")) for d in DEPTHS}
     speed = {d: over_rounds([1 / x for x in ratios(rounds, d, "tokens")]) for d in DEPTHS}
-    length = {
-        d: sum(r[str(d)]["tokens"] for r in rounds) / sum(r[str(d)]["steps"] for r in rounds) for d in DEPTHS
-    }
+    length = {d: sum(r[str(d)]["tokens"] for r in rounds) / sum(r[str(d)]["steps"] for r in rounds) for d in DEPTHS}
     slope, intercept = np.polyfit(DEPTHS, [steps[d]["value"] for d in DEPTHS], 1)
     cost = measured_cost(length[FITTED], FITTED, Measured(speed[FITTED]["value"]))
     rates = draft["rates"][str(FITTED)]
@@ -62,16 +58,11 @@ def describe(draft: dict[str, Any]) -> dict[str, Any]:
         row: dict[str, Any] = {"depth": depth, "tokens_per_step": length[depth], "step_time": steps[depth]}
         row["measured"] = speed[depth]
         if cost is not None and rates and depth != FITTED:
-            row["predicted"] = expected_tokens(extrapolated(rates, max(DEPTHS)), depth) / (
-                1 + cost.ratio * depth
-            )
+            row["predicted"] = expected_tokens(extrapolated(rates, max(DEPTHS)), depth) / (1 + cost.ratio * depth)
             # The same in every round, so that the interval holds the noise of both speeds.
             costs = [(length[FITTED] * x - 1) / FITTED for x in ratios(rounds, FITTED, "tokens")]
             expected = expected_tokens(extrapolated(rates, max(DEPTHS)), depth)
-            each = [
-                expected / (1 + c * depth) * x
-                for c, x in zip(costs, ratios(rounds, depth, "tokens"), strict=True)
-            ]
+            each = [expected / (1 + c * depth) * x for c, x in zip(costs, ratios(rounds, depth, "tokens"), strict=True)]
             row["predicted_over_measured"] = over_rounds(each)
         rows.append(row)
     return {
@@ -107,10 +98,7 @@ def one_run_each(runs: dict[str, Any], names: tuple[str, str, str]) -> dict[str,
 
 
 def main() -> None:
-    found = {
-        name: describe(draft)
-        for name, draft in json.loads((HERE / "spec_step_times.json").read_text()).items()
-    }
+    found = {name: describe(draft) for name, draft in json.loads((HERE / "spec_step_times.json").read_text()).items()}
     runs = json.loads((HERE / "spec_head_states.json").read_text())
     for draft, names in ONE_RUN_EACH.items():
         found[f"{draft}, one run each"] = one_run_each(runs, names)

@@ -35,12 +35,7 @@ def speculative(draft: str, depth: int, model: Path, work: Path) -> dict[str, An
     if not depth:
         return None
     if draft == "ngram":
-        return {
-            "method": "ngram",
-            "num_speculative_tokens": depth,
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        }
+        return {"method": "ngram", "num_speculative_tokens": depth, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     path = model if draft == "self" else make_draft(draft, model, work / draft.replace(":", ""))
     return {"method": "draft_model", "model": str(path), "num_speculative_tokens": depth}
 
@@ -71,9 +66,7 @@ def measure(draft: str, model: Path, work: Path) -> dict[str, Any]:
         for depth in DEPTHS:
             name = f"steps{depth}"
             url = held.enter_context(
-                server(
-                    model, speculative(draft, depth, model, work), work / f"steps_{draft}_{depth}.log", name
-                )
+                server(model, speculative(draft, depth, model, work), work / f"steps_{draft}_{depth}.log", name)
             )
             if url is None:
                 raise SystemExit(f"{draft} at depth {depth} did not start; see {work}")
@@ -84,9 +77,7 @@ def measure(draft: str, model: Path, work: Path) -> dict[str, Any]:
             prompt = REPETITIVE if draft == "ngram" else PROMPTS[i % len(PROMPTS)]
             order = DEPTHS[i % 4 :] + DEPTHS[: i % 4]
             rounds.append({str(d): ask(urls[d], f"steps{d}", prompt) for d in order})
-            print(
-                draft, i, {d: round(r["seconds"] / r["steps"], 4) for d, r in rounds[-1].items()}, flush=True
-            )
+            print(draft, i, {d: round(r["seconds"] / r["steps"], 4) for d, r in rounds[-1].items()}, flush=True)
     return {"rounds": rounds, "rates": rates(draft, work)}
 
 

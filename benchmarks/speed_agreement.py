@@ -142,18 +142,13 @@ def speculative_case(model: Path, arguments: argparse.Namespace, keep: Keep) -> 
     """assay against the server's histograms where a chunk holds several tokens: greedy copies with n-gram drafts."""
     requests = [
         Request(
-            messages=(user(f"Repeat this sentence many times: {text}"),),
-            max_tokens=arguments.tokens,
-            ignore_eos=True,
+            messages=(user(f"Repeat this sentence many times: {text}"),), max_tokens=arguments.tokens, ignore_eos=True
         )
         for text in COPIED
     ]
     flags = ["--no-enable-prefix-caching", "--speculative-config", json.dumps(NGRAM)]
     runs: list[dict[str, Any]] = []
-    with (
-        vllm_server(model, name="smollm2", extra_args=flags) as server,
-        ServerEngine.connect(server.url) as engine,
-    ):
+    with vllm_server(model, name="smollm2", extra_args=flags) as server, ServerEngine.connect(server.url) as engine:
         engine.stream(requests[0])
         for run in range(arguments.runs):
             rows = [with_histograms(engine, partial(assay_one, engine, request)) for request in requests]
@@ -166,18 +161,14 @@ def speculative_case(model: Path, arguments: argparse.Namespace, keep: Keep) -> 
 
 def _line(rows: Sequence[dict[str, Any]]) -> str:
     def mean(figure: str) -> str:
-        own, server = (
-            fmean(1000 * side[figure] for side in (rows, [r["metrics"] for r in rows])[i]) for i in (0, 1)
-        )
+        own, server = (fmean(1000 * side[figure] for side in (rows, [r["metrics"] for r in rows])[i]) for i in (0, 1))
         return f"{own:.2f} ms (metrics {server:.2f})"
 
     return f"TTFT {mean('ttft_s')}, TPOT {mean('tpot_s')}, load {rows[0]['loadavg_before']}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4, help="prompts of one run")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of one answer")

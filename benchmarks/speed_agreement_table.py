@@ -54,9 +54,7 @@ def summarised(result: dict[str, Any]) -> dict[str, Any]:
         for client in clients:
             for server in (False, True):
                 name = f"/metrics, requests of {client}" if server else client
-                columns[name] = {
-                    f: spread(by_run(runs, client, f, server=server)) for f in ("ttft_s", "tpot_s")
-                }
+                columns[name] = {f: spread(by_run(runs, client, f, server=server)) for f in ("ttft_s", "tpot_s")}
         figures[case] = columns
         others = [(BENCH, "bench", False)] if "bench" in clients else []
         for name, client, server in (*others, (SAME, "assay", True)):
@@ -82,9 +80,7 @@ def summarised(result: dict[str, Any]) -> dict[str, Any]:
         found |= {
             "ngram_tokens_per_chunk": sum(r["tokens"] for r in drafted) / sum(r["chunks"] for r in drafted),
             "ngram_tokens_agree": all(row["tokens"] == row["metrics"]["tokens"] for row in drafted),
-            "ngram_chunk_counting": spread(
-                [row["chunk_s"] / row["metrics"]["tpot_s"] - 1 for row in drafted]
-            ),
+            "ngram_chunk_counting": spread([row["chunk_s"] / row["metrics"]["tpot_s"] - 1 for row in drafted]),
         }
     return found
 

@@ -34,13 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from assay.fidelity.plan import Cut, blocks_of, places_of
-from assay.stats.cluster import (
-    Resampling,
-    bootstrap_quantiles,
-    cluster_proportion,
-    cluster_ratio,
-    resampled_counts,
-)
+from assay.stats.cluster import Resampling, bootstrap_quantiles, cluster_proportion, cluster_ratio, resampled_counts
 from assay.stats.equivalence import Grade, judge
 from assay.stats.intervals import Interval
 
@@ -157,9 +151,7 @@ def interval_methods() -> dict[str, Callable[[np.ndarray], Interval]]:
 def coverage_of_means(metric: str, source: Source, g: int, experiments: int) -> Iterator[dict[str, object]]:
     methods = interval_methods()
     if metric == "top1":
-        methods = {
-            "CR1, t(G−1)": lambda sums, g=g: cluster_proportion(sums, np.full(g, float(TOKENS))).interval
-        }
+        methods = {"CR1, t(G−1)": lambda sums, g=g: cluster_proportion(sums, np.full(g, float(TOKENS))).interval}
     hits = dict.fromkeys(methods, 0)
     misses_above = dict.fromkeys(methods, 0)
     rng = np.random.default_rng([SEED, g])
@@ -212,16 +204,11 @@ def coverage_of_runs(key: str, values: np.ndarray, g: int, experiments: int) -> 
         hits = Counter[str]()
         for offset in rng.integers(0, n, experiments):
             taken = np.sort((places + offset) % n)
-            for how, blocks in (
-                ("window", np.arange(g)),
-                ("block", np.array(blocks_of(list(map(int, taken))))),
-            ):
+            for how, blocks in (("window", np.arange(g)), ("block", np.array(blocks_of(list(map(int, taken)))))):
                 names, index = np.unique(blocks, return_inverse=True)
                 sums = np.bincount(index, values[taken], len(names))
                 weights = np.bincount(index, minlength=len(names)) * float(TOKENS)
-                estimate = (
-                    cluster_proportion(sums, weights) if metric == "top1" else cluster_ratio(sums, weights)
-                )
+                estimate = cluster_proportion(sums, weights) if metric == "top1" else cluster_ratio(sums, weights)
                 hits[how] += truth in estimate.interval
         for how in ("window", "block"):
             yield {
@@ -282,9 +269,7 @@ def table(rows: list[dict[str, object]], columns: list[str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--experiments", type=int, default=2000)
-    parser.add_argument(
-        "--sources", choices=["model", "measured", "real", "contiguous"], nargs="+", default=["model"]
-    )
+    parser.add_argument("--sources", choices=["model", "measured", "real", "contiguous"], nargs="+", default=["model"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     count = arguments.experiments

@@ -19,8 +19,7 @@ def salads(texts: Sequence[Legit], count: int = 1600, seed: int = 7) -> Iterator
     english = [t for t in texts if t.category in {"wikitext", "pydoc", "python"}]
     foreign = [t for t in texts if t.category in {"languages", "messages"}]
     pools = {
-        name: _words(rng.sample(group, min(len(group), 400)))
-        for name, group in (("en", english), ("xx", foreign))
+        name: _words(rng.sample(group, min(len(group), 400))) for name, group in (("en", english), ("xx", foreign))
     }
     makers = (
         _any,
@@ -54,11 +53,7 @@ def _words(texts: Sequence[Legit]) -> list[str]:
 def _any(rng: random.Random, pools: dict[str, list[str]]) -> str:
     """A soup of any make: how many pieces, marks, capitals, scripts and joints it has is drawn anew each time."""
     piece, glue, mark = rng.random(), rng.uniform(0, 0.7), rng.choice([0, 0, 0.1, 0.3]) * rng.random()
-    foreign, capital, number = (
-        rng.random() ** 3,
-        rng.random() ** 3 / 2,
-        rng.choice([0, 0, 0.1]) * rng.random(),
-    )
+    foreign, capital, number = (rng.random() ** 3, rng.random() ** 3 / 2, rng.choice([0, 0, 0.1]) * rng.random())
     grammar = rng.choice([0.0, 0.0, 0.1, 0.3]) * rng.random()
     proper = rng.random() < 0.6  # marks stand where a text would have them
     vocabulary: list[str] = []
@@ -153,17 +148,11 @@ def _digits(rng: random.Random, pools: dict[str, list[str]]) -> str:
 def _letters(rng: random.Random, pools: dict[str, list[str]]) -> str:
     """A sentence that falls apart into single letters with one kind of mark between them."""
     letters = rng.sample("abcdefghijklmnoprstuvwyABCDEFS", rng.randint(3, 8))
-    marks = rng.sample(
-        ["'", "'", ",", ".", '"', "#", "-", " ", "(", ")", "/", ":", "_", "*"], rng.randint(1, 4)
-    )
+    marks = rng.sample(["'", "'", ",", ".", '"', "#", "-", " ", "(", ")", "/", ":", "_", "*"], rng.randint(1, 4))
     words = [rng.choice(pools["en"]) for _ in range(rng.randint(0, 40))]
     tail = []
     for _ in range(rng.randint(40, 200)):
-        piece = (
-            rng.choice(letters)
-            if rng.random() < 0.93
-            else rng.choice([rng.choice(pools["en"]), "10", "0", "\n"])
-        )
+        piece = rng.choice(letters) if rng.random() < 0.93 else rng.choice([rng.choice(pools["en"]), "10", "0", "\n"])
         tail.append(piece + (rng.choice(marks) if rng.random() < 0.9 else ""))
     return " ".join(words) + " " + "".join(tail)
 
@@ -198,25 +187,7 @@ def _shuffled(rng: random.Random, pools: dict[str, list[str]]) -> str:
 
 def _function(rng: random.Random, pools: dict[str, list[str]]) -> str:
     """Mostly function words and marks."""
-    common = [
-        "the",
-        "of",
-        "and",
-        "a",
-        "in",
-        "to",
-        ".",
-        ",",
-        "is",
-        "I",
-        "that",
-        "for",
-        "on",
-        "it",
-        "as",
-        "with",
-        "or",
-    ]
+    common = ["the", "of", "and", "a", "in", "to", ".", ",", "is", "I", "that", "for", "on", "it", "as", "with", "or"]
     return "".join(
         " " + (rng.choice(common) if rng.random() < 0.7 else rng.choice(pools["en"]))
         for _ in range(rng.randint(40, 200))

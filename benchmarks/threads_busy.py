@@ -55,9 +55,7 @@ def row(model: str, way: str, busy: int, cpus: set[int]) -> dict[str, Any]:
         time.sleep(1.0)
         command = [sys.executable, __file__, "--child", model, "--threads", threads]
         environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | settings
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=True, timeout=1800
-        )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=1800)
     finally:
         for loop in loops:
             loop.kill()
@@ -94,9 +92,7 @@ def main() -> None:
         for repeat in range(arguments.repeats):
             for busy in map(int, arguments.busy.split(",")):
                 for way in WAYS:
-                    rows.append(
-                        {"repeat": repeat, "load": os.getloadavg()[0], **row(str(model), way, busy, cpus)}
-                    )
+                    rows.append({"repeat": repeat, "load": os.getloadavg()[0], **row(str(model), way, busy, cpus)})
                     print(json.dumps(rows[-1]), flush=True)
     name = "SmolLM2-135M" + (", random weights" if arguments.random else "")
     lines = [
@@ -113,8 +109,7 @@ def main() -> None:
                 f"| {busy} | {way} | {used} | {median(r['prefill'] for r in own):.2f} | {median(r['decode'] for r in own):.2f} |"
             )
     arguments.out.write_text(
-        json.dumps({"model": name, "cpus": len(cpus), "rows": rows, "environment": describe()}, indent=1)
-        + "\n"
+        json.dumps({"model": name, "cpus": len(cpus), "rows": rows, "environment": describe()}, indent=1) + "\n"
     )
     arguments.out.with_suffix(".md").write_text("\n".join(lines) + "\n")
 

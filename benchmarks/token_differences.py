@@ -50,20 +50,14 @@ def main() -> None:
     for name, options in CANDIDATES.items():
         candidate = HfScorer.load(f"hf:{model}?{options}&device={given.device}")
         seen = [
-            window_statistics(ref, cand)
-            for ref, cand in zip(held, candidate.score_windows(windows, job), strict=True)
+            window_statistics(ref, cand) for ref, cand in zip(held, candidate.score_windows(windows, job), strict=True)
         ]
-        arrays[f"{name}/d"] = np.stack([(s.nll_cand - s.nll_ref).cpu().numpy() for s in seen]).astype(
-            np.float16
-        )
+        arrays[f"{name}/d"] = np.stack([(s.nll_cand - s.nll_ref).cpu().numpy() for s in seen]).astype(np.float16)
         arrays[f"{name}/kl"] = np.stack([s.kl.cpu().numpy() for s in seen]).astype(np.float16)
         arrays[f"{name}/top1"] = np.stack([s.top1.cpu().numpy() for s in seen])
         candidate.close()
         np.savez_compressed(given.out, **arrays)
-        print(
-            name,
-            *(f"{key} {arrays[key].mean(dtype=np.float64):.5f}" for key in arrays if key.startswith(name)),
-        )
+        print(name, *(f"{key} {arrays[key].mean(dtype=np.float64):.5f}" for key in arrays if key.startswith(name)))
 
 
 def keep_sums(given: argparse.Namespace) -> None:
@@ -81,21 +75,14 @@ def keep_sums(given: argparse.Namespace) -> None:
                 rows = [
                     (float((s.nll_cand - s.nll_ref).sum()), float(s.kl.sum()), float(s.top1.sum()))
                     for ref, cand in zip(
-                        reference.score_windows(windows, job),
-                        candidate.score_windows(windows, job),
-                        strict=True,
+                        reference.score_windows(windows, job), candidate.score_windows(windows, job), strict=True
                     )
                     for s in [window_statistics(ref, cand)]
                 ]
             for column, values in zip(("d", "kl", "top1"), np.array(rows)[order].T, strict=True):
                 arrays[f"{name}/{column}"] = values
             np.savez_compressed(given.sums, **arrays)
-            print(
-                name,
-                len(rows),
-                "windows",
-                *(f"{v.sum() / 511 / len(rows):.5f}" for v in np.array(rows).T[:, None]),
-            )
+            print(name, len(rows), "windows", *(f"{v.sum() / 511 / len(rows):.5f}" for v in np.array(rows).T[:, None]))
 
 
 if __name__ == "__main__":

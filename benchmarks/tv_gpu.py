@@ -31,9 +31,7 @@ BOUND = 1e-5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tv_gpu.json")
     out = parser.parse_args().out
     rows = [row(vocab, *types) for vocab in VOCABULARIES for types in TYPES]

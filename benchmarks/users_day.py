@@ -112,16 +112,8 @@ def server(model: str) -> list[dict[str, Any]]:
     speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
     began = time.monotonic()
     with vllm_server(Path(model), name="qwen", extra_args=("--speculative-config", speculation)) as running:
-        starting = {
-            "job": "start vLLM",
-            "seconds": round(time.monotonic() - began, 1),
-            "load": os.getloadavg()[0],
-        }
-        return [
-            starting,
-            run("check --quick", "check", running.url, "--quick"),
-            run("spec URL", "spec", running.url),
-        ]
+        starting = {"job": "start vLLM", "seconds": round(time.monotonic() - began, 1), "load": os.getloadavg()[0]}
+        return [starting, run("check --quick", "check", running.url, "--quick"), run("spec URL", "spec", running.url)]
 
 
 GPU_JOBS = {
@@ -142,9 +134,7 @@ GPU_JOBS = {
 
 def collect(folder: Path) -> None:
     """Keep what another machine measured."""
-    took = dict(
-        re.findall(r"^(\w+): exit \d+, (\d+) s", (folder / "times.txt").read_text(encoding="utf-8"), re.M)
-    )
+    took = dict(re.findall(r"^(\w+): exit \d+, (\d+) s", (folder / "times.txt").read_text(encoding="utf-8"), re.M))
     bodies = {
         name: body
         for name in took.keys() & GPU_JOBS.keys()
@@ -154,9 +144,7 @@ def collect(folder: Path) -> None:
     }
     if bodies:
         rows = [row_of(GPU_JOBS[name], body, float(took[name])) for name, body in sorted(bodies.items())]
-        environment = bodies[max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))][
-            "environment"
-        ]
+        environment = bodies[max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))]["environment"]
         kept = {"rows": rows, "model": "Qwen2.5-Coder-1.5B-Instruct", "environment": environment}
         (RESULTS / "users_day_gpu.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     quiet = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("quiet_*.json"))]
@@ -246,9 +234,7 @@ def families_table() -> str:
             wide = [r["grade"] for r in kinds["wide"] if r["codec"] == codec]
             others = f"; {wide.count('ACCEPT')} of {len(wide)} other texts" if wide else ""
             cells.append(
-                f"{row['grade']}, {row['bytes']['ratio']:.2f}×, KL {row['kld']['mean']:.4f}{others}"
-                if row
-                else "–"
+                f"{row['grade']}, {row['bytes']['ratio']:.2f}×, KL {row['kld']['mean']:.4f}{others}" if row else "–"
             )
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -264,12 +250,8 @@ def main() -> None:
     parser.add_argument("verbs", nargs="*", default=verbs)
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
     parser.add_argument("--collect", type=Path, help="folder of reports from another machine")
-    parser.add_argument(
-        "--gap-minutes", type=float, help="budget of gap, where there is less time than its 10 minutes"
-    )
-    parser.add_argument(
-        "--page", action="store_true", help="write the tables of docs/recipes.md, and measure nothing"
-    )
+    parser.add_argument("--gap-minutes", type=float, help="budget of gap, where there is less time than its 10 minutes")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/recipes.md, and measure nothing")
     arguments = parser.parse_args()
     model = str(build_qwen05())
     int8 = f"hf:{model}?weights=int(bits=8)"
@@ -279,9 +261,7 @@ def main() -> None:
     jobs = {
         "compare": lambda: [run("compare --quick", "compare", f"hf:{model}", int8, "--quick")],
         "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", "--quick")],
-        "gap": lambda: [
-            run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick", *gap_budget)
-        ],
+        "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick", *gap_budget)],
         "sweep": lambda: [run("kv sweep --quick", "kv", "sweep", model, *codecs, "--quick")],
         "calibrate": lambda: [run("kv calibrate", "kv", "calibrate", model, *tables)],
         "threads": threads,
@@ -300,11 +280,7 @@ def main() -> None:
         known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
         names = {row["job"] for row in rows}
         known["rows"] = [row for row in known["rows"] if row["job"] not in names] + rows
-        known |= {
-            "model": "Qwen2.5-Coder-0.5B-Instruct",
-            "cpus": os.cpu_count(),
-            "environment": describe(),
-        }
+        known |= {"model": "Qwen2.5-Coder-0.5B-Instruct", "cpus": os.cpu_count(), "environment": describe()}
         arguments.out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
         for row in rows:
             print(json.dumps({k: row.get(k) for k in ("job", "seconds", "exit_code", "verdict", "load")}))

@@ -31,10 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def by_assay(fault: Fault, folder: Path, listing: Path) -> dict[str, Any]:
     options = VerifyOptions(
-        manifest=listing if fault.manifest else None,
-        allow_unverified=True,
-        digest_cache=False,
-        **fault.options,
+        manifest=listing if fault.manifest else None, allow_unverified=True, digest_cache=False, **fault.options
     )
     report = verify(str(folder), options)
     raised = {(f.id.removeprefix("checkpoint."), f.severity.value) for f in report.findings}
@@ -100,12 +97,7 @@ def table(rows: list[dict[str, Any]], sound: list[dict[str, Any]]) -> str:
     ]  # fmt: skip
     for row in rows:
         shown = "found" if row["assay"]["found"] else "**missed**"
-        cells = (
-            f"`{row['expected']}` ({row['severity']})",
-            shown,
-            said(row["hf"]),
-            said(row["hf_published"]),
-        )
+        cells = (f"`{row['expected']}` ({row['severity']})", shown, said(row["hf"]), said(row["hf_published"]))
         lines.append(f"| {row['fault']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -92,9 +92,7 @@ def share(of: Sequence[float], by: Sequence[float]) -> dict[str, Any]:
     return {"value": statistics.median(shares), "lo": min(shares), "hi": max(shares)}
 
 
-def measure(
-    engine: VllmScorer, windows: Sequence[Window], job: ScoreJob, args: argparse.Namespace
-) -> dict[str, Any]:
+def measure(engine: VllmScorer, windows: Sequence[Window], job: ScoreJob, args: argparse.Namespace) -> dict[str, Any]:
     """All ways."""
     import torch
     from vllm import SamplingParams
@@ -107,9 +105,7 @@ def measure(
 
     def generate(some: Sequence[Window], tokens: int | None, logprobs: int | None) -> None:
         prompts = [{"prompt_token_ids": list(w.tokens[:tokens])} for w in some]
-        llm.generate(
-            prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs), use_tqdm=False
-        )
+        llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=logprobs), use_tqdm=False)
 
     length = len(windows[0].tokens)
     scored = len(windows) * (length - 1)
@@ -146,9 +142,7 @@ def measure(
     found |= {"kl_self": max(kl()), "fused": kernel and kernel.fused_statistics()}
     speed = {name: found[name]["all"] for name in ("prefill", "states", "kl", "top20")}
     found["kl_share_of_prefill"] = share(speed["kl"], speed["prefill"])
-    found["kl_share_of_prefill_by_processor"] = share(
-        found["prefill"]["processor_s"], found["kl"]["processor_s"]
-    )
+    found["kl_share_of_prefill_by_processor"] = share(found["prefill"]["processor_s"], found["kl"]["processor_s"])
     found["states_share_of_prefill"] = share(speed["states"], speed["prefill"])
     found["kl_times_top20"] = share(speed["kl"], speed["top20"])
     found["kl_times_all"] = found["kl"]["tokens_per_s"] / found["all"]["tokens_per_s"]
@@ -170,9 +164,7 @@ def check(rows: StateRows) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine")
     parser.add_argument("--windows", type=int, default=64)
     parser.add_argument("--length", type=int, default=1024)

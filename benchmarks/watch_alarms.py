@@ -98,12 +98,7 @@ def traffic(url: str, streams: int) -> Iterator[None]:
                     rng.choice(("river", "stone", "the", "and", "light")) for _ in range(rng.randint(5, 80))
                 )
                 engine.generate(
-                    Request(
-                        prompt=prompt,
-                        max_tokens=rng.randint(4, 60),
-                        temperature=1.0,
-                        seed=rng.randint(0, 9999),
-                    )
+                    Request(prompt=prompt, max_tokens=rng.randint(4, 60), temperature=1.0, seed=rng.randint(0, 9999))
                 )
 
     threads = [threading.Thread(target=ask, args=(seed,), daemon=True) for seed in range(streams)]
@@ -194,9 +189,7 @@ _POOLS: dict[int, dict[str, dict[str, list[Any]]]] = {}
 
 def _pools(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
     if id(rows) not in _POOLS:
-        pools: dict[str, dict[str, list[Any]]] = {
-            k: {} for k in ("bits", "token_bits", "tokens", "tools", "label")
-        }
+        pools: dict[str, dict[str, list[Any]]] = {k: {} for k in ("bits", "token_bits", "tokens", "tools", "label")}
         for row in rows:
             for kind in ("bits", "token_bits", "tokens", "tools"):
                 for item, value in row[kind].items():
@@ -289,9 +282,7 @@ def judge() -> None:
     states = {}
     for name in ("stopped", "ended"):
         rows = [row["state"] for row in healthy[name]]
-        first = next(
-            (i for i in range(1, len(rows)) if rows[i] == rows[i - 1] and rows[i] in ("broken", "down")), None
-        )
+        first = next((i for i in range(1, len(rows)) if rows[i] == rows[i - 1] and rows[i] in ("broken", "down")), None)
         states[name] = {"states": rows, "rounds_to_alarm": None if first is None else first + 1}
     load = {
         "requests": median(r["requests"] for r in least), "seconds_of_one_stream": median(r["cost_s"] for r in least),
@@ -315,9 +306,7 @@ def judge() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "judge"))
     parser.add_argument("names", nargs="*", help=f"healthy or {', '.join(FAULTS)}")
     parser.add_argument("--rounds", type=int, default=150)

@@ -205,13 +205,7 @@ def judge() -> None:
         json.dumps(
             {
                 k: out[k]
-                for k in (
-                    "recorded_rounds",
-                    "alarms_while_healthy",
-                    "states_while_healthy",
-                    "detection",
-                    "load",
-                )
+                for k in ("recorded_rounds", "alarms_while_healthy", "states_while_healthy", "detection", "load")
             },
             indent=1,
         )
@@ -220,9 +214,7 @@ def judge() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("record", "judge"))
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--folder", type=Path, default=Path("/tmp/assay-identity"))

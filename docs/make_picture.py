@@ -38,9 +38,7 @@ def main() -> None:
     if len(reports) == 1:
         picture = export_svg(reports[0][1], arguments.width)
     else:
-        picture = export_comparison_svg(
-            reports, "assay demo" if arguments.demo else "assay check", arguments.width
-        )
+        picture = export_comparison_svg(reports, "assay demo" if arguments.demo else "assay check", arguments.width)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(picture, encoding="utf-8")
     print(f"{arguments.out}: {', '.join(report.verdict for _, report in reports)}")

@@ -90,9 +90,7 @@ def keys_of(place: str) -> list[str]:
         elif isinstance(node, ast.ListComp):
             take(node.elt)
         elif isinstance(node, ast.DictComp) and isinstance(node.generators[0].iter, ast.Tuple | ast.Call):
-            for constant in ast.walk(
-                node.generators[0].iter
-            ):  # its keys are written out in what it goes through
+            for constant in ast.walk(node.generators[0].iter):  # its keys are written out in what it goes through
                 if isinstance(constant, ast.Constant) and isinstance(constant.value, str):
                     keys.append(constant.value)
         elif isinstance(node, ast.IfExp):
@@ -374,11 +372,7 @@ def fields_of(place: str) -> list[str]:
     file, _, name = place.partition(":")
     for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return [
-                n.target.id
-                for n in node.body
-                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
-            ]
+            return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
     raise SystemExit(f"docs/make_results.py: no class {place}")
 
 
@@ -396,9 +390,7 @@ def page() -> str:
     for verb, places in VERBS.items():
         keys = list(dict.fromkeys(key for place in places for key in keys_of(place)))
         meanings = MEANINGS[verb]
-        wrong += [
-            f"{verb}: {key} has no meaning" for key in keys if key not in meanings and key not in COMMON
-        ]
+        wrong += [f"{verb}: {key} has no meaning" for key in keys if key not in meanings and key not in COMMON]
         wrong += [f"{verb}: {key} is gone" for key in meanings if key not in keys]
         lines += ["", f"## {verb}", ""]
         if verb == "kv eval":

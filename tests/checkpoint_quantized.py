@@ -139,12 +139,7 @@ CT_FP8 = {
         "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
     }},
 }  # fmt: skip
-FP8_BLOCK = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "activation_scheme": "dynamic",
-    "weight_block_size": [32, 32],
-}
+FP8_BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 MODELOPT_NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
 BNB4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
@@ -244,12 +239,7 @@ _HYBRID = {
     "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
 }  # fmt: skip
-_GROUPED = {
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "moe_intermediate_size": 32,
-    "first_k_dense_replace": 1,
-}
+_GROUPED = {"n_routed_experts": 4, "n_shared_experts": 1, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
 
 
 def at(table: str, *places: str) -> str:
@@ -319,9 +309,7 @@ def mtp_checkpoint(folder: Path, family: str, *, head: bool = True, **changes: A
 
 def qwen3(folder: Path) -> Path:
     write_small_files(folder, config(model_type="qwen3", architectures=["Qwen3ForCausalLM"]))
-    write_shards(
-        folder, fill(ENDS + layers(LLAMA_LAYER + QWEN3_NORMS.lstrip(), 4), SIZES, np.random.default_rng(2))
-    )
+    write_shards(folder, fill(ENDS + layers(LLAMA_LAYER + QWEN3_NORMS.lstrip(), 4), SIZES, np.random.default_rng(2)))
     return folder
 
 

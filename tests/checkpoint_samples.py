@@ -72,9 +72,7 @@ def write_shards(folder: Path, tensors: Arrays, shards: int = 2) -> None:
         write_safetensors(folder / file, {n: tensors[n] for n in part})
         mapped.update(dict.fromkeys(part, file))
     total = sum(np.ascontiguousarray(a, _WORDS[d]).nbytes for d, a in tensors.values())
-    write_json(
-        folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": mapped}
-    )
+    write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": mapped})
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -158,8 +156,7 @@ def write_small_files(folder: Path, settings: dict[str, Any], vocab: int = 320) 
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", settings)
     write_json(
-        folder / "generation_config.json",
-        {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.7, "top_p": 0.9},
+        folder / "generation_config.json", {"bos_token_id": 1, "eos_token_id": 2, "temperature": 0.7, "top_p": 0.9}
     )
     words = {"<unk>": 0, "<s>": 1, "</s>": 2}
     words |= {chr(0x4E00 + i): i + 3 for i in range(vocab - 5)}

@@ -20,9 +20,7 @@ from assay.demo.run import damage_checkpoint
 
 # Where a server shares the cores, an example may take longer than hypothesis allows by itself. Examples are the same in
 # every run, so that what passed once passes everywhere; ASSAY_RANDOM_EXAMPLES=1 goes looking for new ones.
-settings.register_profile(
-    "shared cores", deadline=None, derandomize=not os.environ.get("ASSAY_RANDOM_EXAMPLES")
-)
+settings.register_profile("shared cores", deadline=None, derandomize=not os.environ.get("ASSAY_RANDOM_EXAMPLES"))
 settings.load_profile("shared cores")
 
 # Read when triton is imported, by whatever imports it first: without a GPU its kernels are interpreted.
@@ -96,9 +94,7 @@ def read_once() -> Iterator[Callable[[Path], Path]]:
             transformers.AutoTokenizer, "from_pretrained",
             lambda place, *given, **options: of(str(place)) if str(place) in marked else read(place, *given, **options),
         )  # fmt: skip
-        patch.setattr(
-            scorer, "tokenizer_facts", lambda t: (facts if t.name_or_path in marked else facts_of)(t)
-        )
+        patch.setattr(scorer, "tokenizer_facts", lambda t: (facts if t.name_or_path in marked else facts_of)(t))
         yield mark
 
 
@@ -121,9 +117,7 @@ def gemma3(read_once: Callable[[Path], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama(
-    smollm2: Path, read_once: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Path:
+def tiny_llama(smollm2: Path, read_once: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two layers of random weights behind SmolLM2's tokenizer: quick, for tests that ask when, not what."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

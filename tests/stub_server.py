@@ -52,9 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, method: str) -> None:
         length = int(self.headers.get("content-length", 0))
         raw = self.rfile.read(length)
-        exchange = Exchange(
-            self, f"{method} {self.path}", dict(self.headers.items()), json.loads(raw) if raw else {}
-        )
+        exchange = Exchange(self, f"{method} {self.path}", dict(self.headers.items()), json.loads(raw) if raw else {})
         self.stub.record(exchange)
         with suppress(ConnectionError, TimeoutError):
             self.stub.behaviour(exchange.route)(exchange)
@@ -112,9 +110,7 @@ class StubServer:
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        server_class = type(
-            "Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True}
-        )
+        server_class = type("Server", (ThreadingHTTPServer,), {"address_family": family, "daemon_threads": True})
         handler = type("Handler", (_Handler,), {"stub": self})
         self._server = server_class((host, 0), handler)
         self._lock = Lock()
@@ -170,8 +166,7 @@ class StubServer:
 
 def models(*names: str, owned_by: str = "vllm", **fields: Any) -> Behaviour:
     cards = [
-        {"id": n, "object": "model", "owned_by": owned_by, "root": n, "max_model_len": 2048, **fields}
-        for n in names
+        {"id": n, "object": "model", "owned_by": owned_by, "root": n, "max_model_len": 2048, **fields} for n in names
     ]
     return lambda e: e.json({"object": "list", "data": cards})
 
@@ -188,9 +183,7 @@ def _tokenize(e: Exchange) -> None:
 
 
 def _detokenize(e: Exchange) -> None:
-    e.json(
-        {"prompt": "".join(["The", " capital", " of", " France", " is"][t - 100] for t in e.body["tokens"])}
-    )
+    e.json({"prompt": "".join(["The", " capital", " of", " France", " is"][t - 100] for t in e.body["tokens"])})
 
 
 @dataclass
@@ -242,11 +235,7 @@ class healthy:
 
     def _usage(self, e: Exchange, completion: int) -> dict[str, int]:
         prompt = self.prompt_tokens(e)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-        }
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _whole(self, e: Exchange) -> None:
         text = "".join(self.chunks)

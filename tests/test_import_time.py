@@ -16,9 +16,7 @@ SHOWN = ("numpy", "scipy", "httpx", "jinja2", "rich", "prometheus_client")
 
 def loaded_after(program: str, names: tuple[str, ...]) -> list[str]:
     """Those of `names` that a fresh interpreter has loaded after `program`."""
-    tail = (
-        f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]), file=sys.stderr)"
-    )
+    tail = f"\nimport json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]), file=sys.stderr)"
     done = subprocess.run(
         [sys.executable, "-c", program + tail], capture_output=True, text=True, check=True, timeout=240
     )
@@ -67,7 +65,5 @@ def test_what_needs_no_engine_runs_where_torch_is_forbidden(tmp_path: Path) -> N
         "codes = [invoke(a) for a in (['--help'], ['grade', 'text.txt'], ['spec', 'vllm.log'], ['verify', '.'])]\n"
         "assert 70 not in codes, codes\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

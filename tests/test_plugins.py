@@ -17,9 +17,7 @@ from assay.plugins import GROUPS
 
 ROOT = Path(__file__).parents[1]
 FILES = dict(
-    re.findall(
-        r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S
-    )
+    re.findall(r"^```(?:python|toml)\n# (\S+)\n(.*?)^```", (ROOT / "CONTRIBUTING.md").read_text(), re.M | re.S)
 )
 
 
@@ -45,9 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _install(folder: Path, name: str, version: str, points: dict[str, dict[str, str]]) -> None:
     info = folder / f"{name}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n"
-    )
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n")
     lines = [f"[{group}]\n" + "".join(f"{n} = {t}\n" for n, t in of.items()) for group, of in points.items()]
     (info / "entry_points.txt").write_text("\n".join(lines))
 
@@ -82,10 +78,7 @@ def test_a_detector_and_one_that_cannot_be_imported(site: Path, tmp_path: Path) 
     text.write_text("The answer is Lorem ipsum dolor sit amet.")
     code, report, said = assay(site, "grade", str(text))
     assert code == 1
-    assert (report["results"]["files"][0]["kind"], report["results"]["files"][0]["onset_char"]) == (
-        "placeholder",
-        14,
-    )
+    assert (report["results"]["files"][0]["kind"], report["results"]["files"][0]["onset_char"]) == ("placeholder", 14)
     assert active(report)["placeholder"] is None
     assert "no_such_package_anywhere" in str(active(report)["broken"])
     (line,) = said.splitlines()
@@ -142,9 +135,9 @@ def test_a_codec(site: Path, tmp_path: Path) -> None:
     assert assay(site, "kv", "decode", str(stream), "--out", str(back))[0] == 0
     x, decoded = load_file(source)["x"], next(iter(load_file(back).values()))
     assert ((x.abs() / decoded.abs()).log2().abs() <= 2).all()
-    assert assay(site, "kv", "encode", str(source), "--codec", "topbite", "--out", str(stream))[1][
-        "findings"
-    ][0]["remedies"] == ["did you mean 'topbyte'?"]
+    assert assay(site, "kv", "encode", str(source), "--codec", "topbite", "--out", str(stream))[1]["findings"][0][
+        "remedies"
+    ] == ["did you mean 'topbyte'?"]
 
 
 def test_an_engine(site: Path, tmp_path: Path) -> None:

@@ -29,9 +29,7 @@ def test_the_version_is_one() -> None:
     version = PROJECT["version"]
     assert version == assay.__version__
     assert load(ROOT / "CITATION.cff")["version"] == version
-    assert re.search(
-        rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M
-    )
+    assert re.search(rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
 def test_the_distribution_is_llm_assay_and_its_command_assay() -> None:
@@ -66,9 +64,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         (["verify", "model", "--json"], 2, "checkpoint."),
     ],
 )
-def test_the_core_works_without_torch(
-    wheel: Path, tmp_path: Path, arguments: list[str], code: int, said: str
-) -> None:
+def test_the_core_works_without_torch(wheel: Path, tmp_path: Path, arguments: list[str], code: int, said: str) -> None:
     (tmp_path / "loop.txt").write_text("The answer is" + " the" * 200)
     (tmp_path / "log.txt").write_text(
         "(EngineCore_DP0 pid=1) INFO 11-29 10:00:00 [metrics.py:100] SpecDecoding metrics: Mean acceptance length: 2.80, "
@@ -91,12 +87,7 @@ def test_the_core_works_without_torch(
 def test_workflows_call_targets_of_the_makefile(path: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
     steps = [step for job in load(path)["jobs"].values() for step in job["steps"]]
-    called = {
-        target
-        for step in steps
-        if step.get("run", "").startswith("make ")
-        for target in step["run"].split()[1:]
-    }
+    called = {target for step in steps if step.get("run", "").startswith("make ") for target in step["run"].split()[1:]}
     assert called <= targets
     assert all("uses" in step or "run" in step for step in steps)
 
@@ -129,7 +120,5 @@ def test_the_container_copies_what_exists_and_starts_assay() -> None:
 def test_every_script_and_results_file_that_the_docs_name_is_there() -> None:
     named = re.compile(r"benchmarks/(?:results/)?[\w.-]*\w\.(?:py|sh|specs|json|jsonl|md|npz|log|gz)\b")
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    missing = {
-        (p.name, path) for p in pages for path in named.findall(p.read_text()) if not (ROOT / path).exists()
-    }
+    missing = {(p.name, path) for p in pages for path in named.findall(p.read_text()) if not (ROOT / path).exists()}
     assert not missing

@@ -84,10 +84,7 @@ def test_what_a_demo_and_a_gate_print_is_documented(
 
     speed = {"throughput": {"valid": True}}
     bad = [Finding("coherence.flood", Severity.ERROR, "it floods")]
-    sides = [
-        Report("check", Verdict.PASS, results=speed),
-        Report("check", Verdict.FAIL, findings=bad, results=speed),
-    ]
+    sides = [Report("check", Verdict.PASS, results=speed), Report("check", Verdict.FAIL, findings=bad, results=speed)]
     assert set(_report(sides, "shifted_scales").results) == documented(script, "demo")
     contract = tmp_path / "assay.toml"
     contract.write_text('[subject]\nname = "x"\ncheckpoint = "model"\n[verify]\n', encoding="utf-8")
@@ -107,10 +104,7 @@ def test_what_verify_and_compare_print_is_documented(
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     small = ["--windows", "8", "--length", "32", "--no-floors"]
-    for words in (
-        ["verify", str(smollm2)],
-        ["compare", str(smollm2), f"hf:{smollm2}?weights=int(bits=8)", *small],
-    ):
+    for words in (["verify", str(smollm2)], ["compare", str(smollm2), f"hf:{smollm2}?weights=int(bits=8)", *small]):
         capsys.readouterr()
         invoke([*words, "--json"])
         body = json.loads(capsys.readouterr().out)

@@ -40,16 +40,10 @@ def test_what_is_kept_comes_back(key: Any, value: Any, tmp_path_factory: pytest.
 
 
 def test_arrays_come_back_with_type_and_shape(tmp_path: Path) -> None:
-    arrays = {
-        "kl": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "top1": np.array([True, False]),
-        "n": np.array(3),
-    }
+    arrays = {"kl": np.arange(6, dtype=np.float32).reshape(2, 3), "top1": np.array([True, False]), "n": np.array(3)}
     Kept(tmp_path).put("a", arrays)
     back = Kept(tmp_path).get("a")
-    assert {k: (v.dtype, v.shape) for k, v in back.items()} == {
-        k: (v.dtype, v.shape) for k, v in arrays.items()
-    }
+    assert {k: (v.dtype, v.shape) for k, v in back.items()} == {k: (v.dtype, v.shape) for k, v in arrays.items()}
     assert all(np.array_equal(back[k], v) for k, v in arrays.items())
 
 
@@ -184,9 +178,7 @@ def test_two_equal_runs_at_once_share_what_they_measure(tmp_path: Path) -> None:
 def test_a_killed_run_leaves_whole_entries(tmp_path: Path) -> None:
     child = "import sys, itertools; from pathlib import Path; from assay.runs import Kept\n"
     child += "kept = Kept(Path(sys.argv[1]))\n"
-    child += (
-        "for i in itertools.count(): kept.put(i % 50, 'x' * 200_000 + str(i)); i == 60 and print(flush=True)"
-    )
+    child += "for i in itertools.count(): kept.put(i % 50, 'x' * 200_000 + str(i)); i == 60 and print(flush=True)"
     with subprocess.Popen([sys.executable, "-c", child, tmp_path], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGKILL)

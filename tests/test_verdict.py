@@ -19,8 +19,7 @@ FAILING = Finding("coherence.degenerate", Severity.ERROR, "loops")
 
 
 @pytest.mark.parametrize(
-    ("verdict", "code"),
-    [(Verdict.PASS, 0), (Verdict.FAIL, 1), (Verdict.ERROR, 2), (Verdict.INCONCLUSIVE, 3)],
+    ("verdict", "code"), [(Verdict.PASS, 0), (Verdict.FAIL, 1), (Verdict.ERROR, 2), (Verdict.INCONCLUSIVE, 3)]
 )
 def test_exit_codes(verdict: Verdict, code: int) -> None:
     report = Report("check", verdict, findings=(FAILING,))

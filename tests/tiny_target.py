@@ -22,9 +22,7 @@ def make_tokenizer(folder: Path, words: str = "") -> None:
     vocab = {c: i for i, c in enumerate(alphabet)} | {f"<{words}{i}>": 256 + i for i in range(64)}
     raw = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=f"<{words}63>").save_pretrained(
-        folder
-    )
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=f"<{words}63>").save_pretrained(folder)
 
 
 def make_experts(folder: Path, kind: str, *, layers: int = 2) -> Path:
@@ -59,9 +57,7 @@ def make_target(folder: Path, *, hidden: int = 64, layers: int = 8, words: str =
         tie_word_embeddings=False,
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
-    with (
-        torch.no_grad()
-    ):  # what follows a token is mostly its neighbour: a rule that a head can learn in seconds
+    with torch.no_grad():  # what follows a token is mostly its neighbour: a rule that a head can learn in seconds
         model.model.embed_tokens.weight.normal_(0, 0.3)
         model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
         model.lm_head.weight[319] = 0

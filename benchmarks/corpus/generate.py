@@ -77,12 +77,7 @@ def generate(source: Source, device: str) -> list[dict[str, Any]]:
             known, asked = zip(*requests(source), strict=True)
             replies = engine.generate_batch(asked)
     return [
-        {
-            **about,
-            "text": r.content,
-            "finish_reason": r.finish_reason,
-            "completion_tokens": r.completion_tokens,
-        }
+        {**about, "text": r.content, "finish_reason": r.finish_reason, "completion_tokens": r.completion_tokens}
         for about, r in zip(known, replies, strict=True)
     ]
 
@@ -97,12 +92,8 @@ def pack(parts: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="SOURCE", help="only these, in this order; all by default")
     parser.add_argument("--device", default="cpu", help="where to run the models, such as cuda")
     parser.add_argument("--list", action="store_true", help="print the names of the sources and stop")
     arguments = parser.parse_args()

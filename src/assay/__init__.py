@@ -117,9 +117,7 @@ def spec(*sources: str | Path, **options: Any) -> Report:
     return recorded(examine([str(source) for source in sources], SpecOptions.of(options)))
 
 
-def compare(
-    reference: str | Path, *candidates: str | Path, progress: Progress | None = None, **options: Any
-) -> Report:
+def compare(reference: str | Path, *candidates: str | Path, progress: Progress | None = None, **options: Any) -> Report:
     """Score candidates and a reference on the same tokens. Engines are written as on the command line; options: `assay compare --help`."""
     from assay.environment import recorded
     from assay.fidelity.compare import run_compare
@@ -130,9 +128,7 @@ def compare(
     return recorded(run_compare(plan_from(engines, options, where="compare"), progress or NO_PROGRESS))
 
 
-def reference(
-    engine: str | Path, *, out: str | Path, progress: Progress | None = None, **options: Any
-) -> Report:
+def reference(engine: str | Path, *, out: str | Path, progress: Progress | None = None, **options: Any) -> Report:
     """Score an engine once and store what `run:OUT` needs to stand for it. Options: `assay reference --help`."""
     from assay.environment import recorded
     from assay.fidelity.plan import ReferenceOptions
@@ -141,9 +137,7 @@ def reference(
 
     asked = ReferenceOptions.of({"engine": engine, "out": out, **options})
     return recorded(
-        keep_reference(
-            asked.plan, asked.out, dtype=asked.dtype, form=asked.format, progress=progress or NO_PROGRESS
-        )
+        keep_reference(asked.plan, asked.out, dtype=asked.dtype, form=asked.format, progress=progress or NO_PROGRESS)
     )
 
 

@@ -71,9 +71,7 @@ def _version(package: str) -> str | None:
 def _cpu_model() -> str | None:
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
-            return next(
-                (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None
-            )
+            return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
     except OSError:
         return platform.processor() or None
 

@@ -74,9 +74,7 @@ def option(
     listed: bool = True,
 ) -> Any:
     """A dataclass field that is an option; without a default it is required. See `Declared` for the rest."""
-    declared = Declared(
-        help, flag, metavar, panel, lo, hi, tuple(map(str, choices)), form, apart, short, listed
-    )
+    declared = Declared(help, flag, metavar, panel, lo, hi, tuple(map(str, choices)), form, apart, short, listed)
     return dataclasses.field(default=default, metadata={"option": declared})
 
 
@@ -123,8 +121,7 @@ class Options:
             if declared is None:
                 near = get_close_matches(name, names, n=1, cutoff=0.5)
                 raise cls.usage(
-                    f"{where or cls.VERB}: unknown option {name!r}"
-                    + (f", the nearest is {near[0]!r}" if near else ""),
+                    f"{where or cls.VERB}: unknown option {name!r}" + (f", the nearest is {near[0]!r}" if near else ""),
                     f"options are {', '.join(known)}",
                 )
             inverted = declared.inverted and name != declared.name
@@ -136,9 +133,7 @@ class Options:
         """What decides the numbers, as plain JSON types: every field but those that are `apart`."""
         apart = {d.name for d in declared_options(type(self)).values() if d.apart}
         own: Any = self
-        return {
-            f.name: jsonable(getattr(self, f.name)) for f in dataclasses.fields(own) if f.name not in apart
-        }
+        return {f.name: jsonable(getattr(self, f.name)) for f in dataclasses.fields(own) if f.name not in apart}
 
     @classmethod
     def _typed(cls, declared: Declared, value: Any, where: str) -> Any:
@@ -164,11 +159,7 @@ class RunTime(Options):
 
     _: KW_ONLY
     budget: float | None = option(
-        None,
-        "Time that the run may take; it says what it leaves out.",
-        lo=0.01,
-        metavar="MINUTES",
-        apart=True,
+        None, "Time that the run may take; it says what it leaves out.", lo=0.01, metavar="MINUTES", apart=True
     )
     quick: bool = option(False, "A first answer: --budget 3.", apart=True)
 

@@ -16,11 +16,7 @@ from safetensors.torch import save_file
 
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.codec import (
-    CacheShape,
-    Site,
-    cache_shape,
-)
+from assay.lab.kv.codec import CacheShape, Site, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_recipe
@@ -170,16 +166,9 @@ def test_an_import_serves_the_codecs_that_it_was_made_for(checkpoint: Path, tmp_
     plain = moments()["layer_0_sigma"]
     assert not torch.allclose(after.metric, plain, atol=1e-2)
     torch.testing.assert_close(
-        after.metric.diagonal(dim1=1, dim2=2).sum(1),
-        plain.diagonal(dim1=1, dim2=2).sum(1),
-        rtol=1e-3,
-        atol=0.0,
+        after.metric.diagonal(dim1=1, dim2=2).sum(1), plain.diagonal(dim1=1, dim2=2).sum(1), rtol=1e-3, atol=0.0
     )
-    for spec, stream in (
-        ("mean+fp8", "k"),
-        ("kakeya(bits=3, levels=calibrated)", "k"),
-        ("qprecond+fp8", "v"),
-    ):
+    for spec, stream in (("mean+fp8", "k"), ("kakeya(bits=3, levels=calibrated)", "k"), ("qprecond+fp8", "v")):
         with pytest.raises(AssayError, match="calibration"):
             bench.fit(parse_recipe(spec), 0, stream)
 

@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 
 from reproduction_rows import Rows, pack
-from reproduction_tables import (
-    difference,
-    effect,
-    ladder,
-    markdown,
-    parts_of,
-    passages,
-    preconditioning,
-    rounded,
-)
+from reproduction_tables import difference, effect, ladder, markdown, parts_of, passages, preconditioning, rounded
 
 WINDOWS = 8
 TOKENS = {"all": 100, "tail": 64}
@@ -106,9 +97,7 @@ def test_layers_that_do_not_add_up_and_samples_that_get_the_sign_wrong_are_count
 def test_noise_below_the_floor_does_not_count_for_the_slope(rows: Rows) -> None:
     found = parts_of(rows, "vllm")
     assert set(found["noise slope between neighbours"]) == {"0.2 to 0.4", "0.4 to 0.8"}
-    assert found["noise slope between neighbours"]["0.2 to 0.4"]["less the smallest"] == pytest.approx(
-        2, 1e-3
-    )
+    assert found["noise slope between neighbours"]["0.2 to 0.4"]["less the smallest"] == pytest.approx(2, 1e-3)
 
 
 def test_samples_of_the_published_size_are_disjoint_fours() -> None:

@@ -21,11 +21,7 @@ def results(bench_speed: float = 1.0, clock: float = 1.0, ngram: bool = True) ->
     """Five runs on a machine that becomes slower from run to run."""
     speeds = [0.05 * 1.1**run for run in range(5)]
     plain = [
-        {
-            "assay": [request(s, clock=clock)] * 2,
-            "bench": [request(s * bench_speed)] * 2,
-            "same_texts": [True, False],
-        }
+        {"assay": [request(s, clock=clock)] * 2, "bench": [request(s * bench_speed)] * 2, "same_texts": [True, False]}
         for s in speeds
     ]
     result: dict[str, Any] = {

@@ -11,16 +11,7 @@ Config = dict[str, Any]
 
 MODULE = "model.layers.3.mlp.down_proj"
 CARRIERS = ("qweight", "weight_packed", "W_q", "_weight_qdata", "weight")
-SCALES = (
-    "scales",
-    "weight_scale",
-    "weight_scale_inv",
-    "_weight_scale",
-    "weight.absmax",
-    "SCB",
-    "meta",
-    "scale",
-)
+SCALES = ("scales", "weight_scale", "weight_scale_inv", "_weight_scale", "weight.absmax", "SCB", "meta", "scale")
 
 
 @dataclass(frozen=True)
@@ -125,11 +116,7 @@ def auto_round_flag(config: Config, names: set[str]) -> Edit | None:
 
 
 def other_flag(config: Config, names: set[str]) -> Edit | None:
-    return (
-        Edit(config)
-        if _declared(config).get("quant_method") in {"gptq", "awq", "compressed-tensors"}
-        else None
-    )
+    return Edit(config) if _declared(config).get("quant_method") in {"gptq", "awq", "compressed-tensors"} else None
 
 
 EXPORT_FAULTS = (

@@ -22,11 +22,7 @@ KINDS: dict[str, Raw | None] = {
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False},
     "auto-round(gptq pack)": _round("auto_round:auto_gptq"),
     "auto-round(awq pack)": _round("auto_round:auto_awq"),
-    "compressed-tensors": {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {},
-    },
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "modelopt FP8": _modelopt("FP8"),

@@ -45,19 +45,8 @@ def with_sidecar(folder: Path) -> None:
     (folder / "quantize_config.json").write_text(json.dumps(q.GPTQ))
 
 
-YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 128,
-    "beta_fast": 32,
-    "mscale": 1.0,
-}
-LONG = {
-    "type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "original_max_position_embeddings": 99,
-}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32, "mscale": 1.0}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 99}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 256}  # fmt: skip
 DYNAMIC = q.GPTQ | {

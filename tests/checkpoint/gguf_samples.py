@@ -26,12 +26,7 @@ def value(item: Any) -> bytes:
     if isinstance(item, str):
         return struct.pack("<I", 8) + text(item)
     bodies = [value(entry) for entry in item]
-    return (
-        struct.pack("<I", 9)
-        + bodies[0][:4]
-        + struct.pack("<Q", len(bodies))
-        + b"".join(b[4:] for b in bodies)
-    )
+    return struct.pack("<I", 9) + bodies[0][:4] + struct.pack("<Q", len(bodies)) + b"".join(b[4:] for b in bodies)
 
 
 Row = tuple[str, tuple[int, ...], int, bytes]
@@ -69,9 +64,7 @@ def llama_rows(blocks: int = 3) -> list[Row]:
         for part in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
             rows.append((f"blk.{i}.{part}.weight", (32, 32), 8, q8 * 32))
         for part in ("attn_norm", "ffn_norm"):
-            rows.append(
-                (f"blk.{i}.{part}.weight", (32,), 0, struct.pack("<32f", *[1.0 + j / 99 for j in range(32)]))
-            )
+            rows.append((f"blk.{i}.{part}.weight", (32,), 0, struct.pack("<32f", *[1.0 + j / 99 for j in range(32)])))
     rows.append(("output_norm.weight", (32,), 0, struct.pack("<32f", *[1.0 - j / 99 for j in range(32)])))
     return rows
 

@@ -172,9 +172,7 @@ class LoopbackHub:
                 )
                 self.answer(status, answer, more, twist.cut if twist is not None else None)
 
-            def answer(
-                self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None
-            ) -> None:
+            def answer(self, status: int, body: bytes, headers: dict[str, str], cut: int | None = None) -> None:
                 try:
                     self.send_response(status)
                     for name, value in headers.items():
@@ -199,9 +197,7 @@ class LoopbackHub:
     ) -> tuple[int, bytes, dict[str, str]]:
         if self.token is not None and headers.get("authorization") != f"Bearer {self.token}":
             return _error(401, "RepoNotFound", "Invalid username or password.")
-        api = re.fullmatch(
-            r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", path
-        )
+        api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", path)
         file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
         found = api or file
         if found is None:
@@ -227,9 +223,7 @@ class LoopbackHub:
                 "lastModified": "2026-01-02T03:04:05.000Z", "createdAt": "2026-01-01T00:00:00.000Z"}  # fmt: skip
         return _json(info)
 
-    def _tree(
-        self, path: str, query: dict[str, str], files: dict[str, bytes]
-    ) -> tuple[int, bytes, dict[str, str]]:
+    def _tree(self, path: str, query: dict[str, str], files: dict[str, bytes]) -> tuple[int, bytes, dict[str, str]]:
         folders = sorted({n.rpartition("/")[0] for n in files if "/" in n})
         entries: list[dict[str, Any]] = [
             {"type": "directory", "oid": git_oid(f.encode()), "size": 0, "path": f} for f in folders
@@ -242,9 +236,7 @@ class LoopbackHub:
             headers["Link"] = f'<{self.url}{path}?{following}>; rel="next"'
         return status, body, headers
 
-    def _resolve(
-        self, name: str, commit: str, files: dict[str, bytes], repo: str
-    ) -> tuple[int, bytes, dict[str, str]]:
+    def _resolve(self, name: str, commit: str, files: dict[str, bytes], repo: str) -> tuple[int, bytes, dict[str, str]]:
         if name not in files:
             return _error(404, "EntryNotFound", "Entry not found", {"X-Repo-Commit": commit})
         data = files[name]
@@ -252,11 +244,7 @@ class LoopbackHub:
         if len(data) < LFS_BYTES:
             return 200, data, headers | {"ETag": f'"{git_oid(data)}"'}
         sha256 = content_id(data)
-        headers |= {
-            "X-Linked-Etag": f'"{sha256}"',
-            "X-Linked-Size": str(len(data)),
-            "ETag": '"not-the-digest"',
-        }
+        headers |= {"X-Linked-Etag": f'"{sha256}"', "X-Linked-Size": str(len(data)), "ETag": '"not-the-digest"'}
         headers["Location"] = f"{self.cdn}/{urllib.parse.quote(repo)}/{commit}/{urllib.parse.quote(name)}"
         return 302, b"Found. Redirecting", headers
 

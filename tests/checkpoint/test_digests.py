@@ -46,9 +46,7 @@ def age(path: Path) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.binary(max_size=3000))
-def test_both_digests_are_those_of_git_and_sha256(
-    data: bytes, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_both_digests_are_those_of_git_and_sha256(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("d") / "f"
     path.write_bytes(data)
     counts: list[int] = []
@@ -237,9 +235,7 @@ def test_ctrl_c_keeps_what_was_hashed_and_the_next_run_goes_on(tmp_path: Path, m
     age(model / "b.bin")
     environment = os.environ | {"ASSAY_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "assay", "verify", str(model), "--json", "--workers", "2"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     until = time.monotonic() + 120
     while not remembered(tmp_path / "cache" / "digests") and time.monotonic() < until:
         time.sleep(0.05)  # until the first file is done; the second takes much longer

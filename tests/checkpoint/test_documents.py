@@ -134,9 +134,7 @@ def test_a_dimension_that_is_not_given_leaves_the_shapes_unexamined(ask: Ask, mo
 
 def test_a_million_values_of_nonsense_are_some_findings(ask: Ask, model: Path) -> None:
     nonsense = {str(i): i for i in range(100_000)}
-    edit_json(
-        model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "dynamic": nonsense}
-    )
+    edit_json(model / "config.json", quantization_config={"quant_method": "gptq", "bits": 4, "dynamic": nonsense})
     code, report = ask(model, "--allow-unverified", "--hash", "none")
     assert code == 1
     assert len(report["findings"]) < 40
@@ -147,18 +145,14 @@ def test_a_million_values_of_nonsense_are_some_findings(ask: Ask, model: Path) -
 
 
 def fuzz(kind: str, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        verification, "find_spec", lambda name: None
-    )  # transformers' own model is built elsewhere
+    monkeypatch.setattr(verification, "find_spec", lambda name: None)  # transformers' own model is built elsewhere
     subject, chosen = fuzzing.subject(kind, folder / "m"), random.Random(zlib.crc32(kind.encode()))
     usual = fuzzing.said(subject.examine(monkeypatch)[0])
     for name, at in subject.changes():
         for value in fuzzing.VALUES:
             if chosen.random() >= share:
                 continue
-            report, seconds = subject.examine(
-                monkeypatch, name, fuzzing.changed(subject.documents[name], at, value)
-            )
+            report, seconds = subject.examine(monkeypatch, name, fuzzing.changed(subject.documents[name], at, value))
             fuzzing.shown(report)
             where = (kind, name, at, value)
             assert seconds < fuzzing.MOST_S, where
@@ -170,17 +164,13 @@ def fuzz(kind: str, share: float, folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("kind", fuzzing.KINDS)
-def test_no_value_of_a_document_stops_verify(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_value_of_a_document_stops_verify(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz(kind, 0.012, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", fuzzing.KINDS)
-def test_no_value_of_any_document_stops_verify(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_value_of_any_document_stops_verify(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fuzz(kind, 1.0, tmp_path, monkeypatch)
 
 
@@ -188,18 +178,12 @@ HOSTILE = [10**9, 10**39, -1, 0, 1e308, math.nan, "x", [], {}, True, None]
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=repr)
-def test_counts_are_bounded_with_transformers_too(
-    model: Path, value: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_counts_are_bounded_with_transformers_too(model: Path, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The families that only transformers knows: nothing is enumerated that the config does not bound."""
     from assay.checkpoint.structure import meta_expectation
     from assay.checkpoint.subject import open_checkpoint
 
     monkeypatch.setattr("assay.checkpoint.structure._expect", lambda *given: given)
     for key in ("num_experts", "num_hidden_layers", "num_nextn_predict_layers", "depth"):
-        edit_json(
-            model / "config.json",
-            model_type="granite",
-            **{key: value, "vision_config": {"num_layers": 10**5}},
-        )
+        edit_json(model / "config.json", model_type="granite", **{key: value, "vision_config": {"num_layers": 10**5}})
         assert meta_expectation(open_checkpoint(str(model)).checkpoint) is None

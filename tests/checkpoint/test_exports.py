@@ -23,8 +23,7 @@ from assay.verdict import Finding
 from checkpoint.export_faults import EXPORT_FAULTS, Config, ExportFault
 
 EXPORTS = {
-    path.stem: json.loads(path.read_text())
-    for path in sorted((Path(__file__).parent / "exports").glob("*.json"))
+    path.stem: json.loads(path.read_text()) for path in sorted((Path(__file__).parent / "exports").glob("*.json"))
 }
 
 
@@ -86,9 +85,7 @@ def test_a_fault_is_found_in_every_export_that_can_have_it(fault: ExportFault) -
         if edit is None:
             continue
         tried += 1
-        renamed = [
-            Tensor(edit.renamed.get(t.name, t.name), t.dtype, t.shape, t.file, t.start, t.end) for t in listed
-        ]
+        renamed = [Tensor(edit.renamed.get(t.name, t.name), t.dtype, t.shape, t.file, t.start, t.end) for t in listed]
         raised = findings(checkpoint(edit.config, renamed), fault.serve_args)
         wanted = (f"checkpoint.{fault.finding}", fault.severity)
         assert wanted in {(f.id, f.severity.value) for f in raised}, (kind, [f.title for f in raised])
@@ -97,7 +94,5 @@ def test_a_fault_is_found_in_every_export_that_can_have_it(fault: ExportFault) -
 
 def test_the_libraries_are_all_there() -> None:
     assert "hqq" in EXPORTS
-    methods = {
-        e["config"]["quantization_config"]["quant_method"] for name, e in EXPORTS.items() if name != "hqq"
-    }
+    methods = {e["config"]["quantization_config"]["quant_method"] for name, e in EXPORTS.items() if name != "hqq"}
     assert {"auto-round", "gptq", "awq", "torchao", "bitsandbytes", "compressed-tensors"} <= methods

@@ -42,9 +42,7 @@ def test_the_formats_own_package_reads_the_same(tmp_path: Path) -> None:
 def test_block_sizes_are_those_of_the_formats_own_package() -> None:
     constants = pytest.importorskip("gguf.constants")
     theirs = {int(k): v for k, v in constants.GGML_QUANT_SIZES.items()}
-    theirs.pop(
-        9
-    )  # Q8_1: 36 bytes since its scale became float16, which the package missed; no file stores it
+    theirs.pop(9)  # Q8_1: 36 bytes since its scale became float16, which the package missed; no file stores it
     assert {kind: (TYPES[kind].block, TYPES[kind].nbytes) for kind in theirs} == theirs
 
 
@@ -119,9 +117,7 @@ def test_a_scale_that_is_no_number_and_a_matrix_of_zero_scales(ask: Ask, tmp_pat
 )
 def test_what_is_no_language_model_is_left_alone(ask: Ask, tmp_path: Path, changes: dict[str, Any]) -> None:
     rows: list[Row] = [("v.patch_embd.weight", (32, 3), 0, struct.pack("<96f", *range(96)))]
-    path = write(
-        tmp_path / "w.gguf", rows, tokenizer__ggml__tokens=..., tokenizer__chat_template=..., **changes
-    )
+    path = write(tmp_path / "w.gguf", rows, tokenizer__ggml__tokens=..., tokenizer__chat_template=..., **changes)
     code, report = ask(path, "--allow-unverified")
     assert (code, [f["id"] for f in report["findings"]]) == (0, ["checkpoint.unverified"])
 
@@ -153,9 +149,7 @@ def test_parts_of_two_models(ask: Ask, tmp_path: Path) -> None:
     code, report = ask(tmp_path, "--allow-unverified")
     assert (code, finding(report, "index_mismatch")["evidence"]["announced"]) == (1, 29)
     parts[2].write_bytes(parts[1].read_bytes())
-    assert (
-        "says that it is part 2" in finding(ask(tmp_path, "--allow-unverified")[1], "index_mismatch")["title"]
-    )
+    assert "says that it is part 2" in finding(ask(tmp_path, "--allow-unverified")[1], "index_mismatch")["title"]
 
 
 # Hostile files.
@@ -243,9 +237,7 @@ def test_a_real_file_is_whole_and_a_cut_copy_is_not(ask: Ask, tmp_path: Path, na
 def retyped(kind: int, nbytes: int) -> list[Row]:
     """The rows with every matrix of the layers in a type of its own."""
     return [
-        (name, dims, kind, bytes(nbytes))
-        if name.startswith("blk.") and len(dims) == 2
-        else (name, dims, old, data)
+        (name, dims, kind, bytes(nbytes)) if name.startswith("blk.") and len(dims) == 2 else (name, dims, old, data)
         for name, dims, old, data in llama_rows()
     ]
 

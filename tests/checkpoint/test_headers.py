@@ -133,9 +133,7 @@ def test_names_with_colons_and_braces_are_no_repetition() -> None:
     names = {'a:{"b":1}': entry(), "c": entry(offsets=[4, 8])}
     assert parse(file_of({"__metadata__": {"k": "a:b:{"}} | names, 8)).faults == ()
     inner = b'{"a":{"dtype":"F32","dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
-    assert (
-        parse(file_of(inner, 4)).faults == ()
-    )  # a repeated field is the last one's value, as for the library
+    assert parse(file_of(inner, 4)).faults == ()  # a repeated field is the last one's value, as for the library
 
 
 @settings(max_examples=200)
@@ -182,9 +180,7 @@ fields = st.fixed_dictionaries(
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    document=st.dictionaries(st.text(max_size=6), fields | json_values, max_size=5), body=st.integers(0, 40)
-)
+@given(document=st.dictionaries(st.text(max_size=6), fields | json_values, max_size=5), body=st.integers(0, 40))
 def test_a_header_without_faults_covers_its_file(document: dict[str, Any], body: int) -> None:
     data = file_of(document, body)
     header = parse(data)
@@ -202,9 +198,7 @@ def test_a_header_without_faults_covers_its_file(document: dict[str, Any], body:
 
 
 HOSTILE = {
-    "entries that all are wrong": lambda: file_of(
-        b"{" + b",".join(b'"%d":{}' % i for i in range(400_000)) + b"}"
-    ),
+    "entries that all are wrong": lambda: file_of(b"{" + b",".join(b'"%d":{}' % i for i in range(400_000)) + b"}"),
     "announces 2^60 bytes": lambda: struct.pack("<Q", 1 << 60) + bytes(100),
     "announces 90 MB in a small file": lambda: struct.pack("<Q", 90_000_000) + b"{" + bytes(1000),
     "90 MB of brackets": lambda: file_of(b"[" * 90_000_000),

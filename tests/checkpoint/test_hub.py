@@ -29,9 +29,7 @@ def commit(hub: LoopbackHub, model: Path) -> str:
 # A local folder against the Hub's digests.
 
 
-def test_a_whole_folder_is_verified_at_the_commit_that_main_stands_for(
-    ask: Ask, model: Path, commit: str
-) -> None:
+def test_a_whole_folder_is_verified_at_the_commit_that_main_stands_for(ask: Ask, model: Path, commit: str) -> None:
     code, report = ask(model, "--repo", REPO)
     assert code == 0, report["findings"]
     assert set(statuses(report).values()) == {"verified"}
@@ -167,9 +165,7 @@ def test_a_header_longer_than_the_first_range_is_read_in_full(
     assert report["results"]["tensors"] == 39
 
 
-def test_a_server_that_ignores_ranges_costs_no_more_than_was_asked_for(
-    ask: Ask, hub: LoopbackHub, model: Path
-) -> None:
+def test_a_server_that_ignores_ranges_costs_no_more_than_was_asked_for(ask: Ask, hub: LoopbackHub, model: Path) -> None:
     body = (model / ONE).read_bytes() + bytes(32 << 20)
     hub.upload(REPO, model, **{ONE: body})
     hub.twist(rf"/org/tiny/\w+/{ONE}", status=200, body=body)
@@ -189,9 +185,7 @@ def test_a_small_file_that_was_altered_on_the_way_is_a_mismatch(
     assert finding(report, "digest_mismatch")["evidence"]["path"] == "config.json"
 
 
-def test_a_manifest_is_not_written_of_what_is_not_here(
-    ask: Ask, hub: LoopbackHub, commit: str, tmp_path: Path
-) -> None:
+def test_a_manifest_is_not_written_of_what_is_not_here(ask: Ask, hub: LoopbackHub, commit: str, tmp_path: Path) -> None:
     code, report = ask(f"hub:{REPO}", "--write-manifest", tmp_path / "list.json")
     assert code == 2
     assert "are not here" in report["findings"][0]["title"]
@@ -251,9 +245,7 @@ def test_an_unknown_repository(ask: Ask, hub: LoopbackHub) -> None:
 
 
 @pytest.mark.parametrize("name", ["a b", "a/b/c", "../x", "-x/y", ""])
-def test_what_is_no_repository_id_is_refused_before_any_request(
-    ask: Ask, hub: LoopbackHub, name: str
-) -> None:
+def test_what_is_no_repository_id_is_refused_before_any_request(ask: Ask, hub: LoopbackHub, name: str) -> None:
     code, report = ask(f"hub:{name}")
     assert code == 2
     assert "is not a repository id" in report["findings"][0]["title"]
@@ -268,9 +260,7 @@ def test_an_answer_that_is_not_the_api(ask: Ask, hub: LoopbackHub, commit: str, 
     assert "cannot read org/tiny" in report["findings"][0]["title"]
 
 
-def test_a_silent_hub_is_inconclusive(
-    ask: Ask, hub: LoopbackHub, commit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_hub_is_inconclusive(ask: Ask, hub: LoopbackHub, commit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUEST_S", 0.5)
     hub.twist("/api/models", delay=20)
     began = time.monotonic()

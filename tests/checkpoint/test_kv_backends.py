@@ -18,11 +18,7 @@ NONE = KvCache(None, False, frozenset())
 
 
 def lint(
-    flags: str,
-    capability: float | None = None,
-    method: str | None = None,
-    cache: KvCache = NONE,
-    **config: int,
+    flags: str, capability: float | None = None, method: str | None = None, cache: KvCache = NONE, **config: int
 ) -> list[Finding]:
     import json
 
@@ -112,9 +108,7 @@ def test_sparse_latent_attention_has_backends_of_its_own() -> None:
         ("gptq", NONE, False),
     ],
 )
-def test_e5m2_is_refused_where_the_checkpoint_may_hold_scales(
-    method: str, cache: KvCache, refused: bool
-) -> None:
+def test_e5m2_is_refused_where_the_checkpoint_may_hold_scales(method: str, cache: KvCache, refused: bool) -> None:
     assert (ERROR in said(lint("--kv-cache-dtype fp8_e5m2", None, method, cache))) is refused
 
 
@@ -162,11 +156,7 @@ def _classes(file: Path, name: str) -> set[str]:
 def _members(file: Path) -> dict[str, str]:
     enum = next(n for n in ast.parse(file.read_text()).body
                 if isinstance(n, ast.ClassDef) and n.name == "AttentionBackendEnum")  # fmt: skip
-    return {
-        ast.unparse(n.targets[0]): str(ast.literal_eval(n.value))
-        for n in enum.body
-        if isinstance(n, ast.Assign)
-    }
+    return {ast.unparse(n.targets[0]): str(ast.literal_eval(n.value)) for n in enum.body if isinstance(n, ast.Assign)}
 
 
 def _stated(file: Path, class_name: str) -> dict[str, frozenset[object]]:

@@ -44,9 +44,7 @@ def cached(home: Path, model: Path, commit: str = COMMIT, branch: str | None = "
 # The Hub cache.
 
 
-def test_the_cache_is_verified_by_its_blobs_and_says_its_commit(
-    ask: Ask, model: Path, tmp_path: Path
-) -> None:
+def test_the_cache_is_verified_by_its_blobs_and_says_its_commit(ask: Ask, model: Path, tmp_path: Path) -> None:
     repo = cached(tmp_path / "hub", model)
     code, report = ask(repo)
     assert (code, set(statuses(report).values())) == (0, {"verified"})
@@ -304,9 +302,7 @@ def test_no_such_path(ask: Ask, tmp_path: Path) -> None:
 
 def test_a_repository_id_without_hub_is_explained(ask: Ask) -> None:
     _, report = ask("some-org/some-name")
-    assert report["findings"][0]["remedies"] == [
-        "write hub:some-org/some-name if it is a repository on the Hub"
-    ]
+    assert report["findings"][0]["remedies"] == ["write hub:some-org/some-name if it is a repository on the Hub"]
 
 
 def test_an_empty_folder(ask: Ask, tmp_path: Path) -> None:

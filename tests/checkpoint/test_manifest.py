@@ -76,9 +76,7 @@ def test_written_then_held_against(ask: Ask, model: Path, tmp_path: Path) -> Non
     assert (code, statuses(report)[TWO], statuses(report)["more.json"]) == (1, "missing", "extra")
 
 
-def test_weights_that_the_manifest_does_not_know_are_not_verified(
-    ask: Ask, model: Path, tmp_path: Path
-) -> None:
+def test_weights_that_the_manifest_does_not_know_are_not_verified(ask: Ask, model: Path, tmp_path: Path) -> None:
     listing = tmp_path / "list.json"
     ask(model, "--write-manifest", listing)
     body = json.loads(listing.read_text(encoding="utf-8"))
@@ -132,10 +130,7 @@ def test_no_manifest_of_what_could_not_be_read(
 
 def test_a_manifest_that_cannot_be_written(ask: Ask, model: Path, tmp_path: Path) -> None:
     for place, said in (
-        (
-            tmp_path / "no" / "such" / "list.json",
-            "cannot write the manifest list.json: No such file or directory",
-        ),
+        (tmp_path / "no" / "such" / "list.json", "cannot write the manifest list.json: No such file or directory"),
         (tmp_path, f"cannot write the manifest {tmp_path.name}: Is a directory"),
     ):
         code, report = ask(model, "--write-manifest", place)

@@ -90,12 +90,7 @@ def packed(head: Shapes) -> Shapes:
     """The projections of a head in compressed-tensors' packing."""
     result: Shapes = {}
     for name, (dtype, shape) in head.items():
-        if (
-            len(shape) == 2
-            and "norm" not in name
-            and ".gate." not in name
-            and not name.endswith(OWN_EMBEDDING)
-        ):
+        if len(shape) == 2 and "norm" not in name and ".gate." not in name and not name.endswith(OWN_EMBEDDING):
             module = name.removesuffix(".weight")
             result |= {
                 f"{module}.weight_packed": ("I32", (shape[0], shape[1] // 8)),
@@ -133,12 +128,7 @@ def test_a_plain_head_in_a_quantised_checkpoint_must_be_excluded() -> None:
 def test_an_ignore_list_may_name_fused_matrices() -> None:
     config, backbone, head = family("qwen3_5")
     at = "mtp.layers.0"
-    names = [
-        f"{at}.self_attn.qkv_proj",
-        f"{at}.self_attn.o_proj",
-        f"{at}.mlp.gate_up_proj",
-        f"{at}.mlp.down_proj",
-    ]
+    names = [f"{at}.self_attn.qkv_proj", f"{at}.self_attn.o_proj", f"{at}.mlp.gate_up_proj", f"{at}.mlp.down_proj"]
     whole = W4A16 | {"ignore": ["lm_head", "mtp.fc", *names]}
     assert examined(config | {"quantization_config": whole}, backbone, head).status == "ok"
 
@@ -175,11 +165,7 @@ def test_the_version_decides_what_the_engine_says() -> None:
 
 def test_the_text_config_may_announce() -> None:
     config, backbone, head = family("qwen3_5")
-    nested = {
-        "model_type": "qwen3_5",
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "text_config": config,
-    }
+    nested = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": config}
     moved = {n.replace("model.", "model.language_model.", 1): t for n, t in backbone.items()}
     assert examined(nested, moved, head).status == "ok"
     assert examined(nested, moved).status == "absent"
@@ -274,9 +260,7 @@ def test_the_entry_projection_may_be_plain_in_a_quantised_head(name: str, plain:
         return packed
 
     report = examined(config, pack(backbone), pack(head))
-    wanted = {"eh_proj": "declared_quantized", "none": "declared_quantized", "q_proj": "dtype_conflict"}[
-        plain
-    ]
+    wanted = {"eh_proj": "declared_quantized", "none": "declared_quantized", "q_proj": "dtype_conflict"}[plain]
     if plain == "q_proj" and name == "deepseek_v3":  # which has none: q_a_proj and q_b_proj
         wanted = "declared_quantized"
     assert report.status == wanted, report.conflicts
@@ -314,9 +298,7 @@ def test_a_head_in_a_place_of_its_own_owes_both_parts_too(model_type: str, parts
     config |= {"model_type": model_type, "num_nextn_predict_layers": 1, "num_mtp_modules": 1}
     at = "model.mtp.layers.0" if model_type == "longcat_flash" else "mtp.layers.0"
     names = {"attention": "self_attn.q_proj", "mlp": "mlp.down_proj"}
-    head: Shapes = {
-        f"{at}.{n}.weight": ("BF16", (64, 64)) for part, n in names.items() if parts in {part, "both"}
-    }
+    head: Shapes = {f"{at}.{n}.weight": ("BF16", (64, 64)) for part, n in names.items() if parts in {part, "both"}}
     head[f"{at}.eh_proj.weight"] = ("BF16", (64, 128))
     assert examined(config, backbone, head).status == ("ok" if parts == "both" else "partial")
 

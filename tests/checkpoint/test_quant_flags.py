@@ -16,19 +16,7 @@ from assay.checkpoint.subject import Checkpoint
 from checkpoint.flag_configs import KINDS, model_type
 
 RECORDED = Path(__file__).parents[3] / "shared" / "facts" / "quantization_flags.json"
-FLAGS = (
-    "None",
-    "awq",
-    "awq_marlin",
-    "gptq",
-    "auto-round",
-    "inc",
-    "fp8",
-    "marlin",
-    "humming",
-    "moe_wna16",
-    "mxfp4",
-)
+FLAGS = ("None", "awq", "awq_marlin", "gptq", "auto-round", "inc", "fp8", "marlin", "humming", "moe_wna16", "mxfp4")
 
 
 def outcome(kind: str, flag: str, **rest: Any) -> Outcome:

@@ -221,9 +221,7 @@ def test_modelopt_names_algorithms_per_layer() -> None:
     mixed = {"q_proj": static, "k_proj": static, "v_proj": static, "down_proj": nvfp4}
     plain = ("o_proj", "gate_proj", "up_proj")
     assert found(raw, llama(nvfp4, plain=plain, **mixed)) == []
-    assert ids(found(raw, llama(nvfp4, plain=plain, **mixed | {"down_proj": static}))) == {
-        "quantization_conflict"
-    }
+    assert ids(found(raw, llama(nvfp4, plain=plain, **mixed | {"down_proj": static}))) == {"quantization_conflict"}
     assert ids(found(raw, llama(nvfp4, plain=plain[1:], **mixed))) == {"quantization_conflict"}
 
 
@@ -283,9 +281,7 @@ def mlx_config(**own: Any) -> Raw:
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-@pytest.mark.parametrize(
-    "keys", [("quantization", "quantization_config"), ("quantization",), ("quantization_config",)]
-)
+@pytest.mark.parametrize("keys", [("quantization", "quantization_config"), ("quantization",), ("quantization_config",)])
 def test_mlx_is_known_by_its_packing(bits: int, keys: tuple[str, ...]) -> None:
     settings = {key: mlx_config(bits=bits) for key in keys}
     made = subject(None, llama(lambda out, width: mlx(out, width, bits)), **settings)
@@ -296,9 +292,7 @@ def test_mlx_is_known_by_its_packing(bits: int, keys: tuple[str, ...]) -> None:
 
 def test_a_module_of_mlx_may_have_bits_of_its_own() -> None:
     shapes = llama(
-        mlx,
-        down_proj=lambda out, width: mlx(out, width, 8, 64),
-        o_proj=lambda o, w: {"weight": ("BF16", (o, w))},
+        mlx, down_proj=lambda out, width: mlx(out, width, 8, 64), o_proj=lambda o, w: {"weight": ("BF16", (o, w))}
     )
     downs = {f"model.layers.{i}.mlp.down_proj": {"bits": 8, "group_size": 64} for i in range(4)}
     assert ids(found(mlx_config(**downs), shapes)) == {"not_examined"}
@@ -366,10 +360,7 @@ def test_the_weighting_of_an_indexer_is_plain_by_design(raw: Raw) -> None:
     plain: Shapes = {"weight": ("BF16", (4, 64))}
     assert found(raw, llama(tiles("F32")) | indexer(plain)) == []
     assert ids(
-        found(
-            raw,
-            llama(tiles("F32"), plain=("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj")) | indexer(plain),
-        )
+        found(raw, llama(tiles("F32"), plain=("layers.1.mlp.up_proj", "layers.1.mlp.gate_proj")) | indexer(plain))
     ) == {"quantization_conflict"}
     packed_one = found(raw, llama(tiles("F32")) | indexer(tiles("F32")(32, 64)))
     assert [f.severity.value for f in packed_one] == ["warning"]  # no engine has a scale for it
@@ -377,9 +368,7 @@ def test_the_weighting_of_an_indexer_is_plain_by_design(raw: Raw) -> None:
 
 def test_a_buffer_of_the_quantiser_is_a_warning() -> None:
     shapes = llama(nvfp4) | {f"{QUERY}.weight_quantizer._double_scale": ("F32", ())}
-    assert [(f.id, f.severity.value) for f in found(MODELOPT_NVFP4, shapes)] == [
-        ("checkpoint.orphan_scale", "warning")
-    ]
+    assert [(f.id, f.severity.value) for f in found(MODELOPT_NVFP4, shapes)] == [("checkpoint.orphan_scale", "warning")]
 
 
 def test_patterns_that_could_take_for_ever_are_left_out() -> None:
@@ -410,6 +399,4 @@ def test_kv_scales_must_be_in_every_layer() -> None:
 
     assert kv(scales) == []
     assert kv({}) == [("checkpoint.kv_dtype_conflict", "warning")]
-    assert kv({n: t for n, t in scales.items() if ".2." not in n}) == [
-        ("checkpoint.kv_dtype_conflict", "error")
-    ]
+    assert kv({n: t for n, t in scales.items() if ".2." not in n}) == [("checkpoint.kv_dtype_conflict", "error")]

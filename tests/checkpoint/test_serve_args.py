@@ -83,9 +83,7 @@ def test_vllm_has_exactly_these_options() -> None:
     from assay.demo.servers import vllm_python
 
     probe = Path(__file__).with_name("vllm_options_probe.py")
-    ran = subprocess.run(
-        [str(vllm_python()), str(probe)], capture_output=True, text=True, timeout=300, check=True
-    )
+    ran = subprocess.run([str(vllm_python()), str(probe)], capture_output=True, text=True, timeout=300, check=True)
     theirs = json.loads(ran.stdout.splitlines()[-1])
     short = {option for option in theirs if not option.startswith("--")}
     assert {o: kind for o, kind in theirs.items() if o not in short} == {
@@ -211,9 +209,7 @@ def test_every_report_is_tried() -> None:
 
 def advice(subject: Checkpoint) -> tuple[str, str]:
     declared = declared_in(subject)
-    said = advise(
-        subject, "ORG/M", declared, kv_cache(subject, declared), examine_checkpoint(subject, declared), None
-    )
+    said = advise(subject, "ORG/M", declared, kv_cache(subject, declared), examine_checkpoint(subject, declared), None)
     return str(said["command"]), " ".join(map(str, said["notes"]))  # type: ignore[call-overload]
 
 
@@ -236,10 +232,7 @@ def test_advice_for_a_head() -> None:
 def test_advice_for_a_kv_cache() -> None:
     scheme = FP8_BLOCK | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
     config = PLAIN | {"quantization_config": scheme}
-    scale = {
-        "model.layers.0.self_attn.k_scale": ("F32", (1,)),
-        "model.layers.0.self_attn.v_scale": ("F32", (1,)),
-    }
+    scale = {"model.layers.0.self_attn.k_scale": ("F32", (1,)), "model.layers.0.self_attn.v_scale": ("F32", (1,))}
     assert "leave --kv-cache-dtype out" in advice(checkpoint(config, scale))[1]
     assert "--kv-cache-dtype bfloat16" in advice(checkpoint(config))[0]
 

@@ -156,9 +156,7 @@ def test_a_config_of_any_content_gets_a_verdict(ask: Ask, model: Path, changes: 
     assert "bug" not in json.dumps(report["findings"])
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
-)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("content", [b"", b"null", b"[]", b"{}", b"\xff\xfe", b"[" * 50_000, b'{"a": NaN}'])
 def test_documents_of_any_content_get_a_verdict(ask: Ask, model: Path, name: str, content: bytes) -> None:
     (model / name).write_bytes(content)
@@ -214,9 +212,7 @@ def allocated(kind: str, config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def attention_and_norms(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Experts are stored one by one and held fused in memory: names of the rest must agree."""
     return {
-        n: s
-        for n, s in shapes.items()
-        if ".experts." not in n and ".mlp.gate" not in n and "block_sparse" not in n
+        n: s for n, s in shapes.items() if ".experts." not in n and ".mlp.gate" not in n and "block_sparse" not in n
     }
 
 
@@ -274,9 +270,7 @@ def test_a_family_that_only_transformers_knows(ask: Ask, model: Path) -> None:
 
 
 def renamed(folder: Path, prefix: str) -> None:
-    rewrite(
-        folder, lambda t: {n.replace("model.", prefix, 1) if "model." in n else n: v for n, v in t.items()}
-    )
+    rewrite(folder, lambda t: {n.replace("model.", prefix, 1) if "model." in n else n: v for n, v in t.items()})
 
 
 @pytest.mark.parametrize(

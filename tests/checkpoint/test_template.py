@@ -16,9 +16,7 @@ from checkpoint_samples import edit_json, llama
 SPECIAL = (("bos_token", "<s>"), ("eos_token", "</s>"))
 ADDED = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>", "<|stop|>", "<|stop", "[INST]")
 LOOP = "{% for message in messages %}"
-CHATML = (
-    LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endfor %}"
-)
+CHATML = LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
@@ -112,9 +110,7 @@ def test_a_template_that_does_not_end_is_refused_in_time(name: str) -> None:
     problem = template_problem(BOMBS[name])
     assert time.process_time() - began < 2  # of this process; the other has bounds of its own
     # A range of more than 100,000, or a macro without an end, is an error that the template would raise in a server too.
-    assert problem is None if name == "itself" else problem is not None and "does not finish" in problem, (
-        problem
-    )
+    assert problem is None if name == "itself" else problem is not None and "does not finish" in problem, problem
 
 
 def test_a_bomb_is_one_finding(ask: Ask, tmp_path: Path) -> None:

@@ -8,15 +8,7 @@ from pathlib import Path
 import pytest
 
 from assay.checkpoint.subject import open_checkpoint
-from assay.checkpoint.values import (
-    NEGATIVE,
-    POSITIVE,
-    Statistics,
-    check_duplicates,
-    check_norms,
-    judge_values,
-    scan,
-)
+from assay.checkpoint.values import NEGATIVE, POSITIVE, Statistics, check_duplicates, check_norms, judge_values, scan
 
 pytestmark = pytest.mark.engine
 
@@ -60,9 +52,4 @@ def test_the_shares_that_the_rule_rests_on(smollm2: Path, gemma3: Path) -> None:
     assert share(shifted(plain, -1), low=False) > 0.95
     assert share(centred, low=True) < 0.5
     assert share(shifted(centred, 1), low=True) > 0.95
-    print(
-        share(plain, False),
-        share(shifted(plain, -1), False),
-        share(centred, True),
-        share(shifted(centred, 1), True),
-    )
+    print(share(plain, False), share(shifted(plain, -1), False), share(centred, True), share(shifted(centred, 1), True))

@@ -41,9 +41,7 @@ def test_counts_are_those_of_numpy(data: st.DataObject, dtype: str) -> None:
     words = data.draw(arrays(WORDS[dtype], st.integers(1, 200)))
     cut = data.draw(st.integers(0, words.size))
     seen, values = gathered(words, dtype, cut), to_float(words, dtype)
-    real = {"F16": lambda: words.view(np.float16), "F32": lambda: words.view(np.float32)}.get(
-        dtype, lambda: values
-    )()
+    real = {"F16": lambda: words.view(np.float16), "F32": lambda: words.view(np.float32)}.get(dtype, lambda: values)()
     assert seen.nan + seen.inf == np.count_nonzero(~np.isfinite(real))
     if FLOAT_FORMATS[dtype].infinity and dtype != "F8_E5M2":
         assert seen.inf == np.count_nonzero(np.isinf(real))
@@ -67,9 +65,7 @@ def test_a_type_without_sign_is_not_masked() -> None:
     assert gathered(np.array([127, 255], np.uint8), "F8_E8M0").nan == 1
 
 
-@pytest.mark.parametrize(
-    ("word", "value"), [(0x00, 0.0), (0x38, 1.0), (0x7E, 448.0), (0x01, 2.0**-9), (0xB8, -1.0)]
-)
+@pytest.mark.parametrize(("word", "value"), [(0x00, 0.0), (0x38, 1.0), (0x7E, 448.0), (0x01, 2.0**-9), (0xB8, -1.0)])
 def test_e4m3_by_its_published_values(word: int, value: float) -> None:
     assert to_float(np.array([word], np.uint8), "F8_E4M3")[0] == value
 

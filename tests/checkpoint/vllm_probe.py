@@ -36,10 +36,7 @@ class Hopper(type(real)):
 
 hopper = Hopper()
 for module in list(sys.modules.values()):
-    if (
-        getattr(module, "__name__", "").startswith("vllm")
-        and getattr(module, "current_platform", None) is real
-    ):
+    if getattr(module, "__name__", "").startswith("vllm") and getattr(module, "current_platform", None) is real:
         module.current_platform = hopper
 
 

@@ -43,9 +43,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "vllm.log").write_text(LOG * 20)
     (tmp_path / "assay.toml").write_text('[subject]\nlogs = ["vllm.log"]\n[spec]\n')
-    (tmp_path / "wiki.txt").write_text(
-        "All work and no play makes this text as long as eight windows need. " * 60
-    )
+    (tmp_path / "wiki.txt").write_text("All work and no play makes this text as long as eight windows need. " * 60)
     return tmp_path
 
 
@@ -112,10 +110,7 @@ def test_a_subject_that_fails_is_a_report_and_one_that_cannot_be_examined_an_err
         (lambda: assay.verify("u", engine_version="tgi==1"), "tgi==1"),
         (lambda: assay.spec("u", cost=1), "spec: unknown option 'cost', the nearest is 'cost_ratio'"),
         (lambda: assay.compare("hf:a"), "names no candidate"),
-        (
-            lambda: assay.compare("hf:a", "hf:b", window=3),
-            "unknown option 'window', the nearest is 'windows'",
-        ),
+        (lambda: assay.compare("hf:a", "hf:b", window=3), "unknown option 'window', the nearest is 'windows'"),
         (lambda: assay.compare("hf:a", "hf:b", margin_ppl="much"), "much"),
         (lambda: assay.reference("hf:a", out="x", format="zip"), "unknown format 'zip'"),
     ],
@@ -169,16 +164,7 @@ def test_mypy_is_content_with_a_users_file(tmp_path: Path) -> None:
     file = tmp_path / "user.py"
     file.write_text(USER)
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--strict",
-            "--cache-dir",
-            str(tmp_path / "cache"),
-            "--config-file=",
-            str(file),
-        ],
+        [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "--config-file=", str(file)],
         capture_output=True,
         text=True,
         check=False,

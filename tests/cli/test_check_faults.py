@@ -76,9 +76,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str], url: str, finding: str) -
         (hang(), 3, "server.timeout"),
     ],
 )
-def test_the_list_of_models(
-    capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str
-) -> None:
+def test_the_list_of_models(capsys: pytest.CaptureFixture[str], behaviour: Behaviour, code: int, finding: str) -> None:
     with StubServer() as stub:
         stub.on("GET /v1/models", behaviour)
         got, report = check(capsys, stub.url, *FRANCE)
@@ -125,9 +123,7 @@ def test_no_answer_after_a_good_beginning(
         got, report = check(capsys, stub.url, *FRANCE)
     assert got == code
     assert says in report["findings"][0]["title"]
-    assert ids(report) == (
-        {finding} if code == 2 else {"coherence.probe_unfinished", "throughput.unfinished"}
-    )
+    assert ids(report) == ({finding} if code == 2 else {"coherence.probe_unfinished", "throughput.unfinished"})
 
 
 @pytest.mark.parametrize(
@@ -184,9 +180,7 @@ def test_markup_in_a_text_is_text(capsys: pytest.CaptureFixture[str], tmp_path: 
 
 
 def test_one_answer_to_every_question_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    gateway = (
-        "<!DOCTYPE html><html><head><title>502 Bad Gateway</title></head><body>502 Bad Gateway</body></html>"
-    )
+    gateway = "<!DOCTYPE html><html><head><title>502 Bad Gateway</title></head><body>502 Bad Gateway</body></html>"
     with answering(words(gateway), scores=False, echo=False) as stub:
         _, report = check(capsys, stub.url, "--samples", "3")
     finding = next(f for f in report["findings"] if f["id"] == "coherence.same_answer")
@@ -234,9 +228,7 @@ def test_a_server_that_turns_the_key_away_in_the_middle_keeps_what_was_measured(
     assert sum(len(p["samples"]) for p in report["results"]["probes"]) > 3
 
 
-def test_a_server_without_a_chat_template_is_asked_to_continue_text(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_server_without_a_chat_template_is_asked_to_continue_text(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(Sane()) as stub:
         stub.on("POST /v1/chat/completions", status(400, "this model has no chat template"))
         code, report = check(capsys, stub.url, "--samples", "4")
@@ -260,11 +252,7 @@ def test_a_model_without_tools_skips_that_probe_and_passes(capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        'One moment < "arguments": {"city": "Lima"}}]',
-        '<tool_call>\n{"name": "get_weather", "arguments": {"ci',
-    ],
+    "text", ['One moment < "arguments": {"city": "Lima"}}]', '<tool_call>\n{"name": "get_weather", "arguments": {"ci']
 )
 def test_broken_tool_calls_fail_and_are_shown(capsys: pytest.CaptureFixture[str], text: str) -> None:
     def broken(e: Exchange) -> None:
@@ -282,9 +270,7 @@ def test_broken_tool_calls_fail_and_are_shown(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_request_names_the_model_and_neutral_penalties(
-    capsys: pytest.CaptureFixture[str], route: str
-) -> None:
+def test_every_request_names_the_model_and_neutral_penalties(capsys: pytest.CaptureFixture[str], route: str) -> None:
     with serving(Sane()) as stub:
         if route == ROUTES[1]:
             stub.off(ROUTES[0])

@@ -21,9 +21,7 @@ FULL = ("--samples", "3", "--no-throughput")
 def test_a_server_passes_against_its_own_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with serving(Sane()) as stub:
         _, first = check(capsys, stub.url, "--samples", "5")
-        code, again = check(
-            capsys, stub.url, "--samples", "5", "--reference", str(save(tmp_path / "run.json", first))
-        )
+        code, again = check(capsys, stub.url, "--samples", "5", "--reference", str(save(tmp_path / "run.json", first)))
     assert (code, again["findings"]) == (0, [])
     assert again["results"]["reference"]["origin"] == {
         "source": "run", "model": "stub-model", "verdict": "pass",
@@ -48,9 +46,7 @@ def test_london_is_a_warning_alone_and_an_error_against_one_who_knew(
     assert ids(against, "error") == {"coherence.wrong_answer"}
 
 
-def test_loops_count_against_a_reference_that_wrote_none(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_loops_count_against_a_reference_that_wrote_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with serving(Sane()) as stub:
         _, sane = check(capsys, stub.url, *FULL)
     with answering(LOOP, finish_reason="length", scores=False, echo=False) as stub:
@@ -76,9 +72,7 @@ def test_loops_count_against_a_reference_that_wrote_none(
         b'{"command": "check", "results": {"probes": 3}}',
     ],
 )
-def test_a_reference_that_is_none(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None
-) -> None:
+def test_a_reference_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes | None) -> None:
     reference = tmp_path / "run.json"
     if content is not None:
         reference.write_bytes(content)

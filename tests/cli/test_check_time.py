@@ -33,9 +33,7 @@ def times(report: dict[str, Any]) -> Any:
     return report["results"]["time"]
 
 
-def test_a_server_that_writes_garbage_is_told_after_its_first_answers(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_server_that_writes_garbage_is_told_after_its_first_answers(capsys: pytest.CaptureFixture[str]) -> None:
     def garbage(e: Exchange) -> None:
         if e.body.get("max_tokens", 0) > 10:
             time.sleep(0.8)
@@ -146,9 +144,7 @@ def test_settings_that_differ_from_the_reference_are_findings(
         page = stub_metrics(stub).replace('cache_dtype="auto"', 'cache_dtype="fp8"')
         stub.on("GET /metrics", lambda e: e.send(page.encode(), kind="text/plain; version=0.0.4"))
         code, report = check(capsys, stub.url, "--samples", "3", "--reference", str(reference))
-        _, same = check(
-            capsys, stub.url, "--samples", "3", "--reference", str(save(tmp_path / "b.json", report))
-        )
+        _, same = check(capsys, stub.url, "--samples", "3", "--reference", str(save(tmp_path / "b.json", report)))
     changed = {f["evidence"]["setting"]: f for f in report["findings"] if f["id"] == "server.setting_changed"}
     assert code == 0 and set(changed) == {"version", "kv_cache_dtype"}
     assert changed["kv_cache_dtype"]["severity"] == "warning" and "fp8" in changed["kv_cache_dtype"]["title"]
@@ -223,11 +219,9 @@ def test_the_tools_suite(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 def test_the_tools_suite_is_skipped_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     def none(e: Exchange) -> None:
-        (
-            Sane()
-            if not e.body.get("tools")
-            else lambda x: x.json({"error": {"message": "no tools here"}}, status=400)
-        )(e)
+        (Sane() if not e.body.get("tools") else lambda x: x.json({"error": {"message": "no tools here"}}, status=400))(
+            e
+        )
 
     with serving(none) as stub:
         code, report = run(capsys, "check", stub.url, "--suite", "tools", "--timeout", "20")

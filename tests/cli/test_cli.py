@@ -159,9 +159,7 @@ def test_neither_the_key_nor_a_folder_leaves_the_report(
 ) -> None:
     monkeypatch.setenv("STUB_KEY", "sk-hidden-0123456789")
     files = [tmp_path / name for name in ("r.html", "r.xml", "r.md")]
-    outputs = [
-        x for o, f in zip(("--html", "--junit", "--markdown"), files, strict=True) for x in (o, str(f))
-    ]
+    outputs = [x for o, f in zip(("--html", "--junit", "--markdown"), files, strict=True) for x in (o, str(f))]
 
     def repeats_the_key(e: Exchange) -> None:
         if e.body.get("tools"):
@@ -181,9 +179,7 @@ def test_neither_the_key_nor_a_folder_leaves_the_report(
     assert str(tmp_path) not in json.dumps(report)
 
 
-def test_a_bug_is_one_line_and_exit_70(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_is_one_line_and_exit_70(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("two\nlines")
 
@@ -196,9 +192,7 @@ def test_a_bug_is_one_line_and_exit_70(
 
 
 @pytest.mark.parametrize(
-    "error",
-    [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")],
-    ids=["host", "GPU"],
+    "error", [MemoryError(), RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")], ids=["host", "GPU"]
 )
 def test_memory_that_runs_out_is_no_bug(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception

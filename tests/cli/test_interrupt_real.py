@@ -54,9 +54,7 @@ def started(cache: Path, *words: str, threads: int = 0) -> Iterator[Run]:
             process.wait()
 
 
-def interrupted(
-    cache: Path, stop: Stop, sign: signal.Signals, *words: str, threads: int = 0
-) -> dict[str, Any]:
+def interrupted(cache: Path, stop: Stop, sign: signal.Signals, *words: str, threads: int = 0) -> dict[str, Any]:
     """The report of a run that gets a signal as soon as `stop` says so of its cache."""
     with started(cache, *words, threads=threads) as run:
         until = time.monotonic() + LIMIT
@@ -91,15 +89,7 @@ def ids(body: dict[str, Any]) -> set[str]:
 
 
 def test_compare_while_it_scores_its_reference(tiny_llama: Path, tmp_path: Path) -> None:
-    words = (
-        "compare",
-        str(tiny_llama),
-        f"hf:{tiny_llama}?dtype=float32",
-        "--windows",
-        "600",
-        "--length",
-        "1024",
-    )
+    words = ("compare", str(tiny_llama), f"hf:{tiny_llama}?dtype=float32", "--windows", "600", "--length", "1024")
 
     def stored(cache: Path, count: int) -> bool:
         manifest = next(cache.glob("compare/*/reference/manifest.json"), None)
@@ -122,26 +112,13 @@ def test_compare_while_it_scores_its_reference(tiny_llama: Path, tmp_path: Path)
 
 def test_compare_while_it_scores_its_candidate(tiny_llama: Path, tmp_path: Path) -> None:
     coarse = f"hf:{tiny_llama}?weights=int(bits=8)"
-    words = (
-        "compare",
-        str(tiny_llama),
-        coarse,
-        "--windows",
-        "64",
-        "--length",
-        "256",
-        "--batch",
-        "4",
-        "--no-floors",
-    )
+    words = ("compare", str(tiny_llama), coarse, "--windows", "64", "--length", "256", "--batch", "4", "--no-floors")
     body = interrupted(tmp_path, lambda cache: len(kept(cache, "compare")) > 70 + 4, signal.SIGINT, *words)
     assert "fidelity.interrupted" in ids(body)
     (candidate,) = body["results"]["candidates"]
     assert 12 <= candidate["windows"] < 64 and candidate["kld"]["lo"] is not None
     before = {p: n for p, n in kept(tmp_path, "compare").items() if "candidate-00" in p}
-    again = interrupted(
-        tmp_path, lambda cache: len(kept(cache, "compare")) > 72 + len(before), signal.SIGINT, *words
-    )
+    again = interrupted(tmp_path, lambda cache: len(kept(cache, "compare")) > 72 + len(before), signal.SIGINT, *words)
     assert again["results"]["windows"] > candidate["windows"]
     assert before.items() <= kept(tmp_path, "compare").items()
 
@@ -175,9 +152,7 @@ def test_sweep_in_its_second_row(tiny_llama: Path, tmp_path: Path) -> None:
         "--windows", "24", "--length", "256", "--batch", "4",
     )  # fmt: skip
     first = 6 + 1  # batches of the first row, and what took part in it
-    body = interrupted(
-        tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 2, signal.SIGINT, *words
-    )
+    body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) >= first + 2, signal.SIGINT, *words)
     whole_row, cut = body["results"]["rows"]
     assert (whole_row["codec"], whole_row["windows"]) == ("fp8", 24) and "interrupted" not in whole_row
     assert cut["interrupted"] and 4 <= cut["windows"] < 24

@@ -69,9 +69,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
             "allocate",
             "allocate:run_allocate",
             PASSAGES | CODEC | {"--target-ratio": "4", "--mode": "decode", "--fresh": "9", "--step": "0.5"},
-            EXPECTED_PASSAGES
-            | EXPECTED_CODEC
-            | {"target_ratio": 4.0, "mode": "decode", "fresh": 9, "step": 0.5},
+            EXPECTED_PASSAGES | EXPECTED_CODEC | {"target_ratio": 4.0, "mode": "decode", "fresh": 9, "step": 0.5},
         ),
         (
             "calibrate",
@@ -88,11 +86,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
     ],
 )
 def test_every_option_reaches_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-    command: str,
-    runs: str,
-    options: dict[str, str],
-    expected: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch, command: str, runs: str, options: dict[str, str], expected: dict[str, Any]
 ) -> None:
     module, _, name = runs.partition(":")
     plans: list[Any] = []
@@ -108,13 +102,7 @@ def test_every_option_reaches_the_plan(
     assert plans[0].model == "hf:MODEL"
 
 
-@pytest.mark.parametrize(
-    ("options", "model"),
-    [
-        ({"threads": 0}, "./m"),
-        ({"threads": 3}, "hf:./m?threads=3"),
-    ],
-)
+@pytest.mark.parametrize(("options", "model"), [({"threads": 0}, "./m"), ({"threads": 3}, "hf:./m?threads=3")])
 def test_threads_become_a_part_of_how_the_model_is_written(options: dict[str, int], model: str) -> None:
     plans = (
         EvalPlan("./m", "fp8", **options),

@@ -18,9 +18,7 @@ ORDER = ["check", "watch", "grade", "verify", "spec", "compare", "reference", "r
 
 
 def commands() -> list[Verb]:
-    return [
-        v for verb in VERBS.values() for v in (verb.verbs.values() if isinstance(verb, Group) else [verb])
-    ]
+    return [v for verb in VERBS.values() for v in (verb.verbs.values() if isinstance(verb, Group) else [verb])]
 
 
 def test_help_shows_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,9 +37,7 @@ def test_help_shows_whole_sentences_in_the_order_of_use(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("verb", commands(), ids=lambda verb: verb.name)
-def test_every_verb_has_help_that_names_all_its_options(
-    verb: Verb, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_verb_has_help_that_names_all_its_options(verb: Verb, capsys: pytest.CaptureFixture[str]) -> None:
     assert verb.name.partition(" ")[0] in AREAS
     assert invoke([*verb.name.split(), "--help"]) == 0
     shown = capsys.readouterr().out
@@ -70,17 +66,9 @@ def test_help_of_a_codec_command_loads_no_torch() -> None:
     ],
 )
 def test_the_shell_completes(typed: str, found: str) -> None:
-    environment = {
-        "_ASSAY_COMPLETE": "complete_bash",
-        "COMP_WORDS": typed,
-        "COMP_CWORD": str(typed.count(" ")),
-    }
+    environment = {"_ASSAY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
     done = subprocess.run(
-        [sys.executable, "-m", "assay"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
+        [sys.executable, "-m", "assay"], env={**os.environ, **environment}, capture_output=True, text=True, check=False
     )
     assert done.stdout.split() == [found]
 
@@ -120,10 +108,7 @@ def test_json_into_a_file_leaves_the_console(text: Path, capsys: pytest.CaptureF
 
 
 def test_json_alone_prints_it_wherever_it_stands(text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = {
-        "object": "chat.completion",
-        "choices": [{"message": {"content": "Paris."}, "finish_reason": "stop"}],
-    }
+    answer = {"object": "chat.completion", "choices": [{"message": {"content": "Paris."}, "finish_reason": "stop"}]}
     (text / "answer.json").write_text(json.dumps(answer))
     for arguments in (
         ["grade", "--json", "answer.json"],

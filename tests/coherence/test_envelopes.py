@@ -41,15 +41,9 @@ def chunk(delta: dict[str, Any], finish: str | None = None, index: int = 0, id: 
     }
 
 
-def chat_stream(
-    text: str, field: str = "content", finish: str = "stop", id: str = "a"
-) -> list[dict[str, Any]]:
+def chat_stream(text: str, field: str = "content", finish: str = "stop", id: str = "a") -> list[dict[str, Any]]:
     pieces = [text[i : i + 3] for i in range(0, len(text), 3)]
-    return [
-        chunk({"role": "assistant"}, id=id),
-        *(chunk({field: p}, id=id) for p in pieces),
-        chunk({}, finish, id=id),
-    ]
+    return [chunk({"role": "assistant"}, id=id), *(chunk({field: p}, id=id) for p in pieces), chunk({}, finish, id=id)]
 
 
 def anthropic_stream(text: str) -> str:
@@ -59,10 +53,7 @@ def anthropic_stream(text: str) -> str:
         {"type": "content_block_delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "Hm."}},
         {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
         {"type": "ping"},
-        *(
-            {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": c}}
-            for c in text
-        ),
+        *({"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": c}} for c in text),
         {"type": "message_delta", "delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": 9}},
         {"type": "message_stop"},
     ]
@@ -249,10 +240,7 @@ def test_a_refusal_is_the_text_and_tool_calls_are_put_together(tmp_path: Path) -
         json.dumps(
             {
                 "choices": [
-                    {
-                        "message": {"content": None, "refusal": "I cannot help with that."},
-                        "finish_reason": "stop",
-                    }
+                    {"message": {"content": None, "refusal": "I cannot help with that."}, "finish_reason": "stop"}
                 ]
             }
         )
@@ -375,9 +363,7 @@ def test_a_stream_that_breaks_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_a_body_that_breaks_off(tmp_path: Path, share: float) -> None:
     path = tmp_path / "out"
-    body = json.dumps(
-        {"choices": [{"message": {"content": "A line.\n" + "é!" + "!" * 900}, "finish_reason": "stop"}]}
-    )
+    body = json.dumps({"choices": [{"message": {"content": "A line.\n" + "é!" + "!" * 900}, "finish_reason": "stop"}]})
     path.write_text(body[: int(share * len(body))])
     assert "breaks off" in part(path) and grade_file(str(path)).grade.kind == "single_char_flood"
 
@@ -385,9 +371,7 @@ def test_a_body_that_breaks_off(tmp_path: Path, share: float) -> None:
 def test_interleaved_streams_are_told_apart_by_their_ids(tmp_path: Path) -> None:
     path = tmp_path / "out"
     one, two = chat_stream(GOOD, id="one"), chat_stream(FLOOD, id="two")
-    mixed = (
-        [event for pair in zip(one, two, strict=False) for event in pair] + one[len(two) :] + two[len(one) :]
-    )
+    mixed = [event for pair in zip(one, two, strict=False) for event in pair] + one[len(two) :] + two[len(one) :]
     path.write_text(sse(*mixed))
     choices = dict(grade_file(str(path)).choices)
     assert [g.label for g in choices.values()] == ["ok", "degenerate"]
@@ -406,9 +390,7 @@ def test_events_out_of_order_and_lines_that_are_no_json(tmp_path: Path) -> None:
     events = chat_stream(GOOD)
     path.write_text(sse(events[-1], *events[:-1]))
     assert grade_file(str(path)).grade.label == "ok"
-    path.write_text(
-        sse(*events, done=False).replace('data: {"id"', 'data: {"id', 1) + "curl: (18) transfer closed\n"
-    )
+    path.write_text(sse(*events, done=False).replace('data: {"id"', 'data: {"id', 1) + "curl: (18) transfer closed\n")
     assert "no whole JSON" in part(path) and grade_file(str(path)).grade.label == "ok"
 
 
@@ -420,9 +402,7 @@ def test_an_error_in_the_middle_of_a_stream(tmp_path: Path) -> None:
 
 def test_nuls_and_broken_bytes_in_a_body(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    body = json.dumps(
-        {"choices": [{"message": {"content": GOOD + " caf@"}, "finish_reason": "stop"}]}
-    ).encode()
+    body = json.dumps({"choices": [{"message": {"content": GOOD + " caf@"}, "finish_reason": "stop"}]}).encode()
     path.write_bytes(bytes(4096) + body + bytes(7))
     assert "4,103 NUL bytes" in part(path) and grade_file(str(path)).grade.label == "ok"
     path.write_bytes(body.replace(b"@", b"\xe9"))
@@ -535,10 +515,7 @@ def test_streams_of_the_ai_sdk_that_break_off_interleave_or_call_tools(tmp_path:
 def test_a_sample_without_text_is_said_beside_those_that_have_it(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.write_text(
-        lines(
-            {"doc_id": 1, "doc": {}, "resps": [[GOOD]]},
-            {"doc_id": 2, "doc": {}, "resps": [[["-1", "False"]]]},
-        )
+        lines({"doc_id": 1, "doc": {}, "resps": [[GOOD]]}, {"doc_id": 2, "doc": {}, "resps": [[["-1", "False"]]]})
     )
     assert "1 of 2 JSON values hold no text" in part(path)
 

@@ -88,9 +88,7 @@ def test_console_shows_the_text_around_the_onset(tmp_path: Path, capsys) -> None
 
 
 def test_several_choices_are_graded_and_the_worst_is_told(tmp_path: Path, capsys) -> None:
-    response = {
-        "choices": [{"finish_reason": "stop", "text": GOOD}, {"finish_reason": "length", "text": LOOP}]
-    }
+    response = {"choices": [{"finish_reason": "stop", "text": GOOD}, {"finish_reason": "length", "text": LOOP}]}
     assert grade_completion(response).kind == "the_the_the"
     assert grade_completion({"choices": "ab"}).label == "not_examined"
     path = tmp_path / "two.json"
@@ -102,22 +100,13 @@ def test_several_choices_are_graded_and_the_worst_is_told(tmp_path: Path, capsys
 
 
 def test_content_parts_and_odd_fields_are_read() -> None:
-    message = {
-        "content": [{"type": "text", "text": GOOD}, {"type": "image"}],
-        "tool_calls": "none",
-        "reasoning": 3,
-    }
+    message = {"content": [{"type": "text", "text": GOOD}, {"type": "image"}], "tool_calls": "none", "reasoning": 3}
     assert grade_completion({"choices": [{"message": message, "finish_reason": 7}]}).label == "ok"
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
-    [
-        (b"\xef\xbb\xbfHi", "Hi"),
-        ("Grüße".encode("utf-16"), "Grüße"),
-        (b"one\r\ntwo\r\n", "one\r\ntwo\r\n"),
-        (b"", ""),
-    ],
+    [(b"\xef\xbb\xbfHi", "Hi"), ("Grüße".encode("utf-16"), "Grüße"), (b"one\r\ntwo\r\n", "one\r\ntwo\r\n"), (b"", "")],
 )
 def test_byte_order_marks_and_line_ends(data: bytes, text: str) -> None:
     assert decode(data, "x") == reading.Reading(text)
@@ -125,9 +114,7 @@ def test_byte_order_marks_and_line_ends(data: bytes, text: str) -> None:
 
 def test_invalid_bytes_are_counted_and_said(tmp_path: Path, capsys) -> None:
     path = tmp_path / "latin1.txt"
-    path.write_bytes(
-        ("Long ago " * 3 + "caf\xe9 and its friends, who met there once a week.").encode("latin-1") * 1
-    )
+    path.write_bytes(("Long ago " * 3 + "caf\xe9 and its friends, who met there once a week.").encode("latin-1") * 1)
     read = read_text(str(path))
     assert read.invalid_bytes == 1 and read.first_invalid == 30
     code, report = run(capsys, str(path))

@@ -32,10 +32,7 @@ def test_flags_salads(make, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_salad_after_good_text_has_its_onset(seed: int) -> None:
-    good = (
-        GOOD_START * 1
-        + "She asked him where the boats had gone, but he only shook his head and went home. " * 1
-    )
+    good = GOOD_START * 1 + "She asked him where the boats had gone, but he only shook his head and went home. " * 1
     result = grade(good + soup(seed))
     assert result.label is Label.DEGENERATE
     assert abs(result.onset_char - len(good)) < 200
@@ -101,9 +98,9 @@ def test_reasoning_that_is_cut() -> None:
 TEXT = st.one_of(
     st.text(),
     st.text(alphabet="ab \n*", max_size=400),
-    st.lists(
-        st.sampled_from(["the ", "a ", "!", "\n", "<|im_end|>", "0", "\ufffd", "**:", "的", "x_", "foo. "])
-    ).map("".join),
+    st.lists(st.sampled_from(["the ", "a ", "!", "\n", "<|im_end|>", "0", "\ufffd", "**:", "的", "x_", "foo. "])).map(
+        "".join
+    ),
 )
 
 
@@ -127,8 +124,7 @@ def test_lone_surrogates_are_graded(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit",
-    ["plain words of no great interest, said once ", "x", " ", "\n", "!a", "|-", "<pad>", "1,", "a_", "的字"],
+    "unit", ["plain words of no great interest, said once ", "x", " ", "\n", "!a", "|-", "<pad>", "1,", "a_", "的字"]
 )
 def test_time_grows_with_length_and_not_faster(unit: str) -> None:
     def seconds(size: int) -> float:

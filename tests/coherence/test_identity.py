@@ -76,12 +76,7 @@ class lm(healthy):
             tokens.append(ranked[0])
             values.append(step[ranked[0]])
             tops.append(dict(sorted(step.items(), key=lambda kv: -kv[1])[:5]))
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": "".join(made),
-            "finish_reason": "length",
-            "logprobs": None,
-        }
+        choice: dict[str, Any] = {"index": 0, "text": "".join(made), "finish_reason": "length", "logprobs": None}
         if self.logprobs and e.body.get("logprobs"):
             choice["logprobs"] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops}
         usage = {"prompt_tokens": len(e.body["prompt"].split()) + self.offset, "completion_tokens": len(made)}
@@ -124,9 +119,7 @@ def test_the_same_model_is_the_same_and_the_reference_goes_through_a_file(
 
 
 @pytest.mark.parametrize("noise, decision", [(0.3, "different"), (0.002, "same")])
-def test_a_change_of_the_logits_is_told_by_its_size(
-    reference: identity.Print, noise: float, decision: str
-) -> None:
+def test_a_change_of_the_logits_is_told_by_its_size(reference: identity.Print, noise: float, decision: str) -> None:
     assert compare_prints(reference, taken(noise=noise, salt="b")).decision == decision
 
 
@@ -181,10 +174,7 @@ def test_the_false_rejections_stay_within_alpha(reference: identity.Print) -> No
     wrong = 0
     for _ in range(400):
         groups = [[rng.expovariate(1 / allowed) for _ in range(12)] for _ in range(12)]
-        wrong += (
-            identity._test("moved", groups, replace(reference, noise={}), reference, 1).decision
-            == "different"
-        )
+        wrong += identity._test("moved", groups, replace(reference, noise={}), reference, 1).decision == "different"
     assert wrong <= 400 * identity.ALPHA + 3 * math.sqrt(400 * identity.ALPHA)
 
 
@@ -310,18 +300,11 @@ def test_requests_that_fail_in_a_batch_are_told() -> None:
 
 def test_where_two_answers_part() -> None:
     def answer(*words: str, **likely: float) -> Answer:
-        return Answer(
-            "".join(words), tuple(TopToken(w, -0.5, {w: -0.5, "b": -0.6, "c": -3.0}) for w in words)
-        )
+        return Answer("".join(words), tuple(TopToken(w, -0.5, {w: -0.5, "b": -0.6, "c": -3.0}) for w in words))
 
     assert part(answer("x", "y"), answer("x", "y")) is None
     close = part(answer("x", "a", "z"), answer("x", "b", "q"))
-    assert (
-        close is not None
-        and close.position == 1
-        and close.gap == pytest.approx(0.1)
-        and close.why == "rounding"
-    )
+    assert close is not None and close.position == 1 and close.gap == pytest.approx(0.1) and close.why == "rounding"
     far = part(answer("x", "a"), answer("x", "unlisted"))
     assert far is not None and far.gap == pytest.approx(2.5) and far.why == "corruption"
     shorter = part(answer("x", "a"), answer("x"))
@@ -332,9 +315,7 @@ def test_where_two_answers_part() -> None:
 
 def test_tokens_are_read_in_both_shapes_and_damaged_ones_are_none() -> None:
     chat = {"logprobs": {"content": [{"token": "a", "logprob": -0.1, "top_logprobs": [{"token": "a", "logprob": -0.1}, {"token": "b", "logprob": -2.5}]}]}}  # fmt: skip
-    plain = {
-        "logprobs": {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [{"a": -0.1, "b": -2.5}]}
-    }
+    plain = {"logprobs": {"tokens": ["a"], "token_logprobs": [-0.1], "top_logprobs": [{"a": -0.1, "b": -2.5}]}}
     assert read_top(chat) == read_top(plain) == (TopToken("a", -0.1, {"a": -0.1, "b": -2.5}),)
     assert read_top(plain)[0].top_gap == pytest.approx(2.4)
     for damaged in ({}, {"logprobs": None}, {"logprobs": {"content": [7]}}, {"logprobs": {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": [None]}}):  # fmt: skip

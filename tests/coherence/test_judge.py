@@ -90,9 +90,7 @@ class TestWithoutReference:
 
     def test_a_skipped_probe_does_not_enter_the_verdict(self) -> None:
         whole = record(samples(ok=41))
-        skipped = replace(
-            whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools"))
-        )
+        skipped = replace(whole, probes=(*whole.probes, ProbeResult("tool_call", "tools", skipped="no tools")))
         assert judge(skipped).verdict is Verdict.PASS
 
     def test_wrong_answers_only_warn(self) -> None:
@@ -101,9 +99,7 @@ class TestWithoutReference:
         assert [f.severity for f in judgement.findings] == [Severity.WARNING]
 
     @pytest.mark.parametrize(("bad", "valid"), [(0, True), (1, True), (2, False), (3, False)])
-    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(
-        self, bad: int, valid: bool
-    ) -> None:
+    def test_the_speed_is_invalid_when_more_than_a_third_of_its_texts_degenerate(self, bad: int, valid: bool) -> None:
         texts = (timed("degenerate"),) * bad + (timed(),) * (3 - bad)
         judgement = judge(record(samples(ok=41), timed_texts=texts))
         assert judgement.throughput_valid is valid
@@ -127,9 +123,7 @@ class TestToolForm:
 
     def test_a_model_that_breaks_its_calls_itself_is_only_named(self) -> None:
         own = called(parsed=17, broken=3)
-        assert [f.severity for f in judge(own, own).findings if f.id == "coherence.tool_form"] == [
-            Severity.WARNING
-        ]
+        assert [f.severity for f in judge(own, own).findings if f.id == "coherence.tool_form"] == [Severity.WARNING]
 
     def test_one_broken_call_is_no_rate(self) -> None:
         assert "coherence.tool_form" not in ids(called(parsed=19, broken=1))
@@ -189,9 +183,7 @@ class TestWithReference:
         assert judgement.verdict is Verdict.PASS
 
     def test_more_loops_than_the_model_itself_fail(self) -> None:
-        assert "coherence.degenerate" in ids(
-            record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5))
-        )
+        assert "coherence.degenerate" in ids(record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5)))
 
     def test_a_small_loss_of_bits_fails_though_every_text_is_sane(self) -> None:
         judgement = judge(record(samples(ok=41), passages(loss=0.025)), record(samples(ok=41), passages()))
@@ -217,8 +209,7 @@ class TestWithReference:
     def test_other_prompts_from_the_same_messages_fail(self) -> None:
         def asked(tokens: int) -> CheckRecord:
             probes = tuple(
-                ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10)
-                for n in ("france", "story", "json_list")
+                ProbeResult(n, n, (sample(prompt_tokens=tokens),) * 10) for n in ("france", "story", "json_list")
             )
             return CheckRecord(probes=probes, timed=(timed(),) * 3)
 
@@ -235,9 +226,7 @@ class TestWithReference:
 counts = st.integers(min_value=0, max_value=30)
 
 
-@given(
-    ok=counts, loops=counts, floods=counts, empty=counts, loss=st.floats(-1, 3), bad_timed=st.integers(0, 3)
-)
+@given(ok=counts, loops=counts, floods=counts, empty=counts, loss=st.floats(-1, 3), bad_timed=st.integers(0, 3))
 @settings(max_examples=80, deadline=None)
 def test_any_record_gets_a_verdict_and_more_floods_never_improve_it(
     ok: int, loops: int, floods: int, empty: int, loss: float, bad_timed: int
@@ -286,9 +275,7 @@ def test_useful_speed_counts_the_tokens_before_the_onset() -> None:
 
 
 def test_reasoning_up_to_a_bare_tag_is_a_warning_and_the_answer_is_graded() -> None:
-    whole = Reply(
-        content="The user asks for a capital. That is Paris.\n</think>\n\nParis.", finish_reason="stop"
-    )
+    whole = Reply(content="The user asks for a capital. That is Paris.\n</think>\n\nParis.", finish_reason="stop")
     assert grade_reply(whole).label == "ok"
     looped = replace(whole, content="Hm, let me see. " * 60 + "</think>Paris.")
     assert (grade_reply(looped).label, grade_reply(looped).part) == ("degenerate", "reasoning")
@@ -301,8 +288,7 @@ def test_reasoning_up_to_a_bare_tag_is_a_warning_and_the_answer_is_graded() -> N
 def test_fixed_texts_say_the_same_at_every_look_of_a_finished_plan() -> None:
     ours, theirs = record(samples(ok=40), passages(loss=0.011)), record(samples(ok=40), passages())
     states = [
-        next(r.says for r in judge(ours, theirs, c).rulings if r.rule == "bits_per_byte")
-        for c in (0.95, 0.99, 0.9975)
+        next(r.says for r in judge(ours, theirs, c).rulings if r.rule == "bits_per_byte") for c in (0.95, 0.99, 0.9975)
     ]
     assert len({says.partition("against")[0].rpartition("[")[2] for says in states}) == 1
 

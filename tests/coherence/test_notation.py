@@ -69,17 +69,14 @@ def test_salads_with_digits_and_marks_are_found(seed: int) -> None:
     rng = random.Random(seed)
     common = ["the", "and", "I", "The", "but", "So", "Okay", "This", ".", ",", ")", "\n\n", "wh", "ed"]
     pieces = [
-        str(rng.randrange(10 ** rng.randint(1, 6))) if rng.random() < 0.45 else rng.choice(common)
-        for _ in range(160)
+        str(rng.randrange(10 ** rng.randint(1, 6))) if rng.random() < 0.45 else rng.choice(common) for _ in range(160)
     ]
     assert grade("".join((" " if rng.random() < 0.4 else "") + p for p in pieces)).label is Label.DEGENERATE
 
 
 def test_the_same_few_codes_again_are_no_list_of_codes() -> None:
     text = (
-        "The light is more like).\n1011. 1011. 10011. 10011. "
-        + "I0011. I00011. I0011. " * 4
-        + "10011. 10011. I0011. 1"
+        "The light is more like).\n1011. 1011. 10011. 10011. " + "I0011. I00011. I0011. " * 4 + "10011. 10011. I0011. 1"
     )
     assert grade(text, finish_reason="length").label is Label.DEGENERATE
 
@@ -126,9 +123,7 @@ PAGES = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 
 @pytest.mark.parametrize("text", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_documents_of_links_code_names_and_figures_are_left_alone(text: str) -> None:
-    prose = (
-        "Everything below was measured again, and what could not be measured is named with its command.\n\n"
-    )
+    prose = "Everything below was measured again, and what could not be measured is named with its command.\n\n"
     for written in (text, prose + text, text * 2):
         result = grade(written)
         assert result.label is Label.OK, result
@@ -142,37 +137,10 @@ def test_pages_dense_with_figures_are_left_alone(page: Path) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_salad_that_wears_links_and_code_is_found(seed: int) -> None:
     rng = random.Random(seed)
-    worn = [
-        "`bits=4`",
-        "[below](#why)",
-        "https://example.org/a/b",
-        "2.99×",
-        "[+0.26, +0.58]",
-        "@someone",
-        "v1.2.3",
-    ]
-    pieces = [
-        "wh",
-        "ing",
-        "ed",
-        "tion",
-        "The",
-        "M",
-        "Okay",
-        "str",
-        "uous",
-        "is",
-        "pre",
-        "ä",
-        ")",
-        "So",
-        "lf",
-        "qu",
-    ]
+    worn = ["`bits=4`", "[below](#why)", "https://example.org/a/b", "2.99×", "[+0.26, +0.58]", "@someone", "v1.2.3"]
+    pieces = ["wh", "ing", "ed", "tion", "The", "M", "Okay", "str", "uous", "is", "pre", "ä", ")", "So", "lf", "qu"]
     text = "".join(
-        f" {rng.choice(worn)} "
-        if rng.random() < 0.1
-        else rng.choice(pieces) + (" " if rng.random() < 0.5 else "")
+        f" {rng.choice(worn)} " if rng.random() < 0.1 else rng.choice(pieces) + (" " if rng.random() < 0.5 else "")
         for _ in range(220)
     )
     assert grade(text).label is Label.DEGENERATE

@@ -73,14 +73,7 @@ def test_without_a_budget_all_is_chosen_and_with_none_at_all_nothing_is() -> Non
     assert chosen == [] and dropped == stages()
 
 
-@given(
-    st.floats(1, 2000),
-    st.floats(5, 5000),
-    st.floats(0, 3),
-    st.floats(0, 2000),
-    st.integers(1, 6),
-    st.booleans(),
-)
+@given(st.floats(1, 2000), st.floats(5, 5000), st.floats(0, 3), st.floats(0, 2000), st.integers(1, 6), st.booleans())
 def test_what_is_chosen_fits_and_keeps_its_order(
     write: float, read: float, reference: float, left: float, samples_: int, kept: bool
 ) -> None:

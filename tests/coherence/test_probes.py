@@ -70,9 +70,7 @@ def test_json_list() -> None:
 
 
 def test_spanish() -> None:
-    assert answers_in_spanish(
-        reply("El agua de los ríos y del mar se evapora por el sol y forma las nubes.")
-    ).passed
+    assert answers_in_spanish(reply("El agua de los ríos y del mar se evapora por el sol y forma las nubes.")).passed
     assert not answers_in_spanish(reply("Water from rivers and the sea evaporates in the sun.")).passed
     assert not answers_in_spanish(reply("")).passed
 

@@ -30,13 +30,9 @@ def test_a_loop_in_changing_copies_is_found_where_the_server_cut_it() -> None:
 
 def test_items_with_contents_of_their_own_are_left_alone() -> None:
     names = [
-        f"{a}{b}"
-        for a in ("north", "south", "old", "new", "great")
-        for b in ("field", "bridge", "gate", "well", "ham")
+        f"{a}{b}" for a in ("north", "south", "old", "new", "great") for b in ("field", "bridge", "gate", "well", "ham")
     ]
-    text = "\n".join(
-        f'<li><a href="https://example.org/{n}" class="item">Read more about {n}</a></li>' for n in names
-    )
+    text = "\n".join(f'<li><a href="https://example.org/{n}" class="item">Read more about {n}</a></li>' for n in names)
     assert recycled_tail.detect_recycled_tail(TextView(text, Ending.CUT)) is None
 
 
@@ -88,9 +84,7 @@ def test_an_end_of_characters_that_all_came_before() -> None:
     found = recycled_tail.detect_recycled_tail(TextView(table, Ending.CUT))
     assert found is not None and found.kind == "recycled_tail" and found.onset_char < len(table) / 2
     assert recycled_tail.detect_recycled_tail(TextView(table, Ending.STOPPED)) is None
-    records = "".join(
-        f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60)
-    )
+    records = "".join(f"| {i} | {i * 7919 % 10007} | item {chr(97 + i % 26)}{i * 31 % 97} |\n" for i in range(60))
     assert recycled_tail.detect_recycled_tail(TextView(records, Ending.CUT)) is None
 
 

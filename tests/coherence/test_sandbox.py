@@ -106,8 +106,7 @@ def test_an_endless_loop_ends_in_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "program",
-    ["print('x' * 10_000_000)", "while True: print('x' * 1000)", "import sys; sys.stderr.write('x' * 10**7)"],
+    "program", ["print('x' * 10_000_000)", "while True: print('x' * 1000)", "import sys; sys.stderr.write('x' * 10**7)"]
 )
 def test_a_flood_of_output_is_bounded(program: str) -> None:
     assert run_python(program, "") == (1, "printed 64 KiB or more")

@@ -51,9 +51,7 @@ def test_sane_text_is_let_through(text: str) -> None:
 
 def test_code_fence_is_remembered_past_the_tail() -> None:
     code = (
-        "```\n"
-        + "\n".join(f"print({i}, 'line of code number {i}')" for i in range(300))
-        + "\n<|im_start|>user\n" * 2
+        "```\n" + "\n".join(f"print({i}, 'line of code number {i}')" for i in range(300)) + "\n<|im_start|>user\n" * 2
     )
     assert len(code) > TAIL
     _, seen = feed(code)

@@ -31,8 +31,7 @@ def templated(seed: int, lines: int) -> str:
 
     start = "The user asks why the program is slow on his new machine, and whether a larger cache would help him.\n"
     return start + "".join(
-        f"Wait, let me think again. If {clause()}, then {clause()}. But that is not so.\n"
-        for _ in range(lines)
+        f"Wait, let me think again. If {clause()}, then {clause()}. But that is not so.\n" for _ in range(lines)
     )
 
 
@@ -65,9 +64,7 @@ def test_like_calls_in_turn(seed: int) -> None:
     assert grade("Let me look.\n" + "\n".join(drawn)).kind == "repeated_tool_call"
     plain = [f"{json.loads(c)['name']}({json.loads(c)['arguments']})" for c in drawn * 2]
     assert grade("Let me look.\n" + "\n".join(plain)).label is Label.DEGENERATE
-    calls = [
-        {"name": json.loads(c)["name"], "arguments": json.dumps(json.loads(c)["arguments"])} for c in drawn
-    ]
+    calls = [{"name": json.loads(c)["name"], "arguments": json.dumps(json.loads(c)["arguments"])} for c in drawn]
     assert grade("", tool_calls=calls, finish_reason="tool_calls").kind == "repeated_tool_call"
 
 
@@ -76,9 +73,7 @@ def test_like_calls_in_turn(seed: int) -> None:
     [
         "forward(100)\nleft(90)\n" * 8,
         "\n".join(f'{{"name": "read_file", "arguments": {{"path": "src/{n}.py"}}}}' for n in range(12)),
-        "I ran these:\n"
-        + "\n".join(CALLS * 6)
-        + "\n\nAll of them came back without an error, so the build is fine.",
+        "I ran these:\n" + "\n".join(CALLS * 6) + "\n\nAll of them came back without an error, so the build is fine.",
         "\n".join(f'{{"name": "item {n % 3}", "on": true}}' for n in range(30)),
     ],
 )

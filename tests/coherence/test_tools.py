@@ -7,15 +7,7 @@ import pytest
 
 from assay.coherence.diagnosis import judge
 from assay.coherence.plan import Plan
-from assay.coherence.record import (
-    AnswerCheck,
-    CheckRecord,
-    ProbeResult,
-    Reference,
-    Sample,
-    ToolAnswer,
-    ToolLevel,
-)
+from assay.coherence.record import AnswerCheck, CheckRecord, ProbeResult, Reference, Sample, ToolAnswer, ToolLevel
 from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import Ruling, tools
 from assay.coherence.tools import against, answer_of, cases, checked_answers, conforms, paired, same
@@ -23,9 +15,7 @@ from assay.engines.base import Reply, ToolCall
 from assay.verdict import Severity, Table, jsonable
 
 CALL = next(case for case in cases() if case.name == "create_user")
-OBJECT = next(
-    case for case in cases() if case.expect == {"city": "Bergen", "population": 291940, "capital": False}
-)
+OBJECT = next(case for case in cases() if case.expect == {"city": "Bergen", "population": 291940, "capital": False})
 
 
 def reply(content: str = "", *calls: ToolCall) -> Reply:
@@ -66,23 +56,11 @@ def test_the_right_answer_of_every_case_is_right() -> None:
     ("said", "form", "parsed", "valid", "right"),
     [
         (reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": 34}')), "parsed", True, True, True),
-        (
-            reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": "34"}')),
-            "parsed",
-            True,
-            False,
-            False,
-        ),
+        (reply("", ToolCall("create_user", '{"name": "Zoë Čapek", "age": "34"}')), "parsed", True, False, False),
         (reply("", ToolCall("create_user", '{"name": "Zoe Capek", "age": 34}')), "parsed", True, True, False),
         (reply("", ToolCall("create_user", '{"name": "Zoë')), "parsed", False, False, False),
         (reply("", ToolCall("delete_user", "{}")), "parsed", False, False, False),
-        (
-            reply('{"name": "create_user", "arguments": {"name": "Zoë Čapek", "age": 34}}'),
-            "unread",
-            False,
-            True,
-            True,
-        ),
+        (reply('{"name": "create_user", "arguments": {"name": "Zoë Čapek", "age": 34}}'), "unread", False, True, True),
         (reply('< "arguments": {"name": "Zoë Čapek", "age": 34}}]'), "remains", False, False, False),
         (reply("I have created the account."), "", False, False, False),
         (reply(""), "", False, False, False),
@@ -116,12 +94,7 @@ SCHEMA = {
     "type": "object",
     "properties": {
         "a": {"type": ["number", "null"], "minimum": -2, "maximum": 2},
-        "b": {
-            "type": "array",
-            "items": {"type": "string", "pattern": "^[a-z]*$"},
-            "minItems": 1,
-            "maxItems": 2,
-        },
+        "b": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]*$"}, "minItems": 1, "maxItems": 2},
         "c": {"type": "integer", "enum": [1, 3]},
     },
     "required": ["a"],
@@ -256,11 +229,7 @@ def test_a_call_that_came_as_one_counts_whatever_the_model_writes_after_the_tool
 
     first = reply("", ToolCall("get_weather", '{"city": "Oslo"}', "c1"))
     again = reply('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_response>')
-    for replies, form in (
-        ([first, again], "parsed"),
-        ([again, first], "remains"),
-        ([reply("Hm."), again], "remains"),
-    ):
+    for replies, form in (([first, again], "parsed"), ([again, first], "remains"), ([reply("Hm."), again], "remains")):
         outcome = Outcome(Task(ToolUse(), "", GREEDY))
         outcome.replies, outcome.tools = list(replies), {"get_weather"}
         assert to_sample(outcome).tool_form == form

@@ -39,9 +39,7 @@ def rare(seed: int) -> str:
     for _ in range(70):
         word = rng.choice(VOCABULARY)
         word = word.title() if rng.random() < 0.15 else word
-        out.append(
-            word + (rng.choice(["(\n", ")*(", "*/", "-", ";", "](", "//"]) if rng.random() < 0.08 else "")
-        )
+        out.append(word + (rng.choice(["(\n", ")*(", "*/", "-", ";", "](", "//"]) if rng.random() < 0.08 else ""))
     return " ".join(out)
 
 

@@ -51,9 +51,7 @@ def write_checkpoint(folder: Path) -> Path:
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     vocabulary = {"<s>": 0, "</s>": 1, **{f"word{i}": i + 2 for i in range(60)}}
     added = [{"id": 0, "content": "<s>"}, {"id": 1, "content": "</s>"}]
-    (folder / "tokenizer.json").write_text(
-        json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}})
-    )
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": vocabulary}}))
     return folder
 
 
@@ -206,11 +204,7 @@ def test_unknown_names_and_folders_without_shards(whole: Path, tmp_path: Path) -
         damage_checkpoint("int2", whole, tmp_path / "broken")
 
 
-@given(
-    st.lists(
-        st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99)
-    )
-)
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**99), max_value=2.0**99)))
 def test_bf16_rounds_to_the_nearest_with_ties_to_even(values: list[float]) -> None:
     exact = np.array(values, dtype=np.float32)
     bits = float32_to_bf16(exact)

@@ -65,9 +65,7 @@ def gone(pid: int, within: float = 120.0) -> bool:
 
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
-def test_the_server_answers_and_ends_with_its_workers(
-    tmp_path: Path, error: type[BaseException] | None
-) -> None:
+def test_the_server_answers_and_ends_with_its_workers(tmp_path: Path, error: type[BaseException] | None) -> None:
     binary = program(tmp_path)
     seen: list[servers.Server] = []
 
@@ -106,10 +104,7 @@ def test_a_signal_to_the_program_ends_the_server_too(tmp_path: Path, sign: signa
             time.sleep(60)
     """)
     process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=dict(os.environ),
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=dict(os.environ)
     )
     assert process.stdout is not None
     server = int(process.stdout.readline())

@@ -2,15 +2,7 @@ import math
 
 import pytest
 
-from assay.engines.base import (
-    Capability,
-    CapabilityReport,
-    Message,
-    MissingCapability,
-    Request,
-    Timing,
-    TokenScores,
-)
+from assay.engines.base import Capability, CapabilityReport, Message, MissingCapability, Request, Timing, TokenScores
 from assay.verdict import Verdict
 
 
@@ -27,9 +19,7 @@ def test_a_request_has_one_subject() -> None:
 
 
 def test_decode_speed_leaves_out_what_came_with_the_first_chunk() -> None:
-    timing = Timing(
-        started=1.0, first_token=1.5, last_token=3.5, first_chunk_tokens=4, chunk_times=(1.5, 3.5)
-    )
+    timing = Timing(started=1.0, first_token=1.5, last_token=3.5, first_chunk_tokens=4, chunk_times=(1.5, 3.5))
     assert timing.ttft == 0.5
     assert timing.decode_tokens_per_s(104) == 50.0
     assert timing.time_per_output_token(104) == 0.02

@@ -16,10 +16,7 @@ from llama_cpp_package import require_llama_cpp
 
 pytestmark = pytest.mark.engine
 
-TEXT = (
-    "The tower is 324 metres tall, about the same height as an 81-storey building, and the tallest in Paris. "
-    * 3
-)
+TEXT = "The tower is 324 metres tall, about the same height as an 81-storey building, and the tallest in Paris. " * 3
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +140,10 @@ def test_hooks_are_refused(scorer: GgufScorer, windows: list[Window]) -> None:
         list(scorer.score_windows(windows, ScoreJob(hook=HookSpec("a:b"))))
 
 
-def test_greedy_steps_are_what_scoring_says_of_the_same_tokens(
-    scorer: GgufScorer, windows: list[Window]
-) -> None:
+def test_greedy_steps_are_what_scoring_says_of_the_same_tokens(scorer: GgufScorer, windows: list[Window]) -> None:
     found = scorer.generate_greedy([w.tokens[:12] for w in windows], 6)
     grown = [
-        Window(w.index, (*w.tokens[:12], *(s.token for s in steps)))
-        for w, steps in zip(windows, found, strict=True)
+        Window(w.index, (*w.tokens[:12], *(s.token for s in steps))) for w, steps in zip(windows, found, strict=True)
     ]
     # Token by token on both sides: a quantised product of many tokens at once rounds in another way.
     scored = logits(scorer, grown, ScoreJob(ScoringPath.DECODE, scored_from=12, batch=3))

@@ -15,36 +15,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.engines.base import Request
-from assay.engines.hf.cache import (
-    cache_dtype,
-    new_cache,
-    set_cache_dtype,
-    token_bytes,
-)
-from assay.engines.hf.engine import (
-    HfEngine,
-    Row,
-    decode_batch,
-    token_logprobs,
-)
-from assay.engines.hf.scorer import (
-    HfScorer,
-    choose_batch,
-    greedy_steps,
-    output_head,
-    window_states,
-)
-from assay.engines.hf.spec import (
-    KV_CACHE_DTYPES,
-    HfSpec,
-)
-from assay.engines.scoring import (
-    Engagement,
-    HookSpec,
-    ScoreJob,
-    ScoringPath,
-    Window,
-)
+from assay.engines.hf.cache import cache_dtype, new_cache, set_cache_dtype, token_bytes
+from assay.engines.hf.engine import HfEngine, Row, decode_batch, token_logprobs
+from assay.engines.hf.scorer import HfScorer, choose_batch, greedy_steps, output_head, window_states
+from assay.engines.hf.spec import KV_CACHE_DTYPES, HfSpec
+from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringPath, Window
 from assay.errors import AssayError
 
 torch.set_num_threads(1)
@@ -62,9 +37,7 @@ def net(kind: str = "llama", dtype: str = "auto", large: float = 1.0) -> Any:
         "num_key_value_heads": 2, "vocab_size": 60,
     }  # fmt: skip
     if kind == "gemma3":
-        config = transformers.Gemma3TextConfig(
-            **small, head_dim=16, sliding_window=SLIDING, sliding_window_pattern=2
-        )
+        config = transformers.Gemma3TextConfig(**small, head_dim=16, sliding_window=SLIDING, sliding_window_pattern=2)
         made = transformers.Gemma3ForCausalLM(config)
     else:
         made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
@@ -77,9 +50,7 @@ def net(kind: str = "llama", dtype: str = "auto", large: float = 1.0) -> Any:
 
 def windows(count: int = 3) -> list[Window]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        Window(i, tuple(torch.randint(1, 60, (LENGTH,), generator=generator).tolist())) for i in range(count)
-    ]
+    return [Window(i, tuple(torch.randint(1, 60, (LENGTH,), generator=generator).tolist())) for i in range(count)]
 
 
 def states(model: Any, path: ScoringPath = ScoringPath.DECODE, **job: Any) -> Any:
@@ -328,18 +299,13 @@ def test_a_hook_that_cannot_forget_a_batch_is_not_run_again_by_halves() -> None:
         with pytest.raises(AssayError, match="4 windows of 30 tokens on cpu") as caught:
             list(engine.score_windows(windows(4), replace(job, hook=HookSpec("test_hf_caches:Counts"))))
         assert "--batch" in caught.value.remedy
-        assert (
-            len(list(engine.score_windows(windows(4), replace(job, hook=HookSpec("test_hf_caches:Forgets")))))
-            == 4
-        )
+        assert len(list(engine.score_windows(windows(4), replace(job, hook=HookSpec("test_hf_caches:Forgets"))))) == 4
     assert engine.engagement().fires == 4
     assert engine.engagement().notes == {"own": 1, "batch": {"windows": 2, "asked": 4}}
 
 
 def test_a_batch_is_chosen_from_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def chosen(
-        free: int, path: ScoringPath = ScoringPath.DECODE, *, hooked: bool = False, kind: str = "llama"
-    ) -> int:
+    def chosen(free: int, path: ScoringPath = ScoringPath.DECODE, *, hooked: bool = False, kind: str = "llama") -> int:
         monkeypatch.setattr("assay.engines.hf.scorer.free_memory", lambda device: free)
         return choose_batch(net(kind), 1024, ScoreJob(path, scored_from=513, batch=0), hooked=hooked)
 

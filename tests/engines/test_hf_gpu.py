@@ -66,9 +66,7 @@ def test_the_gpu_is_found_and_said(scorer: HfScorer) -> None:
 
 
 @pytest.mark.parametrize("path", list(ScoringPath))
-def test_a_batch_that_does_not_fit_is_halved_with_the_same_numbers(
-    scorer: HfScorer, path: ScoringPath
-) -> None:
+def test_a_batch_that_does_not_fit_is_halved_with_the_same_numbers(scorer: HfScorer, path: ScoringPath) -> None:
     job = ScoreJob(path, scored_from=1000, chunk=8, batch=16)
     expected = [rows.states for rows in scorer.score_windows(windows(16), job)]
     alone = [rows.states for rows in scorer.score_windows(windows(16), ScoreJob(path, 1000, 8, batch=1))]

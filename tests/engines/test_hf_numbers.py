@@ -80,9 +80,7 @@ def test_a_seed_gives_one_text_whatever_shares_the_batch(engine: HfEngine) -> No
     assert len({reply.content for reply in replies}) > 5
 
 
-def test_scores_are_those_of_one_plain_pass(
-    engine: HfEngine, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_one_plain_pass(engine: HfEngine, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     monkeypatch.setattr("assay.engines.hf.engine._LOGITS_AT_ONCE", 20 * 123)  # chunks of 20 tokens
@@ -137,9 +135,7 @@ def test_what_it_cannot_do_is_refused(engine: HfEngine, tiny: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("top_p", [0.3, 0.9, 0.999, 1.0])
 @pytest.mark.parametrize("spread", [0.01, 2.0])
-def test_draws_follow_the_nucleus_of_transformers(
-    top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draws_follow_the_nucleus_of_transformers(top_p: float, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tokens that can be drawn, and how often, against transformers' own top-p filter."""
     import torch
     from transformers import TopPLogitsWarper
@@ -154,9 +150,7 @@ def test_draws_follow_the_nucleus_of_transformers(
     draws = 20_000
     # Evenly spaced numbers hit every token as often as its share, to within one.
     uniform = (torch.arange(draws, dtype=torch.float64) + 0.5) / draws
-    many = draw_tokens(
-        logits.expand(draws, -1), torch.full((draws,), 0.7), torch.full((draws,), top_p), uniform
-    )
+    many = draw_tokens(logits.expand(draws, -1), torch.full((draws,), 0.7), torch.full((draws,), top_p), uniform)
     found = torch.bincount(many, minlength=300).double() / draws
     assert (found - want).abs().max() < 2 / draws
 
@@ -200,9 +194,7 @@ def test_a_text_of_its_own_begins_after_the_start_token_or_what_separates_docume
             def __call__(self, text: str) -> dict[str, list[int]]:
                 return {"input_ids": [*puts, 7]}
 
-        return Tokenizer(
-            get_vocab=lambda: vocabulary, **{"bos_token_id": None, "eos_token_id": None, **names}
-        )
+        return Tokenizer(get_vocab=lambda: vocabulary, **{"bos_token_id": None, "eos_token_id": None, **names})
 
     assert document_start(tokenizer({"<|endoftext|>": 5}, [1], bos_token_id=1)) == 1
     assert document_start(tokenizer({"<|endoftext|>": 5}, [], bos_token_id=1)) == 5

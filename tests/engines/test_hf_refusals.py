@@ -17,10 +17,7 @@ from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
 from assay.engines.hf.engine import HfEngine, _on_device
 from assay.engines.hf.spec import HfSpec
-from assay.engines.scoring import (
-    ScoreJob,
-    Window,
-)
+from assay.engines.scoring import ScoreJob, Window
 from assay.errors import AssayError
 
 
@@ -50,9 +47,7 @@ def test_windows_longer_than_the_positions_are_refused(model: Any) -> None:
 
 def test_ids_that_the_model_has_no_embedding_for_are_refused(model: Any) -> None:
     given = [Window(0, (3, 49, 7)), Window(1, (3, 50, 7))]
-    with pytest.raises(
-        AssayError, match="the tokenizer gives token 50, and LlamaForCausalLM has 50 embeddings"
-    ):
+    with pytest.raises(AssayError, match="the tokenizer gives token 50, and LlamaForCausalLM has 50 embeddings"):
         list(window_scoring.window_states(model, given, ScoreJob(), None))
 
 
@@ -75,9 +70,7 @@ def test_a_batch_is_halved_until_it_fits(model: Any, monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(states, own)
 
 
-def test_one_window_that_does_not_fit_is_an_error_with_a_remedy(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_window_that_does_not_fit_is_an_error_with_a_remedy(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
@@ -101,9 +94,7 @@ def tiny(tmp_path: Path, model: Any) -> Path:
     """A checkpoint with a tokenizer of words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(
-        models.WordLevel({f"w{i}": i for i in range(50)} | {"<unk>": 50}, unk_token="<unk>")
-    )
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(50)} | {"<unk>": 50}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
     model.save_pretrained(tmp_path)
@@ -139,10 +130,7 @@ def test_a_checkpoint_never_runs_code_of_its_own(tiny: Path, where: str, compare
         "class Tokenizer(PreTrainedTokenizerFast):\n    pass\n"
     )
     if where == "model":
-        change = {
-            "model_type": "own",
-            "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
-        }
+        change = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
         file = tiny / "config.json"
     else:
         change = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.Tokenizer"]}}

@@ -28,10 +28,7 @@ def ask(text: str, **settings: object) -> Request:
 def test_it_knows_the_capital_of_france_and_stops(engine: HfEngine) -> None:
     assert Capability.CHAT in engine.capabilities
     greedy, warm = engine.generate_batch(
-        [
-            ask("What is the capital of France?"),
-            ask("What is the capital of France?", temperature=0.7, seed=1),
-        ]
+        [ask("What is the capital of France?"), ask("What is the capital of France?", temperature=0.7, seed=1)]
     )
     # So small a model names another place now and then when it is sampled.
     assert "Paris" in greedy.content

@@ -133,9 +133,7 @@ def test_a_run_that_was_interrupted_goes_on_with_as_many_threads(
 
 
 def test_this_machine_has_something_free() -> None:
-    assert (
-        1 <= machine.choose_threads() <= max(os.cpu_count() or 1, int(os.environ.get("OMP_NUM_THREADS", 1)))
-    )
+    assert 1 <= machine.choose_threads() <= max(os.cpu_count() or 1, int(os.environ.get("OMP_NUM_THREADS", 1)))
     assert machine.free_memory() > 0
 
 
@@ -244,9 +242,7 @@ def one_core() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
 
-def compared(
-    model: Path, cache: Path, before: Callable[[], None], *more: str
-) -> tuple[int, dict[str, Any], str]:
+def compared(model: Path, cache: Path, before: Callable[[], None], *more: str) -> tuple[int, dict[str, Any], str]:
     words = ["compare", f"hf:{model}", f"hf:{model}?dtype=float32", "--length", "64", "--no-floors", *more]
     settings = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | {"ASSAY_CACHE": str(cache)}
     done = subprocess.run(
@@ -268,9 +264,7 @@ def test_on_one_core_one_thread_is_used_and_said(tiny_llama: Path, tmp_path: Pat
 
 
 @pytest.mark.engine
-def test_in_a_container_of_half_a_core_a_budget_is_kept_with_one_thread(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_in_a_container_of_half_a_core_a_budget_is_kept_with_one_thread(tiny_llama: Path, tmp_path: Path) -> None:
     with half_a_core() as enter:
         code, body, _ = compared(tiny_llama, tmp_path, enter, "--budget", "0.7")
     assert code in (0, 1, 3), body["findings"]

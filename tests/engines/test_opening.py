@@ -49,9 +49,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["tpu9", "cuda:99999999999", "cuda", ""])
-def test_a_device_that_is_not_there_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_a_device_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "config.json").write_text("{}")

@@ -20,11 +20,7 @@ import pytest
 
 pytest.importorskip("torch")
 # Before Ray is imported, which reads it then: on one machine nobody needs a token.
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "RAY_AUTH_MODE": "disabled",
-}
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH_MODE": "disabled"}
 os.environ.update(QUIET)
 ray = pytest.importorskip("ray")
 from assay.cli.main import _json_in_one_word
@@ -157,9 +153,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight) * 0.02 * weight.std())
     model.save_pretrained(other)
-    text.write_text(
-        " ".join(f"the {i % 97} stones of river {i % 31} are {i % 7} feet wide" for i in range(900))
-    )
+    text.write_text(" ".join(f"the {i % 97} stones of river {i % 31} are {i % 7} feet wide" for i in range(900)))
     return one, other, text
 
 
@@ -193,15 +187,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 def plan(models: tuple[Path, Path, Path]) -> Plan:
     one, other, text = models
     return Plan(
-        f"hf:{one}",
-        (f"hf:{other}",),
-        text=(str(text),),
-        windows=40,
-        length=64,
-        batch=2,
-        threads=1,
-        greedy=4,
-        all=True,
+        f"hf:{one}", (f"hf:{other}",), text=(str(text),), windows=40, length=64, batch=2, threads=1, greedy=4, all=True
     )
 
 
@@ -355,9 +341,7 @@ def test_no_cluster_and_no_ray_are_one_line(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, cache: Callable[[str], None]
 ) -> None:
     ray.shutdown()
-    with pytest.raises(
-        AssayError, match=r"no Ray cluster can be joined at 127\.0\.0\.1:1: Connection refused"
-    ):
+    with pytest.raises(AssayError, match=r"no Ray cluster can be joined at 127\.0\.0\.1:1: Connection refused"):
         run_compare(replace(plan, ray="127.0.0.1:1"))
     monkeypatch.setattr("assay.engines.ray_scorer.find_spec", lambda name: None)
     with pytest.raises(AssayError) as error:
@@ -366,9 +350,7 @@ def test_no_cluster_and_no_ray_are_one_line(
 
 
 @pytest.mark.engine
-def test_ctrl_c_ends_a_local_run_with_130_and_leaves_nothing(
-    models: tuple[Path, Path, Path], tmp_path: Path
-) -> None:
+def test_ctrl_c_ends_a_local_run_with_130_and_leaves_nothing(models: tuple[Path, Path, Path], tmp_path: Path) -> None:
     one, other, text = models
     env = {**os.environ, **QUIET, "ASSAY_CACHE": str(tmp_path)}
     words = [

@@ -11,13 +11,7 @@ from stub_server import METRICS, MODEL, Exchange, StubServer, events, healthy, m
 
 PATIENT = Limits(retries=1, first_backoff_s=0.01)
 CHAT, COMPLETIONS = "POST /v1/chat/completions", "POST /v1/completions"
-NEUTRAL = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "min_p": 0.0,
-    "top_k": -1,
-}
+NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "min_p": 0.0, "top_k": -1}
 ASK = Request(messages=(Message("user", "hi"),), max_tokens=7, temperature=0.7, top_p=0.9, seed=3)
 
 
@@ -190,9 +184,7 @@ def test_token_ids_that_are_taken_for_something_else(stub: StubServer) -> None:
 
 
 def test_a_server_without_pages_of_its_own(stub: StubServer) -> None:
-    stub.off("GET /metrics", "POST /tokenize", "GET /version").on(
-        "GET /v1/models", models(MODEL, owned_by="me")
-    )
+    stub.off("GET /metrics", "POST /tokenize", "GET /version").on("GET /v1/models", models(MODEL, owned_by="me"))
     with connect(stub) as engine:
         assert engine.identity.kind == "unknown"
         report = engine.capabilities
@@ -246,10 +238,7 @@ def test_metrics_of_a_running_server(stub: StubServer) -> None:
 
 
 def test_first_tokens_are_counted_by_tokenizing_where_usage_does_not_tell(stub: StubServer) -> None:
-    stub.on(
-        CHAT,
-        healthy(chunks=("one two three", " four"), per_chunk=1, continuous=False, seconds_per_chunk=0.02),
-    )
+    stub.on(CHAT, healthy(chunks=("one two three", " four"), per_chunk=1, continuous=False, seconds_per_chunk=0.02))
     with connect(stub) as engine:
         timing = engine.stream(ASK).timing
         assert timing is not None
@@ -311,10 +300,7 @@ def test_a_stream_of_tool_calls_over_the_wire(stub: StubServer) -> None:
     with connect(stub) as engine:
         assert Capability.STREAM in engine.capabilities
         stub.on(
-            CHAT,
-            events(
-                part(name="get_weather"), part(arguments='{"city"'), part("tool_calls", arguments=': "Oslo"}')
-            ),
+            CHAT, events(part(name="get_weather"), part(arguments='{"city"'), part("tool_calls", arguments=': "Oslo"}'))
         )
         reply = engine.stream(ASK)
     assert [(c.name, c.arguments) for c in reply.tool_calls] == [("get_weather", '{"city": "Oslo"}')]

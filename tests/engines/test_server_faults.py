@@ -300,15 +300,7 @@ def test_a_web_page_instead_of_a_stream(stub: StubServer) -> None:
 
 
 @pytest.mark.parametrize(
-    "stream",
-    [
-        b"data: {not json}\n\n",
-        b"data: [1]\n\n",
-        b"data: hello\n\n",
-        b"no events at all",
-        b"",
-        b"\xff\xfe\x00",
-    ],
+    "stream", [b"data: {not json}\n\n", b"data: [1]\n\n", b"data: hello\n\n", b"no events at all", b"", b"\xff\xfe\x00"]
 )
 def test_a_stream_that_is_none(stub: StubServer, stream: bytes) -> None:
     error = fails_later(stub, events(stream) if stream else text("", "text/event-stream"))
@@ -436,9 +428,7 @@ def test_a_redirect_within_the_server_is_followed(stub: StubServer) -> None:
     assert connect_and_stream(stub).content.startswith("Paris")
 
 
-def test_a_redirect_elsewhere_is_named_and_not_followed(
-    stub: StubServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redirect_elsewhere_is_named_and_not_followed(stub: StubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STUB_KEY", "sk-very-secret")
     with StubServer() as other:
         stub.everywhere(redirect(other.url + "/v1/models?token=abc"))

@@ -149,10 +149,7 @@ def test_many_streams_at_once(vllm: ServerEngine) -> None:
 
 def test_vllm_answers_with_tool_calls_where_it_can(vllm: ServerEngine) -> None:
     request = Request(
-        messages=ASK,
-        max_tokens=60,
-        tools=(TOOL,),
-        extra={"tool_choice": TOOL | {"function": {"name": "get_weather"}}},
+        messages=ASK, max_tokens=60, tools=(TOOL,), extra={"tool_choice": TOOL | {"function": {"name": "get_weather"}}}
     )
     if Capability.TOOLS not in vllm.capabilities:
         with pytest.raises(MissingCapability, match="tools"):
@@ -174,9 +171,7 @@ def test_transformers_serve_is_spoken_to_in_its_own_way(transformers: ServerEngi
     assert described["server"]["kind"] == "transformers"
     assert {Capability.CHAT, Capability.COMPLETIONS, Capability.STREAM} <= transformers.capabilities.present
     absent = transformers.capabilities.absent
-    assert {Capability.SCORE, Capability.TOKENIZE, Capability.METRICS, Capability.TOKEN_IDS_PROMPT} <= set(
-        absent
-    )
+    assert {Capability.SCORE, Capability.TOKENIZE, Capability.METRICS, Capability.TOKEN_IDS_PROMPT} <= set(absent)
     assert "Unexpected fields" in absent[Capability.PROMPT_LOGPROBS]
     # It takes `echo` and ignores it.
     assert "ignores echo" in absent[Capability.ECHO]

@@ -7,9 +7,7 @@ from assay.engines.server.errors import NotJson, StreamCut, StreamFailed
 from assay.engines.server.messages import StreamAssembler, whole_reply
 
 
-def delta(
-    at: float, finish: str | None = None, usage: int | None = None, **part: Any
-) -> tuple[dict[str, Any], float]:
+def delta(at: float, finish: str | None = None, usage: int | None = None, **part: Any) -> tuple[dict[str, Any], float]:
     chunk: dict[str, Any] = {"choices": [{"index": 0, "delta": part, "finish_reason": finish}]}
     if usage is not None:
         chunk["usage"] = {"prompt_tokens": 3, "completion_tokens": usage}
@@ -32,15 +30,10 @@ def test_tool_calls_are_put_together_by_index() -> None:
     reply = assemble(
         delta(11, tool_calls=[call(0, id="a", name="get_weather", arguments="")]),
         delta(12, tool_calls=[call(0, arguments='{"city":')]),
-        delta(
-            13, tool_calls=[call(1, id="b", name="get_time", arguments="{"), call(0, arguments=' "Oslo"}')]
-        ),
+        delta(13, tool_calls=[call(1, id="b", name="get_time", arguments="{"), call(0, arguments=' "Oslo"}')]),
         delta(14, tool_calls=[call(1, arguments="}")], finish="tool_calls"),
     )
-    assert reply.tool_calls == (
-        ToolCall("get_weather", '{"city": "Oslo"}', "a"),
-        ToolCall("get_time", "{}", "b"),
-    )
+    assert reply.tool_calls == (ToolCall("get_weather", '{"city": "Oslo"}', "a"), ToolCall("get_time", "{}", "b"))
     assert reply.finish_reason == "tool_calls"
     assert reply.content == ""
 
@@ -178,8 +171,7 @@ def test_whole_answers_of_both_routes() -> None:
     assert chat.tool_calls == (ToolCall("f", "{}", "1"),)
     assert (chat.prompt_tokens, chat.completion_tokens) == (4, 5)
     plain = whole_reply(
-        {"choices": [{"text": "abc", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0]}}]},
-        "stub",
+        {"choices": [{"text": "abc", "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0]}}]}, "stub"
     )
     assert (plain.content, plain.completion_tokens, plain.token_logprobs) == ("abc", None, (-1.0,))
 

@@ -111,11 +111,7 @@ def test_a_server_that_ignores_both_cannot_score(stub: StubServer) -> None:
 def fixed(values: list[Any]) -> str:
     rows = [None] + [{str(100 + i): {"logprob": v}} for i, v in enumerate(values, 1)]
     return json.dumps(
-        {
-            "choices": [
-                {"text": "x", "prompt_logprobs": rows, "prompt_token_ids": [*range(100, 101 + len(values))]}
-            ]
-        }
+        {"choices": [{"text": "x", "prompt_logprobs": rows, "prompt_token_ids": [*range(100, 101 + len(values))]}]}
     )
 
 
@@ -144,9 +140,7 @@ def test_echo_without_offsets_counts_the_one_generated_token_off(stub: StubServe
         if "echo" not in e.body:
             return healthy(scores=False)(e)
         values = [-1.0, -2.0, -3.0, -4.0]
-        return e.json(
-            {"choices": [{"text": e.body["prompt"] + " x", "logprobs": {"token_logprobs": values}}]}
-        )
+        return e.json({"choices": [{"text": e.body["prompt"] + " x", "logprobs": {"token_logprobs": values}}]})
 
     stub.on(COMPLETIONS, echo)
     with connect(stub) as engine:

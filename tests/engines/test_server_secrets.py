@@ -50,9 +50,7 @@ def test_no_key_is_sent_unless_one_is_named(stub: StubServer, monkeypatch: pytes
 
 def test_descriptions_do_not_hold_it(stub: StubServer) -> None:
     with connect(stub) as engine:
-        shown = (
-            json.dumps(engine.describe()) + repr(engine) + repr(engine.capabilities) + repr(engine.__dict__)
-        )
+        shown = json.dumps(engine.describe()) + repr(engine) + repr(engine.capabilities) + repr(engine.__dict__)
     assert KEY not in shown
 
 
@@ -99,8 +97,7 @@ def test_credentials_in_the_url_are_used_and_not_shown(stub: StubServer) -> None
 
 
 @pytest.mark.parametrize(
-    ("value", "word"),
-    [(None, "not set"), ("", "not set"), ("ключ", "cannot carry"), ("a\nb", "cannot carry")],
+    ("value", "word"), [(None, "not set"), ("", "not set"), ("ключ", "cannot carry"), ("a\nb", "cannot carry")]
 )
 def test_a_variable_that_holds_no_key(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch, value: str | None, word: str

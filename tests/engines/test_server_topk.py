@@ -71,11 +71,7 @@ def test_an_answer_without_scores_is_asked_for_again(stub: StubServer, engine: S
 def test_the_servers_own_likely_ids_stand_in_where_given_ones_are_not_known(
     stub: StubServer, engine: ServerEngine
 ) -> None:
-    rows = [
-        None,
-        {"8": {"logprob": -1.0}, "5": {"logprob": -0.9}},
-        {"9": {"logprob": -9999.0}, "4": {"logprob": -0.1}},
-    ]
+    rows = [None, {"8": {"logprob": -1.0}, "5": {"logprob": -0.9}}, {"9": {"logprob": -9999.0}, "4": {"logprob": -0.1}}]
     stub.on(COMPLETIONS, text(json.dumps({"choices": [{"text": "x", "prompt_logprobs": rows}]})))
     scores = engine.topk_logprobs(TOKENS, CHOSEN)
     assert scores.chosen_by == "candidate"
@@ -115,15 +111,10 @@ def test_only_later_tokens_where_asked(stub: StubServer, engine: ServerEngine) -
         ({"prompt_token_id_logprobs": npy([[-1.0, -1.0, -2.0]])}, "came back"),
         ({"prompt_token_id_logprobs": npy([[0.5, 0.5, -2.0], [-0.5, -3.0, -1.0]])}, "more than 1"),
         ({"prompt_token_id_logprobs": npy([[-0.1, -0.1, -0.1], [-0.5, -3.0, -1.0]])}, "more than 1"),
-        (
-            {"prompt_token_id_logprobs": npy([[math.nan, -1.0, -2.0], [-0.5, -3.0, -1.0]])},
-            "no log-probability",
-        ),
+        ({"prompt_token_id_logprobs": npy([[math.nan, -1.0, -2.0], [-0.5, -3.0, -1.0]])}, "no log-probability"),
     ],
 )
-def test_nonsense_is_refused(
-    stub: StubServer, engine: ServerEngine, answer: dict[str, Any], said: str
-) -> None:
+def test_nonsense_is_refused(stub: StubServer, engine: ServerEngine, answer: dict[str, Any], said: str) -> None:
     stub.on(TOKENS_IN, text(json.dumps(answer)))
     stub.on(COMPLETIONS, text(json.dumps({"choices": [{"text": "x"}]})))
     with pytest.raises(BadScores, match=said):

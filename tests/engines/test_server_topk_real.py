@@ -10,10 +10,7 @@ torch = pytest.importorskip("torch")
 
 from assay.demo.servers import Server
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.scoring import (
-    ScoreJob,
-    Window,
-)
+from assay.engines.scoring import ScoreJob, Window
 from assay.engines.server.engine import ServerEngine
 
 pytestmark = pytest.mark.engine

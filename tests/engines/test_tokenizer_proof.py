@@ -17,11 +17,7 @@ from assay.demo.models import PROBE, prove_tokenizer
 from assay.errors import AssayError
 from assay.runs import cache_dir
 
-TEXTS = [
-    PROBE,
-    "the cat sat on the mat, and the other cat sat there too " * 3,
-    "def f(x):\n    return x\n" * 3,
-]
+TEXTS = [PROBE, "the cat sat on the mat, and the other cat sat there too " * 3, "def f(x):\n    return x\n" * 3]
 QWEN2 = tokenizer_proof._QWEN2
 
 
@@ -103,9 +99,7 @@ def change(folder: Path, to: Path, alter: Any) -> Any:
     return loaded(to)
 
 
-def test_a_tokenizer_that_was_saved_without_merges_is_refused(
-    converted: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_tokenizer_that_was_saved_without_merges_is_refused(converted: tuple[Path, Path], tmp_path: Path) -> None:
     file, folder = converted
     bare = change(folder, tmp_path, lambda document: document["model"].update(merges=[]))
     with pytest.raises(AssayError, match=r"converted from model\.gguf is not the file's own") as caught:
@@ -116,10 +110,7 @@ def test_a_tokenizer_that_was_saved_without_merges_is_refused(
 
 @pytest.mark.parametrize(
     "pattern",
-    [
-        r"\p{N}+|\p{L}+|[^\p{L}\p{N}]",
-        QWEN2.replace(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{L}+"),
-    ],
+    [r"\p{N}+|\p{L}+|[^\p{L}\p{N}]", QWEN2.replace(r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{L}+")],
     ids=["another", "words without their space"],
 )
 def test_another_pre_tokenizer_is_refused(converted: tuple[Path, Path], tmp_path: Path, pattern: str) -> None:
@@ -134,24 +125,10 @@ def test_another_pre_tokenizer_is_refused(converted: tuple[Path, Path], tmp_path
 
 def test_sentencepiece_merges_by_score_with_the_users_own_tokens_first(tmp_path: Path) -> None:
     """By hand: `ab` scores above `bc`, `▁▁` is the user's own, é is made of bytes."""
-    pieces = [
-        "<unk>",
-        *(f"<0x{b:02X}>" for b in range(256)),
-        "▁",
-        "a",
-        "b",
-        "c",
-        "bc",
-        "ab",
-        "abc",
-        "▁▁",
-        "▁a",
-    ]
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c", "bc", "ab", "abc", "▁▁", "▁a"]
     scores = [0.0] * 257 + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0, 0.0, -4.0]
     kinds = [2] + [6] * 256 + [1] * 7 + [4] + [1]
-    file = write(
-        tmp_path / "spm.gguf", "llama", pieces, token_scores=scores, token_types=kinds, add_space_prefix=False
-    )
+    file = write(tmp_path / "spm.gguf", "llama", pieces, token_scores=scores, token_types=kinds, add_space_prefix=False)
     encode = tokenizer_proof._own_encoder(file)[1]
     named = [pieces[i] for i in encode("abc  a é")]
     assert named == ["abc", "▁▁", "a", "▁", "<0xC3>", "<0xA9>"]

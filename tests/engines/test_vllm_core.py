@@ -14,21 +14,11 @@ torch = pytest.importorskip("torch")
 
 from vllm_stand_in import VOCAB, Engine, install
 
-from assay.engines.scoring import (
-    LogitRows,
-    ScoreJob,
-    ScoringPath,
-    StateRows,
-    Window,
-    WindowRows,
-)
+from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, StateRows, Window, WindowRows
 from assay.engines.vllm.core import VllmCore
 from assay.engines.vllm.scorer import VllmScorer
 from assay.engines.vllm.start import VllmSpec
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
+from assay.errors import AssayError, UsageError
 
 LENGTH = 24
 WINDOWS = [Window(i, tuple((7 * i + 3 * j * j) % VOCAB for j in range(LENGTH))) for i in range(5)]
@@ -165,9 +155,7 @@ def test_a_capped_or_scaled_head_is_rebuilt() -> None:
         vars(stand_in.model.logits_processor).update(facts)
         plain = stand_in.model.compute_logits
         stand_in.model.compute_logits = (
-            (lambda s, f=plain: torch.tanh(f(s) / 2) * 2)
-            if "soft_cap" in facts
-            else (lambda s, f=plain: f(s) / 4)
+            (lambda s, f=plain: torch.tanh(f(s) / 2) * 2) if "soft_cap" in facts else (lambda s, f=plain: f(s) / 4)
         )
         rows = next(iter(engine.score_windows(WINDOWS, JOBS[0])))
         torch.testing.assert_close(rows.logits(0, 5), stand_in.model.compute_logits(rows.states[:5]))
@@ -180,10 +168,7 @@ def test_the_reduction_is_what_the_function_says_of_the_rows() -> None:
     references = [StateRows(r.window, r.first, r.states + 0.1, r.head) for r in rows]
     reduced = list(
         engine.reduce_windows(
-            [r.window for r in references],
-            iter(references),
-            job,
-            "assay.fidelity.metrics:batch_statistics",
+            [r.window for r in references], iter(references), job, "assay.fidelity.metrics:batch_statistics"
         )
     )
     assert [window for window, _ in reduced] == WINDOWS

@@ -72,9 +72,7 @@ class Recording:
 
     seen: ClassVar[list[tuple[int, Any, Any, Any]]] = []
 
-    def __init__(
-        self, placement: str, k_factor: float = 1.0, v_shift: float = 0.0, cut: bool = False
-    ) -> None:
+    def __init__(self, placement: str, k_factor: float = 1.0, v_shift: float = 0.0, cut: bool = False) -> None:
         self.placement, self.k_factor, self.v_shift, self.cut = placement, k_factor, v_shift, cut
         Recording.seen = []
 
@@ -161,9 +159,7 @@ def test_what_cannot_work_is_refused(case: dict[str, Any], said: str) -> None:
 
 def test_unknown_attention_is_refused() -> None:
     model = Model()
-    model.layers[1].__class__ = type(
-        "MixedAttention", (torch.nn.Module,), {"forward": LlamaAttention.forward}
-    )
+    model.layers[1].__class__ = type("MixedAttention", (torch.nn.Module,), {"forward": LlamaAttention.forward})
     with pytest.raises(AssayError, match="MixedAttention"):
         hook(model, placement="pre_rope")
     with pytest.raises(AssayError, match="0 attention layers"):

@@ -17,10 +17,7 @@ from test_vllm_kv_hook import Model
 
 from assay.engines.scoring import HookSpec
 from assay.engines.vllm import hooks as plugin
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
+from assay.errors import AssayError, UsageError
 
 
 @pytest.fixture

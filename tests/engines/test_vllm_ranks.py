@@ -47,9 +47,7 @@ class RankRunner:
             shard_indices=SimpleNamespace(org_vocab_start_index=lo, org_vocab_end_index=hi),
         )
         self.model = SimpleNamespace(
-            lm_head=head,
-            logits_processor=engine.model.logits_processor,
-            compute_logits=engine.model.compute_logits,
+            lm_head=head, logits_processor=engine.model.logits_processor, compute_logits=engine.model.compute_logits
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -134,9 +132,7 @@ def test_ranks_give_what_one_process_gives(opened: Any, ranks: int, own_head: bo
     assert torch.equal(core.head.weight, weight)
     bytes_of_heads = sum(found["heads"] for found in core.memory())
     assert bytes_of_heads == 4 * WIDTH * (VOCAB if own_head else VOCAB + VOCAB - 3)
-    assert (
-        core.end().bytes_read == 5 * sum(range(9, 23, 4)) * 10 * ranks
-    )  # the stand-in's cache, on every rank
+    assert core.end().bytes_read == 5 * sum(range(9, 23, 4)) * 10 * ranks  # the stand-in's cache, on every rank
 
 
 def test_an_error_of_a_rank_is_one_line_with_its_number(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,9 +140,7 @@ def test_an_error_of_a_rank_is_one_line_with_its_number(opened: Any, monkeypatch
     job = ScoreJob(ScoringPath.DECODE, scored_from=10, batch=5)
     engine.force = False
     core.begin(job, 24)
-    with pytest.raises(
-        AssayError, match=r"rank 0 of 2: vLLM did not run the windows as asked: .* forced token"
-    ):
+    with pytest.raises(AssayError, match=r"rank 0 of 2: vLLM did not run the windows as asked: .* forced token"):
         core.score(WINDOWS)
     engine.force = True
     assert len(core.score(WINDOWS)) == 5  # and the engine can go on
@@ -178,9 +172,7 @@ def test_a_rank_that_fails_in_a_step_says_why_and_ends(
     deaths = object.__new__(DEATHS)
     deaths._thread, deaths._first = SimpleNamespace(join=lambda s: None), (1, 1)  # type: ignore[attr-defined]
     error = deaths.error(RuntimeError("cancelled"), core.spec)
-    assert error.message.startswith(
-        "rank 1 of 2 of vLLM ended while it scored: OutOfMemoryError: CUDA out of"
-    )
+    assert error.message.startswith("rank 1 of 2 of vLLM ended while it scored: OutOfMemoryError: CUDA out of")
     assert "batch" in error.remedy
     (tmp_path / "1.json").unlink()
     deaths._first = (0, -9)  # type: ignore[attr-defined]

@@ -85,11 +85,7 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[
 
 
 def agree(
-    found: list[RowStatistics],
-    reference: list[StateRows],
-    own: list[StateRows],
-    rtol: float = 2e-4,
-    atol: float = 2e-6,
+    found: list[RowStatistics], reference: list[StateRows], own: list[StateRows], rtol: float = 2e-4, atol: float = 2e-6
 ) -> None:
     for statistics, theirs, mine in zip(found, reference, own, strict=True):
         for name, wanted in vars(window_statistics(theirs, mine)).items():
@@ -108,9 +104,7 @@ def test_two_ranks_give_what_one_gives(one: dict[str, Any], model: Path, paralle
         # By decode; a reference whose head came from an engine, and is that of the ranks.
         decoded = reduced(engine, one["decoded"], DECODE)
         agree(decoded, one["decoded"], one["decoded"], atol=2e-5)
-        assert engine.engagement().bytes_read == one["facts"]["kv_bytes_per_token"] * 4 * sum(
-            range(23, LENGTH - 1)
-        )
+        assert engine.engagement().bytes_read == one["facts"]["kv_bytes_per_token"] * 4 * sum(range(23, LENGTH - 1))
         chunked = ScoreJob(ScoringPath.CHUNKED, scored_from=24, chunk=8, batch=3)
         agree(reduced(engine, one["decoded"], chunked), one["decoded"], one["decoded"], atol=2e-5)
         # A codec of single heads: every rank codes its own, or its own layers.

@@ -15,17 +15,9 @@ torch = pytest.importorskip("torch")
 
 import assay
 from assay.demo.servers import vllm_python
-from assay.engines.scoring import (
-    ScoreJob,
-    ScoringPath,
-    StateRows,
-    Window,
-)
+from assay.engines.scoring import ScoreJob, ScoringPath, StateRows, Window
 from assay.engines.vllm.scorer import VllmScorer
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
+from assay.errors import AssayError, UsageError
 
 pytestmark = pytest.mark.engine
 HERE = Path(__file__).parent
@@ -96,9 +88,7 @@ def engine(smollm2: Path) -> Iterator[VllmScorer]:
 
 
 def windows(engine: VllmScorer, count: int = 3) -> list[Window]:
-    ids = engine.tokenizer.encode(
-        "The old bridge over the river was built of stone, long before the war. " * 20
-    )
+    ids = engine.tokenizer.encode("The old bridge over the river was built of stone, long before the war. " * 20)
     assert engine.tokenizer.bos_id is None  # it names <|im_start|> and puts none
     return [Window(i, tuple(ids[i * 5 : i * 5 + LENGTH])) for i in range(count)]
 
@@ -146,8 +136,7 @@ def test_a_worker_goes_on_greedily(engine: VllmScorer) -> None:
     found = engine.generate_greedy([w.tokens[:PREFIX] for w in some], 8)
     assert [len(steps) for steps in found] == [8] * 3
     grown = [
-        Window(w.index, (*w.tokens[:PREFIX], *(s.token for s in steps)))
-        for w, steps in zip(some, found, strict=True)
+        Window(w.index, (*w.tokens[:PREFIX], *(s.token for s in steps))) for w, steps in zip(some, found, strict=True)
     ]
     for rows, steps in zip(engine.score_windows(grown, ScoreJob(scored_from=PREFIX)), found, strict=True):
         logprobs = rows.logits(0, 8).double().log_softmax(-1)

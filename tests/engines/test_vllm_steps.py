@@ -10,12 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.vllm.hooks import (
-    WINDOW,
-    HookContext,
-    Rewrite,
-    Steps,
-)
+from assay.engines.vllm.hooks import WINDOW, HookContext, Rewrite, Steps
 from assay.errors import AssayError
 
 BLOCK, HEADS, WIDTH = 4, 2, 3
@@ -45,9 +40,7 @@ class Runner:
         self.requests = {
             "x": SimpleNamespace(num_computed_tokens=5, num_prompt_tokens=6, sampling_params=None),
             "y": SimpleNamespace(
-                num_computed_tokens=9,
-                num_prompt_tokens=8,
-                sampling_params=SimpleNamespace(extra_args={WINDOW: 7}),
+                num_computed_tokens=9, num_prompt_tokens=8, sampling_params=SimpleNamespace(extra_args={WINDOW: 7})
             ),
         }
         self.forward: Any = lambda: None
@@ -155,9 +148,7 @@ def test_tokens_of_the_step_itself_and_unknown_backends_are_refused() -> None:
     runner = Runner()
     steps = Steps(runner, None)
     steps.watch()
-    attention = SimpleNamespace(
-        impl=Impl(), kv_cache=torch.zeros(2, 6, BLOCK, HEADS, WIDTH), layer_name="attn.0"
-    )
+    attention = SimpleNamespace(impl=Impl(), kv_cache=torch.zeros(2, 6, BLOCK, HEADS, WIDTH), layer_name="attn.0")
     one = torch.zeros(1, HEADS, WIDTH)
 
     def rewrite() -> None:

@@ -34,9 +34,7 @@ def sent(value: Any) -> Any:
 
 def test_jobs_windows_and_heads_survive_the_way() -> None:
     assert sent((JOB, WINDOWS)) == (JOB, WINDOWS)
-    head = Head(
-        torch.randn(9, 4, dtype=torch.bfloat16), torch.randn(9, dtype=torch.bfloat16), softcap=3.0, scale=0.5
-    )
+    head = Head(torch.randn(9, 4, dtype=torch.bfloat16), torch.randn(9, dtype=torch.bfloat16), softcap=3.0, scale=0.5)
     read, states = sent(head), torch.randn(5, 4, dtype=torch.bfloat16)
     assert torch.equal(read.logits(states), head.logits(states))
 
@@ -140,9 +138,7 @@ def test_a_python_that_is_none(tmp_path: Path) -> None:
         RemoteCore(VllmSpec("m"), path)
 
 
-@pytest.mark.parametrize(
-    ("name", "rank"), [("Worker_TP1", 1), ("Worker_PP1", 2), ("Worker_PP1_TP1", 3), ("Worker", 0)]
-)
+@pytest.mark.parametrize(("name", "rank"), [("Worker_TP1", 1), ("Worker_PP1", 2), ("Worker_PP1_TP1", 3), ("Worker", 0)])
 def test_a_rank_that_does_not_start_is_named_with_its_own_words(name: str, rank: int, tmp_path: Path) -> None:
     core = _Quiet()
     core._name, core._ranks, core._tensor, core._log = "m", 4, 2, tmp_path / "worker.log"
@@ -153,8 +149,6 @@ def test_a_rank_that_does_not_start_is_named_with_its_own_words(name: str, rank:
     )
     facts = {"finding_id": "fidelity.engine_load", "remedy": "", "evidence": {}}
     error = core._error("AssayError", "vLLM cannot load m: WorkerProc initialization failed", facts)
-    assert (
-        error.message == f"vLLM cannot load m: rank {rank} of 4: torch.OutOfMemoryError: CUDA out of memory."
-    )
+    assert error.message == f"vLLM cannot load m: rank {rank} of 4: torch.OutOfMemoryError: CUDA out of memory."
     core._log.write_text("")
     assert "initialization failed" in core._error("AssayError", "initialization failed", facts).message

@@ -109,11 +109,7 @@ def own_decode_logprobs(engine: VllmScorer, window: Window) -> float:
 
     forced = list(window.tokens[PREFIX - 1 :])
     params = SamplingParams(
-        temperature=0.0,
-        max_tokens=len(forced),
-        ignore_eos=True,
-        logprobs=5,
-        extra_args={"assay_forced": forced},
+        temperature=0.0, max_tokens=len(forced), ignore_eos=True, logprobs=5, extra_args={"assay_forced": forced}
     )
     watched = Watched(engine)
     output = watched.generate([window.tokens[: PREFIX - 1]], params)[0].outputs[0]
@@ -157,14 +153,10 @@ def measure(checkpoint: str) -> dict[str, Any]:
     found["own_decode_logprobs"] = own_decode_logprobs(engine, windows[0])
     lap("own")
     for name in ("pre_rope", "post_rope"):
-        job = ScoreJob(
-            scored_from=PREFIX, batch=COUNT, hook=HookSpec("vllm_inside:IdentityKv", {"placement": name})
-        )
+        job = ScoreJob(scored_from=PREFIX, batch=COUNT, hook=HookSpec("vllm_inside:IdentityKv", {"placement": name}))
         hooked = list(engine.score_windows(windows, job))
         taken = engine.engagement()
-        found[f"identity_{name}"] = kl(prefill, hooked, PREFIX - 1) | {
-            "fires": sorted(set(taken.per_layer.values()))
-        }
+        found[f"identity_{name}"] = kl(prefill, hooked, PREFIX - 1) | {"fires": sorted(set(taken.per_layer.values()))}
         found["hooked_layers"] = len(taken.per_layer)
     job = ScoreJob(batch=COUNT, hook=HookSpec("vllm_inside:ScaleV", {"placement": "pre_rope"}))
     found["scaled_v"] = kl(prefill, list(engine.score_windows(windows, job)))

@@ -96,10 +96,7 @@ class Runner:
         self.before_step(len(counts))
         rows = []
         for row, name in enumerate(self.input_batch.req_ids):
-            lo, hi = (
-                self.requests[name].num_computed_tokens,
-                self.requests[name].num_computed_tokens + counts[name],
-            )
+            lo, hi = (self.requests[name].num_computed_tokens, self.requests[name].num_computed_tokens + counts[name])
             rows += [self.model.state(self.input_batch.token_ids_cpu[row, : i + 1]) for i in range(lo, hi)]
         # CUDA graphs pad a batch: rows that belong to nobody.
         padded = torch.cat([torch.stack(rows), torch.full((3, WIDTH), torch.nan)])

@@ -18,10 +18,7 @@ def test_a_fault_raises_its_finding(fault: Fault, tmp_path: Path) -> None:
         verify(str(folder), VerifyOptions(write_manifest=listing, digest_cache=False))
     fault.damage(folder)
     options = VerifyOptions(
-        manifest=listing if fault.manifest else None,
-        allow_unverified=True,
-        digest_cache=False,
-        **fault.options,
+        manifest=listing if fault.manifest else None, allow_unverified=True, digest_cache=False, **fault.options
     )
     report = verify(str(folder), options)
     raised = {(f.id, f.severity.value) for f in report.findings}

@@ -13,15 +13,7 @@ from typing import Any
 import numpy as np
 
 import checkpoint_quantized as q
-from checkpoint_samples import (
-    Arrays,
-    edit_json,
-    llama,
-    read_safetensors,
-    rewrite,
-    write_safetensors,
-    write_shards,
-)
+from checkpoint_samples import Arrays, edit_json, llama, read_safetensors, rewrite, write_safetensors, write_shards
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -122,13 +122,9 @@ check(ref[:3], cand[:3], torch.arange(3))
 ref[3, 2300], cand[4, 0], ref[5] = NAN, INF, -INF
 found, wanted = by_kernel(ref, cand, torch.arange(6)), row_statistics(ref, cand, torch.arange(6))
 for name in ("kl", "kl_rev", "nll_ref", "nll_cand", "conf", "tv"):
-    torch.testing.assert_close(
-        getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, equal_nan=True
-    )
+    torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=1e-5, atol=1e-5, equal_nan=True)
 assert found.kl[0].isfinite() and found.kl[1] == INF and found.kl_rev[0] == INF and found.kl[2].isfinite()
 assert found.kl[3:].isnan().all() and not found.top1[3:].any()
 assert same_by_both(ref, cand, torch.arange(6))
-assert not alike(
-    fused_row_sums(ref, cand, torch.arange(6)), _stacked_sums(ref.roll(1, 0), cand, torch.arange(6))
-)
+assert not alike(fused_row_sums(ref, cand, torch.arange(6)), _stacked_sums(ref.roll(1, 0), cand, torch.arange(6)))
 sys.stdout.write("equal\n")

@@ -11,23 +11,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import (
-    LogitRows,
-    Window,
-)
+from assay.engines.scoring import LogitRows, Window
 from assay.engines.server.scoring import TopkLogprobs
-from assay.fidelity.bounds import (
-    SLACK,
-    BoundedStatistics,
-    choose_ids,
-    window_bounds,
-)
-from assay.fidelity.score import (
-    BoundedObservation,
-    from_arrays,
-    observation,
-    to_arrays,
-)
+from assay.fidelity.bounds import SLACK, BoundedStatistics, choose_ids, window_bounds
+from assay.fidelity.score import BoundedObservation, from_arrays, observation, to_arrays
 from assay.runs import Kept
 
 
@@ -41,9 +28,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def scored(logq: np.ndarray, sets: list[set[int]], gold: list[int], by: str = "reference") -> TopkLogprobs:
-    found = tuple(
-        {i: float(q[i]) for i in sorted({*ids, g})} for q, ids, g in zip(logq, sets, gold, strict=True)
-    )
+    found = tuple({i: float(q[i]) for i in sorted({*ids, g})} for q, ids, g in zip(logq, sets, gold, strict=True))
     return TopkLogprobs(1, tuple(float(q[g]) for q, g in zip(logq, gold, strict=True)), found, by)  # type: ignore[arg-type]
 
 
@@ -131,32 +116,23 @@ def test_more_ids_bind_closer_and_the_same_distribution_gives_nothing() -> None:
 def test_what_is_known_of_the_likeliest_token() -> None:
     """Where the candidate lists its best it is known; else only where one id outweighs all that is left over."""
     a = np.log([[0.5, 0.3, 0.1, 0.1]] * 4)
-    lq = np.log(
-        [[0.6, 0.2, 0.1, 0.1], [0.3, 0.2, 0.25, 0.25], [0.2, 0.3, 0.25, 0.25], [0.25, 0.25, 0.4, 0.1]]
-    )
+    lq = np.log([[0.6, 0.2, 0.1, 0.1], [0.3, 0.2, 0.25, 0.25], [0.2, 0.3, 0.25, 0.25], [0.25, 0.25, 0.4, 0.1]])
     gold = [1, 1, 1, 1]
     known = window_bounds(rows(a, [0, *gold]), scored(lq, [{0, 1}] * 4, gold))
     assert known.top1.tolist() == [True, False, False, False]
     assert known.top1_possible.tolist() == [True, True, False, True]
     # The last: equal shares of 0.25 at both ids; 0.5 left over may hold a likelier one or not.
-    listed = window_bounds(
-        rows(a, [0, *gold]), scored(lq, [{0, 1}, {0, 1}, {0, 1}, {1, 2}], gold, "candidate")
-    )
+    listed = window_bounds(rows(a, [0, *gold]), scored(lq, [{0, 1}, {0, 1}, {0, 1}, {1, 2}], gold, "candidate"))
     assert listed.top1.tolist() == listed.top1_possible.tolist() == [True, True, False, False]
 
 
 def test_ids_past_the_vocabulary_and_tokens_that_are_ruled_out() -> None:
     a = np.log([[0.5, 0.5], [0.5, 0.5]])
     scores = TopkLogprobs(
-        1,
-        (math.log(0.4), -math.inf),
-        ({0: math.log(0.4), 7: math.log(0.2)}, {1: -math.inf, 0: 0.0}),
-        "candidate",
+        1, (math.log(0.4), -math.inf), ({0: math.log(0.4), 7: math.log(0.2)}, {1: -math.inf, 0: 0.0}), "candidate"
     )
     found = window_bounds(rows(a, [0, 0, 1]), scores)
-    assert float(found.kl[0]) == pytest.approx(
-        0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.4), abs=1e-4
-    )
+    assert float(found.kl[0]) == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.5 * math.log(0.5 / 0.4), abs=1e-4)
     assert math.isnan(found.kl[1])
     assert not found.top1[1]
     assert not found.top1_possible[1]

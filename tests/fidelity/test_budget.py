@@ -87,19 +87,7 @@ def _windows(kl: float, dnll: float, count: int = 16, spoiled: bool = False) -> 
         p, yes = np.full(n, 0.5), np.ones(n, dtype=bool)
         found.append(
             WindowObservation(
-                index,
-                1,
-                np.zeros(n + 1, np.int32),
-                nll,
-                candidate,
-                values,
-                values,
-                yes,
-                p,
-                p,
-                p,
-                values,
-                ~yes,
+                index, 1, np.zeros(n + 1, np.int32), nll, candidate, values, values, yes, p, p, p, values, ~yes
             )
         )
     return found
@@ -189,24 +177,16 @@ def test_the_expected_time_of_every_stage_is_told_without_a_budget_too(
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     few = ["--windows", "16", "--length", "256"]
     for words, stages in (
-        (
-            ["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", *few, "--no-floors"],
-            "(reference ",
-        ),
+        (["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", *few, "--no-floors"], "(reference "),
         (["kv", "eval", str(tiny_llama), "--codec", "fp8", *few], "(the exact cache "),
-        (
-            ["kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "fp8(scale=head)", *few],
-            "2 measurements ",
-        ),
+        (["kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "fp8(scale=head)", *few], "2 measurements "),
     ):
         invoke([*words, "--json"])
         captured = capsys.readouterr()
         lines = [line for line in captured.err.splitlines() if line.startswith("expected: about ")]
         assert len(lines) == 1 and stages in lines[0], words
         assert "times" not in json.loads(captured.out)["results"]  # equal runs give equal results
-    invoke(
-        ["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", "--windows", "8", "--length", "32"]
-    )
+    invoke(["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", "--windows", "8", "--length", "32"])
     assert "expected" not in capsys.readouterr().err  # done in a moment
 
 
@@ -216,9 +196,7 @@ def test_a_certain_verdict_ends_the_run(
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     coarse = f"hf:{smollm2}?weights=int(bits=2)"
-    code = invoke(
-        ["compare", f"hf:{smollm2}", coarse, "--length", "32", "--batch", "8", "--no-floors", "--json"]
-    )
+    code = invoke(["compare", f"hf:{smollm2}", coarse, "--length", "32", "--batch", "8", "--no-floors", "--json"])
     body = json.loads(capsys.readouterr().out)
     assert code == 1
     assert body["results"]["windows"] == 16

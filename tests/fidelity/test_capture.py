@@ -110,10 +110,7 @@ def seal(folder: Path, manifest: dict[str, Any]) -> None:
 @pytest.fixture
 def made(tmp_path: Path) -> Any:
     tokens = [list(window(i).tokens) for i in range(3)]
-    states = [
-        torch.randn(LENGTH - 1, WIDTH, generator=torch.Generator().manual_seed(i)).bfloat16()
-        for i in range(3)
-    ]
+    states = [torch.randn(LENGTH - 1, WIDTH, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
     weight = head(dtype=torch.bfloat16).weight
     return lambda **more: (capture(tmp_path / "root", tokens, states, weight, **more), states, weight)
 

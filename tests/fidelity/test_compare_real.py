@@ -150,9 +150,7 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
 
 
 def test_one_candidate_that_fails_leaves_the_others(compare: Compare, smollm2: Path, gemma3: Path) -> None:
-    code, body = compare(
-        f"hf:{smollm2}", f"hf:{gemma3}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL
-    )
+    code, body = compare(f"hf:{smollm2}", f"hf:{gemma3}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL)
     assert code == 1  # the other is rejected, which is graver than an error
     assert [c["grade"] for c in body["results"]["candidates"]] == ["REJECT"]
     assert [f["id"] for f in body["findings"]] == ["fidelity.tokenizer_mismatch", "fidelity.reject"]
@@ -223,9 +221,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert code == 130
     assert body["results"]["windows"] == 4
     calls.clear()
-    monkeypatch.setattr(
-        measure_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b)
-    )
+    monkeypatch.setattr(measure_module, "window_statistics", lambda a, b: calls.append(a.window.index) or real(a, b))
     code, body = compare(*arguments)
     assert calls == [4, 5, 6, 7]
     assert body["results"]["windows"] == 8
@@ -323,9 +319,7 @@ class TestStored:
         assert code == 2
         assert shard.name in body["findings"][0]["title"]
 
-    def test_other_settings_than_the_stored_are_refused(
-        self, compare: Compare, smollm2: Path, store: Path
-    ) -> None:
+    def test_other_settings_than_the_stored_are_refused(self, compare: Compare, smollm2: Path, store: Path) -> None:
         code, body = compare(f"run:{store}", f"hf:{smollm2}", "--length", 32)
         assert code == 2
         assert "--length 64" in body["findings"][0]["title"]

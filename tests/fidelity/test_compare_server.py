@@ -16,35 +16,16 @@ torch = pytest.importorskip("torch")
 
 from assay.cli.main import invoke
 from assay.engines.base import MissingCapability
-from assay.engines.scoring import (
-    LogitRows,
-    ScoreJob,
-    ScoringPath,
-    Window,
-    WindowRows,
-)
-from assay.engines.server.engine import (
-    ServerCandidate,
-    parse_spec,
-)
+from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, Window, WindowRows
+from assay.engines.server.engine import ServerCandidate, parse_spec
 from assay.engines.server.errors import BadScores
 from assay.engines.specs import open_candidate
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
+from assay.errors import AssayError, UsageError
 from assay.fidelity import compare as compare_module
-from assay.fidelity.plan import (
-    Plan,
-    label_of,
-)
+from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.reference import Reference
 from assay.fidelity.score import observe
-from assay.fidelity.text import (
-    PROBE,
-    probe_ids,
-    prove_tokenizer,
-)
+from assay.fidelity.text import PROBE, probe_ids, prove_tokenizer
 from assay.runs import Kept
 from stub_server import MODEL, Exchange, StubServer, healthy, models, not_found
 
@@ -59,10 +40,7 @@ def reference_logits(tokens: Sequence[int]) -> np.ndarray:
 
 
 def served_logprobs(tokens: Sequence[int], shift: float) -> np.ndarray:
-    logits = (
-        reference_logits(tokens)
-        + shift * np.random.default_rng(2).normal(0, 1, (VOCAB, VOCAB))[list(tokens[:-1])]
-    )
+    logits = reference_logits(tokens) + shift * np.random.default_rng(2).normal(0, 1, (VOCAB, VOCAB))[list(tokens[:-1])]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
@@ -87,9 +65,7 @@ def stub() -> Iterator[StubServer]:
 
         server.on(COMPLETIONS, completions)
         server.on("POST /tokenize", lambda e: e.json({"tokens": encode(e.body["prompt"])}))
-        server.on(
-            "POST /detokenize", lambda e: e.json({"prompt": " ".join(f"w{t}" for t in e.body["tokens"])})
-        )
+        server.on("POST /detokenize", lambda e: e.json({"prompt": " ".join(f"w{t}" for t in e.body["tokens"])}))
         yield server
 
 
@@ -104,10 +80,7 @@ def given_ids(shift: float, best: bool = False) -> Any:
         np.save(buffer, np.array(values, np.float32))
         answer: dict[str, Any] = {"prompt_token_id_logprobs": base64.b64encode(buffer.getvalue()).decode()}
         if best and e.body["sampling_params"]["prompt_logprobs"] == 1:
-            own = [
-                {t: q[t], int(q.argmax()): q.max()}
-                for t, q in zip(e.body["token_ids"][1:], logq, strict=True)
-            ]
+            own = [{t: q[t], int(q.argmax()): q.max()} for t, q in zip(e.body["token_ids"][1:], logq, strict=True)]
             answer["prompt_logprobs"] = [None] + [
                 {str(t): {"logprob": float(v)} for t, v in row.items()} for row in own
             ]
@@ -167,9 +140,7 @@ def test_windows_that_were_scored_are_not_asked_for_again(stub: StubServer, tmp_
     before = len(stub.bodies(COMPLETIONS))
     seen = observe(Rows(), server, windows(), JOB, kept=Kept(tmp_path))
     assert [w.index for w in seen] == list(range(COUNT))
-    assert {tuple(b["prompt"]) for b in stub.bodies(COMPLETIONS)[before:]} == {
-        w.tokens for w in windows()[4:]
-    }
+    assert {tuple(b["prompt"]) for b in stub.bodies(COMPLETIONS)[before:]} == {w.tokens for w in windows()[4:]}
     whole = observe(Rows(), server, windows(), JOB)
     for a, b in zip(seen, whole, strict=True):
         np.testing.assert_array_equal(a.kl, b.kl)
@@ -272,9 +243,7 @@ def test_a_password_in_the_url_is_printed_nowhere() -> None:
 class TestReport:
     """The whole verb, with a reference in closed form."""
 
-    def run(
-        self, stub: StubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, query: str = ""
-    ) -> dict[str, Any]:
+    def run(self, stub: StubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, query: str = "") -> dict[str, Any]:
         monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
         reference = Reference(
             windows(),
@@ -302,9 +271,7 @@ class TestReport:
         assert 0.05 < kld["unresolved_mass_reference"] < 0.9
         assert results["top1_pct"]["kind"] == "exact"
         assert results["engine"]["ids_chosen_by"] == "candidate"
-        d = [
-            float((-served_logprobs(w.tokens, 0.3)[range(LENGTH - 1), w.tokens[1:]]).sum()) for w in windows()
-        ]
+        d = [float((-served_logprobs(w.tokens, 0.3)[range(LENGTH - 1), w.tokens[1:]]).sum()) for w in windows()]
         ref = [reference_logits(w.tokens) for w in windows()]
         ref_nll = [
             float(-(r - np.log(np.exp(r).sum(-1, keepdims=True)))[range(LENGTH - 1), w.tokens[1:]].sum())
@@ -324,10 +291,7 @@ class TestReport:
         top1 = results["top1_pct"]
         assert top1["kind"] == "bounds"
         assert top1["value"] is None
-        same = [
-            reference_logits(w.tokens).argmax(-1) == served_logprobs(w.tokens, 0.8).argmax(-1)
-            for w in windows()
-        ]
+        same = [reference_logits(w.tokens).argmax(-1) == served_logprobs(w.tokens, 0.8).argmax(-1) for w in windows()]
         assert top1["certain"] <= 100 * np.mean(same) <= top1["possible"]
         assert top1["lo"] <= top1["certain"] < top1["possible"] <= top1["hi"]
         assert results["engine"]["ids_chosen_by"] == "reference"

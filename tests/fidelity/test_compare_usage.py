@@ -40,11 +40,7 @@ STORE = ["reference", "hf:./model", "--out"]
         (["compare", "hf:./model", "hf:no-model"], "engine_load", "the folder holds no config.json"),
         (["compare", "hf:./model", "hf:./file.txt"], "engine_load", "it is a file"),
         (["compare", "hf:./model", "hf:./model?weights=int(bits='4')"], "usage", "bits must be int, got '4'"),
-        (
-            ["compare", "hf:./model", "hf:./model?weights=int(minimum=1)"],
-            "usage",
-            "minimum must be bool, got 1",
-        ),
+        (["compare", "hf:./model", "hf:./model?weights=int(minimum=1)"], "usage", "minimum must be bool, got 1"),
         (["compare", "run:", "hf:./model"], "usage", "names no stored reference"),
         (["compare", "hf:./model", "run:x"], "usage", "no model to score"),
         (["compare", "run:./model", "hf:./model"], "store_unusable", "no stored reference"),

@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import (
-    LogitRows,
-    Window,
-)
+from assay.engines.scoring import LogitRows, Window
 from assay.fidelity import metrics
-from assay.fidelity.metrics import (
-    batch_statistics,
-    first_max,
-    row_statistics,
-    window_statistics,
-)
+from assay.fidelity.metrics import batch_statistics, first_max, row_statistics, window_statistics
 
 
 def brute_force(ref: np.ndarray, cand: np.ndarray, gold: np.ndarray) -> dict[str, np.ndarray]:
@@ -92,9 +84,7 @@ def test_a_ruled_out_token_counts_by_the_side_that_rules_it_out() -> None:
 
 def test_a_flip_counts_where_the_gap_is_more_than_a_step_of_bf16() -> None:
     """Between 16 and 32 logits of bf16 lie 0.125 apart; below zero and in float32 the step is the same."""
-    ref = torch.tensor(
-        [[20.0, 19.875, 0.0], [20.0, 19.86, 0.0], [-20.0, -20.125, -40.0], [-15.9, -16.1, -40.0]]
-    )
+    ref = torch.tensor([[20.0, 19.875, 0.0], [20.0, 19.86, 0.0], [-20.0, -20.125, -40.0], [-15.9, -16.1, -40.0]])
     cand = ref.clone()
     cand[:, 1] += 1.0
     found = row_statistics(ref, cand, torch.tensor([0, 0, 0, 0]))
@@ -111,9 +101,7 @@ def test_total_variation_is_that_of_scipy() -> None:
     found = row_statistics(torch.from_numpy(ref).float(), torch.from_numpy(cand).float(), torch.arange(8))
     wanted = [distance.cityblock(softmax(a), softmax(b)) / 2 for a, b in zip(ref, cand, strict=True)]
     np.testing.assert_allclose(found.tv.numpy(), wanted, rtol=1e-5)
-    ruled_out = row_statistics(
-        torch.tensor([[0.0, -np.inf]]), torch.tensor([[-np.inf, 0.0]]), torch.tensor([0])
-    )
+    ruled_out = row_statistics(torch.tensor([[0.0, -np.inf]]), torch.tensor([[-np.inf, 0.0]]), torch.tensor([0]))
     assert ruled_out.tv.item() == 1.0
 
 
@@ -166,19 +154,13 @@ def test_what_the_reference_leaves_out_is_one_bucket(seed: int, vocab: int, kept
     q /= q.sum(1, keepdims=True)
     lumped_p, lumped_q = (
         np.concatenate(
-            [
-                np.take_along_axis(x, order[:, :kept], 1),
-                np.take_along_axis(x, order[:, kept:], 1).sum(1)[:, None],
-            ],
-            1,
+            [np.take_along_axis(x, order[:, :kept], 1), np.take_along_axis(x, order[:, kept:], 1).sum(1)[:, None]], 1
         )
         for x in (p, q)
     )
     kl = (lumped_p * np.log(lumped_p / lumped_q)).sum(1)
     np.testing.assert_allclose(found.kl.numpy(), kl, atol=5e-6)
-    np.testing.assert_allclose(
-        found.kl_rev.numpy(), (lumped_q * np.log(lumped_q / lumped_p)).sum(1), atol=5e-6
-    )
+    np.testing.assert_allclose(found.kl_rev.numpy(), (lumped_q * np.log(lumped_q / lumped_p)).sum(1), atol=5e-6)
     np.testing.assert_allclose(found.tv.numpy(), np.abs(lumped_p - lumped_q).sum(1) / 2, atol=1e-6)
     np.testing.assert_allclose(found.nll_ref.numpy(), -np.log(p[np.arange(6), gold]), atol=1e-6)
     np.testing.assert_allclose(found.conf.numpy(), p.max(1), atol=1e-6)

@@ -57,9 +57,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
         read_plan(file, {})
 
 
-def test_a_path_has_one_fingerprint_however_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_has_one_fingerprint_however_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = tmp_path / "model"
     model.mkdir()

@@ -53,9 +53,7 @@ def test_figures_are_those_of_the_pooled_tokens() -> None:
     assert found.judgement.dppl_pct.value == pytest.approx(100 * (np.exp(d.mean()) - 1))
     assert found.kl.value == pytest.approx(np.concatenate([w.kl for w in seen]).mean())
     assert found.top1.value == pytest.approx(np.concatenate([w.top1 for w in seen]).mean())
-    assert found.quantiles["median"].value == pytest.approx(
-        np.median(np.concatenate([w.kl for w in seen])), rel=0.01
-    )
+    assert found.quantiles["median"].value == pytest.approx(np.median(np.concatenate([w.kl for w in seen])), rel=0.01)
     assert found.tokens == d.size
     assert found.judgement.grade is Grade.ACCEPT
 
@@ -115,9 +113,7 @@ def test_worst_tokens_come_with_what_was_before() -> None:
 
 def test_observations_survive_the_disk(tmp_path: Path) -> None:
     original = [window(7, 1), window(8, 2)]
-    same = [
-        Window(3, tuple(map(int, w.tokens))) for w in original
-    ]  # the same text, further up in another run
+    same = [Window(3, tuple(map(int, w.tokens))) for w in original]  # the same text, further up in another run
     Kept(tmp_path).put("batch", to_arrays(original))
     back = from_arrays(Kept(tmp_path).get("batch"), same)
     assert [w.index for w in back] == [3, 3]

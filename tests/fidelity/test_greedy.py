@@ -43,9 +43,7 @@ def test_the_first_halves_of_eight_windows_are_continued() -> None:
 
 
 def test_where_they_part_and_what_was_near() -> None:
-    reference, candidate = (
-        continue_greedily(e, WINDOWS, 12, None) for e in (Engine(gap=0.1), Engine(turn=7))
-    )
+    reference, candidate = (continue_greedily(e, WINDOWS, 12, None) for e in (Engine(gap=0.1), Engine(turn=7)))
     found = compare_greedy(reference, candidate, WINDOWS, 12, texts=lambda token: f"<{token}>")
     assert [d.first for d in found.found] == [7, 8, 9, 10, 11, None, None, None]
     assert found.median_first == 10.5
@@ -59,9 +57,7 @@ def test_where_they_part_and_what_was_near() -> None:
     }  # fmt: skip
     (table,) = greedy_blocks(found, "")
     assert [row[-1] for row in table.rows] == ["another choice"] * 5 + ["the same throughout"] * 3
-    close = compare_greedy(
-        reference, continue_greedily(Engine(turn=0, gap=0.2), WINDOWS, 12, None), WINDOWS, 12
-    )
+    close = compare_greedy(reference, continue_greedily(Engine(turn=0, gap=0.2), WINDOWS, 12, None), WINDOWS, 12)
     assert close.to_json()["near_ties"] == 8
     assert close.median_first == 3.5
 

@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import (
-    LogitRows,
-    Window,
-)
+from assay.engines.scoring import LogitRows, Window
 from assay.errors import AssayError
-from assay.fidelity.llama_base import (
-    encode_rows,
-    open_base,
-    write_base,
-)
+from assay.fidelity.llama_base import encode_rows, open_base, write_base
 
 
 def scored(count: int, length: int, vocab: int, seed: int = 0) -> tuple[list[Window], list[LogitRows]]:
@@ -99,10 +92,7 @@ def test_encoded_rows_are_within_half_a_step(seed: int, vocab: int, scale: float
         (b"_logits_" + struct.pack("<Iii", 6, -1, 1), "claims 1 windows of 6 tokens and -1"),
         (b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 0), "it is cut short"),
         (b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 0) + bytes(41), "something behind"),
-        (
-            b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 7) + bytes(40),
-            "outside its vocabulary of 5",
-        ),
+        (b"_logits_" + struct.pack("<Iii6i", 6, 5, 1, *range(5), 7) + bytes(40), "outside its vocabulary of 5"),
     ],
 )
 def test_broken_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:

@@ -42,25 +42,14 @@ def llama_perplexity(gguf_file: Path, *arguments: str) -> str:
     program = cache_dir("llama.cpp") / "bin" / "llama-perplexity"
     if not program.exists():
         pytest.skip("llama-perplexity is missing: run benchmarks/build_llama_cpp.sh")
-    command = [
-        str(program),
-        "-m",
-        str(gguf_file),
-        "-c",
-        str(CUT.length),
-        "--chunks",
-        str(WINDOWS),
-        *arguments,
-    ]
+    command = [str(program), "-m", str(gguf_file), "-c", str(CUT.length), "--chunks", str(WINDOWS), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def theirs(
-    gguf_file: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[BaseFile, float]:
+def theirs(gguf_file: Path, text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[BaseFile, float]:
     """The file that llama-perplexity writes, and the perplexity that it prints."""
     path = tmp_path_factory.mktemp("base") / "theirs.kld"
     printed = llama_perplexity(gguf_file, "-f", str(text_file), "--kl-divergence-base", str(path))
@@ -69,9 +58,7 @@ def theirs(
     return open_base(path), float(found[1])
 
 
-def test_reads_what_llama_perplexity_wrote(
-    theirs: tuple[BaseFile, float], gguf_file: Path, text_file: Path
-) -> None:
+def test_reads_what_llama_perplexity_wrote(theirs: tuple[BaseFile, float], gguf_file: Path, text_file: Path) -> None:
     base, perplexity = theirs
     engine = GgufScorer.load(f"gguf:{gguf_file}")
     ids = engine.tokenizer.encode(text_file.read_text(encoding="utf-8"))
@@ -108,9 +95,7 @@ def test_llama_perplexity_reads_what_assay_wrote(
     _, _, _, log_ratio, _, kld, *_, same_top, _ = map(float, re.findall(r"-?\d+\.?\d*", last))
 
     # llama.cpp's own sum, from both files: terms with log p ≤ −16 are left out, nothing is normalised again.
-    log_p, log_q = (
-        np.concatenate([f.log_probs(i).astype(np.float64) for i in range(WINDOWS)]) for f in (ours, base)
-    )
+    log_p, log_q = (np.concatenate([f.log_probs(i).astype(np.float64) for i in range(WINDOWS)]) for f in (ours, base))
     p = np.where(log_p > -16, np.exp(log_p), 0.0)
     gold = np.concatenate([w.tokens[CUT.scored_from :] for w in windows])
     rows = np.arange(len(gold))
@@ -122,7 +107,5 @@ def test_llama_perplexity_reads_what_assay_wrote(
     # leaves out hold some 5e-4 of the mass.
     candidate = [LogitRows(w, CUT.scored_from, torch.from_numpy(base.log_probs(w.index))) for w in windows]
     seen = [window_statistics(ref, cand) for ref, cand in zip(ours.rows(windows), candidate, strict=True)]
-    raised = np.log(
-        np.exp(log_q).sum(1)
-    ).mean()  # the candidate's made-up tail, which normalising takes away again
+    raised = np.log(np.exp(log_q).sum(1)).mean()  # the candidate's made-up tail, which normalising takes away again
     assert np.concatenate([s.kl.numpy() for s in seen]).mean() - raised == pytest.approx(kld, abs=5e-4)

@@ -94,9 +94,7 @@ def test_holm_counts_all_margins_of_all_candidates(result: Callable[..., Candida
     assert all(t.p_holm > 0.99 for t in rows[1] if t.metric == "dppl_pct" and t.grade == "ACCEPT")
 
 
-def test_full_agreement_proves_no_more_than_its_number_of_tokens(
-    result: Callable[..., CandidateResult],
-) -> None:
+def test_full_agreement_proves_no_more_than_its_number_of_tokens(result: Callable[..., CandidateResult]) -> None:
     tests = margin_tests([result("a", windows=2, wrong=0.0).summary], PLAN)[0]
     p = next(t.p for t in tests if t.metric == "top1_pct" and t.grade == "ACCEPT")
     assert p == pytest.approx(0.95 ** (2 * TOKENS))
@@ -148,9 +146,7 @@ def test_the_power_line_says_what_the_margin_takes(result: Callable[..., Candida
 def test_an_engine_that_does_not_repeat_itself_is_named(result: Callable[..., CandidateResult]) -> None:
     ids = [f.id for f in findings_of(result("self"), allow_marginal=False)]
     assert ids == ["fidelity.self_test", "fidelity.not_repeatable"]
-    assert [f.id for f in findings_of(result("self", zero_share=1.0), allow_marginal=False)] == [
-        "fidelity.self_test"
-    ]
+    assert [f.id for f in findings_of(result("self", zero_share=1.0), allow_marginal=False)] == ["fidelity.self_test"]
 
 
 def test_the_front_holds_what_nothing_else_beats(result: Callable[..., CandidateResult]) -> None:
@@ -261,9 +257,7 @@ def test_a_control_is_judged_by_window_in_kl_and_perplexity(result: Callable[...
     assert body["margin"] == pytest.approx(0.1 * kl[1]) and body["lo"] > body["margin"]
     assert body["dppl_pct"]["difference"] == pytest.approx(
         100
-        * math.expm1(
-            np.mean([a.dnll.mean() - b.dnll.mean() for a, b in zip(worse.seen, control.seen, strict=True)])
-        )
+        * math.expm1(np.mean([a.dnll.mean() - b.dnll.mean() for a, b in zip(worse.seen, control.seen, strict=True)]))
     )
     (finding,) = control_findings([*found.values()])
     assert finding.id == "fidelity.control_worse" and finding.severity is Severity.ERROR

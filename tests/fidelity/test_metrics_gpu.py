@@ -80,18 +80,14 @@ def test_a_kernel_that_gives_the_same_is_used(kernel: Any, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "same_best"])
 @pytest.mark.parametrize("by", [0.5, float("nan")])
-def test_a_kernel_that_differs_is_not_used(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch, name: str, by: float
-) -> None:
+def test_a_kernel_that_differs_is_not_used(kernel: Any, monkeypatch: pytest.MonkeyPatch, name: str, by: float) -> None:
     monkeypatch.setattr(kernel, "_on_gpu", lambda *rows: changed(name, by))
     with pytest.warns(RuntimeWarning, match="other values"):
         assert kernel.sums(*ROWS, _stacked_sums) is None
     assert kernel.fused_statistics() is False
 
 
-def test_another_likeliest_token_or_a_failure_is_not_used(
-    kernel: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_likeliest_token_or_a_failure_is_not_used(kernel: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sums = _stacked_sums(*ROWS)
     sums[-1] = 1 - sums[-1]
     monkeypatch.setattr(kernel, "_on_gpu", lambda *rows: sums)

@@ -238,9 +238,7 @@ def test_locked_and_other_keys_are_named_so(pack: Any, tmp_path: Path) -> None:
     def pem(key: Any, lock: Any) -> bytes:
         return bytes(key.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, lock))
 
-    (tmp_path / "bad").write_bytes(
-        pem(ed25519.Ed25519PrivateKey.generate(), forms.BestAvailableEncryption(b"x"))
-    )
+    (tmp_path / "bad").write_bytes(pem(ed25519.Ed25519PrivateKey.generate(), forms.BestAvailableEncryption(b"x")))
     with pytest.raises(AssayError, match="locked with a passphrase"):
         pack(key=tmp_path / "bad")
     (tmp_path / "bad").write_bytes(pem(ec.generate_private_key(ec.SECP256R1()), forms.NoEncryption()))
@@ -270,12 +268,7 @@ def test_without_the_library_a_key_pair_is_refused_in_one_line(
     ],
 )
 def test_what_is_wrong_is_one_line_and_exit_code_2(
-    pack: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    spec: str,
-    said: str,
+    pack: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], spec: str, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))

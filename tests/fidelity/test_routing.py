@@ -78,10 +78,7 @@ def test_what_is_read_is_top_k_of_the_routers_logits(models: Path, kind: str, jo
         with torch.inference_mode():
             model(torch.tensor([window.tokens[:-1]]))
         for layer, (name, states) in enumerate(inputs.items()):
-            logits = (
-                states.reshape(-1, 32).numpy()
-                @ model.get_parameter(f"{name}.weight").detach().double().numpy().T
-            )
+            logits = states.reshape(-1, 32).numpy() @ model.get_parameter(f"{name}.weight").detach().double().numpy().T
             p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
             k = 2 if normalised else 3
             best = np.argsort(-p, axis=1)[:, :k]
@@ -96,9 +93,7 @@ def test_what_is_read_is_top_k_of_the_routers_logits(models: Path, kind: str, jo
 @pytest.mark.parametrize(
     "job", [ScoreJob(batch=2), ScoreJob(ScoringPath.DECODE, scored_from=20), ScoreJob(ScoringPath.CHUNKED, 9, 5)]
 )  # fmt: skip
-def test_forcing_its_own_routing_changes_nothing_and_another_does(
-    models: Path, kind: str, job: ScoreJob
-) -> None:
+def test_forcing_its_own_routing_changes_nothing_and_another_does(models: Path, kind: str, job: ScoreJob) -> None:
     engine = HfScorer.load(f"hf:{models / kind}?dtype=float32")
     layers, given = expert_layers(engine.engine.model), windows()
     free = list(routed_rows(engine, given, job, layers))
@@ -107,9 +102,7 @@ def test_forcing_its_own_routing_changes_nothing_and_another_does(
         assert torch.equal(a.states, b.states)  # type: ignore[union-attr]
         np.testing.assert_array_equal(own["index"], again["index"])
     turned = {n: {**routed, "index": (routed["index"] + 1) % 4} for n, (_, routed) in enumerate(free)}
-    for (a, _), (b, own) in zip(
-        free, routed_rows(engine, given, job, layers, turned.__getitem__), strict=True
-    ):
+    for (a, _), (b, own) in zip(free, routed_rows(engine, given, job, layers, turned.__getitem__), strict=True):
         assert window_statistics(a, b).kl.mean() > 0.01
         np.testing.assert_array_equal(own["index"], free[b.window.index][1]["index"])  # what it chose itself
     engine.close()
@@ -158,9 +151,7 @@ def test_other_families_are_read_and_forced_or_refused(name: str) -> None:
     assert (states(turned.__getitem__)[0] - free).abs().max() > 0.01
 
 
-def test_a_batch_that_does_not_fit_forces_the_right_windows(
-    models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_does_not_fit_forces_the_right_windows(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = HfScorer.load(f"hf:{models / 'mixtral'}?dtype=float32")
     layers, given = expert_layers(engine.engine.model), windows(7)
     free = list(routed_rows(engine, given, ScoreJob(batch=1), layers))
@@ -245,9 +236,7 @@ def test_what_has_no_experts_or_cannot_be_read_is_one_line(
         assert code == 2 and "--routing reads and replaces" in body["findings"][0]["title"]
     monkeypatch.setattr("assay.fidelity.routing._CHOSEN", set())
     code, body = compare(monkeypatch, models, tmp_path, "mixtral", "mixtral-router")
-    assert (
-        code == 2 and "MixtralForCausalLM has 4 experts, but routes in a way" in body["findings"][0]["title"]
-    )
+    assert code == 2 and "MixtralForCausalLM has 4 experts, but routes in a way" in body["findings"][0]["title"]
 
 
 def test_an_early_end_measures_the_windows_that_were_scored(
@@ -259,9 +248,7 @@ def test_an_early_end_measures_the_windows_that_were_scored(
     monkeypatch.setattr(compared, "FIRST_LOOK", 4)
     monkeypatch.setattr(compared, "is_certain", lambda *a: True)
     planned = compared.run_compare
-    monkeypatch.setattr(
-        compared, "run_compare", lambda plan, *a, **more: planned(replace(plan, all=False), *a, **more)
-    )
+    monkeypatch.setattr(compared, "run_compare", lambda plan, *a, **more: planned(replace(plan, all=False), *a, **more))
     _, body = compare(monkeypatch, models, tmp_path, "mixtral", "mixtral-router")
     assert body["results"]["windows"] == 4 and body["results"]["routing"]["kld_forced"]["value"] < 1e-9
     assert body["results"]["routing"]["changed_pct"]["value"] != whole["changed_pct"]["value"]

@@ -50,9 +50,7 @@ def by_threads(bounds: Sequence[int], *rest: Any) -> list[RowStatistics]:
     ranks = len(bounds) - 1
     together = Together(ranks)
     with ThreadPoolExecutor(ranks) as pool:
-        running = [
-            pool.submit(on_rank, rank, bounds, *rest, partial(together.gather, rank)) for rank in range(ranks)
-        ]
+        running = [pool.submit(on_rank, rank, bounds, *rest, partial(together.gather, rank)) for rank in range(ranks)]
         return [future.result(60) for future in running]
 
 

@@ -10,17 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.engines.scoring import (
-    Head,
-    Window,
-)
+from assay.engines.scoring import Head, Window
 from assay.errors import AssayError
-from assay.fidelity.store import (
-    Store,
-    StoreHeader,
-    StoreWriter,
-    open_store,
-)
+from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store
 
 LENGTH, FIRST, WIDTH, VOCAB = 12, 3, 16, 50
 HEADER = StoreHeader(
@@ -133,9 +125,7 @@ def test_a_damaged_window_is_scored_again(tmp_path: Path) -> None:
         ({"tokenizer": {"sha256": "00"}}, "tokenizer"),
     ],
 )
-def test_another_reference_is_never_overwritten(
-    tmp_path: Path, change: dict[str, object], named: str
-) -> None:
+def test_another_reference_is_never_overwritten(tmp_path: Path, change: dict[str, object], named: str) -> None:
     write(tmp_path)
     content = (tmp_path / "manifest.json").read_bytes()
     with pytest.raises(AssayError, match=f"differs in {named}"):

@@ -66,15 +66,10 @@ def test_means_and_intervals_are_those_of_the_clusters(tmp_path: Path) -> None:
         body = next(b for b in document["results"]["candidates"] if b["candidate"] == line["candidate"])
         sums: dict[int, np.ndarray] = {}
         for w in body["per_window"]:
-            own = np.array(
-                [w["kld"] * w["tokens"], w["top1"] * w["tokens"], w["dnll"] * w["tokens"], w["tokens"]]
-            )
+            own = np.array([w["kld"] * w["tokens"], w["top1"] * w["tokens"], w["dnll"] * w["tokens"], w["tokens"]])
             sums[w["block"]] = sums.get(w["block"], 0) + own
         k, t, d, n = np.array([*sums.values()]).T
-        for key, want, scale in (
-            ("kld", not_negative(cluster_ratio(k, n)), 1),
-            ("top1_pct", cluster_ratio(t, n), 100),
-        ):
+        for key, want, scale in (("kld", not_negative(cluster_ratio(k, n)), 1), ("top1_pct", cluster_ratio(t, n), 100)):
             got = line[key]
             assert got["value"] == pytest.approx(scale * want.value, rel=1e-12)
             assert got["lo"] == pytest.approx(scale * want.interval.lo, rel=1e-9)
@@ -88,15 +83,10 @@ def test_a_pair_is_compared_window_by_window(tmp_path: Path) -> None:
     document = result("a", "int8", "int4")
     lines = {line["candidate"]: line for line in table(stored(tmp_path, "a.json", document), against="int8")}
     assert lines["int8"]["kld_above"] is None
-    a, b = (
-        {b["candidate"]: b["per_window"] for b in document["results"]["candidates"]}[n]
-        for n in ("int4", "int8")
-    )
+    a, b = ({b["candidate"]: b["per_window"] for b in document["results"]["candidates"]}[n] for n in ("int4", "int8"))
     sums: dict[int, np.ndarray] = {}
     for x, y in zip(a, b, strict=True):
-        sums[x["block"]] = sums.get(x["block"], 0) + np.array(
-            [(x["kld"] - y["kld"]) * x["tokens"], x["tokens"]]
-        )
+        sums[x["block"]] = sums.get(x["block"], 0) + np.array([(x["kld"] - y["kld"]) * x["tokens"], x["tokens"]])
     want = cluster_ratio(*np.array([*sums.values()]).T)
     got = lines["int4"]["kld_above"]
     assert got["value"] == pytest.approx(want.value) and got["hi"] == pytest.approx(want.interval.hi)
@@ -145,9 +135,7 @@ def test_ten_thousand_windows_of_forty_candidates_take_bounded_memory(tmp_path: 
         "rows = report.results['rows']\n"
         "print(json.dumps([report.results['windows'], [r['candidate'] for r in rows], rows[5]['kld'], peak / 1024, sorted(m for m in sys.modules if m == 'torch')]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     count, order, sixth, megabytes, torch = json.loads(done.stdout)
     assert count == 400_000 and order == [f"c{c:02d}" for c in range(40)] and torch == []
@@ -185,17 +173,11 @@ def test_the_command_shows_a_screen_and_has_every_number(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for run in "abcdefgh":
-        stored(
-            tmp_path,
-            f"{run}.json",
-            result(run, *(f"{run}{i}" for i in range(5)), sha="w" if run < "h" else "v"),
-        )
+        stored(tmp_path, f"{run}.json", result(run, *(f"{run}{i}" for i in range(5)), sha="w" if run < "h" else "v"))
     assert invoke(["table", "."]) == 0
     out = capsys.readouterr().out
     assert (
-        len(out.splitlines()) <= 40
-        and "16 more with -v" in out
-        and "figures of different sets do not compare" in out
+        len(out.splitlines()) <= 40 and "16 more with -v" in out and "figures of different sets do not compare" in out
     )
     assert invoke(["table", ".", "--sort", "top1", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["results"]["rows"]
@@ -270,20 +252,12 @@ def test_rows_that_cannot_be_written_are_refused_before_anything_is_scored(
     monkeypatch.setattr("assay.fidelity.compare.open_reference", lambda *a: pytest.fail("it was scored"))
     code, body = compared(tmp_path, f"hf:{tiny}", f"hf:{tiny}?dtype=bfloat16", "--rows", str(tmp_path / name))
     (finding,) = body["findings"]
-    assert (
-        code == 2
-        and finding["title"].startswith(f"cannot write {Path(tmp_path / name)}")
-        and finding["remedies"]
-    )
+    assert code == 2 and finding["title"].startswith(f"cannot write {Path(tmp_path / name)}") and finding["remedies"]
 
 
-def test_rows_without_pyarrow_are_one_line(
-    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_without_pyarrow_are_one_line(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    code, body = compared(
-        tmp_path, f"hf:{tiny}", f"hf:{tiny}?dtype=bfloat16", "--rows", str(tmp_path / "x.parquet")
-    )
+    code, body = compared(tmp_path, f"hf:{tiny}", f"hf:{tiny}?dtype=bfloat16", "--rows", str(tmp_path / "x.parquet"))
     (finding,) = body["findings"]
     assert code == 2 and finding["title"] == "--rows needs the package pyarrow"
     assert finding["remedies"] == ["pip install 'llm-assay[scale]'"]

@@ -186,14 +186,9 @@ def test_any_first_part_of_the_windows_is_spread_over_the_text(available: int, s
 
 @pytest.mark.parametrize(
     ("places", "blocks"),
-    [
-        (range(7), [0, 1, 2, 3, 4, 5, 6]),
-        (range(16), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7]),
-    ],
+    [(range(7), [0, 1, 2, 3, 4, 5, 6]), (range(16), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7])],
 )
-def test_neighbouring_windows_make_one_block_and_no_fewer_than_eight(
-    places: range, blocks: list[int]
-) -> None:
+def test_neighbouring_windows_make_one_block_and_no_fewer_than_eight(places: range, blocks: list[int]) -> None:
     assert blocks_of(list(places)) == blocks
     assert len(set(blocks_of(list(range(64))))) == 16
     assert len(set(blocks_of(list(range(0, 320, 5))))) == 64

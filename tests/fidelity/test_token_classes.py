@@ -20,9 +20,7 @@ EXAMPLES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"), [(text, kind) for kind, texts in EXAMPLES.items() for text in texts]
-)
+@pytest.mark.parametrize(("text", "expected"), [(text, kind) for kind, texts in EXAMPLES.items() for text in texts])
 def test_examples(text: str, expected: TokenClass) -> None:
     assert token_class(text) is expected
 

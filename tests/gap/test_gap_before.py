@@ -21,12 +21,9 @@ from assay.progress import NO_PROGRESS
 
 
 @pytest.mark.parametrize(
-    ("batch", "windows", "other"),
-    [(8, 128, 5), (32, 128, 20), (8, 8, 5), (8, 2, 1), (4, 4, 2), (3, 8, 1), (1, 8, 2)],
+    ("batch", "windows", "other"), [(8, 128, 5), (32, 128, 20), (8, 8, 5), (8, 2, 1), (4, 4, 2), (3, 8, 1), (1, 8, 2)]
 )
-def test_the_other_batch_is_another_one_for_the_windows_there_are(
-    batch: int, windows: int, other: int
-) -> None:
+def test_the_other_batch_is_another_one_for_the_windows_there_are(batch: int, windows: int, other: int) -> None:
     plan = GapPlan("hf:m", "hf:m", codec="fp8", batch=batch, windows=windows)
     assert plan.other_batch == other
 
@@ -99,9 +96,7 @@ def test_models_are_told_by_their_configuration(tmp_path: Path) -> None:
         preflight(f"vllm:{tmp_path}/nowhere", 1024, ["inforward"], codec=True)
     for architecture, known in (("LlamaForCausalLM", True), ("GPTNeoXForCausalLM", False)):
         model = checkpoint(tmp_path, architecture)
-        preflight(
-            f"vllm:{model}?max_model_len=1024&max_num_batched_tokens=1023", 1024, ["inforward"], codec=True
-        )
+        preflight(f"vllm:{model}?max_model_len=1024&max_num_batched_tokens=1023", 1024, ["inforward"], codec=True)
         assert must_be_tried(f"vllm:{model}") is not known
         assert not must_be_tried(f"hf:{model}")
 
@@ -111,9 +106,7 @@ class Refusing:
 
     def score_windows(self, windows: list[object], job: ScoreJob) -> Iterator[object]:
         assert len(windows) == 1
-        raise AssayError(
-            "GPTNeoXAttention is no attention that assay hooks", finding_id="fidelity.hook_missing"
-        )
+        raise AssayError("GPTNeoXAttention is no attention that assay hooks", finding_id="fidelity.hook_missing")
         yield
 
 
@@ -121,9 +114,7 @@ def test_an_unread_architecture_is_tried_before_anything_is_scored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    bench = Bench(
-        GapPlan("hf:m", f"vllm:{checkpoint(tmp_path, 'GPTNeoXForCausalLM')}", codec="fp8"), NO_PROGRESS
-    )
+    bench = Bench(GapPlan("hf:m", f"vllm:{checkpoint(tmp_path, 'GPTNeoXForCausalLM')}", codec="fp8"), NO_PROGRESS)
     bench.windows = {"main": [object(), object()], "fresh": []}
     monkeypatch.setattr(bench, "engine", lambda spec, again=False: opened.append(spec) or Refusing())
     with pytest.raises(AssayError, match="GPTNeoXAttention"):

@@ -12,26 +12,8 @@ from synthetic import configurations, observed
 from assay.engines.base import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
 from assay.lab.gap.buckets import Amount, effect
-from assay.lab.gap.outcome import (
-    Place,
-    closed,
-    closed_nll,
-    hot_layers,
-    judged,
-    place,
-    proposals,
-    with_more_bits,
-)
-from assay.lab.gap.phases import (
-    attribute,
-    curve,
-    group_name,
-    kl_at,
-    noise_codec,
-    relative_error,
-    residuals,
-    sigmas_of,
-)
+from assay.lab.gap.outcome import Place, closed, closed_nll, hot_layers, judged, place, proposals, with_more_bits
+from assay.lab.gap.phases import attribute, curve, group_name, kl_at, noise_codec, relative_error, residuals, sigmas_of
 from assay.lab.gap.plan import Corners, GapPlan
 from assay.lab.kv.lab import Measured
 
@@ -90,9 +72,7 @@ def test_a_linear_answer_has_slope_two_and_its_range_is_found() -> None:
     found = curve(runs, floor=0.0)
     assert found.growth.slope is not None and found.growth.slope.value == pytest.approx(2, abs=0.1)
     assert found.linear == pytest.approx((0.05, 0.4))
-    assert kl_at(found, 0.14) == pytest.approx(
-        curve({0.14: measured("a", 0.14)}, 0.0).effects[0].kl.value, rel=0.05
-    )
+    assert kl_at(found, 0.14) == pytest.approx(curve({0.14: measured("a", 0.14)}, 0.0).effects[0].kl.value, rel=0.05)
     assert kl_at(found, 0.5) is None
     assert kl_at(found, 0.05) == pytest.approx(found.effects[0].kl.value)
     # What drowns in the floor says nothing of a slope.
@@ -157,11 +137,7 @@ def test_bits_grow_where_there_are_any() -> None:
 
 def test_a_proposal_is_judged_by_its_saving_on_the_same_windows() -> None:
     plan = GapPlan("hf:m", "hf:m", codec="hadamard(bits=4)")
-    offered = [
-        p
-        for p in proposals(Corners(plan), {}, measured("a", 0.6), 30)
-        if p.action == "one bit more everywhere"
-    ]
+    offered = [p for p in proposals(Corners(plan), {}, measured("a", 0.6), 30) if p.action == "one bit more everywhere"]
     size = SimpleNamespace(stored=100.0, ratio=4.0)
     runs = {
         "as it is": measured("a", 0.6, bytes=size),

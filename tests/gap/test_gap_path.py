@@ -60,10 +60,7 @@ def test_between_engines_own_options_are_left_out_before_and_come_in_after_the_k
 
 
 def test_another_checkpoint_and_other_settings_have_their_steps() -> None:
-    assert [name for name, _ in steps("hf:a", "hf:b?weights=polar(bits=4)")] == [
-        "engine.weights",
-        "engine.model",
-    ]
+    assert [name for name, _ in steps("hf:a", "hf:b?weights=polar(bits=4)")] == ["engine.weights", "engine.model"]
     assert [name for name, _ in steps("vllm:a", "vllm:a?max_num_seqs=4")] == ["engine.settings"]
     assert steps("hf:a", "hf:a") == [("engine.none", "hf:a")]
 
@@ -81,9 +78,7 @@ def test_a_folder_is_a_model_of_transformers() -> None:
     assert engine_name("./some/model?dtype=float32") == engine_name("hf:./some/model?dtype=float32")
 
 
-@pytest.mark.parametrize(
-    "spec", ["gguf:m.gguf", "run:stored", "http://localhost:8000", "hf:", "vllm:?dtype=auto"]
-)
+@pytest.mark.parametrize("spec", ["gguf:m.gguf", "run:stored", "http://localhost:8000", "hf:", "vllm:?dtype=auto"])
 def test_engines_without_codecs_are_refused_in_one_line(spec: str) -> None:
     with pytest.raises(UsageError) as caught:
         engine_name(spec)
@@ -113,9 +108,7 @@ def test_groups_hold_every_layer_once_in_order(layers: int, groups: int) -> None
 
 def test_spans_and_placements_are_written_shortly() -> None:
     assert [span(s) for s in ((3,), (0, 1), (0, 1, 2), (0, 2, 4))] == ["3", "0,1", "0-2", "0,2,4"]
-    assert with_placement("prerope+hadamard(bits=4)", "recent(n=8)").startswith(
-        "k:recent(n=8)+prerope+hadamard"
-    )
+    assert with_placement("prerope+hadamard(bits=4)", "recent(n=8)").startswith("k:recent(n=8)+prerope+hadamard")
     assert with_placement("v:fp8", "recent(n=8)") == "v:recent(n=8)+fp8"
 
 

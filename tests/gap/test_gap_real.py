@@ -52,18 +52,14 @@ def test_a_gap_sums_is_kept_and_goes_on_from_there(
     assert sum(b["dnll"] for b in buckets.values()) + results["repeatability"]["value"] == pytest.approx(
         results["total"]["value"], abs=1e-12
     )
-    assert sum(b["kl"]["value"] for b in buckets.values()) + results["repeatability"]["kl"][
-        "value"
-    ] == pytest.approx(results["total"]["kl"]["value"], abs=1e-12)
+    assert sum(b["kl"]["value"] for b in buckets.values()) + results["repeatability"]["kl"]["value"] == pytest.approx(
+        results["total"]["kl"]["value"], abs=1e-12
+    )
     assert 0 < buckets["engine"]["kl"]["value"] < buckets["codec"]["kl"]["value"]
     assert [p["name"] for p in buckets["codec"]["parts"]] == [
         "codec.layers.00-14", "codec.layers.15-29", "codec.together",
     ]  # fmt: skip
-    assert (
-        results["floors"]["reference"]["kl"]["value"]
-        < 1e-6
-        < results["floors"]["rounding_bf16"]["kl"]["value"]
-    )
+    assert results["floors"]["reference"]["kl"]["value"] < 1e-6 < results["floors"]["rounding_bf16"]["kl"]["value"]
     assert results["setup_differences"] == {}
     assert results["codec_gap"]["value"] == pytest.approx(buckets["interaction"]["dnll"])
     assert len(results["residual"]["streams"]) == 60
@@ -141,10 +137,7 @@ def test_another_rope_is_a_difference_of_set_up(
         (other / file.name).symlink_to(file)
     config = json.loads((smollm2 / "config.json").read_text())
     (other / "config.json").unlink()
-    changed = config | {
-        "rope_theta": 10_000.0,
-        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"},
-    }
+    changed = config | {"rope_theta": 10_000.0, "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}}
     (other / "config.json").write_text(json.dumps(changed))
     code, body = gap(
         f"hf:{smollm2}?dtype=float32", f"hf:{other}?dtype=float32", "--codec", "fp8",
@@ -181,9 +174,7 @@ def test_every_phase_between_transformers_and_vllm(
         assert results["layers"][side]["additivity"]["value"] == pytest.approx(1, abs=0.5)
         assert results["noise"][side]["slope"]["value"] == pytest.approx(2, abs=0.6)
         assert abs(results["harness"][side]["identity"]["kl"]["value"]) < 1e-9
-        assert {"inforward", "snapshot", "decode", "k_only", "v_only", "prefix_only"} <= set(
-            results["harness"][side]
-        )
+        assert {"inforward", "snapshot", "decode", "k_only", "v_only", "prefix_only"} <= set(results["harness"][side])
     # The engines round differently, but give the codec the same keys and values to a few percent.
     assert all(abs(s["power_ratio"]["value"] - 1) < 0.1 for s in results["residual"]["streams"])
     actions = {r["action"]: r for r in results["recommendations"]}

@@ -133,11 +133,7 @@ def test_the_tables_of_either_engine_are_set_side_by_side() -> None:
         bounds = {"value": kl, "lo": kl - 0.01, "hi": kl + 0.01}
         return {**bounds, "kl": bounds}
 
-    found = {
-        "reference": entry(0.05),
-        "candidate": entry(0.06),
-        "candidate_minus_reference": entry(0.01),
-    }
+    found = {"reference": entry(0.05), "candidate": entry(0.06), "candidate_minus_reference": entry(0.01)}
     report = blocks(outcome(calibration={"reference": found, "candidate": found}))
     (table,) = [b for b in report if isinstance(b, Table) and "tables of either" in b.title]
     assert [row[:3] for row in table.rows[:3]] == [
@@ -189,10 +185,7 @@ def seen_of(name: str, scale: float, count: int = 12) -> list[Any]:
 
 def test_the_sum_can_fail_on_fresh_windows() -> None:
     found = outcome()
-    total = (
-        found.decomposition.bucket("engine").effect.kl.value
-        + found.decomposition.bucket("codec").effect.kl.value
-    )
+    total = found.decomposition.bucket("engine").effect.kl.value + found.decomposition.bucket("codec").effect.kl.value
     for factor, holds in ((1.0, True), (1.1, True), (2.0, False), (0.3, False)):
         fresh = seen_of("a", 1.0)
         for window in fresh:
@@ -271,9 +264,7 @@ def test_what_was_measured_is_shown_however_a_run_ends(
 ) -> None:
     monkeypatch.setattr(run, "Bench", lambda plan, progress: Scripted(plan, last, failure))
     monkeypatch.setattr(run.Corners, "preflight", lambda self: None)
-    report = run.run_gap(
-        GapPlan("hf:m", "hf:m?attention=eager", codec="fp8", phases=(1,), windows=12, fresh=0)
-    )
+    report = run.run_gap(GapPlan("hf:m", "hf:m?attention=eager", codec="fp8", phases=(1,), windows=12, fresh=0))
     interrupted = isinstance(failure, KeyboardInterrupt)
     assert report.exit_code == (130 if interrupted else 2)
     assert report.verdict is (Verdict.INCONCLUSIVE if interrupted else Verdict.ERROR)

@@ -76,26 +76,16 @@ def test_a_reference_that_is_missing_is_an_error_of_its_part(
     code, out = said(capsys, "gate")
     assert code == 2 and "ERROR  the reference none.json cannot be read: No such file or directory" in out
     code, out = said(capsys, "check", stub.url, "--identity", "none.json")
-    assert (
-        code == 2
-        and out.startswith("ERROR  assay check: ")
-        and "none.json cannot be read" in out.splitlines()[0]
-    )
+    assert code == 2 and out.startswith("ERROR  assay check: ") and "none.json cannot be read" in out.splitlines()[0]
 
 
-def test_two_servers_behind_one_address(
-    here: Path, stub: StubServer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_servers_behind_one_address(here: Path, stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     numbers = itertools.count()
     stub.on("GET /version", lambda e: e.json({"version": f"0.3{next(numbers) % 2}.0"}))
-    (here / "assay.toml").write_text(
-        f"[subject]\nserver = '{stub.url}'\n[check]\nsamples = 1\nno_throughput = true\n"
-    )
+    (here / "assay.toml").write_text(f"[subject]\nserver = '{stub.url}'\n[check]\nsamples = 1\nno_throughput = true\n")
     code, out = said(capsys, "gate")
     warned = [line for line in out.splitlines() if line.startswith("WARN")]
-    assert code == 3 and any(
-        "server" in line and ("0.30.0" in line or "0.31.0" in line) for line in warned
-    ), out
+    assert code == 3 and any("server" in line and ("0.30.0" in line or "0.31.0" in line) for line in warned), out
 
 
 def test_a_model_that_changes_at_night_is_an_alarm_of_watch(

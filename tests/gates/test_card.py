@@ -43,11 +43,7 @@ def compared(grade: str = "ACCEPT", **results: Any) -> dict[str, Any]:
         for name, bounds in BOUNDS.items()
         for metric, bound in zip(("kld", "dppl_pct", "top1_pct"), bounds, strict=True)
     ]
-    error = {
-        "id": "fidelity.reject",
-        "severity": "error",
-        "title": "not the same <b>distribution</b> | @everyone",
-    }
+    error = {"id": "fidelity.reject", "severity": "error", "title": "not the same <b>distribution</b> | @everyone"}
     return {
         "schema": "assay/1", "command": "compare", "verdict": VERDICTS[grade], "exit_code": CODES[VERDICTS[grade]],
         "subject": {
@@ -80,9 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_card_has_every_figure_its_sizes_and_the_command(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_card_has_every_figure_its_sizes_and_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stored(here, compared())
     code, report = run(capsys, "card", "result.json", "--out", "card", "--name", "Qwen [int4]")
     assert code == 0

@@ -75,9 +75,7 @@ def test_a_full_contract_gives_each_verb_its_own_options() -> None:
 
 def test_limits_are_no_part_of_what_is_measured() -> None:
     """A limit may change without that a check compares no more with its reference."""
-    plain, bound = (
-        contract_of({"subject": SERVER, "check": given}) for given in ({}, {"min_tokens_per_s": 30})
-    )
+    plain, bound = (contract_of({"subject": SERVER, "check": given}) for given in ({}, {"min_tokens_per_s": 30}))
     assert plain.sections["check"].facts() == bound.sections["check"].facts()
 
 
@@ -176,8 +174,7 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path) -> None:
 SCALARS = st.one_of(st.text(max_size=8), st.integers(), st.floats(), st.booleans(), st.none())
 VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS))
 KEYS = st.one_of(
-    st.text(max_size=8),
-    st.sampled_from(sorted({d.name for s in SECTIONS.values() for d in s.declared()})),
+    st.text(max_size=8), st.sampled_from(sorted({d.name for s in SECTIONS.values() for d in s.declared()}))
 )
 NAMES = st.one_of(st.sampled_from(("subject", "reference", *SECTIONS)), st.text(max_size=6))
 
@@ -194,9 +191,7 @@ def test_any_data_is_a_contract_or_one_clear_line(data: dict[str, Any]) -> None:
 
 
 @given(st.text(max_size=60))
-def test_any_text_is_a_contract_or_one_clear_line(
-    tmp_path_factory: pytest.TempPathFactory, text: str
-) -> None:
+def test_any_text_is_a_contract_or_one_clear_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.mktemp("contract") / "assay.toml"
     path.write_text(text, encoding="utf-8", errors="replace")
     with pytest.raises(UsageError) as caught:

@@ -53,9 +53,7 @@ def run(command: list[str], folder: Path, environment: dict[str, str]) -> subpro
 
 def pytest_in(folder: Path, environment: dict[str, str], *more: str) -> subprocess.CompletedProcess[str]:
     plugin = ["-p", "assay.gates.pytest_plugin", "-p", "no:cacheprovider"]
-    return run(
-        [sys.executable, "-m", "pytest", "-q", "--strict-markers", *plugin, *more], folder, environment
-    )
+    return run([sys.executable, "-m", "pytest", "-q", "--strict-markers", *plugin, *more], folder, environment)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,9 +148,7 @@ def test_the_action_tells_the_verdict(
     tmp_path: Path, environment: dict[str, str], limit: str, allow: str, code: int, verdict: str
 ) -> None:
     (tmp_path / "vllm.log").write_text(LOG * 20)
-    (tmp_path / "my assay.toml").write_text(
-        f'[subject]\nlogs = ["vllm.log"]\n[spec]\nmin_acceptance = "{limit}"\n'
-    )
+    (tmp_path / "my assay.toml").write_text(f'[subject]\nlogs = ["vllm.log"]\n[spec]\nmin_acceptance = "{limit}"\n')
     given = {
         "CONTRACT": "my assay.toml", "SERVER": "", "BASELINE": "none.json", "OUTPUT": "out $(touch x)", "ALLOW": allow,
         "GITHUB_OUTPUT": "outputs", "GITHUB_STEP_SUMMARY": "summary.md",
@@ -198,9 +194,7 @@ def lint(document: dict[str, Any], steps: list[dict[str, Any]], *, composite: bo
         if "run" in step:
             parsed = subprocess.run(["bash", "-n", "-c", step["run"]], capture_output=True, check=False)
             wrong += [parsed.stderr.decode()] if parsed.returncode else []
-    for text in re.findall(r"\$\{\{(.*?)\}\}", json.dumps(document)) + [
-        str(s["if"]) for s in steps if "if" in s
-    ]:
+    for text in re.findall(r"\$\{\{(.*?)\}\}", json.dumps(document)) + [str(s["if"]) for s in steps if "if" in s]:
         for kind, name in re.findall(r"\b(inputs|steps|github|env|runner)\.([\w-]+)", text):
             known = {"inputs": document.get("inputs", {}), "steps": ids}.get(kind, {name: ""})
             wrong += [] if name in known else [f"{kind}.{name} does not exist"]
@@ -211,21 +205,13 @@ def test_the_action_and_the_workflow_are_as_github_reads_them() -> None:
     action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
     assert action.keys() == {"name", "description", "branding", "inputs", "outputs", "runs"}
     assert action["runs"].keys() == {"using", "steps"} and action["runs"]["using"] == "composite"
-    assert all(
-        set(i) <= {"description", "default", "required"} and i["description"]
-        for i in action["inputs"].values()
-    )
+    assert all(set(i) <= {"description", "default", "required"} and i["description"] for i in action["inputs"].values())
     assert all(set(o) == {"description", "value"} for o in action["outputs"].values())
     assert lint(action, action["runs"]["steps"], composite=True) == []
     used = {n for _, n in re.findall(r"\b(inputs)\.([\w-]+)", json.dumps(action))}
     assert used == set(action["inputs"])
     workflow = yaml.safe_load((EXAMPLE / ".github" / "workflows" / "gate.yml").read_text(encoding="utf-8"))
-    assert workflow.keys() == {
-        "name",
-        True,
-        "permissions",
-        "jobs",
-    }  # YAML reads `on` as true, and so does GitHub
+    assert workflow.keys() == {"name", True, "permissions", "jobs"}  # YAML reads `on` as true, and so does GitHub
     assert workflow["permissions"] == {"contents": "read"}
     for job in workflow["jobs"].values():
         assert job.keys() == {"runs-on", "steps"} and lint(workflow, job["steps"], composite=False) == []
@@ -242,14 +228,10 @@ def test_the_action_and_the_workflow_are_as_github_reads_them() -> None:
     ],
 )
 def test_the_lint_finds_what_is_wrong(step: dict[str, Any], says: str) -> None:
-    assert any(
-        says in line for line in lint({"inputs": {}, "runs": {"steps": [step]}}, [step], composite=True)
-    )
+    assert any(says in line for line in lint({"inputs": {}, "runs": {"steps": [step]}}, [step], composite=True))
 
 
-def test_the_hooks_are_a_manifest_and_run(
-    tmp_path: Path, stub: StubServer, environment: dict[str, str]
-) -> None:
+def test_the_hooks_are_a_manifest_and_run(tmp_path: Path, stub: StubServer, environment: dict[str, str]) -> None:
     clientlib = pytest.importorskip("pre_commit.clientlib")
     hooks = {hook["id"]: hook for hook in clientlib.load_manifest(str(ROOT / ".pre-commit-hooks.yaml"))}
     assert set(hooks) == {"assay-contract", "assay-verify", "assay-serve"}
@@ -283,17 +265,13 @@ def example(tmp_path: Path, environment: dict[str, str]) -> Path:
     shutil.copytree(EXAMPLE, folder)
     llama(folder / "model")
     done = run(
-        ["assay", "verify", "model", "--write-manifest", "manifest.json", "--allow-unverified"],
-        folder,
-        environment,
+        ["assay", "verify", "model", "--write-manifest", "manifest.json", "--allow-unverified"], folder, environment
     )
     assert done.returncode == 0, done.stdout
     return folder
 
 
-def test_the_example_holds_a_healthy_server(
-    example: Path, stub: StubServer, environment: dict[str, str]
-) -> None:
+def test_the_example_holds_a_healthy_server(example: Path, stub: StubServer, environment: dict[str, str]) -> None:
     gate = ["assay", "gate", "--server", stub.url]
     done = run([*gate, "--json=good.json"], example, environment)
     assert done.returncode == 0, done.stdout
@@ -314,9 +292,7 @@ def test_the_example_stops_a_server_that_breaks_tool_calls(
     assert "FAILED tests/test_gate.py::test_the_deployment_keeps_its_contract" in tested.stdout
 
 
-def test_the_example_stops_an_altered_file(
-    example: Path, stub: StubServer, environment: dict[str, str]
-) -> None:
+def test_the_example_stops_an_altered_file(example: Path, stub: StubServer, environment: dict[str, str]) -> None:
     run(["assay", "gate", "--server", stub.url, "--json=good.json"], example, environment)
     shard = next((example / "model").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())

@@ -38,9 +38,7 @@ def test_an_unknown_variant_is_refused(model: Any) -> None:
         pass
 
 
-def test_the_experiment_tells_working_heads_from_dead_ones(
-    target: Path, trained: Any, tmp_path: Path
-) -> None:
+def test_the_experiment_tells_working_heads_from_dead_ones(target: Path, trained: Any, tmp_path: Path) -> None:
     folder, _ = trained
     given = {
         "model": str(target), "head": folder, "out": tmp_path / "rows.json", "targets": ["bf16", "int8"], "prompts": 200,

@@ -81,9 +81,7 @@ def test_drafts_are_those_of_an_engine_with_a_cache(parts: Any) -> None:
     embedding = model.get_input_embeddings().weight.detach().double().numpy()
     # The aux states by ids of hidden states: i is the output of layer i − 1, before any norm.
     outputs: list[Any] = []
-    hooks = [
-        layer.register_forward_hook(lambda m, a, out: outputs.append(out)) for layer in model.model.layers
-    ]
+    hooks = [layer.register_forward_hook(lambda m, a, out: outputs.append(out)) for layer in model.model.layers]
     with torch.no_grad():
         model(torch.tensor([ids]))
     for hook in hooks:

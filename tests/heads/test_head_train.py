@@ -104,9 +104,7 @@ def test_a_loss_that_is_no_number_ends_the_run(
     assert "--lr" in caught.value.remedy
 
 
-def test_a_full_disk_is_one_line(
-    trained: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line(trained: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -119,9 +117,7 @@ def test_a_checkpoint_that_does_not_fit_on_the_disk_is_one_line(
     trained: Any, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
-        raise RuntimeError(
-            "[enforce fail at inline_container.cc:820] PytorchStreamWriter failed writing file data/3"
-        )
+        raise RuntimeError("[enforce fail at inline_container.cc:820] PytorchStreamWriter failed writing file data/3")
 
     out = with_text(trained, tmp_path / "head")
     monkeypatch.setattr(torch, "save", full)
@@ -154,9 +150,7 @@ def test_without_a_folder_the_head_goes_to_the_cache(
     read_head(tmp_path / "heads" / target.name, target)
 
 
-def test_what_cannot_be_served_is_refused(
-    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_served_is_refused(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UsageError, match="no MTP head"):
         run_train(plan(target, tmp_path / "a", kind="mtp"))
     with pytest.raises(UsageError, match="three different auxiliary layers"):
@@ -189,11 +183,7 @@ def test_a_head_that_is_not_whole_is_refused(trained: Any, tmp_path: Path) -> No
     for name, change, said in (
         ("lost", lambda t: t.pop("fc.weight"), "has no fc.weight"),
         ("extra", lambda t: t.update(more=t["fc.weight"].clone()), "does not know: more"),
-        (
-            "shape",
-            lambda t: t.update({"fc.weight": t["fc.weight"][:8].clone()}),
-            "does not fit its own config",
-        ),
+        ("shape", lambda t: t.update({"fc.weight": t["fc.weight"][:8].clone()}), "does not fit its own config"),
     ):
         copy = tmp_path / name
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("text"))

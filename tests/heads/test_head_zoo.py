@@ -65,6 +65,4 @@ def test_norms_near_zero_are_those_of_another_convention(trained: Any, tmp_path:
 
 def test_a_diverged_head_is_not_called_dead(trained: Any, tmp_path: Path) -> None:
     report = examine([page(tmp_path, 2000, [420, 150, 60, 20])], SpecOptions(model=str(trained[0])))
-    assert [f.id for f in report.findings if f.id.startswith("speculation.head_d")] == [
-        "speculation.head_diverged"
-    ]
+    assert [f.id for f in report.findings if f.id.startswith("speculation.head_d")] == ["speculation.head_diverged"]

@@ -85,11 +85,7 @@ class Peek(VllmCodecHook):
                 for request in requests:
                     pair = []
                     for stream in ("k", "v"):
-                        x = (
-                            self._lanes[layer, stream]
-                            .histories[request.key]
-                            .track.exact[0, :, : request.start]
-                        )
+                        x = self._lanes[layer, stream].histories[request.key].track.exact[0, :, : request.start]
                         x = self._coders[layer, stream].reconstruct(x).to(x.dtype) if coded else x
                         pair.append(x.transpose(0, 1))
                     changes.append(Rewrite(request, 0, *pair))
@@ -117,9 +113,7 @@ def measure(checkpoint: str, out: Path, calibration: str) -> dict[str, Any]:
     ids = engine.tokenizer.encode("\n".join(topics[name] for name in ("class", "assert", "import")))
     windows = [Window(i, tuple(ids[i * LENGTH : (i + 1) * LENGTH])) for i in range(COUNT)]
     found: dict[str, Any] = {"windows": [w.tokens for w in windows]}
-    plain = {
-        mode: list(engine.score_windows(windows, job("vllm", mode, None))) for mode in ("decode", "inforward")
-    }
+    plain = {mode: list(engine.score_windows(windows, job("vllm", mode, None))) for mode in ("decode", "inforward")}
     plain["snapshot"] = plain["inforward"]
     for mode, codec in (
         *(("inforward", c) for c in ("identity", "prerope+identity", HADAMARD, "int(bits=4)")),

@@ -49,10 +49,7 @@ def drawn_numbers(rng: np.random.Generator, laws: np.ndarray, kinds: np.ndarray)
 
 @settings(max_examples=60, deadline=None)
 @given(
-    channels=st.integers(1, 9),
-    tokens=st.integers(0, 21),
-    classes=st.integers(1, 16),
-    seed=st.integers(0, 2**32 - 1),
+    channels=st.integers(1, 9), tokens=st.integers(0, 21), classes=st.integers(1, 16), seed=st.integers(0, 2**32 - 1)
 )
 def test_numbers_come_back_as_they_went_whatever_their_laws(
     channels: int, tokens: int, classes: int, seed: int

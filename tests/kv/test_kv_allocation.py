@@ -37,9 +37,7 @@ def test_no_other_choice_of_the_same_bits_is_better(values: list[float], mean: i
 
 
 def test_what_hurts_most_gets_most() -> None:
-    bits = allocate(
-        {(0, "k"): (1.0, 4.0), (1, "k"): (0.01, 4.0), (1, "v"): (0.0001, 4.0)}, 4.0, 0.5, 1.0, 8.0
-    )
+    bits = allocate({(0, "k"): (1.0, 4.0), (1, "k"): (0.01, 4.0), (1, "v"): (0.0001, 4.0)}, 4.0, 0.5, 1.0, 8.0)
     assert bits[0, "k"] > bits[1, "k"] > bits[1, "v"]
 
 

@@ -46,9 +46,7 @@ def clean(net: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
-@pytest.mark.parametrize(
-    "spec", ["hadamard(bits=3)", "prerope+sinks(n=4)+hadamard(bits=4)", "kakeya(block=32)"]
-)
+@pytest.mark.parametrize("spec", ["hadamard(bits=3)", "prerope+sinks(n=4)+hadamard(bits=4)", "kakeya(block=32)"])
 def test_generation_reads_what_the_codec_made(kind: str, spec: str) -> None:
     net = made(kind)
     plain = generated(net)

@@ -104,8 +104,7 @@ def test_a_cut_or_altered_code_is_refused(tmp_path: Path) -> None:
 
 def windows_of(tokens: list[int], length: int, first: int = 0) -> list[Window]:
     return [
-        Window(i, tuple(tokens[lo : lo + length]))
-        for i, lo in enumerate(range(first, len(tokens) - length, length))
+        Window(i, tuple(tokens[lo : lo + length])) for i, lo in enumerate(range(first, len(tokens) - length, length))
     ]
 
 

@@ -12,10 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from assay.cli.main import invoke
-from assay.lab.kv.files import (
-    read_kktv,
-    write_kktv,
-)
+from assay.lab.kv.files import read_kktv, write_kktv
 
 
 @pytest.fixture
@@ -105,6 +102,4 @@ def test_every_codec_and_wrapper_is_listed_with_its_parameters(kv: Any) -> None:
     names = {e["name"]: e["parameters"] for e in body["results"]["codecs"]}
     assert set(names) == {"identity", "bf16", "fp8", "int", "hadamard", "lattice", "kakeya", "pca", "noise"}
     assert names["hadamard"]["bits"] == 4
-    assert {"prerope", "sinks", "recent", "mean", "qprecond"} <= {
-        e["name"] for e in body["results"]["wrappers"]
-    }
+    assert {"prerope", "sinks", "recent", "mean", "qprecond"} <= {e["name"] for e in body["results"]["wrappers"]}

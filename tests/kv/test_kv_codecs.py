@@ -10,14 +10,8 @@ torch = pytest.importorskip("torch")
 
 from codec_cases import SITES, SPECS, fitted, metric, samples, tokens
 
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
-from assay.lab.kv.spec import (
-    parse_recipe,
-    parse_spec,
-)
+from assay.errors import AssayError, UsageError
+from assay.lab.kv.spec import parse_recipe, parse_spec
 from assay.lab.kv.stream import from_bytes
 
 # Every codec meets one site of keys, with a head_dim that is no power of two, and one of values; the others when there
@@ -217,9 +211,7 @@ def test_a_codec_that_must_learn_says_so() -> None:
     ("spec", "heads", "width", "tokens_coded", "bits"),
     [("hadamard(bits=4)", 3, 64, 1024, 4 + 16 / 64), ("hadamard(bits=3.5)", 3, 64, 1024, 3.5 + 16 / 64)],
 )
-def test_bytes_are_what_the_formula_says(
-    spec: str, heads: int, width: int, tokens_coded: int, bits: float
-) -> None:
+def test_bytes_are_what_the_formula_says(spec: str, heads: int, width: int, tokens_coded: int, bits: float) -> None:
     stream = fitted(spec, "k64").encode(tokens(SITES["k64"], tokens_coded))
     blocks = len(from_bytes(stream).blocks)
     values = heads * width * tokens_coded
@@ -270,9 +262,7 @@ def test_no_scale_brings_back_what_an_8_bit_float_loses_on_a_large_mean() -> Non
     learnt = type(samples(site))(site, x[:, :1000])
     tail = x[:, 1000:]
     lost = {
-        spec: float(
-            (parse_recipe(spec).fit(learnt).reconstruct(tail) - tail)[..., -8:].square().mean() / 1.4**2
-        )
+        spec: float((parse_recipe(spec).fit(learnt).reconstruct(tail) - tail)[..., -8:].square().mean() / 1.4**2)
         for spec in ("fp8", "fp8(scale=tensor)", "fp8(scale=head)", "fp8(scale=head, top=200)", "mean+fp8")
     }
     assert lost.pop("mean+fp8") < 0.01
@@ -283,9 +273,7 @@ def test_a_transform_over_heads_beats_one_vector_alone_at_equal_bytes() -> None:
     x = tokens(SITES["k64"], 1024, seed=2)
     errors, sizes = {}, {}
     for spec in ("pca(bits=3)", "pca(bits=3, coding=fixed)", "mean+hadamard(bits=3)"):
-        codec = parse_recipe(spec).fit(
-            type(samples(SITES["k64"]))(SITES["k64"], tokens(SITES["k64"], 4000, seed=9))
-        )
+        codec = parse_recipe(spec).fit(type(samples(SITES["k64"]))(SITES["k64"], tokens(SITES["k64"], 4000, seed=9)))
         stream = codec.encode(x)
         errors[spec] = float((codec.decode(stream) - x).square().mean())
         sizes[spec] = len(stream)
@@ -362,9 +350,7 @@ def test_far_outliers_along_a_trellis_are_escapes(states: int) -> None:
     assert (numbers[0, [7, 30]] == 1024).any() and raw[0, [7, 30]].abs().max() > 100
     others = [t for t in range(40) if t not in (7, 30)]
     calm = codec.decode(codec.encode(x))
-    torch.testing.assert_close(
-        calm[:, others], codec.decode(codec.encode(x[:, others])), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(calm[:, others], codec.decode(codec.encode(x[:, others])), rtol=1e-4, atol=1e-4)
     assert (calm - x)[:, [7, 30]].norm() < 0.02 * x[:, [7, 30]].norm()
 
 

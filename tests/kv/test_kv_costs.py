@@ -17,14 +17,8 @@ from tests.kv.test_kv_hook import LENGTH, model, windows
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.hf.spec import HfSpec
 from assay.lab.kv.cache_hook import Mode
-from assay.lab.kv.calibrate import (
-    capture,
-    measure_sensitivity,
-)
-from assay.lab.kv.calibration import (
-    Calibration,
-    read_calibration,
-)
+from assay.lab.kv.calibrate import capture, measure_sensitivity
+from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab
@@ -61,9 +55,7 @@ def test_it_foretells_what_other_errors_cost(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.engine
 @pytest.mark.slow
-def test_a_calibration_keeps_it(
-    kv: Callable[..., tuple[int, dict[str, Any]]], smollm2: Path, tmp_path: Path
-) -> None:
+def test_a_calibration_keeps_it(kv: Callable[..., tuple[int, dict[str, Any]]], smollm2: Path, tmp_path: Path) -> None:
     from pydoc_data.topics import topics
 
     names, out = sorted(topics), tmp_path / "c.safetensors"
@@ -78,18 +70,7 @@ def test_a_calibration_keeps_it(
     assert known.tensors["sensitivity"].shape == (30, 2) and bool((known.tensors["sensitivity"] > 0).all())
     assert known.provenance["sensitivity_windows"] == 1
     spec = "prerope+sinks(n=4)+pca(step=0.003, weights=measured, predict=all)"
-    measure = (
-        "eval",
-        smollm2,
-        "--text",
-        tmp_path / "test.txt",
-        "--windows",
-        2,
-        "--length",
-        64,
-        "--calibration",
-        out,
-    )
+    measure = ("eval", smollm2, "--text", tmp_path / "test.txt", "--windows", 2, "--length", 64, "--calibration", out)
     _, body = kv(*measure, "--codec", spec)
     assert 2 < body["results"]["bytes"]["ratio"] < 8
     assert body["results"]["kld"]["mean"] < 0.1

@@ -14,10 +14,7 @@ from scipy import stats
 
 from assay.errors import UsageError
 from assay.lab.kv.calibrate import queries_of
-from assay.lab.kv.diagnose import (
-    DiagnosisPlan,
-    collapsed,
-)
+from assay.lab.kv.diagnose import DiagnosisPlan, collapsed
 from assay.lab.kv.reconstruction import (
     Reads,
     coded,

@@ -14,11 +14,7 @@ transformers = pytest.importorskip("transformers")
 from codec_cases import SPECS, samples
 
 from assay.engines.hf.scorer import window_states
-from assay.engines.scoring import (
-    ScoreJob,
-    ScoringPath,
-    Window,
-)
+from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.accounting import check_read, measured_bytes, stream_facts
 from assay.lab.kv.cache_hook import CodecHook, Mode, spread
@@ -90,18 +86,14 @@ def model(kind: str = "llama") -> Any:
         "num_key_value_heads": 2, "vocab_size": 100,
     }  # fmt: skip
     if kind == "gemma3":
-        config = transformers.Gemma3TextConfig(
-            **small, head_dim=32, sliding_window=8, sliding_window_pattern=2
-        )
+        config = transformers.Gemma3TextConfig(**small, head_dim=32, sliding_window=8, sliding_window_pattern=2)
         return transformers.Gemma3ForCausalLM(config).eval()
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)).eval()
 
 
 def windows(count: int = 3) -> list[Window]:
     generator = torch.Generator().manual_seed(1)
-    return [
-        Window(i, tuple(torch.randint(1, 100, (LENGTH,), generator=generator).tolist())) for i in range(count)
-    ]
+    return [Window(i, tuple(torch.randint(1, 100, (LENGTH,), generator=generator).tolist())) for i in range(count)]
 
 
 def everywhere(coder: Rounding) -> dict[tuple[int, str], Rounding]:
@@ -198,9 +190,7 @@ def test_decode_is_a_cache_that_is_rewritten_by_hand(kind: str, coder: Rounding)
     ("coder", "block"),
     [(Rounding(), 19), (Rounding(exact_first=3), 7), (Rounding(granularity=4), 4), (Rounding(granularity=8, exact_last=4), 4)],
 )  # fmt: skip
-def test_tokens_that_are_fed_together_see_what_each_sees_alone(
-    kind: str, coder: Rounding, block: int
-) -> None:
+def test_tokens_that_are_fed_together_see_what_each_sees_alone(kind: str, coder: Rounding, block: int) -> None:
     net = model(kind)
     alone, _ = states(net, Mode.DECODE, everywhere(coder))
     together, hook = states(net, Mode.DECODE, everywhere(coder), block=block)
@@ -269,9 +259,7 @@ def test_a_block_that_a_step_completes_is_coded_before_the_step_reads_it() -> No
     assert hook.engagement().fires == 2 * 2 * 2  # blocks are completed in two of three steps, in two batches
     torch.testing.assert_close(whole[:, -1], cut[:, -1], atol=1e-4, rtol=1e-3)
     # Token 20 came before its block was full.
-    assert not torch.allclose(
-        cut[:, 15], states(net, Mode.INFORWARD, coders, scored_from=21)[0][:, 0], atol=1e-4
-    )
+    assert not torch.allclose(cut[:, 15], states(net, Mode.INFORWARD, coders, scored_from=21)[0][:, 0], atol=1e-4)
     torch.testing.assert_close(
         cut[:, 0], states(net, Mode.INFORWARD, coders, scored_from=6)[0][:, 0], atol=1e-4, rtol=1e-3
     )
@@ -312,9 +300,7 @@ def test_bytes_count_every_stream_and_the_exact_ones() -> None:
     engagement = hook.engagement()
     sent = replace(engagement, notes=json.loads(json.dumps(engagement.notes)))
     assert stream_facts(sent) == hook.facts
-    assert measured_bytes(sent, tokens).ratio == pytest.approx(
-        16 * tokens / (16 * tokens - (tokens - 2)), rel=1e-6
-    )
+    assert measured_bytes(sent, tokens).ratio == pytest.approx(16 * tokens / (16 * tokens - (tokens - 2)), rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
@@ -322,9 +308,7 @@ def test_bytes_count_every_stream_and_the_exact_ones() -> None:
 def test_streams_that_do_not_give_back_what_attention_read_have_no_ratio(wrong: Rounding, mode: Mode) -> None:
     _, hook = states(model(), mode, {(1, "v"): wrong})
     assert hook is not None
-    with pytest.raises(
-        AssayError, match="stream v of layer 1 does not give back what attention read"
-    ) as raised:
+    with pytest.raises(AssayError, match="stream v of layer 1 does not give back what attention read") as raised:
         measured_bytes(hook.engagement(), LENGTH - 1)
     assert raised.value.finding_id == "kv.stream_mismatch"
 
@@ -334,19 +318,16 @@ def test_streams_that_do_not_give_back_what_attention_read_have_no_ratio(wrong: 
     [
         *((spec, mode, "llama") for spec in SPECS for mode in (Mode.DECODE, Mode.INFORWARD)),
         *((spec, Mode.SNAPSHOT, "llama") for spec in ("int", "pca", "kakeya(block=128)")),
-        *(
-            (spec, Mode.DECODE, "gemma3")
-            for spec in ("int", "fp8", "pca", "sinks+recent(n=3)+hadamard(bits=1)")
-        ),
+        *((spec, Mode.DECODE, "gemma3") for spec in ("int", "fp8", "pca", "sinks+recent(n=3)+hadamard(bits=1)")),
     ],
 )
 def test_the_streams_of_every_codec_give_back_what_attention_read(spec: str, mode: Mode, kind: str) -> None:
     net = model(kind)
     shape = cache_shape(net)
     coders = {
-        (layer, stream): parse_recipe(
-            spec.replace("block=128", "block=8").replace("block=100", "block=8")
-        ).fit(samples(Site(stream, layer, shape.layers, shape.kv_heads, shape.head_dim)))
+        (layer, stream): parse_recipe(spec.replace("block=128", "block=8").replace("block=100", "block=8")).fit(
+            samples(Site(stream, layer, shape.layers, shape.kv_heads, shape.head_dim))
+        )
         for layer in range(shape.layers)
         for stream in "kv"
     }

@@ -144,10 +144,7 @@ def test_a_damaged_state_is_scored_again(tmp_path: Path) -> None:
 
 RUNS: dict[str, tuple[Callable[..., Any], Any]] = {
     "eval": (run_eval, EvalPlan("hf:small", "hadamard(bits=4)", windows=8, length=LENGTH, batch=2)),
-    "attribute": (
-        run_attribute,
-        AttributionPlan("hf:small", "hadamard(bits=4)", windows=4, length=LENGTH, batch=2),
-    ),
+    "attribute": (run_attribute, AttributionPlan("hf:small", "hadamard(bits=4)", windows=4, length=LENGTH, batch=2)),
     "noise": (run_noise, NoisePlan("hf:small", windows=4, length=LENGTH, batch=2)),
     "sweep": (
         run_sweep,
@@ -207,9 +204,7 @@ def test_a_sweep_without_a_grade_chooses_nothing(tiny: Tiny) -> None:
     assert (report.exit_code, report.results["winner"]) == (3, None)
     assert [m.name for m in report.headline] == ["least KL"]
     assert report.findings[0].id == "kv.undecided"
-    rejected = run_sweep(
-        SweepPlan("hf:small", codecs=("noise(sigma=8)",), windows=8, fresh=0, length=LENGTH, batch=8)
-    )
+    rejected = run_sweep(SweepPlan("hf:small", codecs=("noise(sigma=8)",), windows=8, fresh=0, length=LENGTH, batch=8))
     assert rejected.results["rows"][0]["grade"] == "REJECT"
     assert (rejected.exit_code, rejected.findings[0].id) == (1, "kv.none_accepted")
 

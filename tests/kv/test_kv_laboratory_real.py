@@ -18,9 +18,7 @@ PROMPT = "The history of the lighthouse begins in the year 1820, when a small gr
 
 def test_a_diagnosis_finds_the_lost_norm(kv: Kv, smollm2: Path) -> None:
     codec = "k:prerope+sinks(n=2)+kakeya(block=40, k=4, published_norm=true);v:hadamard(bits=6)"
-    code, body = kv(
-        "diagnose", smollm2, "--codec", codec, "--windows", 2, "--length", 64, "--skip-layers", "0-27"
-    )
+    code, body = kv("diagnose", smollm2, "--codec", codec, "--windows", 2, "--length", 64, "--skip-layers", "0-27")
     assert code == 0
     layers = body["results"]["layers"]
     assert [(x["layer"], x["stream"]) for x in layers] == [(28, "k"), (28, "v"), (29, "k"), (29, "v")]
@@ -39,9 +37,7 @@ def test_a_diagnosis_finds_the_lost_norm(kv: Kv, smollm2: Path) -> None:
 
 @pytest.mark.slow
 def test_an_exact_cache_has_no_error(kv: Kv, smollm2: Path) -> None:
-    code, body = kv(
-        "diagnose", smollm2, "--codec", "identity", "--windows", 1, "--length", 24, "--skip-layers", "0-28"
-    )
+    code, body = kv("diagnose", smollm2, "--codec", "identity", "--windows", 1, "--length", 24, "--skip-layers", "0-28")
     assert code == 0
     for found in body["results"]["layers"]:
         assert found["relative_mse"] == 0 and set(found["attention"].values()) == {0.0}
@@ -49,9 +45,7 @@ def test_an_exact_cache_has_no_error(kv: Kv, smollm2: Path) -> None:
 
 
 def test_noise_costs_more_the_larger_it_is(kv: Kv, smollm2: Path) -> None:
-    code, body = kv(
-        "noise", smollm2, "--sigma", "0.3,0.03,0.1", "--each", "stream", "--windows", 4, "--length", 48
-    )
+    code, body = kv("noise", smollm2, "--sigma", "0.3,0.03,0.1", "--each", "stream", "--windows", 4, "--length", 48)
     assert code == 0
     for curve in body["results"]["curves"]:
         kl = [p["kld"]["value"] for p in curve["points"]]
@@ -87,9 +81,7 @@ def test_a_sweep_keeps_its_rows_and_measures_its_choice_again(kv: Kv, smollm2: P
     assert body["results"]["rows"][0]["score_s"] == -1.0
 
 
-def by_the_laboratory(
-    net: Any, ids: Any, spec: str, count: int, calibration: Path | None = None
-) -> list[int]:
+def by_the_laboratory(net: Any, ids: Any, spec: str, count: int, calibration: Path | None = None) -> list[int]:
     """Greedy tokens behind the cache that `assay kv eval` measures in its mode decode."""
     import torch
 
@@ -103,9 +95,7 @@ def by_the_laboratory(
     parsed, length = parse_spec(spec), ids.shape[1] + count
     known = read_calibration(calibration) if calibration else None
     bench = Bench(cache_shape(net), Rotary(net, length), known)
-    hook = CodecHook(
-        bench.fit_all(lambda _, s: parsed.of(s)).by_stream, Mode.DECODE, length, measure_windows=0
-    )
+    hook = CodecHook(bench.fit_all(lambda _, s: parsed.of(s)).by_stream, Mode.DECODE, length, measure_windows=0)
     found: list[int] = []
     with hook.attach(net), torch.inference_mode():
         cache = hook.new_cache(1, 0)

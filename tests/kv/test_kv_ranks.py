@@ -64,9 +64,7 @@ def test_a_codec_of_single_heads_gives_the_same_on_ranks(codec: str) -> None:
 
 @pytest.mark.parametrize("codec", JOINT)
 def test_what_joins_heads_is_refused_in_one_line(codec: str) -> None:
-    with pytest.raises(
-        UsageError, match="codes all KV heads of a layer together, and each of 4 ranks"
-    ) as caught:
+    with pytest.raises(UsageError, match="codes all KV heads of a layer together, and each of 4 ranks") as caught:
         hook_spec("vllm:m?tensor_parallel=4", codec=f"sinks(n=4)+{codec}", mode="decode", length=9)
     assert "\n" not in caught.value.message and "single heads" in str(caught.value.remedy)
     check_ranks("vllm:m", codec)
@@ -89,9 +87,7 @@ def engagement(share: tuple[int, int], layers: range = range(LAYERS)) -> Any:
     """What a hook counts on a rank that has a share of the heads, and some of the layers."""
     context: Any = Context()
     context.share = share
-    context.attentions = {
-        n: SimpleNamespace(num_kv_heads=HEADS // share[1], attn=SimpleNamespace()) for n in layers
-    }
+    context.attentions = {n: SimpleNamespace(num_kv_heads=HEADS // share[1], attn=SimpleNamespace()) for n in layers}
     settings = {"codec": "hadamard(bits=4)", "mode": "inforward", "length": LENGTH, "measure_windows": 1}
     hook = load_hook(hook_spec("vllm:m", **settings))
     hook.bind(LlamaForCausalLM(), context)
@@ -106,8 +102,7 @@ def engagement(share: tuple[int, int], layers: range = range(LAYERS)) -> Any:
 
 
 @pytest.mark.parametrize(
-    "parts",
-    [[((0, 2), range(LAYERS)), ((1, 2), range(LAYERS))], [((0, 1), range(1)), ((0, 1), range(1, LAYERS))]],
+    "parts", [[((0, 2), range(LAYERS)), ((1, 2), range(LAYERS))], [((0, 1), range(1)), ((0, 1), range(1, LAYERS))]]
 )
 def test_ranks_and_stages_add_up_to_one_engine(parts: list[Any]) -> None:
     kind, whole = engagement((0, 1))

@@ -77,9 +77,7 @@ def test_skipped_layers_stay_exact(kv: Kv, smollm2: Path) -> None:
     assert "layer 30" in body["findings"][0]["title"]
 
 
-def test_a_calibrated_mean_helps_keys(
-    kv: Kv, smollm2: Path, texts: dict[str, Path], calibration: Path
-) -> None:
+def test_a_calibrated_mean_helps_keys(kv: Kv, smollm2: Path, texts: dict[str, Path], calibration: Path) -> None:
     shared = ("--calibration", calibration, "--text", texts["test"], "--stream", "k", *SMALL)
     _, plain = kv("eval", smollm2, "--codec", "prerope+sinks(n=4)+hadamard(bits=3)", *shared)
     _, mean = kv("eval", smollm2, "--codec", "prerope+sinks(n=4)+mean+hadamard(bits=3)", *shared)

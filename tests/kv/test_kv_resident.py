@@ -16,33 +16,14 @@ transformers = pytest.importorskip("transformers")
 from test_kv_hook import LAYERS, LENGTH, model, windows
 
 from assay.engines.hf.scorer import window_states
-from assay.engines.scoring import (
-    ScoreJob,
-    ScoringPath,
-)
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
-from assay.lab.kv.cache_hook import (
-    CodecHook,
-    Mode,
-)
-from assay.lab.kv.codec import (
-    Samples,
-    Site,
-    cache_shape,
-)
+from assay.engines.scoring import ScoreJob, ScoringPath
+from assay.errors import AssayError, UsageError
+from assay.lab.kv.cache_hook import CodecHook, Mode
+from assay.lab.kv.codec import Samples, Site, cache_shape
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.resident import (
-    HeldStream,
-    resident_cache,
-)
+from assay.lab.kv.resident import HeldStream, resident_cache
 from assay.lab.kv.rope import Rotary
-from assay.lab.kv.spec import (
-    parse_recipe,
-    parse_spec,
-)
+from assay.lab.kv.spec import parse_recipe, parse_spec
 
 # Small tensors: threads would only wait for each other.
 torch.set_num_threads(1)
@@ -114,9 +95,7 @@ slowly = partial(pytest.param, marks=pytest.mark.slow)
     [("llama", spec, PREFIX) for spec in SPECS[:-1:2]]
     + [("gemma3", spec, PREFIX) for spec in SPECS[1:-1:2]]
     + [("llama", SPECS[-1], LENGTH - 6)]
-    + [
-        slowly(kind, spec, prefix) for kind in ("llama", "gemma3") for spec in SPECS for prefix in (3, PREFIX)
-    ],
+    + [slowly(kind, spec, prefix) for kind in ("llama", "gemma3") for spec in SPECS for prefix in (3, PREFIX)],
 )
 def test_attention_sees_what_the_laboratory_measures(kind: str, spec: str, prefix: int) -> None:
     net = model(kind)
@@ -159,9 +138,7 @@ def test_any_chunks_see_what_is_due(spec: str, window: int | None, chunks: list[
     start = 0
     for count in chunks:
         seen = stream.update(x[..., start : start + count, :])
-        torch.testing.assert_close(
-            seen, expected(coder, x, start, start + count, window), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(seen, expected(coder, x, start, start + count, window), rtol=1e-5, atol=1e-5)
         start += count
     # No more exact tokens than a block, the recent ones, the sinks.
     exact = sum(t.shape[-2] for t in (stream._tail, stream._sinks) if t is not None)
@@ -181,10 +158,7 @@ def test_a_codec_that_loses_something_changes_the_states() -> None:
 def test_it_is_as_small_as_its_streams(kind: str) -> None:
     net = model(kind)
     ids = torch.randint(1, 100, (1, 700), generator=torch.Generator().manual_seed(0))
-    cache, exact = (
-        resident_cache(net, "hadamard(bits=4)", length=700),
-        transformers.DynamicCache(config=net.config),
-    )
+    cache, exact = (resident_cache(net, "hadamard(bits=4)", length=700), transformers.DynamicCache(config=net.config))
     with torch.inference_mode():
         net.base_model(input_ids=ids, past_key_values=cache)
         net.base_model(input_ids=ids, past_key_values=exact)
@@ -217,9 +191,7 @@ def test_generate_takes_it_with_beams_too(beams: int) -> None:
     plain = net.generate(ids, **settings)
     found = net.generate(ids, past_key_values=resident_cache(net, "identity", length=64), **settings)
     assert torch.equal(plain, found)
-    coded = net.generate(
-        ids, past_key_values=resident_cache(net, "prerope+hadamard(bits=6)", length=64), **settings
-    )
+    coded = net.generate(ids, past_key_values=resident_cache(net, "prerope+hadamard(bits=6)", length=64), **settings)
     assert coded.shape == plain.shape
 
 

@@ -15,24 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.engines.hf.scorer import window_states
-from assay.engines.scoring import (
-    ScoreJob,
-    ScoringPath,
-)
-from assay.lab.kv.cache_hook import (
-    CodecHook,
-    Mode,
-)
-from assay.lab.kv.calibration import (
-    Calibration,
-    read_calibration,
-    write_calibration,
-)
-from assay.lab.kv.resident import (
-    Handover,
-    HeldStream,
-    resident_cache,
-)
+from assay.engines.scoring import ScoreJob, ScoringPath
+from assay.lab.kv.cache_hook import CodecHook, Mode
+from assay.lab.kv.calibration import Calibration, read_calibration, write_calibration
+from assay.lab.kv.resident import Handover, HeldStream, resident_cache
 from kv.predicting import leaning
 from kv.test_kv_hook import LENGTH, model, windows
 from kv.test_kv_sides import SPEC, bench_of, coders_of
@@ -84,9 +70,7 @@ def test_attention_sees_what_the_laboratory_measures(
     kind: str, spec: str, prefix: int, calibrations: dict[str, Path]
 ) -> None:
     net = model(kind)
-    hook = CodecHook(
-        coders_of(with_file(kind, calibrations), spec).by_stream, Mode.DECODE, LENGTH, measure_windows=0
-    )
+    hook = CodecHook(coders_of(with_file(kind, calibrations), spec).by_stream, Mode.DECODE, LENGTH, measure_windows=0)
     job = ScoreJob(ScoringPath.DECODE, scored_from=prefix + 1, batch=2)
     with hook.attach(net):
         expected = torch.stack([s for _, s in window_states(net, windows(2), job, hook)])
@@ -158,9 +142,7 @@ def test_any_chunks_see_what_is_due(
             back[key] = wanted
             if coder is not None and not coder.lossless:
                 side = torch.cat([back[s] for s in coder.sides], dim=1) if coder.sides else None
-                whole = [
-                    coder.reconstruct(row, None if side is None else side[i]) for i, row in enumerate(wanted)
-                ]
+                whole = [coder.reconstruct(row, None if side is None else side[i]) for i, row in enumerate(wanted)]
                 back[key] = torch.stack(whole)
                 lo, at_once = coder.exact_first, coder.exact_last == 0 and start >= coder.exact_first
                 hi = (end if at_once else start) - coder.exact_last
@@ -181,9 +163,7 @@ def _identity(key: tuple[int, str], ends: tuple[int, int]) -> Any:
     from assay.lab.kv.codec import Samples, Site
     from assay.lab.kv.spec import parse_recipe
 
-    coder = parse_recipe(f"sinks(n={ends[0]})+recent(n={ends[1]})+identity").fit(
-        Samples(Site(key[1], key[0], 4, 2, 4))
-    )
+    coder = parse_recipe(f"sinks(n={ends[0]})+recent(n={ends[1]})+identity").fit(Samples(Site(key[1], key[0], 4, 2, 4)))
     coder.coder.block_tokens = 8
     return coder
 

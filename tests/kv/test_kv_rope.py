@@ -9,10 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.lab.kv.rope import (
-    Rotary,
-    Rotation,
-)
+from assay.lab.kv.rope import Rotary, Rotation
 
 SMALL = {
     "hidden_size": 64,
@@ -30,12 +27,7 @@ def llama(**more: Any) -> Any:
 
 
 def models() -> dict[str, Any]:
-    yarn = {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 128,
-        "rope_theta": 10000.0,
-    }
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 10000.0}
     return {
         "llama": llama(),
         "llama yarn": llama(rope_parameters=yarn),

@@ -26,15 +26,7 @@ from assay.lab.kv import serve
 from assay.lab.kv.blocks import BlockTables
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.serve import (
-    ServePlan,
-    check_options,
-    launch_of,
-    needs_history,
-    option,
-    plugin_folder,
-    run_serve,
-)
+from assay.lab.kv.serve import ServePlan, check_options, launch_of, needs_history, option, plugin_folder, run_serve
 
 
 @pytest.fixture
@@ -105,8 +97,7 @@ def test_options_with_which_numbers_would_be_wrong_are_refused(words: str, histo
 
 def test_options_that_do_no_harm_are_left_alone() -> None:
     check_options(
-        shlex.split("-tp 1 --enable-prefix-caching --kv-cache-dtype auto --port 80 --dtype bfloat16"),
-        history=False,
+        shlex.split("-tp 1 --enable-prefix-caching --kv-cache-dtype auto --port 80 --dtype bfloat16"), history=False
     )
     check_options(["--no-enable-prefix-caching"], history=True)
 
@@ -128,9 +119,7 @@ def test_which_codecs_change_tokens_later(codec: str, mode: str, expected: bool)
 
 
 def test_the_command_holds_all_that_a_worker_needs(checkpoint: Path, python: str) -> None:
-    plan = ServePlan(
-        str(checkpoint), "recent(n=8)+fp8", python=python, options=("--port", "8001"), skip_layers=(0,)
-    )
+    plan = ServePlan(str(checkpoint), "recent(n=8)+fp8", python=python, options=("--port", "8001"), skip_layers=(0,))
     launch = launch_of(plan)
     for word in ("--enforce-eager", "--no-async-scheduling", "--no-enable-prefix-caching"):
         assert word in launch.command
@@ -139,10 +128,7 @@ def test_the_command_holds_all_that_a_worker_needs(checkpoint: Path, python: str
     assert hook["config"]["codec"] == "recent(n=8)+fp8"
     assert hook["config"]["length"] == 2048
     assert hook["config"]["skip_layers"] == [0]
-    assert (
-        "--no-enable-prefix-caching"
-        not in launch_of(ServePlan(str(checkpoint), "fp8", python=python)).command
-    )
+    assert "--no-enable-prefix-caching" not in launch_of(ServePlan(str(checkpoint), "fp8", python=python)).command
     # It can be pasted into a shell.
     words = shlex.split(str(launch))
     assert words[-len(launch.command) :] == list(launch.command)
@@ -158,9 +144,7 @@ def test_a_python_finds_the_plugin_in_its_folder(checkpoint: Path) -> None:
         "print(e.load().__module__, assay.__file__)"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     module, path = done.stdout.split()
     assert module == "assay.engines.vllm.hooks"
     assert Path(path).resolve() == Path(assay.__file__).resolve()
@@ -211,12 +195,7 @@ time.sleep(30)
 
 @pytest.mark.parametrize(
     ("how", "said"),
-    [
-        ("refuses", "no such layers"),
-        ("dies", "status 3"),
-        ("ignores", "no worker of it loaded"),
-        ("serves", None),
-    ],
+    [("refuses", "no such layers"), ("dies", "status 3"), ("ignores", "no worker of it loaded"), ("serves", None)],
 )
 def test_a_server_without_its_codec_is_no_success(
     checkpoint: Path, python: str, tmp_path: Path, how: str, said: str | None
@@ -267,12 +246,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     make_target(folder / "model", layers=2)
     (folder / "text.txt").write_text("\n".join(topics[name] for name in sorted(topics)))
     plan = CalibrationPlan(
-        str(folder / "model"),
-        folder / "c",
-        text=(str(folder / "text.txt"),),
-        windows=8,
-        length=128,
-        tokens=900,
+        str(folder / "model"), folder / "c", text=(str(folder / "text.txt"),), windows=8, length=128, tokens=900
     )
     run_calibrate(plan)
     return folder / "model", folder / "c"
@@ -285,11 +259,7 @@ def tier_plan(model: Path, calibration: Path | None, python: str, *options: str,
 
 
 def test_a_tier_is_a_connector_of_vllm_with_tables_that_are_fitted_once(
-    calibrated: tuple[Path, Path],
-    checkpoint: Path,
-    python: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    calibrated: tuple[Path, Path], checkpoint: Path, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = tier_plan(*calibrated, python, "--port", "8001", tier_dir=tmp_path / "kept", tier_size=0.01)
     launch = launch_of(plan)

@@ -18,16 +18,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from assay.demo.servers import vllm_python
-from assay.engines.scoring import (
-    ScoreJob,
-    Window,
-)
+from assay.engines.scoring import ScoreJob, Window
 from assay.engines.vllm.scorer import VllmScorer
 from assay.lab.kv.cache_hook import hook_spec
-from assay.lab.kv.calibrate import (
-    CalibrationPlan,
-    run_calibrate,
-)
+from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.serving.launch import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -54,9 +48,7 @@ def test_a_served_codec_gives_the_numbers_that_the_laboratory_measures(
     if codec == PREDICT:
         calibration, text = tmp_path / "calibration", tmp_path / "text"
         text.write_text("\n".join(topics[name] for name in sorted(topics) if name != "class"))
-        run_calibrate(
-            CalibrationPlan(str(smollm2), calibration, text=(str(text),), windows=8, length=512, tokens=2400)
-        )
+        run_calibrate(CalibrationPlan(str(smollm2), calibration, text=(str(text),), windows=8, length=512, tokens=2400))
         more = ["--calibration", calibration]
     engine = VllmScorer.load(f"vllm:{smollm2}?python={vllm_python()}&max_model_len=256&kv_cache_gib=0.1")
     window = Window(0, tuple(engine.tokenizer.encode(topics["class"])[:LENGTH]))
@@ -67,16 +59,9 @@ def test_a_served_codec_gives_the_numbers_that_the_laboratory_measures(
         sys.executable, "-m", "assay", "kv", "serve", smollm2, "--codec", codec, *more, "--python", vllm_python(), "--json", "--",
         "--port", port, "--max-model-len", 256, "--served-model-name", "m",
     ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     log = (tmp_path / "log").open("w")
-    served = subprocess.Popen(
-        [*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
-    )
+    served = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
     try:
         until = time.monotonic() + 240
         while True:
@@ -91,9 +76,7 @@ def test_a_served_codec_gives_the_numbers_that_the_laboratory_measures(
         answer = httpx.post(f"{url}/v1/completions", json=asked | {"prompt_logprobs": 0}, timeout=120).json()
         # Two at once, so that their tokens share steps.
         both = httpx.post(
-            f"{url}/v1/completions",
-            json=asked | {"prompt": ["One two three", "The capital of France is"]},
-            timeout=120,
+            f"{url}/v1/completions", json=asked | {"prompt": ["One two three", "The capital of France is"]}, timeout=120
         ).json()
         served.send_signal(signal.SIGINT)
         report = json.loads(served.communicate(timeout=60)[0])

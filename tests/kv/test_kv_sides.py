@@ -14,28 +14,14 @@ pytest.importorskip("transformers")
 from tests.kv.test_kv_hook import LENGTH, model, windows
 
 from assay.engines.hf.scorer import window_states
-from assay.engines.scoring import (
-    ScoreJob,
-    ScoringPath,
-)
-from assay.errors import (
-    AssayError,
-    UsageError,
-)
+from assay.engines.scoring import ScoreJob, ScoringPath
+from assay.errors import AssayError, UsageError
 from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import (
-    CodecHook,
-    Mode,
-)
+from assay.lab.kv.cache_hook import CodecHook, Mode
 from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import cache_shape
-from assay.lab.kv.fit import (
-    Bench,
-    CoderSet,
-    fitters,
-    predicts,
-)
+from assay.lab.kv.fit import Bench, CoderSet, fitters, predicts
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
 
@@ -68,10 +54,7 @@ def coders_of(bench: Bench, spec: str, layers: Any = None) -> CoderSet:
             "k:prerope+sinks(n=2)+pca(step=0.3, predict=below, weights=measured);"
             "v:sinks(n=2)+pca(bits=3, coding=fixed, predict=all)",
         ),
-        (
-            Mode.DECODE,
-            "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(step=0.2, classes=2, predict=all)",
-        ),
+        (Mode.DECODE, "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(step=0.2, classes=2, predict=all)"),
         (Mode.INFORWARD, "v:pca(step=0.2, classes=2, predict=all)"),
     ],
 )
@@ -134,9 +117,7 @@ def test_prediction_makes_streams_shorter() -> None:
     found = {}
     for predict in ("none", "k"):
         coder = coders_of(known, step.format(predict)).by_stream[1, "v"]
-        side = (
-            coders_of(known, step.format(predict)).by_stream[1, "k"].reconstruct(tensors["layer_1_k"].float())
-        )
+        side = coders_of(known, step.format(predict)).by_stream[1, "k"].reconstruct(tensors["layer_1_k"].float())
         found[predict] = len(coder.encode(tensors["layer_1_v"].float(), side if coder.sides else None))
     assert found["k"] < 0.7 * found["none"]
 
@@ -172,19 +153,13 @@ def test_measured_steps_need_what_was_measured() -> None:
     bench = bench_of()
     tensors = {k: v for k, v in bench.calibration.tensors.items() if k != "sensitivity"}  # type: ignore[union-attr]
     with pytest.raises(AssayError, match="measured sensitivity of layer 0"):
-        coders_of(
-            Bench(bench.shape, bench.rotary, Calibration(tensors, {})),
-            "prerope+pca(step=0.1, weights=measured)",
-        )
+        coders_of(Bench(bench.shape, bench.rotary, Calibration(tensors, {})), "prerope+pca(step=0.1, weights=measured)")
 
 
 def test_a_prediction_from_too_few_samples_is_refused() -> None:
     bench = bench_of()
     known = bench.calibration.tensors  # type: ignore[union-attr]
-    few = {
-        k: v[:90] if k == "positions" else v[:, :90] if k[-2:] in ("_k", "_v") else v
-        for k, v in known.items()
-    }
+    few = {k: v[:90] if k == "positions" else v[:, :90] if k[-2:] in ("_k", "_v") else v for k, v in known.items()}
     short = Bench(bench.shape, bench.rotary, Calibration(few, {}))
     coders_of(short, "prerope+pca(step=0.2)", [0])
     with pytest.raises(AssayError, match=r"layer 1, stream k, from 64 channels .* at least 128"):

@@ -10,13 +10,7 @@ from codec_cases import SITES, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.lab.kv.codecs.kmeans import (
-    _sketch,
-    eigh_batched,
-    random_basis,
-    random_basis_of_grams,
-    ranks,
-)
+from assay.lab.kv.codecs.kmeans import _sketch, eigh_batched, random_basis, random_basis_of_grams, ranks
 
 
 @settings(max_examples=10, deadline=None)
@@ -30,12 +24,8 @@ def test_jacobi_agrees_with_lapack(n: int, rank: int, decades: int, seed: int) -
     expected = torch.linalg.eigvalsh(a)
     top = float(expected.amax())
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-12 * top)
-    torch.testing.assert_close(
-        vectors.mT @ vectors, torch.eye(n, dtype=a.dtype).expand(3, n, n), rtol=0, atol=1e-12
-    )
-    torch.testing.assert_close(
-        vectors @ torch.diag_embed(values) @ vectors.mT, a, rtol=0, atol=1e-12 * max(top, 1e-30)
-    )
+    torch.testing.assert_close(vectors.mT @ vectors, torch.eye(n, dtype=a.dtype).expand(3, n, n), rtol=0, atol=1e-12)
+    torch.testing.assert_close(vectors @ torch.diag_embed(values) @ vectors.mT, a, rtol=0, atol=1e-12 * max(top, 1e-30))
 
 
 def test_jacobi_of_nothing_and_of_what_is_diagonal() -> None:
@@ -80,8 +70,5 @@ def test_a_sketch_by_products_spans_what_qr_and_svd_span(name: str) -> None:
         used = torch.arange(basis.shape[1]) < rank[:, None]
         kept, told = (b * used[..., None] for b in (basis, again))
         torch.testing.assert_close(
-            centred @ told.mT @ told,
-            centred @ kept.mT @ kept,
-            rtol=0,
-            atol=2e-3 * float(centred.abs().amax()) + 1e-6,
+            centred @ told.mT @ told, centred @ kept.mT @ kept, rtol=0, atol=2e-3 * float(centred.abs().amax()) + 1e-6
         )

@@ -68,9 +68,7 @@ def test_rows_belong_to_windows_and_tables(tmp_path: Path) -> None:
     assert first == identity(plan, ["a", "b"]) != identity(plan, ["a", "c"])
     tables.write_bytes(b"2")
     assert identity(plan, ["a", "b"]) != first
-    assert identity(SweepPlan("m", codecs=("fp8", "bf16")), []) == identity(
-        SweepPlan("m", codecs=("fp8",)), []
-    )
+    assert identity(SweepPlan("m", codecs=("fp8", "bf16")), []) == identity(SweepPlan("m", codecs=("fp8",)), [])
 
 
 @pytest.mark.slow

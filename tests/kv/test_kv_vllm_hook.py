@@ -13,10 +13,7 @@ transformers = pytest.importorskip("transformers")
 from assay.engines.scoring import load_hook
 from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
-from assay.lab.kv.accounting import (
-    measured_bytes,
-    stream_facts,
-)
+from assay.lab.kv.accounting import measured_bytes, stream_facts
 from assay.lab.kv.cache_hook import hook_spec
 
 LAYERS, HEADS, WIDTH, LENGTH = 3, 2, 16, 21
@@ -26,11 +23,7 @@ class LlamaForCausalLM:
     """Has the configuration only."""
 
     config = transformers.LlamaConfig(
-        hidden_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        head_dim=WIDTH,
+        hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=WIDTH
     )
 
 
@@ -56,9 +49,7 @@ def bound(context: Context, codec: str = "hadamard(bits=4)", mode: str = "inforw
     return hook
 
 
-def step(
-    hook: Any, context: Context, *parts: tuple[str, int, int], skip: int | None = None
-) -> dict[int, Any]:
+def step(hook: Any, context: Context, *parts: tuple[str, int, int], skip: int | None = None) -> dict[int, Any]:
     """One step of requests (key, start, count) through all layers but one."""
     requests, offset = [], 0
     for row, (key, start, count) in enumerate(parts):

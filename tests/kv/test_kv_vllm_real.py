@@ -20,10 +20,7 @@ from assay.demo.servers import vllm_python
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Window
 from assay.lab.kv.calibrate import capture
-from assay.lab.kv.calibration import (
-    Calibration,
-    write_calibration,
-)
+from assay.lab.kv.calibration import Calibration, write_calibration
 from assay.lab.kv.codec import cache_shape
 from kv.kv_vllm_inside import HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
 
@@ -80,9 +77,7 @@ def calibration(engine: HfScorer, tmp_path_factory: pytest.TempPathFactory) -> P
     text = [Window(i, tuple(ids[i * 256 : (i + 1) * 256])) for i in range(5)]
     shape = cache_shape(engine.engine.model)
     path = tmp_path_factory.mktemp("calibration") / "own.safetensors"
-    write_calibration(
-        path, Calibration(capture(engine, text, shape, tokens=1275, batch=5), {"cache": shape.to_json()})
-    )
+    write_calibration(path, Calibration(capture(engine, text, shape, tokens=1275, batch=5), {"cache": shape.to_json()}))
     return path
 
 

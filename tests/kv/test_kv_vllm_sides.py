@@ -13,16 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 from assay.engines.vllm.hooks import Request
 from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import (
-    CodecHook,
-    HookPlan,
-    Mode,
-)
+from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode
 from assay.lab.kv.fit import CoderSet
-from assay.lab.kv.vllm import (
-    VllmCodecHook,
-    lanes_of,
-)
+from assay.lab.kv.vllm import VllmCodecHook, lanes_of
 from kv.predicting import leaning
 from kv.test_kv_hook import Rounding
 
@@ -35,17 +28,11 @@ class LlamaForCausalLM(torch.nn.Module):  # type: ignore[misc]
 
     device, dtype = torch.device("cpu"), torch.float32
     config = transformers.LlamaConfig(
-        hidden_size=16,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=HEADS,
-        head_dim=WIDTH,
+        hidden_size=16, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=WIDTH
     )
 
     def get_decoder(self) -> Any:
-        return SimpleNamespace(
-            rotary_emb=transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(self.config)
-        )
+        return SimpleNamespace(rotary_emb=transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(self.config))
 
 
 @dataclass(frozen=True)
@@ -133,9 +120,7 @@ def tensors(seed: int, tokens: int) -> dict[Any, Any]:
     return {key: torch.randn(HEADS, tokens, WIDTH, generator=generator) for key in KEYS}
 
 
-def all_of(
-    first: int = 0, last: int = 0, *, exact: tuple[Any, ...] = (), lossless: tuple[Any, ...] = ()
-) -> Any:
+def all_of(first: int = 0, last: int = 0, *, exact: tuple[Any, ...] = (), lossless: tuple[Any, ...] = ()) -> Any:
     """Every stream coded, each predicted from the layer below and the keys of its own, some left exact."""
     coders: dict[Any, Any] = {}
     for layer, stream in KEYS:

@@ -133,9 +133,7 @@ def test_kernels_give_what_the_reference_gives(
         found = lay.read(pages.cpu(), layout, real, stream, table_of.to("cpu"))
         r = (x.float() - mean).cpu()
         same = (found - lay.reconstruct(r, table_of.to("cpu"), layout.wide)).abs().amax(dim=(1, 2)) < 1e-2
-        assert (
-            same.float().mean() > 0.98
-        )  # a coefficient on the edge between two codes may fall on either side
+        assert same.float().mean() > 0.98  # a coefficient on the edge between two codes may fall on either side
         assert (found - r).square().mean() < 0.012 * r.square().mean()
     out = torch.zeros_like(q)
     kernels.attend(
@@ -228,8 +226,6 @@ for kernel, more in (
 def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     pytest.importorskip("triton")
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILED], env=settings, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=settings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("attend_kernel") == 2

@@ -165,9 +165,7 @@ class Engine:
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return float((found.float() - wanted.float()).square().mean()) < 0.02 * float(
-        wanted.float().square().mean()
-    )
+    return float((found.float() - wanted.float()).square().mean()) < 0.02 * float(wanted.float().square().mean())
 
 
 PROMPT = [int(i) for i in np.random.default_rng(0).integers(0, 1000, 70)]
@@ -268,9 +266,7 @@ def test_tokens_that_are_generated_leave_when_their_block_is_full() -> None:
     assert engine.planner.step("r", 30, 32, [9], again=False) == []
     tokens += PROMPT[31:33]
     saves = engine.planner.step("r", 32, 33, [11], again=False)
-    assert [(s.first, s.pages, s.key) for s in saves] == [
-        (16, (7, 9), keys_of(PROMPT, BLOCK, engine.planner.seed)[1])
-    ]
+    assert [(s.first, s.pages, s.key) for s in saves] == [(16, (7, 9), keys_of(PROMPT, BLOCK, engine.planner.seed)[1])]
     assert engine.planner.step("other", 0, 99, [1], again=True) == []
 
 

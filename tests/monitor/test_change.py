@@ -25,9 +25,7 @@ from assay.monitor.change import (
 )
 
 
-@given(
-    st.floats(0.0005, 0.1), st.floats(0.0, 0.2), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0)
-)
+@given(st.floats(0.0005, 0.1), st.floats(0.0, 0.2), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_a_bet_is_an_e_value_under_the_null(
     tolerance: float, slack: float, below: float, mean: float, start: float
 ) -> None:

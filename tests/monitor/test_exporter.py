@@ -54,9 +54,7 @@ def test_the_pages_say_what_the_watch_knows() -> None:
     with Exporter("127.0.0.1:0", watched.status) as exporter:
         root = f"http://127.0.0.1:{exporter.port}"
         page = httpx.get(f"{root}/metrics")
-        assert (
-            page.headers["content-type"].startswith("text/plain; version=0.0.4") and "secret" not in page.text
-        )
+        assert page.headers["content-type"].startswith("text/plain; version=0.0.4") and "secret" not in page.text
         samples = {
             (s.name, *s.labels.values()): s.value for f in text_string_to_metric_families(page.text) for s in f.samples
         }  # fmt: skip
@@ -117,18 +115,14 @@ def test_a_webhook_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) 
 def test_promtool_accepts_the_page(tmp_path: Path) -> None:
     with Exporter("127.0.0.1:0", watch().status) as exporter:
         page = httpx.get(f"http://127.0.0.1:{exporter.port}/metrics").content
-    done = subprocess.run(
-        [tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False
-    )
+    done = subprocess.run([tool("promtool"), "check", "metrics"], input=page, capture_output=True, check=False)
     assert done.returncode == 0 and not done.stdout + done.stderr, (done.stdout + done.stderr).decode()
 
 
 def test_promtool_accepts_the_rules_and_they_fire_when_they_should() -> None:
     promtool = tool("promtool")
     for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
-        done = subprocess.run(
-            [promtool, *arguments], cwd=EXAMPLES, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([promtool, *arguments], cwd=EXAMPLES, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -153,9 +147,7 @@ def scraping(watched: Watch, folder: Path) -> Iterator[str]:
     """A real Prometheus with the example's settings that scrapes a watch; the URL of its API."""
     binary, port = tool("prometheus"), free_port()
     with Exporter("127.0.0.1:0", watched.status) as exporter:
-        config = (
-            (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
-        )
+        config = (EXAMPLES / "prometheus.yml").read_text().replace("127.0.0.1:9877", f"127.0.0.1:{exporter.port}")
         (folder / "prometheus.yml").write_text(config.replace("30s", "1s"))
         shutil.copy(EXAMPLES / "alerts.yml", folder)
         command = [
@@ -234,18 +226,13 @@ def test_the_dockerfile_follows_the_rules_of_hadolint() -> None:
     image, tag = by["FROM"][0].split(":")
     assert image == "python" and re.fullmatch(r"3\.\d+-slim", tag)
     assert by["USER"] == ["assay"] and text.index("USER") < text.index("ENTRYPOINT")
-    version = re.search(
-        r'^version = "(.+)"', (EXAMPLES.parents[1] / "pyproject.toml").read_text(), re.MULTILINE
-    )
+    version = re.search(r'^version = "(.+)"', (EXAMPLES.parents[1] / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None and by["ARG"] == [f"VERSION={version.group(1)}"]
     assert "--no-cache-dir" in by["RUN"][0] and '"llm-assay==${VERSION}"' in by["RUN"][0]
     assert json.loads(by["ENTRYPOINT"][0])[:2] == ["assay", "watch"] and len(by["ENTRYPOINT"]) == 1
     assert json.loads(by["HEALTHCHECK"][0].removeprefix("CMD "))[0] == "python"
     port = int(by["EXPOSE"][0])
-    assert (
-        parse_listen(json.loads(by["ENTRYPOINT"][0])[-1])[1] == port
-        and f":{port}/healthz" in by["HEALTHCHECK"][0]
-    )
+    assert parse_listen(json.loads(by["ENTRYPOINT"][0])[-1])[1] == port and f":{port}/healthz" in by["HEALTHCHECK"][0]
 
 
 def get(api: str, path: str) -> dict[str, Any]:

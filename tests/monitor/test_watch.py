@@ -192,9 +192,7 @@ def test_a_drift_is_found_within_an_hour_and_its_values_do_not_enter_the_baselin
         assert watch.changes is not None and watch.changes.numbers.last is not None
         before = dict(watch.changes.numbers.base)
         bits = sum(before.values()) / len(before)
-        serve(
-            stub, nats=3.0 * (1 + 0.01 / bits)
-        )  # 0.01 bits per byte more, of about the same share of all texts
+        serve(stub, nats=3.0 * (1 + 0.01 / bits))  # 0.01 bits per byte more, of about the same share of all texts
         asked(watch, 60)
         assert "bits_per_byte.up" in watch.alarms and watch.state == "changed"
         assert watch.changes.numbers.base == before
@@ -255,8 +253,7 @@ def test_requests_that_wait_make_it_busy_and_are_measured_all_the_same() -> None
     with StubServer() as stub:
         watch = learnt(stub)
         stub.on(
-            "GET /metrics",
-            lambda e: e.send(f"{METRICS}vllm:num_requests_waiting 7.0\n".encode(), kind="text/plain"),
+            "GET /metrics", lambda e: e.send(f"{METRICS}vllm:num_requests_waiting 7.0\n".encode(), kind="text/plain")
         )
         assert asked(watch, 1) == [State.BUSY] and watch.state == "busy" and watch.last.bits
         watch.canary.close()
@@ -274,9 +271,7 @@ def test_another_model_at_night_and_several_servers_are_told() -> None:
             stub.on("GET /metrics", lambda e, line=line: e.send(line, kind="text/plain"))
             asked(watch, 1)
         assert set(watch.alarms) == {"several_servers"}
-        assert [e["text"] for e in watch.events if e["kind"] == "restarted"] == [
-            "the server's process is a new one"
-        ]
+        assert [e["text"] for e in watch.events if e["kind"] == "restarted"] == ["the server's process is a new one"]
         assert [f.severity for f in watch.report().findings] == [Severity.ERROR, Severity.WARNING]
         watch.canary.close()
 
@@ -341,11 +336,7 @@ def test_clocks_that_jump_change_nothing() -> None:
     clock = Clock()
     walls = iter([2e9, 0.0, -5.0, 3e9, 1e9, *[1e9] * 500])
     watch = Watch(
-        "http://127.0.0.1:9",
-        WatchOptions(listen="none"),
-        Replayed(clock),
-        clock=clock,
-        wall=lambda: next(walls),
+        "http://127.0.0.1:9", WatchOptions(listen="none"), Replayed(clock), clock=clock, wall=lambda: next(walls)
     )  # type: ignore[arg-type]
     for n in range(100):
         watch.step()
@@ -450,11 +441,7 @@ def test_an_interrupt_prints_what_there_is() -> None:
         clock.sleep(seconds)
 
     report = run_watch(
-        "http://127.0.0.1:9",
-        WatchOptions(listen="none"),
-        canary=Replayed(clock),
-        clock=clock,
-        sleep=interrupted,
+        "http://127.0.0.1:9", WatchOptions(listen="none"), canary=Replayed(clock), clock=clock, sleep=interrupted
     )  # type: ignore[arg-type]
     assert report.interrupted and report.exit_code == 130 and report.results["watch"]["rounds"] == {"ok": 3}
 

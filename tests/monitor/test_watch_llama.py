@@ -70,11 +70,7 @@ def test_restarts_are_survived_and_another_model_at_night_is_found(port: int) ->
             watched.step()
             if watched.alarms:
                 break
-        assert {name.partition(".")[0] for name in watched.alarms} <= {
-            "bits_per_token",
-            "first_tokens",
-            "tool_call",
-        }
+        assert {name.partition(".")[0] for name in watched.alarms} <= {"bits_per_token", "first_tokens", "tool_call"}
         assert watched.alarms and watched.report().exit_code == 1
     watched.canary.close()
 

@@ -9,11 +9,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.hf.cache import (
-    cast,
-    fp8_dtype,
-    widen,
-)
+from assay.engines.hf.cache import cast, fp8_dtype, widen
 
 FORMATS = ("e4m3", "e5m2")
 
@@ -80,9 +76,7 @@ def test_ties_go_to_the_even_code_and_what_is_too_large_to_the_largest() -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_codes_are_widened_as_torch_does(form: str, dtype: torch.dtype) -> None:
     # A view that is not contiguous, as layers of a cache keep.
-    codes = (
-        torch.arange(256, dtype=torch.uint8).view(fp8_dtype(form)).reshape(2, 8, 16)[:, 1:].transpose(1, 2)
-    )
+    codes = torch.arange(256, dtype=torch.uint8).view(fp8_dtype(form)).reshape(2, 8, 16)[:, 1:].transpose(1, 2)
     found = widen(codes, dtype)
     assert found.dtype is dtype
     torch.testing.assert_close(found, codes.to(dtype), rtol=0, atol=0, equal_nan=True)

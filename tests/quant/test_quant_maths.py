@@ -17,12 +17,7 @@ from scipy.linalg import hadamard
 from scipy.stats import norm
 
 from assay.errors import UsageError
-from assay.lab.kv.codecs.lattice import (
-    nearest,
-    number,
-    point,
-    points,
-)
+from assay.lab.kv.codecs.lattice import nearest, number, point, points
 from assay.lab.quant.scalar import (
     Rotation,
     empirical_levels,
@@ -96,11 +91,7 @@ def test_a_rotation_of_any_length_spreads_a_single_value(length: int) -> None:
 
 def test_words_are_those_of_splitmix64() -> None:
     # First outputs of the reference implementation for seed 1234567.
-    assert random_words(1234567, 3).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-    ]
+    assert random_words(1234567, 3).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     words = random_words(7, 64)
     expected = [-1.0 if int(w) >> 63 else 1.0 for w in words]
     assert random_signs(7, 64).tolist() == expected
@@ -191,9 +182,7 @@ def test_fractional_bits() -> None:
     kind=st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.int64]),
     seed=st.integers(0, 2**32),
 )
-def test_packing_agrees_with_a_string_of_bits(
-    width: int, rows: int, count: int, kind: torch.dtype, seed: int
-) -> None:
+def test_packing_agrees_with_a_string_of_bits(width: int, rows: int, count: int, kind: torch.dtype, seed: int) -> None:
     top = min(2**16, 2 ** (8 * kind.itemsize - kind.is_signed))
     values = torch.randint(0, top, (rows, count), generator=torch.Generator().manual_seed(seed)).to(kind)
     packed = pack(values, width)

@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 
 from assay.demo.servers import vllm_python
 from assay.lab.quant import trellis as module
-from assay.lab.quant.trellis import (
-    STATES,
-    by_torch,
-    cheapest_path,
-    trellis,
-)
+from assay.lab.quant.trellis import STATES, by_torch, cheapest_path, trellis
 
 HERE = Path(__file__).parent
 AWKWARD = [0.0, -0.0, 1e-42, 1e29, 1e31, -3.0, float("inf"), float("-inf"), float("nan")]

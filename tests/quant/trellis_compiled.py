@@ -10,14 +10,7 @@ from triton.compiler import ASTSource
 
 from assay.lab.quant.trellis_kernel import _search
 
-KINDS = {
-    "costs_at": "*fp32",
-    "words_at": "*i32",
-    "out_at": "*i16",
-    "rows": "i32",
-    "count": "i32",
-    "far": "fp32",
-}
+KINDS = {"costs_at": "*fp32", "words_at": "*i32", "out_at": "*i16", "rows": "i32", "count": "i32", "far": "fp32"}
 FIXED = {"half": 4, "quantisers": 0b11001100, "parities": 0b11111010, "block": 2, "lanes": 32}
 source = ASTSource(
     fn=_search,
@@ -27,9 +20,7 @@ source = ASTSource(
 )
 for capability in (80, 90, 100):
     found = triton.compile(
-        source,
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 1, "enable_fp_fusion": False},
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1, "enable_fp_fusion": False}
     )
     code = found.asm["ptx"]
     assert "ld.global.v4" in code

@@ -6,20 +6,7 @@ import math
 
 from hypothesis import strategies as st
 
-from assay.verdict import (
-    AREAS,
-    Band,
-    Chart,
-    Finding,
-    Metric,
-    Point,
-    Quote,
-    Report,
-    Series,
-    Severity,
-    Table,
-    Verdict,
-)
+from assay.verdict import AREAS, Band, Chart, Finding, Metric, Point, Quote, Report, Series, Severity, Table, Verdict
 
 STORY = (
     "Whiskers was a small grey cat who lived on the top floor of an old brick building. Every evening she climbed "
@@ -135,18 +122,14 @@ odd_text = st.one_of(
     st.text(st.characters(), max_size=60),
     st.builds("".join, st.lists(st.sampled_from(ATTACKS), max_size=4)),
 )
-odd_float = st.floats() | st.sampled_from(
-    [0.0, -0.0, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan]
-)
+odd_float = st.floats() | st.sampled_from([0.0, -0.0, 5e-324, 1.7e308, -1.7e308, math.inf, -math.inf, math.nan])
 odd_value = st.recursive(
     st.none() | st.booleans() | st.integers() | odd_float | odd_text,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(odd_text, inner, max_size=4),
     max_leaves=8,
 )
 odd_mapping = st.dictionaries(odd_text, odd_value, max_size=4)
-points = st.builds(
-    Point, st.one_of(odd_float, odd_text), odd_float, st.none() | odd_float, st.none() | odd_float
-)
+points = st.builds(Point, st.one_of(odd_float, odd_text), odd_float, st.none() | odd_float, st.none() | odd_float)
 charts = st.builds(
     Chart,
     odd_text,

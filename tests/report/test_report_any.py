@@ -243,10 +243,7 @@ def test_prometheus_text_parses(report):
 @settings(deadline=None, max_examples=6)
 @given(reports())
 def test_picture_is_valid_xml_and_loads_nothing(report):
-    for picture_text in (
-        picture.export_svg(report, 60),
-        picture.export_comparison_svg([("a", report)], width=60),
-    ):
+    for picture_text in (picture.export_svg(report, 60), picture.export_comparison_svg([("a", report)], width=60)):
         root = ET.fromstring(picture_text.encode("utf-8"))
         assert root.tag.endswith("svg")
         styles = "".join(e.text or "" for e in root.iter() if e.tag.endswith("style"))
@@ -256,9 +253,7 @@ def test_picture_is_valid_xml_and_loads_nothing(report):
 
 def test_every_attack_is_shown_as_text_in_the_page():
     quotes = tuple(Quote(f"attack {i}", text) for i, text in enumerate(ATTACKS))
-    finding = Finding(
-        "coherence.x", Severity.ERROR, ATTACKS[0], ATTACKS[1], {ATTACKS[3]: ATTACKS[2]}, ATTACKS[:3]
-    )
+    finding = Finding("coherence.x", Severity.ERROR, ATTACKS[0], ATTACKS[1], {ATTACKS[3]: ATTACKS[2]}, ATTACKS[:3])
     page = html.render(Report("check", Verdict.FAIL, {"model": ATTACKS[0]}, (finding,), blocks=quotes))
     shown = "".join(check_page(page).text)
     for text in ("<script>alert(1)</script>", "</pre></details></main><h1>PASS</h1>", "⟨ESC⟩[31mred", "nul⟨NUL⟩bell⟨BEL⟩",

@@ -78,11 +78,7 @@ def places(image, colour: Colour, tolerance: int = 6) -> list[tuple[int, int]]:
 def band_bottom(image, colour: Colour) -> int:
     """The height of the band: rows from the top whose outermost pixels have its colour."""
     y = 0
-    while (
-        y < image.height
-        and near(image.getpixel((2, y)), colour)
-        and near(image.getpixel((WIDTH - 3, y)), colour)
-    ):
+    while y < image.height and near(image.getpixel((2, y)), colour) and near(image.getpixel((WIDTH - 3, y)), colour):
         y += 1
     return y
 
@@ -168,10 +164,5 @@ def test_the_browser_reads_the_text_of_the_page(chromium, tmp_path):
     page.write_text(html.render(full()), encoding="utf-8")
     dom = chromium("--dump-dom", page.as_uri())
     assert dom.count("<h1>") == 1
-    for words in (
-        "FAIL",
-        "14 of 18 texts degenerate",
-        "goes wrong at character 219",
-        "Share of degenerate texts",
-    ):
+    for words in ("FAIL", "14 of 18 texts degenerate", "goes wrong at character 219", "Share of degenerate texts"):
         assert words in dom

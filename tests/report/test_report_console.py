@@ -198,9 +198,7 @@ def test_a_flood_of_line_breaks_does_not_scroll_the_screen():
 
 
 def test_many_findings_of_one_kind_are_counted_after_the_first():
-    found = tuple(
-        Finding("checkpoint.digest_mismatch", Severity.ERROR, f"shard {i} differs") for i in range(40)
-    )
+    found = tuple(Finding("checkpoint.digest_mismatch", Severity.ERROR, f"shard {i} differs") for i in range(40))
     other = Finding("checkpoint.unverified", Severity.WARNING, "one more thing")
     text = printed(Report("verify", Verdict.FAIL, findings=(*found, other)))
     assert "shard 4 differs" in text and "shard 5 differs" not in text
@@ -230,9 +228,7 @@ def crowded(findings=30, rows=200, columns=4, words=60):
         for i in range(findings)
     )  # fmt: skip
     path = "/".join(["folder"] * 20) + "/model-00001-of-00099.safetensors"
-    table = Table(
-        "files", ("path", *(f"column {i}" for i in range(columns))), [(path, *["value"] * columns)] * rows
-    )
+    table = Table("files", ("path", *(f"column {i}" for i in range(columns))), [(path, *["value"] * columns)] * rows)
     quotes = tuple(Quote(f"text {i}", "the " * 400, "degenerate", 4) for i in range(20))
     return Report(
         "verify", Verdict.FAIL, subject={"path": path}, findings=found, blocks=(table, *quotes),

@@ -97,9 +97,7 @@ def test_findings_of_one_kind_are_cases_of_their_own():
 def test_what_xml_cannot_hold_is_replaced():
     odd = "a\x00b\x1bc\ufffe\uffff\ud800d <&>\"' ]]>"
     finding = Finding("server.x", Severity.ERROR, odd, odd, {odd: odd}, (odd,), (odd,), (odd,))
-    text = junit.render(
-        Report(odd, Verdict.FAIL, {odd: odd}, (finding,), {"p": [{"status": "skipped", "name": odd}]})
-    )
+    text = junit.render(Report(odd, Verdict.FAIL, {odd: odd}, (finding,), {"p": [{"status": "skipped", "name": odd}]}))
     root = ET.fromstring(text.encode("utf-8"))
     assert "a⟨NUL⟩b⟨ESC⟩c" in next(root.iter("failure")).get("message")
     assert "<&>\"' ]]>" in next(root.iter("failure")).text

@@ -20,9 +20,7 @@ def tokens(text):
 
 def words(text):
     """What a reader sees of one line of Markdown."""
-    return "".join(
-        t.content for t in tokens(text) if t.type in ("text", "code_inline") and t.children is None
-    )
+    return "".join(t.content for t in tokens(text) if t.type in ("text", "code_inline") and t.children is None)
 
 
 def test_the_document_of_a_failing_report():
@@ -69,9 +67,7 @@ def test_a_fence_is_longer_than_any_inside():
 def test_mentions_and_references_name_nobody():
     text = markdown.prose("ask @octocat about #12 and GH-34, user@example.org")
     assert "@octocat" not in text and "#12" not in text and "GH-34" not in text and "@example" not in text
-    assert (
-        text.replace("\u200b", "").replace("\\", "") == "ask @octocat about #12 and GH-34, user@example.org"
-    )
+    assert text.replace("\u200b", "").replace("\\", "") == "ask @octocat about #12 and GH-34, user@example.org"
 
 
 def test_cells_keep_their_columns():
@@ -85,9 +81,7 @@ def test_cells_keep_their_columns():
 
 
 def test_a_remedy_keeps_its_words_and_its_command_apart():
-    finding = Finding(
-        "server.x", Severity.WARNING, "t", remedies=("set `x` and run `assay check --samples 9`",)
-    )
+    finding = Finding("server.x", Severity.WARNING, "t", remedies=("set `x` and run `assay check --samples 9`",))
     text = markdown.render(Report("check", Verdict.PASS, findings=(finding,)))
     assert "set `x` and run\n\n```text\nassay check --samples 9\n```" in text
 

@@ -6,16 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.report.text import (
-    evidence_items,
-    excerpt,
-    is_command,
-    one_line,
-    safe_json,
-    shorten,
-    split_code,
-    visible,
-)
+from assay.report.text import evidence_items, excerpt, is_command, one_line, safe_json, shorten, split_code, visible
 from assay.verdict import Quote
 
 
@@ -64,11 +55,7 @@ def test_excerpt_of_a_short_text_is_the_text():
 
 
 def test_excerpt_marks_the_onset_inside_the_head():
-    assert pieces("good bad", onset=5) == [
-        ("text", "good "),
-        ("onset", "goes wrong at character 5"),
-        ("after", "bad"),
-    ]
+    assert pieces("good bad", onset=5) == [("text", "good "), ("onset", "goes wrong at character 5"), ("after", "bad")]
     assert pieces("bad", onset=0) == [("onset", "goes wrong at character 0"), ("after", "bad")]
 
 

@@ -143,9 +143,7 @@ class Handler(BaseHTTPRequestHandler):
             text = "".join(words)
             inner = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
             choice = {"index": 0, "finish_reason": "stop", **inner}
-            self.reply(
-                {"id": "x", "object": "completion", "model": "small", "choices": [choice], "usage": usage}
-            )
+            self.reply({"id": "x", "object": "completion", "model": "small", "choices": [choice], "usage": usage})
         with LOCK:
             RUNNING -= 1
 

@@ -37,7 +37,9 @@ def test_the_module_form_of_vllm_is_vllm_too() -> None:
 
 
 def test_dotted_parts_of_one_setting_belong_together() -> None:
-    text = "vllm serve m --speculative-config.method ngram --speculative-config.num_speculative_tokens 4 --enforce-eager"
+    text = (
+        "vllm serve m --speculative-config.method ngram --speculative-config.num_speculative_tokens 4 --enforce-eager"
+    )
     command = read_command(shlex.split(text))
     setting = command.settings[0]
     assert setting.name == "--speculative-config" and len(setting.words) == 4
@@ -48,12 +50,7 @@ def test_llama_server_with_its_short_names() -> None:
         shlex.split("/x/llama-server -m a.gguf -ctk q4_0 -fa on -c 4096 -np 4 --jinja --rope-freq-base 99")
     )
     assert command.engine == "llama.cpp" and command.model == "a.gguf"
-    assert [s.name for s in command.settings] == [
-        "--cache-type-k",
-        "--flash-attn",
-        "--parallel",
-        "--rope-freq-base",
-    ]
+    assert [s.name for s in command.settings] == ["--cache-type-k", "--flash-attn", "--parallel", "--rope-freq-base"]
     assert "--parallel 1" in command.text(frozenset()) and "-ctk" not in command.text(frozenset())
 
 
@@ -105,10 +102,7 @@ def test_no_secret_is_in_the_text_of_a_command() -> None:
     )
     text = command.text(frozenset(s.name for s in command.settings))
     assert "hf_abc" not in text and "verysecret" not in text
-    assert (
-        "sk-verysecret1" in command.words(frozenset(), 1)
-        and command.variables(())["HF_TOKEN"] == "hf_abcdefgh1234"
-    )
+    assert "sk-verysecret1" in command.words(frozenset(), 1) and command.variables(())["HF_TOKEN"] == "hf_abcdefgh1234"
 
 
 def test_the_bundle_takes_secrets_out_and_leaves_prose_alone() -> None:
@@ -125,19 +119,13 @@ def test_the_bundle_takes_secrets_out_and_leaves_prose_alone() -> None:
 
 def test_options_that_mean_nothing_alone_are_one_setting_and_an_adapter_is_asked_by_its_name() -> None:
     lora = read_command(
-        shlex.split(
-            "vllm serve m --enforce-eager --no-enable-prefix-caching --enable-lora --lora-modules a=/x b=/y"
-        )
+        shlex.split("vllm serve m --enforce-eager --no-enable-prefix-caching --enable-lora --lora-modules a=/x b=/y")
     )
     assert [s.name for s in lora.settings] == ["--lora-modules"]
     assert lora.settings[0].words == ("--lora-modules", "a=/x", "b=/y", "--enable-lora")
     assert (lora.asked({"--lora-modules"}), lora.asked(())) == ("a", None)
-    draft = read_command(
-        shlex.split("llama-server -m a.gguf -md b.gguf --spec-type draft-simple --spec-draft-n-max 8")
-    )
-    assert [s.name for s in draft.settings] == ["--model-draft"] and draft.text(
-        ()
-    ) == "llama-server -m a.gguf"
+    draft = read_command(shlex.split("llama-server -m a.gguf -md b.gguf --spec-type draft-simple --spec-draft-n-max 8"))
+    assert [s.name for s in draft.settings] == ["--model-draft"] and draft.text(()) == "llama-server -m a.gguf"
 
 
 def test_a_program_in_front_of_the_engine_belongs_to_its_start() -> None:

@@ -81,9 +81,7 @@ def test_too_little_room_for_logs_is_said_before_a_launch(monkeypatch: pytest.Mo
     assert failed.value.finding_id == "server.disk_full"
 
 
-def test_a_disk_that_fills_up_ends_the_doctor_with_what_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_ends_the_doctor_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", "size=90m", "tmpfs", str(disk)]
@@ -231,15 +229,11 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
         doctor.now = "with --kv, start 2: asking"
         seen.extend((drawn(doctor, 40), drawn(doctor, 8)))
 
-    options = DoctorOptions(
-        command_template=SERVER, seconds=5.0, budget=2.0, fault_rate=1.0, ladder=False, tools=False
-    )
+    options = DoctorOptions(command_template=SERVER, seconds=5.0, budget=2.0, fault_rate=1.0, ladder=False, tools=False)
     run_doctor(["--harmless-a", "1", "--kv", "fp8"], options, NO_PROGRESS, watch)
     full, low = seen
     lines = full.splitlines()
     assert all(len(line.rstrip()) <= 100 for line in lines) and lines[0].split()[0] == "configuration"
-    assert any(
-        line.startswith("with --kv") and "floods" in line and line.rstrip().endswith("bad") for line in lines
-    )
+    assert any(line.startswith("with --kv") and "floods" in line and line.rstrip().endswith("bad") for line in lines)
     assert "asking (4 starts so far," in lines[-1] and lines[-1].rstrip().endswith("left)")
     assert len(low.splitlines()) < len(lines) and "\nbaseline" not in low

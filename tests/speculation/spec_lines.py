@@ -71,9 +71,7 @@ def vllm_v1(
     )
 
 
-def vllm_engine(
-    number: int, speed: float = 50.0, running: int = 1, prefix: str = "(APIServer pid=7) "
-) -> str:
+def vllm_engine(number: int, speed: float = 50.0, running: int = 1, prefix: str = "(APIServer pid=7) ") -> str:
     """The line that vLLM prints before the window."""
     return (
         f"{prefix}INFO 10-11 08:30:00 [loggers.py:236] Engine {number:03d}: Avg prompt throughput: 3.1 tokens/s, Avg "
@@ -92,13 +90,7 @@ def vllm_v0(accepted: int, drafted: int, emitted: int, k: int, words: str = "tok
 
 
 def sglang(
-    length: float,
-    rate: float | None = None,
-    *,
-    tokens: int = 400,
-    running: int = 1,
-    rank: str = "TP0",
-    stop: str = ",",
+    length: float, rate: float | None = None, *, tokens: int = 400, running: int = 1, rank: str = "TP0", stop: str = ","
 ) -> str:
     """A decode batch."""
     printed = "" if rate is None else f" accept rate: {rate:.2f},"

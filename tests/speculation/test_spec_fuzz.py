@@ -43,9 +43,7 @@ def damaged(draw: st.DrawFn) -> str:
     line = draw(st.sampled_from(GOOD))
     a = draw(st.integers(0, len(line)))
     b = draw(st.integers(a, len(line)))
-    middle = draw(
-        st.sampled_from(["", line[a:b] * 2, "nan", "-1", "1e999", "99999999999999999999", "\x00", "%", "é"])
-    )
+    middle = draw(st.sampled_from(["", line[a:b] * 2, "nan", "-1", "1e999", "99999999999999999999", "\x00", "%", "é"]))
     return line[:a] + middle + line[b:]
 
 
@@ -73,11 +71,7 @@ VALUES = st.one_of(
 
 
 @settings(max_examples=400)
-@given(
-    st.recursive(
-        VALUES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.sampled_from(KEYS), v, max_size=8)
-    )
-)
+@given(st.recursive(VALUES, lambda v: st.lists(v, max_size=4) | st.dictionaries(st.sampled_from(KEYS), v, max_size=8)))
 def test_any_document(value: Any) -> None:
     consistent(lines.read_document(value))
 
@@ -87,13 +81,7 @@ def test_any_document(value: Any) -> None:
     st.lists(
         st.tuples(
             st.sampled_from(
-                [
-                    "drafts",
-                    "draft_tokens",
-                    "accepted_tokens",
-                    'accepted_tokens_per_pos{position="0"}',
-                    "emitted_tokens",
-                ]
+                ["drafts", "draft_tokens", "accepted_tokens", 'accepted_tokens_per_pos{position="0"}', "emitted_tokens"]
             ),
             st.sampled_from(["0", "5", "1e3", "NaN", "+Inf", "-4", "x"]),
         ),

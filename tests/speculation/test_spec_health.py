@@ -38,9 +38,7 @@ def test_bands(per_position: list[int], drafts: int, expected: Health) -> None:
 
 
 @given(
-    st.integers(1, 3000).flatmap(
-        lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n).map(lambda x: x))
-    )
+    st.integers(1, 3000).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(0, n).map(lambda x: x)))
 )
 def test_more_acceptance_is_never_worse(case: tuple[int, int, int]) -> None:
     drafts, first, other = case
@@ -57,10 +55,7 @@ def test_one_dead_engine_of_two_is_degraded_although_the_pool_looks_fine() -> No
 
 
 def test_all_engines_dead_is_broken() -> None:
-    assert (
-        assess(lines.read_metrics(lines.vllm_page({"0": (300, [0]), "1": (300, [2])}))).health
-        is Health.BROKEN
-    )
+    assert assess(lines.read_metrics(lines.vllm_page({"0": (300, [0]), "1": (300, [2])}))).health is Health.BROKEN
 
 
 def test_windows_that_disagree_widen_the_interval() -> None:

@@ -209,8 +209,7 @@ def test_a_baseline_server_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
     with StubServer() as on, StubServer() as off:
         report = examine([serving(on, page).url], SpecOptions(interval=0.0, baseline=(off.url,), requests=6))
         bodies = [
-            [b.get("seed") for b in s.bodies("POST /v1/completions") if b.get("max_tokens") == 128]
-            for s in (on, off)
+            [b.get("seed") for b in s.bodies("POST /v1/completions") if b.get("max_tokens") == 128] for s in (on, off)
         ]
     assert sorted(bodies[0]) == sorted(bodies[1]) and len(bodies[0]) == 8
     found = report.results["benefit"]["measured_multiplier_interval"]

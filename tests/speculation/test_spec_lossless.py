@@ -80,15 +80,9 @@ class Model:
             tokens = self.greedy
         else:
             rng = np.random.default_rng(e.body["seed"])
-            tokens = [
-                ("xy"[int(rng.random() < self.bias)], math.log(0.5)) for _ in range(e.body["max_tokens"])
-            ]
+            tokens = [("xy"[int(rng.random() < self.bias)], math.log(0.5)) for _ in range(e.body["max_tokens"])]
         top = [{t: p, **self.alternatives} for t, p in tokens]
-        logprobs = {
-            "tokens": [t for t, _ in tokens],
-            "token_logprobs": [p for _, p in tokens],
-            "top_logprobs": top,
-        }
+        logprobs = {"tokens": [t for t, _ in tokens], "token_logprobs": [p for _, p in tokens], "top_logprobs": top}
         e.json({"choices": [{"text": "", "logprobs": logprobs}], "usage": {}})
 
 

@@ -84,9 +84,7 @@ def test_lines_that_only_grow_count_since_start() -> None:
 
 def test_a_last_line_that_repeats_the_sum_is_left_out() -> None:
     rows = [f"req {i}: drafted={d} accepted={d // 2}" for i, d in enumerate((40, 90, 20))]
-    assert (
-        lines.read(*(f"mtp {r}" for r in rows), "mtp all done: drafted=150 accepted=75").record.drafted == 150
-    )
+    assert lines.read(*(f"mtp {r}" for r in rows), "mtp all done: drafted=150 accepted=75").record.drafted == 150
 
 
 @pytest.mark.parametrize(
@@ -143,9 +141,7 @@ def test_two_summaries_are_two_runs() -> None:
 
 
 def test_sglang_says_length_only() -> None:
-    record = lines.read(
-        "Backend:                 sglang", "Accept length:                           2.46"
-    ).record
+    record = lines.read("Backend:                 sglang", "Accept length:                           2.46").record
     assert (record.engine, record.mean_acceptance_length, record.counts) == ("sglang", 2.46, False)
     assert assess(lines.read("Average Accept length: 1.02")).health is Health.BROKEN
 
@@ -155,13 +151,7 @@ def test_aggregates_after_a_table_are_not_added() -> None:
         f"  t{i}  pred= {p} draft= {d} acc= {a} rate=0.7 tok/s=9.0"
         for i, (p, d, a) in enumerate([(90, 60, 42), (80, 50, 35)])
     ]
-    tail = [
-        "Aggregate: {",
-        '  "total_predicted": 170,',
-        '  "total_draft": 110,',
-        '  "total_draft_accepted": 77,',
-        "}",
-    ]
+    tail = ["Aggregate: {", '  "total_predicted": 170,', '  "total_draft": 110,', '  "total_draft_accepted": 77,', "}"]
     assert lines.read(*rows, *tail).record.drafted == 110
 
 
@@ -184,11 +174,7 @@ def test_documents(document: dict[str, Any], engine: str, accepted: int, drafted
 
 def test_fastdeploy_counts_bonus_tokens_as_accepted() -> None:
     value = {
-        "speculate_metrics": {
-            "accepted_tokens": 100,
-            "rejected_tokens": 60,
-            "accepted_tokens_per_head": [50, 30, 20],
-        }
+        "speculate_metrics": {"accepted_tokens": 100, "rejected_tokens": 60, "accepted_tokens_per_head": [50, 30, 20]}
     }
     record = lines.read_document(value).record
     assert record.positions == ((30, 50), (20, 50)) and record.mean_acceptance_length == pytest.approx(2.0)
@@ -264,9 +250,7 @@ def test_unread_lines_beside_read_ones_are_a_remark() -> None:
 
 
 def test_what_a_user_wrote_is_no_evidence() -> None:
-    assert lines.read(
-        "Received request: prompt: 'my mtp log says accepted=5/9 drafted tokens'"
-    ).record.nothing_drafted
+    assert lines.read("Received request: prompt: 'my mtp log says accepted=5/9 drafted tokens'").record.nothing_drafted
 
 
 def test_unread_metrics_and_keys() -> None:
@@ -313,12 +297,8 @@ class Foreign(Parser):
         return None
 
 
-@given(
-    st.sampled_from([*PARSERS, Foreign]), st.data(), st.text("abc =:0123", max_size=30), st.integers(0, 500)
-)
-def test_every_declared_needle_is_found(
-    parser: type[Parser], data: st.DataObject, noise: str, before: int
-) -> None:
+@given(st.sampled_from([*PARSERS, Foreign]), st.data(), st.text("abc =:0123", max_size=30), st.integers(0, 500))
+def test_every_declared_needle_is_found(parser: type[Parser], data: st.DataObject, noise: str, before: int) -> None:
     if not parser.needles:
         return
     needle = data.draw(st.sampled_from(parser.needles))

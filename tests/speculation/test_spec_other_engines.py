@@ -44,9 +44,7 @@ class TestSglang:
         assert infer_depth(pairs) == depth
 
     def test_server_arguments_fix_the_depth(self) -> None:
-        arguments = (
-            "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5, tp_size=1)"
-        )
+        arguments = "server_args=ServerArgs(speculative_algorithm='EAGLE', speculative_num_steps=5, tp_size=1)"
         record = lines.read(arguments, lines.sglang(3.5)).record
         assert record.num_speculative_tokens == 5
         assert record.acceptance_rate == pytest.approx(0.5)
@@ -73,12 +71,8 @@ class TestSglang:
         assert record.positions == ((9, 12), (6, 12), (3, 12))
 
     def test_usage_beside_meta_info_does_not_count_twice(self) -> None:
-        usage = {
-            "completion_tokens_details": {"accepted_prediction_tokens": 18, "rejected_prediction_tokens": 18}
-        }
-        both = {
-            "meta_info": {"spec_verify_ct": 12, "spec_num_correct_drafts": 18, "spec_num_proposed_drafts": 36}
-        }
+        usage = {"completion_tokens_details": {"accepted_prediction_tokens": 18, "rejected_prediction_tokens": 18}}
+        both = {"meta_info": {"spec_verify_ct": 12, "spec_num_correct_drafts": 18, "spec_num_proposed_drafts": 36}}
         assert lines.read_document(both | {"usage": usage}).record.drafted == 36
         assert lines.read_document({"usage": usage}).record.drafted == 36
 
@@ -120,9 +114,7 @@ class TestLlamaCpp:
         assert evidence.record.generation_throughput == 111.1
 
     def test_printed_mean_length(self) -> None:
-        line = lines.llama_request(
-            60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | "
-        )
+        line = lines.llama_request(60, 100, "new", prefix="0.01.002.003 I slot print_timing: id  0 | task 4 | ")
         record = lines.read(line + ", mean len =  3.50").record
         assert record.mean_acceptance_length == pytest.approx(3.5)
         assert record.drafts is None
@@ -141,9 +133,7 @@ class TestLlamaCpp:
 
 class TestOthers:
     def test_mlx_rounds(self) -> None:
-        record = lines.read_document(
-            {"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}
-        ).record
+        record = lines.read_document({"timings": {"draft_rounds": 20, "draft_n": 60, "draft_n_accepted": 45}}).record
         assert record.engine == "mlx-vlm"
         assert (record.drafts, record.mean_acceptance_length) == (20, pytest.approx(3.25))
 
@@ -154,22 +144,11 @@ class TestOthers:
 
     def test_tensorrt_iterations_are_summed(self) -> None:
         iterations = [
-            {
-                "specDecodingStats": {
-                    "numDraftTokens": 12,
-                    "numAcceptedTokens": n,
-                    "numRequestsWithDraftTokens": 4,
-                }
-            }
+            {"specDecodingStats": {"numDraftTokens": 12, "numAcceptedTokens": n, "numRequestsWithDraftTokens": 4}}
             for n in (6, 10)
         ]
         record = lines.read_document(iterations).record
-        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (
-            24,
-            16,
-            8,
-            3,
-        )
+        assert (record.drafted, record.accepted, record.drafts, record.num_speculative_tokens) == (24, 16, 8, 3)
 
     @pytest.mark.parametrize("wrap", ["choice", "perf_metrics"])
     def test_tensorrt_requests(self, wrap: str) -> None:

@@ -132,9 +132,7 @@ def test_position_0_from_lifetime_statistics() -> None:
         "statistics dflash: #calls(b,g,a) = 4 600 380, #gen drafts = 600, #acc drafts = 380, #gen tokens = 9000, "
         "#acc tokens = 700, dur(b,g,a) = 0.1, 0.2, 0.3 ms",
     ]
-    evidence = lines.read(
-        "eval time = 900.0 ms /   130 tokens (  9.0 ms per token,  111.1 tokens per second)", *rows
-    )
+    evidence = lines.read("eval time = 900.0 ms /   130 tokens (  9.0 ms per token,  111.1 tokens per second)", *rows)
     found = assess(evidence)
     assert (found.health, found.basis) == (Health.HEALTHY, "position 0, since start")
     assert found.rate is not None and found.rate.value == pytest.approx(380 / 600)
@@ -182,8 +180,6 @@ CONFIG = "speculative_config=SpeculativeConfig(method='mtp', model='x', num_spec
         ([CONFIG.format(3), CONFIG.format(5), lines.vllm_v1([80, 60, 40], 100)], None, False),
     ],
 )
-def test_depth_against_what_was_asked(
-    rows: list[str], asked: int | None, wrong: bool, tmp_path: Path
-) -> None:
+def test_depth_against_what_was_asked(rows: list[str], asked: int | None, wrong: bool, tmp_path: Path) -> None:
     report = report_of(tmp_path, "\n".join(rows) + "\n", num_speculative_tokens=asked)
     assert ("speculation.k_mismatch" in [f.id for f in report.findings]) == wrong

@@ -62,8 +62,7 @@ def test_the_distance_is_read_from_a_comparison(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("1.5", "between 0 and 1"), ("nan", "between 0 and 1"), ("no-such.json", "cannot be read")],
+    ("text", "said"), [("1.5", "between 0 and 1"), ("nan", "between 0 and 1"), ("no-such.json", "cannot be read")]
 )
 def test_what_gives_no_distance_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
@@ -89,9 +88,7 @@ def test_spec_shows_the_prediction_beside_what_is_there(log: Path, tmp_path: Pat
 def test_a_change_beyond_what_was_measured_is_said(log: Path) -> None:
     report = examine([str(log)], SpecOptions(predict="0.9"))
     assert "speculation.prediction" in [f.id for f in report.findings]
-    assert "speculation.prediction" not in [
-        f.id for f in examine([str(log)], SpecOptions(predict="0.01")).findings
-    ]
+    assert "speculation.prediction" not in [f.id for f in examine([str(log)], SpecOptions(predict="0.01")).findings]
 
 
 def test_a_source_without_positions_cannot_be_predicted(tmp_path: Path) -> None:

@@ -31,11 +31,7 @@ def test_log_page_and_responses_agree_to_the_token(run: str) -> None:
     before, after = ((DATA / f"llama_cpp_{run}.{kind}").read_text() for kind in ("before.prom", "prom"))
     window = between(before, after, 1.0).window.record
     log, responses = record(f"{run}.log"), record(f"{run}.json")
-    assert (
-        (log.drafted, log.accepted)
-        == (responses.drafted, responses.accepted)
-        == (window.drafted, window.accepted)
-    )
+    assert (log.drafted, log.accepted) == (responses.drafted, responses.accepted) == (window.drafted, window.accepted)
     assert window.positions is not None and sum(a for a, _ in window.positions) == window.accepted
     # The log prints lengths with two decimals, the page counts drafts.
     assert log.tokens_per_step == pytest.approx(window.tokens_per_step, abs=0.01)
@@ -92,7 +88,5 @@ def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) 
             window = between(before, client.get("/metrics").text, 1.0).window.record
         report = examine([str(server.log)])
     own, log = combine(responses.settled()).record, report.results["record"]
-    assert (
-        (own.drafted, own.accepted) == (window.drafted, window.accepted) == (log["drafted"], log["accepted"])
-    )
+    assert (own.drafted, own.accepted) == (window.drafted, window.accepted) == (log["drafted"], log["accepted"])
     assert own.drafted and own.accepted and own.accepted >= 0.8 * own.drafted

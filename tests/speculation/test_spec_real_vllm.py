@@ -92,11 +92,7 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
         return own.drafts, own.drafted, own.accepted, own.positions
 
     with vllm_server(
-        model,
-        name="speculating",
-        max_model_len=1024,
-        extra_args=arguments,
-        env={"VLLM_LOG_STATS_INTERVAL": "1"},
+        model, name="speculating", max_model_len=1024, extra_args=arguments, env={"VLLM_LOG_STATS_INTERVAL": "1"}
     ) as server:
         with httpx.Client(base_url=server.url, timeout=300) as client:
 

@@ -78,13 +78,7 @@ def test_unknown_values_are_null(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["/no/such/file.log"],
-        [],
-        ["x", "--lossless", "http://127.0.0.1:9"],
-        ["a", "b", "--follow"],
-        ["--nonsense"],
-    ],
+    [["/no/such/file.log"], [], ["x", "--lossless", "http://127.0.0.1:9"], ["a", "b", "--follow"], ["--nonsense"]],
 )
 def test_what_cannot_be_examined_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out = spec(capsys, *arguments)
@@ -129,11 +123,7 @@ def test_given_cost(tmp_path: Path) -> None:
 
 def test_every_output_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = log(
-        tmp_path,
-        lines.vllm_engine(0),
-        lines.vllm_v1([80, 50], 100),
-        lines.vllm_engine(1),
-        lines.vllm_v1([0, 0], 100),
+        tmp_path, lines.vllm_engine(0), lines.vllm_v1([80, 50], 100), lines.vllm_engine(1), lines.vllm_v1([0, 0], 100)
     )
     files = {f"--{kind}": str(tmp_path / f"r.{kind}") for kind in ("html", "junit", "markdown", "prometheus")}
     code = invoke(["spec", source, *(part for pair in files.items() for part in pair)])
@@ -150,11 +140,7 @@ def test_a_checkpoint_is_examined_or_it_is_said_why_not(tmp_path: Path) -> None:
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text(
         json.dumps(
-            {
-                "architectures": ["Qwen3NextForCausalLM"],
-                "model_type": "qwen3_next",
-                "num_nextn_predict_layers": 1,
-            }
+            {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_nextn_predict_layers": 1}
         )
     )
     source = log(tmp_path, lines.vllm_v1([0, 0], 500))

@@ -35,8 +35,7 @@ def naive(data: bytes) -> list[bytes]:
 
 @given(
     st.lists(
-        st.sampled_from([*NOISE, b"draft acceptance = 0.5", b"#acc tokens = 4", b"  Position 3: 1.0"]),
-        max_size=60,
+        st.sampled_from([*NOISE, b"draft acceptance = 0.5", b"#acc tokens = 4", b"  Position 3: 1.0"]), max_size=60
     ),
     st.integers(64, 400),
     st.booleans(),

@@ -41,9 +41,7 @@ def test_record(path: Path) -> None:
     for ours, theirs in COUNTS.items():
         assert getattr(record, ours) == expected[theirs], ours
     for name in RATES:
-        assert getattr(record, name) == (
-            None if expected[name] is None else pytest.approx(expected[name], abs=1e-3)
-        )
+        assert getattr(record, name) == (None if expected[name] is None else pytest.approx(expected[name], abs=1e-3))
     want = expected["per_position"]
     assert record.per_position == (None if want is None else pytest.approx(want, abs=1e-3))
     for name, own in expected.get("per_implementation", {}).items():

@@ -67,9 +67,7 @@ def test_encodings_and_compressions(tmp_path: Path, name: str, data: bytes) -> N
         lambda row: f"vllm-1  | {row}",
         lambda row: f"2026-05-17T11:04:29.854123456Z stdout F {row}",
         lambda row: f"May 17 11:04:29 node7 vllm[4711]: {row}",
-        lambda row: json.dumps(
-            {"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}
-        ),
+        lambda row: json.dumps({"log": f"\x1b[36m{row}\n", "stream": "stderr", "time": "2026-05-17T11:04:29Z"}),
         lambda row: f"[rank0]: {row}",
     ],
     ids=["none", "ansi", "compose", "kubernetes", "journal", "docker_json", "rank"],
@@ -193,14 +191,7 @@ REPLY = "slot print_timing: id  0 | task 0 |        eval time =     900.00 ms / 
         lines.vllm_v1([0], 0, wording="0.8.3"),
         json.dumps({"timings": {"predicted_n": 40, "predicted_per_second": 20.0}}),
         json.dumps(
-            {
-                "usage": {
-                    "completion_tokens_details": {
-                        "accepted_prediction_tokens": 0,
-                        "rejected_prediction_tokens": 0,
-                    }
-                }
-            }
+            {"usage": {"completion_tokens_details": {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}}}
         ),
     ],
     ids=["configured", "vllm", "sglang", "llama", "page", "counters", "nan", "timings", "usage"],
@@ -323,9 +314,7 @@ def test_nulls_that_copytruncate_leaves(tmp_path: Path, nulls: int) -> None:
 
 @pytest.mark.parametrize("big", [False, True])
 def test_journal_messages_that_are_bytes(tmp_path: Path, big: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [
-        json.dumps({"__CURSOR": "s", "MESSAGE": list(f"\x1b[36m{row}\x1b[0m".encode())}) for row in WINDOWS
-    ]
+    rows = [json.dumps({"__CURSOR": "s", "MESSAGE": list(f"\x1b[36m{row}\x1b[0m".encode())}) for row in WINDOWS]
     if big:
         monkeypatch.setattr("assay.speculation.sources.HEAD", 4096)
     assert counted(tmp_path / "log", "\n".join(rows).encode()) == ALL
@@ -363,16 +352,11 @@ def test_children_of_a_router_are_engines(tmp_path: Path) -> None:
             f"[{port}] 1.02.003.004 I slot print_timing: id  0 | task 1 |        eval time =   900.0 ms /   100 tokens (    9.0 ms per token,   111.1 tokens per second)"
         )
         rows.append(
-            lines.llama_request(
-                accepted, 120, "new", f"[{port}] 1.02.003.005 I slot print_timing: id  0 | task 1 | "
-            )
+            lines.llama_request(accepted, 120, "new", f"[{port}] 1.02.003.005 I slot print_timing: id  0 | task 1 | ")
         )
         rows.append(lines.llama_statistics("draft-mtp", 60, 120, accepted, f"[{port}] 1.02.003.006 I "))
     report = examine([write(tmp_path / "log", "\n".join(rows).encode())])
-    assert {k: v["health"] for k, v in report.results["per_engine"].items()} == {
-        "5101": "healthy",
-        "5102": "broken",
-    }
+    assert {k: v["health"] for k, v in report.results["per_engine"].items()} == {"5101": "healthy", "5102": "broken"}
     assert [f.id for f in report.findings if f.severity == "error"] == ["speculation.engine_dead"]
     one = examine([write(tmp_path / "one", "\n".join(r for r in rows if "5102" not in r).encode())])
     assert one.results["per_engine"] == {} and one.results["health"] == "healthy"

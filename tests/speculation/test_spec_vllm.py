@@ -139,10 +139,7 @@ def test_request_histogram() -> None:
     record = lines.read_document({"choices": [], "metrics": {"speculative_decoding": body}}).record
     assert record.positions == ((7, 10), (3, 10), (1, 10))
     sparse = body | {"acceptance_histogram": {"0": 3, "1": 4, "2": 2, "3": 1}}
-    assert (
-        lines.read_document([{"metrics": {"speculative_decoding": sparse}}]).record.positions
-        == record.positions
-    )
+    assert lines.read_document([{"metrics": {"speculative_decoding": sparse}}]).record.positions == record.positions
 
 
 def test_page_of_two_engines_and_two_pages() -> None:
@@ -156,18 +153,14 @@ def test_page_of_two_engines_and_two_pages() -> None:
 
 def test_a_page_with_missing_series_is_partial() -> None:
     page = lines.vllm_page({"0": (100, [80, 50])})
-    cut = "\n".join(
-        line for line in page.splitlines() if 'position="0"' not in line and "draft_tokens" not in line
-    )
+    cut = "\n".join(line for line in page.splitlines() if 'position="0"' not in line and "draft_tokens" not in line)
     record = lines.read_metrics(cut).record
     assert record.partial
     assert (record.drafts, record.drafted, record.per_position) == (100, None, None)
 
 
 @given(st.integers(1, 8), st.integers(1, 3000), st.data())
-def test_the_short_way_to_counts_says_what_the_long_one_does(
-    k: int, drafts: int, data: st.DataObject
-) -> None:
+def test_the_short_way_to_counts_says_what_the_long_one_does(k: int, drafts: int, data: st.DataObject) -> None:
     hits, left = [], drafts
     for _ in range(k):
         left = data.draw(st.integers(0, left))

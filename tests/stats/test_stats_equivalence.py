@@ -101,16 +101,11 @@ def test_old_point_rule(dppl: float, top1: float, grade: Grade) -> None:
 
 @given(centre=st.floats(-6, 6), half=st.floats(0, 6), top=st.floats(80, 100), top_half=st.floats(0, 5))
 @settings(max_examples=300)
-def test_a_narrower_interval_never_contradicts(
-    centre: float, half: float, top: float, top_half: float
-) -> None:
+def test_a_narrower_interval_never_contradicts(centre: float, half: float, top: float, top_half: float) -> None:
     """Halving both errors around the same estimates turns no ACCEPT into REJECT and decides, never undecides."""
 
     def graded(share: float) -> Grade:
-        around = (
-            (centre - share * half, centre + share * half),
-            (top - share * top_half, top + share * top_half),
-        )
+        around = ((centre - share * half, centre + share * half), (top - share * top_half, top + share * top_half))
         return grade_intervals(both(*around), 20)
 
     wide, narrow = graded(1.0), graded(0.5)
@@ -211,8 +206,7 @@ def test_tost_agrees_with_two_t_tests() -> None:
     y = np.random.default_rng(0).normal(0.2, 1, 25)
     estimate = cluster_ratio(y, np.ones(25))
     expected = max(
-        stats.ttest_1samp(y, -0.5, alternative="greater").pvalue,
-        stats.ttest_1samp(y, 0.5, alternative="less").pvalue,
+        stats.ttest_1samp(y, -0.5, alternative="greater").pvalue, stats.ttest_1samp(y, 0.5, alternative="less").pvalue
     )
     assert tost_p(estimate, -0.5, 0.5) == pytest.approx(expected)
 

@@ -140,9 +140,7 @@ def test_answers_that_differ_are_told_apart_and_margins_count() -> None:
     assert paired_answers(20, 2, 150).standing is Standing.NO_WORSE
     assert paired_answers(10, 12, 150).standing is Standing.UNDECIDED
     assert paired_answers(10, 12, 150, margin=0.1).standing is Standing.NO_WORSE
-    assert (
-        paired_answers(0, 0, 150).standing is Standing.UNDECIDED
-    )  # equal answers: nothing is shown either way
+    assert paired_answers(0, 0, 150).standing is Standing.UNDECIDED  # equal answers: nothing is shown either way
     assert counted_answers(140, 150, 100, 150).standing is Standing.NO_WORSE
     for impossible in ((3, 4, 6), (-1, 0, 5), (0, 0, 0)):
         with pytest.raises(ValueError, match="not possible"):
@@ -153,10 +151,7 @@ def test_the_questions_that_are_named_decide_four_times_in_five_and_intervals_co
     rng = np.random.default_rng(7)
     gain, loss = 0.16, 0.10
     needed = paired_answers(round(1000 * gain), round(1000 * loss), 1000).questions_needed
-    found = [
-        paired_answers(*rng.multinomial(needed, [gain, loss, 1 - gain - loss])[:2], needed)
-        for _ in range(2000)
-    ]
+    found = [paired_answers(*rng.multinomial(needed, [gain, loss, 1 - gain - loss])[:2], needed) for _ in range(2000)]
     assert np.mean([f.standing is Standing.NO_WORSE for f in found]) == pytest.approx(0.8, abs=0.05)
     few = [paired_answers(*rng.multinomial(48, [gain, loss, 1 - gain - loss])[:2], 48) for _ in range(2000)]
     for answers in (found, few):

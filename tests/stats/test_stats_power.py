@@ -27,9 +27,7 @@ def test_resolution_of_the_pilot_itself_is_its_own_interval() -> None:
 
 def test_resolution_predicts_what_more_windows_give() -> None:
     rng = np.random.default_rng(0)
-    predicted = [
-        resolution(cluster_ratio(rng.normal(size=4), np.ones(4)), 64).half_width for _ in range(2000)
-    ]
+    predicted = [resolution(cluster_ratio(rng.normal(size=4), np.ones(4)), 64).half_width for _ in range(2000)]
     real = [cluster_ratio(y := rng.normal(size=64), np.ones(64)).interval.hi - y.mean() for _ in range(200)]
     # The standard deviation of four values is 8 % too small on average.
     assert np.mean(predicted) == pytest.approx(0.921 * np.mean(real), rel=0.03)

@@ -23,14 +23,7 @@ def found(
 ) -> Finding:
     """The finding `checkpoint.NAME`; an `error` unless said otherwise."""
     return Finding(
-        f"checkpoint.{name}",
-        severity,
-        title,
-        detail,
-        evidence,
-        tuple(causes),
-        tuple(remedies),
-        tuple(references),
+        f"checkpoint.{name}", severity, title, detail, evidence, tuple(causes), tuple(remedies), tuple(references)
     )
 
 

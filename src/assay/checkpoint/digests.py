@@ -161,9 +161,7 @@ def hash_files(
             raise
 
 
-def _hash_or_remember(
-    path: Path, size: int, cache: DigestCache, progress: Progress, stop: threading.Event
-) -> Digest:
+def _hash_or_remember(path: Path, size: int, cache: DigestCache, progress: Progress, stop: threading.Event) -> Digest:
     before = path.stat()
     known = cache.get(path, before)
     if known is not None:
@@ -183,15 +181,7 @@ def _hash_or_remember(
 
 Status = Literal["verified", "mismatch", "missing", "extra", "unverified"]
 
-_DECORATION = {
-    "README.md",
-    ".gitattributes",
-    ".gitignore",
-    "LICENSE",
-    "LICENSE.txt",
-    "USE_POLICY.md",
-    "NOTICE",
-}
+_DECORATION = {"README.md", ".gitattributes", ".gitignore", "LICENSE", "LICENSE.txt", "USE_POLICY.md", "NOTICE"}
 _PICTURES = (".png", ".jpg", ".jpeg", ".gif", ".svg", ".pdf", ".md", ".webp", ".mp4")
 
 
@@ -307,10 +297,7 @@ def _mismatch(path: str, size: int, digest: Digest, expected: Expected) -> Findi
         causes = ["the download stopped early or was resumed wrongly", "the file belongs to another revision"]
     else:
         title = f"the digest of {path} is not the one that {expected.source} gives"
-        causes = [
-            "bytes were damaged on the way or on disk",
-            "the file belongs to another revision or was edited",
-        ]
+        causes = ["bytes were damaged on the way or on disk", "the file belongs to another revision or was edited"]
     remedies = [f"delete {path} and download it again, then verify once more"]
     write = found if matters(path) else warned
     return write("digest_mismatch", title, causes=causes, remedies=remedies, **evidence)
@@ -334,9 +321,7 @@ def _missing(gone: Sequence[str], files: Mapping[str, int]) -> list[Finding]:
     rest = [path for path in gone if not needed(path) and matters(path)]
     if rest:
         title = f"{plural(len(rest), 'file')} of the revision not here: {some(rest)}"
-        detail = (
-            "Weights are complete; a server may still want these (a tokenizer, a template, other formats)."
-        )
+        detail = "Weights are complete; a server may still want these (a tokenizer, a template, other formats)."
         findings.append(warned("shard_missing", title, detail=detail, paths=rest))
     return findings
 
@@ -348,9 +333,7 @@ def _loose(results: Sequence[FileResult], complete: Sequence[Source], accepted: 
         names = " and ".join(s.name for s in complete)
         title = f"{plural(len(extra), 'file')} that {names} does not know: {some(extra)}"
         write = warned if any(matters(p) for p in extra) else noted
-        findings.append(
-            write("unverified", title, paths=extra, remedies=["remove them if nobody put them there"])
-        )
+        findings.append(write("unverified", title, paths=extra, remedies=["remove them if nobody put them there"]))
     loose = [r.path for r in results if r.status == "unverified"]
     if loose:
         title = f"{plural(len(loose), 'file')} with no digest to hold against: {some(loose)}"
@@ -446,20 +429,14 @@ def load(path: Path) -> Manifest:
     if not files:
         raise _bad(path, "it names no files")
     repo, revision = document.get("repo"), document.get("revision")
-    return Manifest(
-        files, repo if isinstance(repo, str) else None, revision if isinstance(revision, str) else None
-    )
+    return Manifest(files, repo if isinstance(repo, str) else None, revision if isinstance(revision, str) else None)
 
 
 def _entry(path: Path, row: Any) -> tuple[str, Expected]:
     if not isinstance(row, dict):
         raise _bad(path, "an entry is not an object")
     name, digest, size = row.get("path"), row.get("sha256"), row.get("size")
-    if (
-        not isinstance(name, str)
-        or not isinstance(digest, str)
-        or not re.fullmatch(r"[0-9a-fA-F]{64}", digest)
-    ):
+    if not isinstance(name, str) or not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
         raise _bad(path, "an entry lacks a path or a sha256 of 64 digits")
     if size is not None and (type(size) is not int or size < 0):
         raise _bad(path, f"the size of {name} is not a natural number")

@@ -108,9 +108,7 @@ def _is_recipe(value: Any) -> bool:
         return False
     inner = value.get("_data")
     return isinstance(inner, dict | str) and all(
-        _is_recipe(v)
-        for v in (inner.values() if isinstance(inner, dict) else ())
-        if isinstance(v, dict | list)
+        _is_recipe(v) for v in (inner.values() if isinstance(inner, dict) else ()) if isinstance(v, dict | list)
     )
 
 
@@ -143,12 +141,8 @@ RECIPES = Kind(
     lambda v: isinstance(v, str) or (isinstance(v, dict) and all(map(_is_recipe, v.values()))),
 )
 VOCABULARY = Kind("ids by token, or pairs of token and score", _is_vocabulary)
-FILES = Kind(
-    "an object of tensor names to file names", lambda v: OBJECT.holds(v) and TEXTS.holds([*v.values()])
-)
-TILE = Kind(
-    "two whole numbers above 0", lambda v: isinstance(v, list) and len(v) == 2 and all(map(WIDTH.holds, v))
-)
+FILES = Kind("an object of tensor names to file names", lambda v: OBJECT.holds(v) and TEXTS.holds([*v.values()]))
+TILE = Kind("two whole numbers above 0", lambda v: isinstance(v, list) and len(v) == 2 and all(map(WIDTH.holds, v)))
 
 
 def _optional(table: Table) -> Table:
@@ -321,9 +315,7 @@ def clean(document: Mapping[str, Any], table: Table, path: str = "") -> tuple[Do
             found.extend(inner)
         else:
             kept[key] = value
-            found.extend(
-                Nonsense(p, v, "a finite number of 64 bits", False) for p, v in _impossible(value, where)
-            )
+            found.extend(Nonsense(p, v, "a finite number of 64 bits", False) for p, v in _impossible(value, where))
     return kept, found
 
 
@@ -350,7 +342,5 @@ def _impossible(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, An
         for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
             if isinstance(inner, dict | list | float | int):
                 yield from _impossible(inner, f"{path}.{key}", depth + 1)
-    elif (isinstance(value, float) and not math.isfinite(value)) or (
-        type(value) is int and abs(value) >= 1 << 63
-    ):
+    elif (isinstance(value, float) and not math.isfinite(value)) or (type(value) is int and abs(value) >= 1 << 63):
         yield path, value

@@ -47,13 +47,7 @@ def draft_kind(checkpoint: Checkpoint) -> Kind | None:
     if _named(checkpoint, "d2t") is not None:
         return "eagle3"
     if _named(checkpoint, "fc.weight") is not None:
-        return (
-            "dflash"
-            if config.get("target_layer_ids")
-            else "eagle3"
-            if config.get("draft_vocab_size")
-            else "eagle"
-        )
+        return "dflash" if config.get("target_layer_ids") else "eagle3" if config.get("draft_vocab_size") else "eagle"
     return None
 
 
@@ -118,9 +112,7 @@ def check_draft(draft: Checkpoint, target: Checkpoint | None) -> Iterator[Findin
 
 def _layer_ids(config: Document, target: Checkpoint | None) -> Iterator[Finding]:
     layers = read_layers(config)
-    depth = (target.dims("num_hidden_layers") if target is not None else None) or config.get(
-        "num_target_layers"
-    )
+    depth = (target.dims("num_hidden_layers") if target is not None else None) or config.get("num_target_layers")
     if layers is None:
         return
     outside = [i for i in layers.ids if depth and i >= depth + layers.first]
@@ -149,10 +141,7 @@ def _missing(draft: Checkpoint, kind: Kind) -> Iterator[Finding]:
     lost = [s for s in stems if not any(name.startswith((f"{s}.", f"model.{s}.")) for name in draft.tensors)]
     if lost:
         title = f"the draft has no {lost[0]}" + (f" and {len(lost) - 1} more tensors" if lost[1:] else "")
-        causes = [
-            "they were left out when the draft was saved or quantised",
-            "they have names that no engine reads",
-        ]
+        causes = ["they were left out when the draft was saved or quantised", "they have names that no engine reads"]
         yield found("tensor_missing", title, causes=causes, missing=lost)
 
 

@@ -71,18 +71,14 @@ class VerifyOptions(Options):
         choices=("auto", "all", "none"),
     )
     values: bool = option(False, "Look at every stored value as well.")
-    serve_args: str | None = option(
-        None, "Command line of `vllm serve` to check against the checkpoint, as one text."
-    )
+    serve_args: str | None = option(None, "Command line of `vllm serve` to check against the checkpoint, as one text.")
     engine_version: str | None = option(
         None, "Engine that will serve it, e.g. vllm==0.32.0 (the default).", metavar="ENGINE==VERSION"
     )
     capability: float | None = option(
         None, "CUDA compute capability of the GPU, e.g. 8.6.", flag="compute-capability", lo=3, hi=20
     )
-    target: str | None = option(
-        None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT"
-    )
+    target: str | None = option(None, "Target model of this draft: a path or hub:ORG/NAME.", metavar="CHECKPOINT")
     allow_unverified: bool = option(False, "Accept files that have no digest to compare with.")
     digest_cache: bool = option(True, "Hash every file again, whatever was hashed before.")
     workers: int | None = option(None, "Threads (default: one per core).", lo=1, hi=256)
@@ -160,11 +156,7 @@ class Outcome:
             return Verdict.INCONCLUSIVE
         statuses = {f.status for f in self.files}
         strangers = "extra" in statuses and "verified" not in statuses
-        return (
-            Verdict.INCONCLUSIVE
-            if _held(self.options) and ("unverified" in statuses or strangers)
-            else Verdict.PASS
-        )
+        return Verdict.INCONCLUSIVE if _held(self.options) and ("unverified" in statuses or strangers) else Verdict.PASS
 
 
 def _held(options: VerifyOptions) -> bool:
@@ -189,12 +181,7 @@ def examine_local(outcome: Outcome, stated: Manifest | None, show: Show) -> None
         findings = list(_unread(digests))
         loaded = loaded_files(outcome.opened.checkpoint)
         outcome.files, judged = judge(
-            sizes,
-            digests,
-            sources,
-            layout.dangling,
-            loaded,
-            accepted=options.allow_unverified or not _held(options),
+            sizes, digests, sources, layout.dangling, loaded, accepted=options.allow_unverified or not _held(options)
         )
         outcome.findings[:0] = findings + judged
     outcome.add(_unhashed(outcome, digests))
@@ -208,9 +195,7 @@ def _counted_files(layout: Layout, options: VerifyOptions) -> dict[str, int]:
     return {name: file.size for name, file in layout.files.items() if file.real not in own}
 
 
-def _sources(
-    outcome: Outcome, layout: Layout, stated: Manifest | None, sizes: dict[str, int]
-) -> list[Source]:
+def _sources(outcome: Outcome, layout: Layout, stated: Manifest | None, sizes: dict[str, int]) -> list[Source]:
     """Everybody who vouches for files: the manifest, the Hub, what was noted at the download."""
     options = outcome.options
     sources: list[Source] = []
@@ -233,10 +218,7 @@ def _sources(
         where = "the Hub cache" if layout.kind == "hf_cache" else "the download's own record"
         sources.append(recorded_source(where, layout.recorded))
     if layout.kind in {"gguf", "safetensors"}:  # one file of a repository: the others are not missed
-        sources = [
-            replace(s, files={p: e for p, e in s.files.items() if p in sizes}, complete=False)
-            for s in sources
-        ]
+        sources = [replace(s, files={p: e for p, e in s.files.items() if p in sizes}, complete=False) for s in sources]
     return sources
 
 
@@ -291,9 +273,7 @@ def _unhashed(outcome: Outcome, digests: dict[str, Digest]) -> list[Finding]:
     names = [f.path for f in outcome.files if f.status in {"unverified", "extra"} and f.path not in digests]
     if not names or outcome.options.hashing == "none":
         return []
-    title = (
-        f"{plural(len(names), 'file')} not hashed: more than 64 GiB, and nothing to hold the digests against"
-    )
+    title = f"{plural(len(names), 'file')} not hashed: more than 64 GiB, and nothing to hold the digests against"
     return [noted("unverified", title, paths=names[:20], remedies=["--hash all hashes them anyway"])]
 
 
@@ -342,8 +322,7 @@ def examine_remote(outcome: Outcome, stated: Manifest | None, show: Show) -> Non
             progress(hub.files[name].size)
     results, findings = judge(dict(checkpoint.files), digests, sources)
     outcome.files = [
-        f if f.sha256 or f.path not in hub.files else replace(f, sha256=hub.files[f.path].sha256)
-        for f in results
+        f if f.sha256 or f.path not in hub.files else replace(f, sha256=hub.files[f.path].sha256) for f in results
     ]
     outcome.findings[:0] = [f for f in findings if f.id != "checkpoint.unverified"]
     bodies = [f.path for f in outcome.files if f.status == "unverified"]

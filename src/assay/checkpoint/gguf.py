@@ -175,9 +175,7 @@ class _Reader:
         inner, count = self.number("I"), self.number("Q")
         width = struct.calcsize(_SCALARS[inner]) if inner in _SCALARS else 8
         if count * width > self.size - self.position:
-            raise _Broken(
-                "truncated", f"{self.name} announces an array of {count} entries, longer than the file"
-            )
+            raise _Broken("truncated", f"{self.name} announces an array of {count} entries, longer than the file")
         self.count(count)
         if inner in _SCALARS:
             return list(struct.unpack(f"<{count}{_SCALARS[inner]}", self.take(count * width)))
@@ -211,9 +209,7 @@ def _read(reader: _Reader, metadata: dict[str, Any]) -> Gguf:
         raise _Broken("header_invalid", f"{name} does not begin with GGUF but with {magic!r}")
     version = reader.number("I")
     if version in {2 << 24, 3 << 24}:
-        raise _Broken(
-            "header_invalid", f"{name} is big-endian, for a machine of another kind than those in use"
-        )
+        raise _Broken("header_invalid", f"{name} is big-endian, for a machine of another kind than those in use")
     if version not in {2, 3}:
         raise _Broken("header_invalid", f"{name} is GGUF version {version}; versions 2 and 3 are known")
     count, pairs = reader.number("Q"), reader.number("Q")
@@ -289,9 +285,7 @@ def _coverage(tensors: list[GgufTensor], name: str, size: int, base: int, alignm
         end, known = tensor.end, tensor.type in TYPES
     if end > size or (not known and end == size):
         cut = [t.name for t in tensors if t.end > size or (t.end == size and t.type not in TYPES)]
-        message = (
-            f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
-        )
+        message = f"{name} is {end - size} bytes shorter than its tensor table says; {len(cut)} tensors are cut"
         evidence = {"path": name, "size": size, "expected": end, "tensors": cut[:20]}
         yield Fault("truncated", message, evidence)
 
@@ -314,10 +308,7 @@ def check_gguf(gguf: Gguf) -> Iterator[Finding]:
     if not gguf.tensors or any(f.id == "header_invalid" for f in gguf.faults):
         return
     # A vision projector, an adapter or an importance matrix is no language model.
-    whole = gguf.metadata.get("general.type", "model") == "model" and gguf.architecture not in {
-        "clip",
-        "imatrix",
-    }
+    whole = gguf.metadata.get("general.type", "model") == "model" and gguf.architecture not in {"clip", "imatrix"}
     if whole and gguf.metadata.get("split.count", 1) in (0, 1):
         yield from _blocks(gguf)
         yield from _vocabulary(gguf)
@@ -342,9 +333,7 @@ def _blocks(gguf: Gguf) -> Iterator[Finding]:
         yield found("config_conflict", title, block_count=count, stored=max(blocks) + 1)
     ordinary = {i: names for i, names in blocks.items() if not any(n.startswith("nextn.") for n in names)}
     for index, lost in lost_parts(ordinary, 3).items():
-        yield found(
-            "tensor_missing", f"layer {index} of {gguf.file} lacks {some(lost)}", tensors=lost[:SHOWN]
-        )
+        yield found("tensor_missing", f"layer {index} of {gguf.file} lacks {some(lost)}", tensors=lost[:SHOWN])
     if not any(t.name == "token_embd.weight" for t in gguf.tensors):
         yield found("tensor_missing", f"{gguf.file} has no token_embd.weight", tensors=["token_embd.weight"])
 
@@ -472,9 +461,7 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
     if nonfinite:
         title = f"{plural(len(nonfinite), 'tensor')} with block scales that are no numbers: {some(nonfinite)}"
         evidence = dict(list(nonfinite.items())[:SHOWN])
-        yield found(
-            "nonfinite", title, causes=["an overflow when quantising"], tensors=evidence, count=len(nonfinite)
-        )
+        yield found("nonfinite", title, causes=["an overflow when quantising"], tensors=evidence, count=len(nonfinite))
     if zero:
         title = f"{plural(len(zero), 'tensor')} whose block scales are all zero: {some(zero)}"
         yield found("tensor_constant", title, tensors=zero[:SHOWN], count=len(zero))
@@ -483,9 +470,7 @@ def check_block_scales(gguf: Gguf, path: Path) -> Iterator[Finding]:
 def _count(tensor: GgufTensor, path: Path) -> tuple[int, bool]:
     """(scales that are Inf or NaN, whether any scale is nonzero)."""
     kind = TYPES[tensor.type]
-    stored = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(
-        -1, kind.nbytes
-    )
+    stored = np.memmap(path, np.uint8, "r", tensor.start, (tensor.end - tensor.start,)).reshape(-1, kind.nbytes)
     bad, used = 0, False
     for first in range(0, len(stored), ROWS):
         part = stored[first : first + ROWS]

@@ -63,16 +63,12 @@ def translated(error: BaseException, repo: str, revision: str) -> AssayError:
         reason = f"the Hub denies access ({status}): private, gated, or no such repository"
         return unreadable(repo, reason, "log in with `hf auth login`")
     if status == 404:
-        return unreadable(
-            repo, "the Hub knows no such repository or file (404)", "check the id and your access"
-        )
+        return unreadable(repo, "the Hub knows no such repository or file (404)", "check the id and your access")
     if status is not None:
         return unreadable(repo, f"the Hub answers with status {status}")
     if name == "OfflineModeIsEnabled":
         return unreadable(repo, "HF_HUB_OFFLINE is set", "use --manifest instead, or unset it")
-    return unreadable(
-        repo, f"the Hub cannot be reached ({name})", "use --manifest to verify without a network"
-    )
+    return unreadable(repo, f"the Hub cannot be reached ({name})", "use --manifest to verify without a network")
 
 
 def unreadable(repo: str, reason: str, remedy: str = "") -> AssayError:

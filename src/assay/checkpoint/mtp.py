@@ -14,17 +14,7 @@ from assay.checkpoint.quantization.check import weights
 from assay.checkpoint.quantization.declared import PLAIN, Declared, Kind
 from assay.checkpoint.quantization.schemes import parse
 from assay.checkpoint.serve_args import TABLED, Version
-from assay.checkpoint.structure import (
-    MAX_PIECES,
-    Dims,
-    Layer,
-    Piece,
-    Shape,
-    attention,
-    is_stored,
-    linear,
-    norms,
-)
+from assay.checkpoint.structure import MAX_PIECES, Dims, Layer, Piece, Shape, attention, is_stored, linear, norms
 from assay.checkpoint.subject import Checkpoint, open_checkpoint
 from assay.verdict import Finding, Severity
 
@@ -246,9 +236,7 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
             stray_file=_stray(checkpoint, prefixes), checked_since=family.checked_since,
         )  # fmt: skip
     owed = _owed(checkpoint, family, announced or 1)
-    missing = (
-        [n for n in owed if not is_stored(checkpoint, n)] if owed else _unlike(checkpoint, prefixes, present)
-    )
+    missing = [n for n in owed if not is_stored(checkpoint, n)] if owed else _unlike(checkpoint, prefixes, present)
     wrong = {
         n: (t.shape, shape)
         for n, shape in owed.items()
@@ -274,9 +262,7 @@ def examine_checkpoint(checkpoint: Checkpoint, declared: Declared | None) -> Mtp
 _UNPACKED = frozenset({"F32", "F16", "BF16", "F8_E4M3", "I8"})
 
 
-def head_prefixes(
-    checkpoint: Checkpoint, family: Family | None = None, depth: int | None = None
-) -> tuple[str, ...]:
+def head_prefixes(checkpoint: Checkpoint, family: Family | None = None, depth: int | None = None) -> tuple[str, ...]:
     """Beginnings of the head's tensor names; heads that count on after the last layer share the backbone's prefix."""
     family = family or _family(checkpoint)
     if depth is None:
@@ -335,16 +321,10 @@ def _unlike(checkpoint: Checkpoint, prefixes: tuple[str, ...], present: list[str
         matrices = [name for name in own if "norm" not in name]
         counted = prefix.startswith(start)
         if counted or own:
-            lacking += [
-                f"{prefix}* ({part})"
-                for part, names in _PARTS.items()
-                if not any(map(names.search, matrices))
-            ]
+            lacking += [f"{prefix}* ({part})" for part, names in _PARTS.items() if not any(map(names.search, matrices))]
         if counted:
             modules = tuple(f".{name.rpartition('.')[0]}" for name in own)
-            lacking += [
-                prefix + tail for tail in sorted(shared) if not any(m.endswith(f".{tail}") for m in modules)
-            ]
+            lacking += [prefix + tail for tail in sorted(shared) if not any(m.endswith(f".{tail}") for m in modules)]
     return lacking
 
 
@@ -416,7 +396,9 @@ def loudness(report: MtpReport, quantized_model: bool, version: Version | None) 
             f"{engine} stops at load on an unquantised checkpoint (norm weights are not exempt from its check), "
             "with a message that does not name the head."
         )
-    return f"{engine} stays silent: on a quantised checkpoint the head is served uninitialised, at about 0 % acceptance."
+    return (
+        f"{engine} stays silent: on a quantised checkpoint the head is served uninitialised, at about 0 % acceptance."
+    )
 
 
 def _conflict_loudness(report: MtpReport, version: Version | None) -> str:
@@ -450,10 +432,7 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
             "serve without --speculative-config, or copy the head's tensors from the original repository",
             f"make vLLM say so at load: {TRACK}",
         ]
-        references = [
-            "https://github.com/vllm-project/vllm/pull/35548",
-            "https://github.com/z-lab/paroquant/issues/47",
-        ]
+        references = ["https://github.com/vllm-project/vllm/pull/35548", "https://github.com/z-lab/paroquant/issues/47"]
         severity = Severity.WARNING if report.by_default else Severity.ERROR
         yield found(
             "mtp_missing", title, severity=severity, detail=said, causes=causes, remedies=remedies,
@@ -465,9 +444,7 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
         yield _conflict(report, version)
     elif report.status == "declared_quantized":
         title = f"the multi-token-prediction head is quantised ({report.quantized}), as declared"
-        detail = (
-            "That works where the engine follows the declaration; acceptance must be measured, not assumed."
-        )
+        detail = "That works where the engine follows the declaration; acceptance must be measured, not assumed."
         yield noted("mtp_dtype", title, detail=detail, remedies=["measure it: assay spec LOG"])
     if report.status == "not_announced":
         title = f"{plural(report.present, 'tensor')} of a multi-token-prediction head, but the config announces none"
@@ -478,12 +455,11 @@ def check_mtp(report: MtpReport, quantized_model: bool, version: Version | None)
 def _partial(report: MtpReport, said: str) -> Iterator[Finding]:
     if report.missing:
         of = f" of {report.expected}" if report.expected else ""
-        title = f"the multi-token-prediction head lacks {plural(len(report.missing), 'tensor')}{of}: {some(report.missing)}"
+        title = (
+            f"the multi-token-prediction head lacks {plural(len(report.missing), 'tensor')}{of}: {some(report.missing)}"
+        )
         causes = ["only part of the head was copied into a quantised folder", "a shard is missing"]
-        remedies = [
-            "copy the missing tensors from the original repository",
-            f"make vLLM say so at load: {TRACK}",
-        ]
+        remedies = ["copy the missing tensors from the original repository", f"make vLLM say so at load: {TRACK}"]
         yield found(
             "mtp_partial", title, detail=said, causes=causes, remedies=remedies, missing=report.missing[:SHOWN],
             count=len(report.missing), expected=report.expected,

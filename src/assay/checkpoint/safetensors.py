@@ -179,11 +179,7 @@ def _not_a_header(name: str, first: bytes, length: int, fetch: Callable[[int, in
 
 def _decode(raw: bytes, name: str) -> tuple[dict[str, Any], tuple[str, ...], Fault | None]:
     """(document, names given twice, what keeps it from being read)."""
-    if (
-        raw.count(b"{") > MAX_OBJECTS
-        or raw.count(b"[") > 2 * MAX_OBJECTS
-        or raw.count(b",") > 10 * MAX_OBJECTS
-    ):
+    if raw.count(b"{") > MAX_OBJECTS or raw.count(b"[") > 2 * MAX_OBJECTS or raw.count(b",") > 10 * MAX_OBJECTS:
         return {}, (), Fault("header_invalid", f"the header of {name} holds more than {MAX_OBJECTS} objects")
     repeated: tuple[str, ...] = ()
     try:
@@ -242,9 +238,7 @@ def _check(document: dict[str, Any], repeated: tuple[str, ...], name: str, size:
             begin, end = entry["data_offsets"]
             tensors.append(Tensor(key, entry["dtype"], tuple(entry["shape"]), name, base + begin, base + end))
         else:
-            faults.append(
-                Fault("header_invalid", f"tensor {key[:200]} of {name}: {problem}", {"tensor": key[:200]})
-            )
+            faults.append(Fault("header_invalid", f"tensor {key[:200]} of {name}: {problem}", {"tensor": key[:200]}))
     if not any(f.id == "header_invalid" for f in faults):
         faults.extend(_coverage(tensors, name, size, base))
     texts = {k: v for k, v in metadata.items() if isinstance(v, str)}
@@ -279,21 +273,13 @@ def _coverage(tensors: list[Tensor], name: str, size: int, base: int) -> list[Fa
     for tensor in sorted(tensors, key=lambda t: (t.start, t.end)):
         if tensor.start != position:
             kind = "overlaps the one before" if tensor.start < position else "leaves a gap before it"
-            return [
-                Fault("header_invalid", f"tensor {tensor.name} of {name} {kind}", {"tensor": tensor.name})
-            ]
+            return [Fault("header_invalid", f"tensor {tensor.name} of {name} {kind}", {"tensor": tensor.name})]
         position = tensor.end
     if position > size:
         lost = position - size
         cut = [t.name for t in tensors if t.end > size]
         message = f"{name} is {lost} bytes shorter than its header says; {len(cut)} tensors are cut"
-        evidence = {
-            "path": name,
-            "size": size,
-            "expected": position,
-            "missing_bytes": lost,
-            "tensors": cut[:20],
-        }
+        evidence = {"path": name, "size": size, "expected": position, "missing_bytes": lost, "tensors": cut[:20]}
         return [Fault("truncated", message, evidence)]
     if position < size:
         message = f"{name} has {size - position} bytes after its last tensor"

@@ -373,15 +373,11 @@ def choice(args: ServeArgs, capability: float | None) -> KvChoice:
     return KvChoice(dtype, backend.upper() if backend else None, capability)
 
 
-def lint_kv(
-    checkpoint: Checkpoint, declared: Declared | None, cache: KvCache, kv: KvChoice
-) -> Iterator[Finding]:
+def lint_kv(checkpoint: Checkpoint, declared: Declared | None, cache: KvCache, kv: KvChoice) -> Iterator[Finding]:
     """Combinations that the engine rejects, stores otherwise than it says, or runs without scales."""
     if kv.dtype not in KV_DTYPES:
         title = f"--kv-cache-dtype {kv.dtype} is not a KV-cache dtype of vLLM 0.32"
-        yield found(
-            "flag_rejected", title, flag="--kv-cache-dtype", value=kv.dtype, allowed=sorted(KV_DTYPES)
-        )
+        yield found("flag_rejected", title, flag="--kv-cache-dtype", value=kv.dtype, allowed=sorted(KV_DTYPES))
         return
     attention = attention_of(checkpoint)
     head = None if attention != "ordinary" else Dims(checkpoint.text_config).head_dim or None
@@ -408,7 +404,9 @@ def _e5m2(
     if kv.dtype != "fp8_e5m2":
         return
     if declared is not None and _holds_kv_scales(declared, cache):
-        title = f"--kv-cache-dtype fp8_e5m2 is refused for a {declared.method} checkpoint, which has k/v scales of its own"
+        title = (
+            f"--kv-cache-dtype fp8_e5m2 is refused for a {declared.method} checkpoint, which has k/v scales of its own"
+        )
         yield found("kv_dtype_conflict", title, remedies=["use fp8 (e4m3) or auto"], flag=kv.dtype)
     elif attention != "ordinary":
         title = "no CUDA backend for latent attention (MLA) holds fp8_e5m2"
@@ -428,9 +426,7 @@ def _holds_kv_scales(declared: Declared, cache: KvCache) -> bool:
 
 def _scales(cache: KvCache, kv: KvChoice) -> Iterator[Finding]:
     if kv.dtype in {"fp8", "fp8_e4m3"} and not cache.layers and not cache.dynamic:
-        title = (
-            f"--kv-cache-dtype {kv.dtype} on a checkpoint without k/v scales: the engine uses a scale of 1.0"
-        )
+        title = f"--kv-cache-dtype {kv.dtype} on a checkpoint without k/v scales: the engine uses a scale of 1.0"
         remedies = ["measure what it costs (assay compare, assay check), calibrate scales, or use auto"]
         yield warned("kv_dtype_conflict", title, remedies=remedies, references=[_SCALES], flag=kv.dtype)
     plain = kv.dtype in {"auto", "float16", "bfloat16"}
@@ -440,14 +436,10 @@ def _scales(cache: KvCache, kv: KvChoice) -> Iterator[Finding]:
 
 
 def _same(declared: str, dtype: str) -> bool:
-    return (declared.startswith("fp8") and is_fp8(dtype)) or (
-        declared.startswith("nvfp4") and "nvfp4" in dtype
-    )
+    return (declared.startswith("fp8") and is_fp8(dtype)) or (declared.startswith("nvfp4") and "nvfp4" in dtype)
 
 
-def _automatic(
-    kv: KvChoice, backend: str | None, capability: float, attention: Attention
-) -> Iterator[Finding]:
+def _automatic(kv: KvChoice, backend: str | None, capability: float, attention: Attention) -> Iterator[Finding]:
     """No backend was named: is there one, and can it be built?"""
     evidence: dict[str, Any] = {"flag": kv.dtype, "compute_capability": capability, "chosen": backend}
     if backend is None:

@@ -78,10 +78,7 @@ REPORTS = (
     Report(
         "Qwen3.5 in NVFP4 with an fp8 KV cache that a connector moves to another server",
         lambda c: (
-            c.model_type.startswith("qwen3_5")
-            and c.method in _MODELOPT
-            and c.kv.startswith("fp8")
-            and c.connector
+            c.model_type.startswith("qwen3_5") and c.method in _MODELOPT and c.kv.startswith("fp8") and c.connector
         ),
         "corrupt answers, though each server alone is right",
         f"{_VLLM}42179",
@@ -95,9 +92,7 @@ REPORTS = (
     ),
     Report(
         "a bfloat16 model of the Qwen family, GPTQ or AWQ, served in float16",
-        lambda c: (
-            c.model_type.startswith("qwen") and c.method in {"gptq", "awq"} and c.dtype in {"float16", "half"}
-        ),
+        lambda c: c.model_type.startswith("qwen") and c.method in {"gptq", "awq"} and c.dtype in {"float16", "half"},
         "overflow to inf and NaN, printed as a flood of !",
         f"{_VLLM}14126",
         "config_conflict",
@@ -210,9 +205,7 @@ def resolve(
     return _final(chosen, version, allow_deprecated)
 
 
-def _forced(
-    method: str | None, algorithm: str | None, model_type: str | None, version: Version
-) -> str | None:
+def _forced(method: str | None, algorithm: str | None, model_type: str | None, version: Version) -> str | None:
     """The method that these checkpoints get whatever the flag says."""
     if method in {"auto-round", "inc"}:
         return "inc" if version >= _FIRST_INC else None
@@ -233,9 +226,7 @@ def _final(method: str | None, version: Version, allow_deprecated: bool) -> Outc
     if method in _PLUGINS:
         plugin = _PLUGINS[method]
         return Outcome(
-            "plugin",
-            None,
-            f"vLLM {version} loads {method} only with {plugin}; without it the name is unknown",
+            "plugin", None, f"vLLM {version} loads {method} only with {plugin}; without it the name is unknown"
         )
     if method not in METHODS:
         return Outcome("rejected", None, f"vLLM {version} knows no quantisation method {method!r}")
@@ -352,10 +343,7 @@ def _shape(target: Target) -> Iterator[Finding]:
     if parallel and parallel.isdigit() and int(parallel) > 0 and heads and heads % int(parallel):
         title = f"--tensor-parallel-size {parallel} does not divide the {heads} attention heads"
         yield found("flag_rejected", title, flag="--tensor-parallel-size", heads=heads)
-    length, limit = (
-        _number(target.args.get("--max-model-len")),
-        target.checkpoint.dims("max_position_embeddings"),
-    )
+    length, limit = (_number(target.args.get("--max-model-len")), target.checkpoint.dims("max_position_embeddings"))
     scaled = config.get("rope_scaling") or "rope_scaling" in (target.args.get("--hf-overrides") or "")
     if length and limit and length > limit and not scaled:
         title = f"--max-model-len {length} is beyond the model's {limit} positions"
@@ -418,22 +406,16 @@ def advise(
             model_type=checkpoint.config.get("model_type"), version=version,
         )  # fmt: skip
         if outcome.status == "accepted":
-            notes.append(
-                f"leave --quantization out: the engine reads {declared.method} and uses {outcome.method}"
-            )
+            notes.append(f"leave --quantization out: the engine reads {declared.method} and uses {outcome.method}")
             if outcome.method in MIN_CAPABILITY:
-                notes.append(
-                    f"{outcome.method} needs a CUDA compute capability of {MIN_CAPABILITY[outcome.method]}"
-                )
+                notes.append(f"{outcome.method} needs a CUDA compute capability of {MIN_CAPABILITY[outcome.method]}")
         else:
             notes.append(outcome.reason)
     if cache.declared and (cache.layers or cache.dynamic):
         notes.append(f"leave --kv-cache-dtype out: auto takes the {cache.declared} scheme of the checkpoint")
     elif cache.declared:
         words += ["--kv-cache-dtype", "bfloat16"]
-        notes.append(
-            f"the {cache.declared} KV cache that is declared has no scales: auto would use 1.0 for them"
-        )
+        notes.append(f"the {cache.declared} KV cache that is declared has no scales: auto would use 1.0 for them")
     if mtp.status in {"ok", "declared_quantized"} and mtp.announced:
         settings = f'{{"method":"mtp","num_speculative_tokens":{max(mtp.announced, 1)}}}'
         words += ["--speculative-config", settings]
@@ -452,7 +434,4 @@ def _draft(checkpoint: Checkpoint, model: str) -> dict[str, object]:
         "a draft cannot be served alone: TARGET is the model that it was trained for",
         "hold the pair together first: assay verify TARGET --serve-args with this command",
     ]
-    return {
-        "command": shlex.join(["vllm", "serve", "TARGET", "--speculative-config", settings]),
-        "notes": notes,
-    }
+    return {"command": shlex.join(["vllm", "serve", "TARGET", "--speculative-config", settings]), "notes": notes}

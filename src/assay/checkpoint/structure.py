@@ -289,9 +289,7 @@ FAMILIES: dict[str, Layer] = {
 }  # fmt: skip
 """Layer layouts by `model_type`."""
 
-TIED_BY_DEFAULT = frozenset(
-    {"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2"}
-)
+TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "gemma4", "gemma4_text", "cohere", "cohere2"})
 """Families whose output head is the embedding unless the config says otherwise."""
 
 
@@ -383,10 +381,7 @@ def check_structure(checkpoint: Checkpoint, promised: Expectation | None) -> Ite
         title = f"{plural(len(wrong), 'tensor')} of another shape than the config says, first {name}: "
         title += f"{list(stored)} stored, {list(wanted)} expected"
         evidence = {n: {"stored": s, "expected": w} for n, (s, w) in list(wrong.items())[:SHOWN]}
-        causes = [
-            "config.json belongs to another size of this model",
-            "the tensor was resized without the config",
-        ]
+        causes = ["config.json belongs to another size of this model", "the tensor was resized without the config"]
         yield found("tensor_shape", title, causes=causes, tensors=evidence, count=len(wrong))
 
 
@@ -469,11 +464,7 @@ def holes_among_peers(checkpoint: Checkpoint) -> Iterator[Finding]:
     if gaps:
         title = f"{plural(len(gaps), 'layer')} of {count} not stored: {some(map(str, gaps))}"
         yield found("tensor_missing", title, layers=gaps[:SHOWN], causes=["a shard is missing"])
-    holes = [
-        f"{checkpoint.prefix}layers.{at}.{tail}"
-        for at, lost in lost_parts(suffixes, 4).items()
-        for tail in lost
-    ]
+    holes = [f"{checkpoint.prefix}layers.{at}.{tail}" for at, lost in lost_parts(suffixes, 4).items() for tail in lost]
     if holes:
         title = f"{plural(len(holes), 'module')} that the other layers have not stored: {some(holes)}"
         yield found("tensor_missing", title, modules=holes[:SHOWN], causes=["a shard is missing or was cut"])
@@ -520,9 +511,7 @@ def _numbering(checkpoint: Checkpoint) -> Iterator[Finding]:
         if numbered and "/" not in file:
             series[numbered[1], numbered[3]].add(int(numbered[2]))
     for (stem, total), present in series.items():
-        lost = [
-            f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present
-        ]
+        lost = [f"{stem}-{i:05d}-of-{total}.safetensors" for i in range(1, int(total) + 1) if i not in present]
         if lost:
             title = f"{plural(len(lost), 'shard')} missing: {some(lost)}"
             yield found("shard_missing", title, paths=lost[:SHOWN])
@@ -575,9 +564,7 @@ def _against_shards(checkpoint: Checkpoint, mapped: dict[str, str]) -> Iterator[
         yield found("index_mismatch", title, causes=causes, tensors=nowhere[:SHOWN], count=len(nowhere))
     unnamed = [t.name for f in files if f in shards for t in shards[f] if t.name not in mapped]
     if unnamed:
-        title = (
-            f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
-        )
+        title = f"{plural(len(unnamed), 'tensor')} in the shards that the index does not name: {some(unnamed)}"
         yield found("index_mismatch", title, tensors=unnamed[:SHOWN], count=len(unnamed))
     if checkpoint.stray:
         unlisted = sorted(checkpoint.stray)
@@ -641,9 +628,7 @@ def _expect(checkpoint: Checkpoint, kind: str, config: dict[str, Any]) -> Expect
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config))
     optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or []]
-    tied = set(
-        getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or []
-    )
+    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or [])
     shapes = {
         name: tuple(value.shape)
         for name, value in model.state_dict().items()

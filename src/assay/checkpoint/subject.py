@@ -90,8 +90,7 @@ def _folder(path: Path, revision: str | None) -> Layout:
 def _single_file(path: Path) -> Layout:
     if path.suffix not in WEIGHTS:
         raise unreadable(
-            f"{path.name} is not a weight file that assay reads",
-            "give a folder, a .gguf or a .safetensors file",
+            f"{path.name} is not a weight file that assay reads", "give a folder, a .gguf or a .safetensors file"
         )
     real = path.resolve()
     file = LocalFile(path.name, real, real.stat().st_size)

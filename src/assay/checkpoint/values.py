@@ -40,9 +40,7 @@ class FloatFormat:
 
 
 FLOAT_FORMATS: Mapping[str, FloatFormat] = {
-    "F64": FloatFormat(
-        "<u8", (1 << 63) - 1, 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000
-    ),
+    "F64": FloatFormat("<u8", (1 << 63) - 1, 0x7FEF_FFFF_FFFF_FFFF, 0x7FF0_0000_0000_0000, 0x0010_0000_0000_0000),
     "F32": FloatFormat("<u4", 0x7FFF_FFFF, 0x7F7F_FFFF, 0x7F80_0000, 0x0080_0000),
     "BF16": FloatFormat("<u2", 0x7FFF, 0x7F7F, 0x7F80, 0x0080),
     "F16": FloatFormat("<u2", 0x7FFF, 0x7BFF, 0x7C00, 0x0400),
@@ -140,9 +138,7 @@ class Holes:
             self.longest = (start, length)
 
 
-def _whole_blocks(
-    words: np.ndarray[Any, Any], candidates: np.ndarray[Any, Any], step: int
-) -> np.ndarray[Any, Any]:
+def _whole_blocks(words: np.ndarray[Any, Any], candidates: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
     """Those of the candidate blocks that hold nothing but zeros."""
     at = np.flatnonzero(candidates)
     flags = np.zeros_like(candidates)
@@ -322,9 +318,7 @@ def _buffer() -> memoryview:
     return chunk
 
 
-def scan_tensor(
-    tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None
-) -> Statistics:
+def scan_tensor(tensor: Tensor, path: Path, progress: Callable[[int], None] = lambda count: None) -> Statistics:
     """Statistics of one tensor. Raises OSError if the file ends before the tensor does."""
     statistics = Statistics(tensor.name, tensor.dtype, tensor.shape)
     width = max(DTYPE_BITS.get(tensor.dtype, 8) // 8, 1)
@@ -396,11 +390,7 @@ def _nonfinite(statistics: Sequence[Statistics]) -> Iterator[Finding]:
         row = f", first in row {worst.first_bad // math.prod(worst.shape[1:])}"
     title = f"{plural(len(bad), 'tensor')} with values that are no numbers, worst {worst.name}: "
     title += f"{worst.nan} NaN, {worst.inf} Inf of {worst.elements}{row}"
-    causes = [
-        "an overflow when converting to float16",
-        "bytes damaged on disk",
-        "a diverged training or calibration",
-    ]
+    causes = ["an overflow when converting to float16", "bytes damaged on disk", "a diverged training or calibration"]
     evidence = {s.name: {"nan": s.nan, "inf": s.inf} for s in bad[:SHOWN]}
     detail = "One such value turns whole logits into NaN, which engines print as token 0, often '!'."
     yield found("nonfinite", title, detail=detail, causes=causes, tensors=evidence, count=len(bad))
@@ -412,10 +402,7 @@ def _constant(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     other = [s.name for s in flat if not s.all_zero and not s.nan]
     if zero:
         title = f"{plural(len(zero), 'tensor')} all zero: {some(zero)}"
-        causes = [
-            "the file has a hole where the bytes should be",
-            "the weight was never filled before saving",
-        ]
+        causes = ["the file has a hole where the bytes should be", "the weight was never filled before saving"]
         yield found("tensor_constant", title, causes=causes, tensors=zero[:SHOWN], count=len(zero))
     if other:
         title = f"{plural(len(other), 'tensor')} with one value throughout: {some(other)}"
@@ -436,13 +423,7 @@ def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
     holed: dict[str, tuple[int, int]] = {}
     rows: dict[str, tuple[int, int]] = {}
     for s in statistics:
-        if (
-            s.hole is None
-            or s.constant
-            or len(s.shape) < 2
-            or s.name.endswith(_ZERO_POINTS)
-            or is_scale(s.name)
-        ):
+        if s.hole is None or s.constant or len(s.shape) < 2 or s.name.endswith(_ZERO_POINTS) or is_scale(s.name):
             continue
         start, length = s.hole
         width = math.prod(s.shape[1:])
@@ -457,14 +438,10 @@ def _holes(statistics: Sequence[Statistics]) -> Iterator[Finding]:
         causes = ["a block of the file was never written (an interrupted download or copy)"]
         remedies = ["download the shard again"]
         evidence = {n: {"first": a, "length": b} for n, (a, b) in list(holed.items())[:SHOWN]}
-        yield found(
-            "tensor_constant", title, causes=causes, remedies=remedies, tensors=evidence, count=len(holed)
-        )
+        yield found("tensor_constant", title, causes=causes, remedies=remedies, tensors=evidence, count=len(holed))
     if rows:
         title = f"rows of zeros in the middle of {some(rows)}"
-        yield warned(
-            "tensor_constant", title, causes=["unused tokens, or a hole that fits whole rows"], tensors=rows
-        )
+        yield warned("tensor_constant", title, causes=["unused tokens, or a hole that fits whole rows"], tensors=rows)
 
 
 def _denormal(statistics: Sequence[Statistics]) -> Iterator[Finding]:
@@ -525,9 +502,7 @@ def _scales(statistics: Sequence[Statistics], signed: bool) -> Iterator[Finding]
         name, reason = next(iter(wrong.items()))
         title = f"{plural(len(wrong), 'scale tensor')} out of range, first {name}: {reason}"
         causes = ["scales were never filled or were damaged"]
-        yield found(
-            "tensor_scale", title, causes=causes, tensors=dict(list(wrong.items())[:SHOWN]), count=len(wrong)
-        )
+        yield found("tensor_scale", title, causes=causes, tensors=dict(list(wrong.items())[:SHOWN]), count=len(wrong))
 
 
 def _typical(s: Statistics) -> float:
@@ -559,9 +534,7 @@ def check_norms(statistics: Sequence[Statistics], model_type: str) -> Iterator[F
     """Backbone and draft head are judged apart: a head is often converted by another tool."""
     if model_type not in ONE_PLUS | PLAIN:
         return
-    norms = [
-        s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name
-    ]
+    norms = [s for s in statistics if is_norm(s.name) and s.name.endswith("weight") and "linear_attn" not in s.name]
     norms = [s for s in norms if "visual" not in s.name and "vision" not in s.name]
     for part, group in (
         ("the model", [s for s in norms if "mtp" not in s.name]),
@@ -585,9 +558,7 @@ def _group(part: str, norms: Sequence[Statistics], model_type: str) -> Iterator[
         title = f"norm weights of {part} are stored as 1 + w, but {model_type} adds the 1 itself"
         reason = "a converter added the 1 already; subtract it"
         if all(s.constant for s in odd):
-            yield warned(
-                "norm_convention", title + " (all of them constant)", causes=[reason], count=len(odd)
-            )
+            yield warned("norm_convention", title + " (all of them constant)", causes=[reason], count=len(odd))
         else:
             yield _finding(title, odd, reason)
 
@@ -643,17 +614,12 @@ def check_duplicates(statistics: Sequence[Statistics], same: SameBytes) -> Itera
         layers = sorted({(layer_index(a), layer_index(b)) for a, b in whole}, key=str)
         title = f"{plural(len(layers), 'pair')} of whole layers are equal, first {layers[0][0]} and {layers[0][1]}"
         yield warned(
-            "tensor_duplicate",
-            title,
-            causes=["a model grown by repeating layers, or a copied layer"],
-            layers=layers,
+            "tensor_duplicate", title, causes=["a model grown by repeating layers, or a copied layer"], layers=layers
         )
 
 
 def _packed_side(name: str) -> bool:
-    return name.endswith(
-        ("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv")
-    )
+    return name.endswith(("qzeros", "g_idx", "weight_zero_point", "scales", "weight_scale", "weight_scale_inv"))
 
 
 def check_tied(
@@ -670,6 +636,4 @@ def check_tied(
     ):
         title = f"tie_word_embeddings is true, but {head} is stored and differs from {embedding}"
         detail = "Engines that tie drop the stored head; others use it: they answer differently."
-        yield found(
-            "config_conflict", title, detail=detail, causes=["the flag was lost or set when fine-tuning"]
-        )
+        yield found("config_conflict", title, detail=detail, causes=["the flag was lost or set when fine-tuning"])

@@ -112,12 +112,7 @@ def advise_on(outcome: Outcome) -> None:
     source = outcome.source
     model = source.removeprefix("hub:") if source.startswith("hub:") else outcome.repo or "MODEL"
     outcome.advice = advise(
-        outcome.opened.checkpoint,
-        model,
-        outcome.declared,
-        outcome.cache,
-        outcome.head,
-        outcome.options.version,
+        outcome.opened.checkpoint, model, outcome.declared, outcome.cache, outcome.head, outcome.options.version
     )
 
 
@@ -392,9 +387,7 @@ def _headline(outcome: Outcome) -> list[Metric]:
     counts = Counter(f.status for f in outcome.files)
     here = sum(counts.values()) - counts["missing"]
     metrics = [
-        Metric(
-            "files verified", f"{counts['verified']} of {here}", counts["mismatch"] + counts["missing"] == 0
-        ),
+        Metric("files verified", f"{counts['verified']} of {here}", counts["mismatch"] + counts["missing"] == 0),
         Metric(
             "tensors",
             str(outcome.tensors),
@@ -422,13 +415,7 @@ def _files_table(files: list[FileResult]) -> Table:
     worst_first = {"mismatch": 0, "missing": 1, "extra": 2, "unverified": 3, "verified": 4}
     ordered = sorted(files, key=lambda f: (worst_first[f.status], f.path))
     rows = [
-        (
-            f.path,
-            "" if f.size is None else size_text(f.size),
-            f.status,
-            (f.sha256 or "")[:16],
-            f.against or "",
-        )
+        (f.path, "" if f.size is None else size_text(f.size), f.status, (f.sha256 or "")[:16], f.against or "")
         for f in ordered[:SHOWN_FILES]
     ]
     rest = len(ordered) - len(rows)

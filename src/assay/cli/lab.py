@@ -115,10 +115,7 @@ def noise(**given: Any) -> Report:
 
 
 @_command(
-    "serve",
-    "ServePlan",
-    model="Checkpoint that vLLM serves.",
-    options="After `--`: options of vLLM's own server.",
+    "serve", "ServePlan", model="Checkpoint that vLLM serves.", options="After `--`: options of vLLM's own server."
 )
 def serve(options: list[str] | None = None, **given: Any) -> Report:
     """Serve a model with vLLM and a codec in its KV cache; refuses what would give wrong numbers.

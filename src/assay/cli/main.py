@@ -71,9 +71,7 @@ def _show_version(wanted: bool) -> None:
 
 
 def _root(
-    version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_show_version, help="Show the version."
-    ),
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_show_version, help="Show the version."),
 ) -> None:
     """Options of `assay` itself; each acts in its own callback."""
 

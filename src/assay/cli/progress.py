@@ -34,12 +34,7 @@ class Progress(Protocol):
 
 @contextlib.contextmanager
 def progress(
-    total: float | None,
-    description: str,
-    *,
-    quiet: bool = False,
-    sizes: bool = False,
-    file: TextIO | None = None,
+    total: float | None, description: str, *, quiet: bool = False, sizes: bool = False, file: TextIO | None = None
 ) -> Iterator[Progress]:
     """Show how far work of `total` steps (None: unknown) has come, until the block ends, however it ends.
 
@@ -98,11 +93,7 @@ class _Plain:
     """Lines for logs: the start, at most one every `PLAIN_SECONDS` and tenth of the work, and the end."""
 
     def __init__(
-        self,
-        total: float | None,
-        description: str,
-        stream: TextIO,
-        written: Callable[[float], str] = "{:g}".format,
+        self, total: float | None, description: str, stream: TextIO, written: Callable[[float], str] = "{:g}".format
     ) -> None:
         self._written = written
         self._total, self._description, self._stream = total, description, stream
@@ -202,9 +193,7 @@ def _bar(total: float | None, description: str, stream: TextIO, sizes: bool = Fa
 
         def update(self, *, description: str | None = None, total: float | None = None) -> None:
             """Change the name or the length of the bar."""
-            shown.update(
-                task, description=None if description is None else one_line(description), total=total
-            )
+            shown.update(task, description=None if description is None else one_line(description), total=total)
 
         def note(self, text: str, /) -> None:
             """Print `text` above the bar."""

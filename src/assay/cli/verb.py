@@ -50,9 +50,7 @@ STDOUT = "-"
 class Output(Options):
     """Where a report goes."""
 
-    verbose: bool = option(
-        False, "Show every table, text, cause and piece of evidence.", panel=PANEL, short="-v"
-    )
+    verbose: bool = option(False, "Show every table, text, cause and piece of evidence.", panel=PANEL, short="-v")
     json: str | None = option(
         None,
         "Print one JSON object (schema assay/1) instead; with FILE, write it there beside what is printed.",
@@ -64,10 +62,7 @@ class Output(Options):
     markdown: Path | None = option(None, "Write Markdown.", panel=PANEL)
     prometheus: Path | None = option(None, "Write a Prometheus text file.", panel=PANEL)
     report: tuple[str, ...] = option(
-        (),
-        "Write the report in a format by name, such as one of a plug-in.",
-        metavar="NAME=FILE",
-        panel=PANEL,
+        (), "Write the report in a format by name, such as one of a plug-in.", metavar="NAME=FILE", panel=PANEL
     )
     debug: bool = option(False, "Show the traceback of a bug in assay.", panel=PANEL)
 
@@ -165,16 +160,11 @@ def _option(declared: Declared) -> inspect.Parameter:
         metavar=None
         if kind is bool
         else declared.metavar or "|".join(choices) or _METAVARS[declared.form or declared.kind],
-        autocompletion=(lambda incomplete: [c for c in choices if c.startswith(incomplete)])
-        if choices
-        else None,
+        autocompletion=(lambda incomplete: [c for c in choices if c.startswith(incomplete)]) if choices else None,
     )
     empty = inspect.Parameter.empty
     return inspect.Parameter(
-        declared.name,
-        _KEYWORD,
-        annotation=Annotated[kind, about],
-        default=empty if declared.required else default,
+        declared.name, _KEYWORD, annotation=Annotated[kind, about], default=empty if declared.required else default
     )
 
 
@@ -334,8 +324,7 @@ def files_of(output: Output) -> list[tuple[str, Path]]:
         known = names("assay.reports")
         if not file or name not in known or get("assay.reports", name) is None:
             raise UsageError(
-                f"--report {text!r} names no format and file",
-                remedy=f"NAME=FILE with one of {', '.join(known)}",
+                f"--report {text!r} names no format and file", remedy=f"NAME=FILE with one of {', '.join(known)}"
             )
         files.append((name, Path(file)))
     for name, path in files:
@@ -378,8 +367,7 @@ def with_usage_of(name: str, report: Report) -> Report:
     """`report` with every wrong use in the area of its verb: what reads a spec does not know which verb was asked."""
     usage = f"{area_of(name)}.usage"
     return replace(
-        report,
-        findings=tuple(replace(f, id=usage) if f.id.endswith(".usage") else f for f in report.findings),
+        report, findings=tuple(replace(f, id=usage) if f.id.endswith(".usage") else f for f in report.findings)
     )
 
 
@@ -397,9 +385,7 @@ def usage_report(name: str, message: str) -> Report:
 def interrupted_report(name: str) -> Report:
     """The report of a run that was interrupted before there was anything to show."""
     finding = Finding(
-        id=f"{area_of(name)}.interrupted",
-        severity=Severity.WARNING,
-        title="interrupted before anything was measured",
+        id=f"{area_of(name)}.interrupted", severity=Severity.WARNING, title="interrupted before anything was measured"
     )
     return Report(command=name, verdict=Verdict.INCONCLUSIVE, findings=(finding,), interrupted=True)
 

@@ -64,9 +64,7 @@ class Assembly:
     def answer(self, *key: Any) -> Answer:
         """The answer under `key`, begun where there is none."""
         key = tuple(map(str, key))
-        return self.answers.setdefault(
-            key, Answer(" ".join(k for k in key if k not in ("None", "", "turn 1")))
-        )
+        return self.answers.setdefault(key, Answer(" ".join(k for k in key if k not in ("None", "", "turn 1"))))
 
     def in_turn(self, *key: Any) -> Answer:
         """The answer under `key` that is still open; one that was finished is followed by a new one."""
@@ -140,14 +138,7 @@ def string(part: Any) -> str:
         return "".join(map(string, part))
     if isinstance(part, Mapping):
         return string(
-            next(
-                (
-                    part[n]
-                    for n in ("text", "refusal", "reasoningText", "transcript", "summary")
-                    if part.get(n)
-                ),
-                "",
-            )
+            next((part[n] for n in ("text", "refusal", "reasoningText", "transcript", "summary") if part.get(n)), "")
         )
     return part if isinstance(part, str) else ""
 

@@ -32,13 +32,7 @@ from assay.coherence.plan import (
     stages_of,
 )
 from assay.coherence.record import CheckRecord, Reference
-from assay.coherence.reference import (
-    EngineReference,
-    changed_settings,
-    read_reference,
-    reference_folder,
-    settings_of,
-)
+from assay.coherence.reference import EngineReference, changed_settings, read_reference, reference_folder, settings_of
 from assay.coherence.report import build_report
 from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
@@ -65,15 +59,11 @@ class CheckOptions(Plan):
     """A plan, how to reach the server, and what to compare it with."""
 
     model: str | None = option(None, "Model to ask; default: the first the server lists.", apart=True)
-    reference: Path | None = option(
-        None, "Result of an earlier healthy run (its --json) to compare with.", apart=True
-    )
+    reference: Path | None = option(None, "Result of an earlier healthy run (its --json) to compare with.", apart=True)
     reference_engine: str | None = option(
         None, "Trusted model to run here on the same prompts: hf:PATH.", metavar="ENGINE", apart=True
     )
-    api_key_env: str | None = option(
-        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
-    )
+    api_key_env: str | None = option(None, "Environment variable that holds the API key.", metavar="NAME", apart=True)
     timeout: float = option(300.0, "Seconds that one answer may take.", lo=1, hi=86_400, apart=True)
     identity: Path | None = option(
         None, "Ask only whether it is the model of this reference (from --identity-out).", apart=True
@@ -117,20 +107,14 @@ def run_check(url: str, options: CheckOptions | None = None, progress: Progress 
     # A reference that cannot be read should not cost the minutes of a run.
     kept = read_reference(options.reference) if options.reference else None
     folder = reference_folder(options.reference_engine) if options.reference_engine else None
-    with ServerEngine.connect(
-        url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
-    ) as engine:
+    with ServerEngine.connect(url, options.model, api_key_env=options.api_key_env, timeout=options.timeout) as engine:
         subject = engine.describe()
         with suppress(AssayError):
             cache = engine.metrics().labels("vllm:cache_config_info")
             subject["server"] |= {name: cache[name] for name in _CACHE_FACTS if name in cache}
-        check = Check(
-            options, Measurement(engine, options, engine.max_model_len, progress), progress, kept=kept
-        )
+        check = Check(options, Measurement(engine, options, engine.max_model_len, progress), progress, kept=kept)
         if folder and options.reference_engine:
-            check.engine = EngineReference(
-                options.reference_engine, folder, options, engine.max_model_len, progress
-            )
+            check.engine = EngineReference(options.reference_engine, folder, options, engine.max_model_len, progress)
         before = engine.corrupted_requests()
         try:
             check.run()
@@ -151,29 +135,19 @@ def _run_exact(url: str, options: CheckOptions, progress: Progress) -> Report:
     """The report of `--identity`, `--identity-out` and `--determinism`, which ask for tokens and not for texts."""
     reference = identity.read_print(options.identity) if options.identity else None
     if options.identity_out and not options.identity_out.parent.is_dir():
-        raise options.usage(
-            f"--identity-out {options.identity_out}: its folder does not exist", "make it first"
-        )
+        raise options.usage(f"--identity-out {options.identity_out}: its folder does not exist", "make it first")
     verdicts, findings, headline, blocks = [Verdict.PASS], list[Finding](), list[Metric](), list[Block]()
     results: dict[str, Any] = {"probes": [], "throughput": {"valid": False, "samples": 0}}
     summary = "the same requests give the same answers, up to rounding."
-    with ServerEngine.connect(
-        url, options.model, api_key_env=options.api_key_env, timeout=options.timeout
-    ) as engine:
+    with ServerEngine.connect(url, options.model, api_key_env=options.api_key_env, timeout=options.timeout) as engine:
         subject = engine.describe()
         if reference or options.identity_out:
             found = identity.take(engine, progress, noise=options.identity_out is not None)
             if options.identity_out:
                 identity.write_print(found, options.identity_out)
                 items, listed, scores = identity.kept_facts(found)
-                summary = (
-                    f"the reference holds {items} tokens, {listed} with probabilities, and {scores} scores."
-                )
-                results["identity_reference"] = {
-                    "items": items,
-                    "with_probabilities": listed,
-                    "scores": scores,
-                }
+                summary = f"the reference holds {items} tokens, {listed} with probabilities, and {scores} scores."
+                results["identity_reference"] = {"items": items, "with_probabilities": listed, "scores": scores}
             if reference:
                 answer = identity.compare_prints(reference, found)
                 results["identity"] = answer.to_json()
@@ -222,9 +196,7 @@ class Check:
 
     def __post_init__(self) -> None:
         self.budget = None if self.options.budget is None else 60 * self.options.budget
-        self.pace = Pace(
-            reference=1.0 if self.options.reference_engine else 0.0, parallel=self.options.parallel
-        )
+        self.pace = Pace(reference=1.0 if self.options.reference_engine else 0.0, parallel=self.options.parallel)
 
     @property
     def record(self) -> CheckRecord:
@@ -413,7 +385,5 @@ class Check:
             "stopped": self.stopped or None,
             "slower": self.pace.slower
             and dict(zip(("stage", "tokens_per_s_before", "tokens_per_s"), self.pace.slower, strict=True)),
-            "left_out": [
-                {"stage": stage.name, "why": why, "unknown": stage.without} for stage, why in self.left_out
-            ],
+            "left_out": [{"stage": stage.name, "why": why, "unknown": stage.without} for stage, why in self.left_out],
         }

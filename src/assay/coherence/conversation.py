@@ -208,9 +208,7 @@ def _converse(engine: Engine, task: Task, context: Context) -> Outcome:
     return outcome
 
 
-def _batched(
-    engine: BatchEngine, tasks: Sequence[Task], context: Context, deadline: float
-) -> Iterator[Outcome]:
+def _batched(engine: BatchEngine, tasks: Sequence[Task], context: Context, deadline: float) -> Iterator[Outcome]:
     open_talks: list[tuple[Outcome, Talk, Step]] = []
     for task in tasks:
         talk = task.probe.talk(context, task.variant)

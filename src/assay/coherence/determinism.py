@@ -65,13 +65,7 @@ class Parting:
         """`rounding`, `corruption`, `unclear` or `not known`."""
         if self.gap is None:
             return "not known"
-        return (
-            "rounding"
-            if abs(self.gap) <= ROUNDING
-            else "corruption"
-            if abs(self.gap) > CORRUPT
-            else "unclear"
-        )
+        return "rounding" if abs(self.gap) <= ROUNDING else "corruption" if abs(self.gap) > CORRUPT else "unclear"
 
 
 @dataclass(frozen=True)
@@ -122,9 +116,7 @@ class Determinism:
         if self.decision == "corruption":
             return Verdict.FAIL
         unfinished = any(level.failed for level in self.levels)
-        return (
-            Verdict.PASS if self.decision in ("same", "rounding") and not unfinished else Verdict.INCONCLUSIVE
-        )
+        return Verdict.PASS if self.decision in ("same", "rounding") and not unfinished else Verdict.INCONCLUSIVE
 
     def to_json(self) -> dict[str, Any]:
         """The object `results.determinism`."""
@@ -164,9 +156,7 @@ def part(first: Answer, other: Answer, prompt: int = 0, batch: int = 1) -> Parti
         return None
     if not first.tokens or not other.tokens:
         place = next(i for i, (a, b) in enumerate(zip_longest(first.text, other.text)) if a != b)
-        return Parting(
-            prompt, batch, place, None, first.text[place : place + 12], other.text[place : place + 12]
-        )
+        return Parting(prompt, batch, place, None, first.text[place : place + 12], other.text[place : place + 12])
     pairs = zip_longest(first.tokens, other.tokens)
     place = next((i for i, (a, b) in enumerate(pairs) if a is None or b is None or a.text != b.text), 0)
     if place >= min(len(first.tokens), len(other.tokens)):
@@ -224,9 +214,7 @@ def findings_of(found: Determinism) -> tuple[Finding, ...]:
         )  # fmt: skip
     failed = [level for level in found.levels if level.failed]
     if failed:
-        title = (
-            f"{sum(level.failed for level in failed)} of the requests in batches failed: {failed[-1].error}"
-        )
+        title = f"{sum(level.failed for level in failed)} of the requests in batches failed: {failed[-1].error}"
         findings.append(Finding("coherence.determinism_unfinished", Severity.WARNING, title))
     return tuple(findings)
 
@@ -244,9 +232,7 @@ def table_of(found: Determinism) -> Table:
         ))  # fmt: skip
     columns = ("at once", "asked", "parted", "most answers", "earliest token", "largest gap", "explained by")
     note = f"{len(_PROMPTS)} prompts, {TOKENS} greedy tokens; gap in nats: to {ROUNDING:g} rounding, beyond {CORRUPT:g} corruption"
-    return Table(
-        "The same requests alone and in batches", columns, rows, numeric=frozenset(range(6)), note=note
-    )
+    return Table("The same requests alone and in batches", columns, rows, numeric=frozenset(range(6)), note=note)
 
 
 def metric_of(found: Determinism) -> Metric:

@@ -126,10 +126,7 @@ def diagnose(judgement: Judgement, record: CheckRecord, subject: Subject) -> tup
             finding,
             causes=tuple(finding.causes) or causes,
             remedies=(*finding.remedies, *next_steps(subject)),
-            evidence={
-                **finding.evidence,
-                **(examples if finding.id == "coherence.degenerate" and bad else {}),
-            },
+            evidence={**finding.evidence, **(examples if finding.id == "coherence.degenerate" and bad else {})},
         )
         if finding.severity is Severity.ERROR
         else finding
@@ -182,9 +179,7 @@ def likely_causes(bad: Sequence[Sample], record: CheckRecord, subject: Subject) 
 
 def _bad_only_in(name: str, record: CheckRecord) -> bool:
     """Whether the probe `name` is bad and the others are not."""
-    rates = {
-        p.name: sum(s.degenerate for s in p.samples) / len(p.samples) for p in record.probes if p.samples
-    }
+    rates = {p.name: sum(s.degenerate for s in p.samples) / len(p.samples) for p in record.probes if p.samples}
     others = [rate for probe, rate in rates.items() if probe != name]
     return rates.get(name, 0.0) >= 0.5 and bool(others) and max(others) < 0.25
 
@@ -221,15 +216,10 @@ _CAUSES: dict[str, tuple[str, ...]] = {
     "special_token_flood": (_NAN, _TOKENIZER),
     "special_token_leak": (_TOKENIZER, "special tokens that the server does not skip"),
     "template_leak": (_TOKENIZER, "an end-of-turn token that is missing from the stop tokens"),
-    "think_tag_leak": (
-        "the template opens the reasoning and the server's reasoning parser is off or does not fit",
-    ),
+    "think_tag_leak": ("the template opens the reasoning and the server's reasoning parser is off or does not fit",),
     "malformed_arguments": ("a tool parser that does not fit the model", "a KV cache with too few bits"),
     "tokenizer_marks": ("ids turned into text without the tokenizer's decoder", _TOKENIZER),
-    "replacement_characters": (
-        "a character's bytes split over tokens or chunks and decoded apart",
-        _TOKENIZER,
-    ),
+    "replacement_characters": ("a character's bytes split over tokens or chunks and decoded apart", _TOKENIZER),
     "control_characters": (_TOKENIZER, _WEIGHTS),
     "newline_loop": ("a grammar or JSON mode that allows blanks without end", _LOOP),
     "blank_flood": ("a grammar or JSON mode that allows blanks without end", _LOOP),
@@ -258,18 +248,14 @@ def causes_of(kind: str) -> tuple[str, ...]:
     if kind in _CAUSES:
         return _CAUSES[kind]
     return (
-        (_WEIGHTS, "a KV cache that is corrupt or has too few bits")
-        if "salad" in kind or "soup" in kind
-        else (_LOOP,)
+        (_WEIGHTS, "a KV cache that is corrupt or has too few bits") if "salad" in kind or "soup" in kind else (_LOOP,)
     )
 
 
 def explain(path: str, result: Grade) -> Finding:
     """The finding for one faulty text."""
     kind = result.kind or ""
-    where = (
-        f" from character {result.onset_char:,} of {result.part}" if result.label is Label.DEGENERATE else ""
-    )
+    where = f" from character {result.onset_char:,} of {result.part}" if result.label is Label.DEGENERATE else ""
     return Finding(
         id=f"coherence.{result.label.value}",
         severity=Severity.WARNING if result.label is Label.TRUNCATED_REASONING else Severity.ERROR,

@@ -80,9 +80,7 @@ def unpack(text: str) -> Unpacked | None:
     if parsed and parsed.stream and not (parsed.values or parsed.lost):
         return Unpacked("sse", notes=("the stream holds no event but its end",), reason="no_answer")
     if parsed and (parsed.stream or len(set(_SIGNS.findall(body[:100_000]))) > 1):
-        return Unpacked(
-            "unknown", notes=("no API that is known here writes it so",), reason="unknown_envelope"
-        )
+        return Unpacked("unknown", notes=("no API that is known here writes it so",), reason="unknown_envelope")
     return Unpacked("http", [Answer(content=[body], whole=True)]) if status else None
 
 
@@ -112,18 +110,12 @@ def unpack_values(parsed: Parsed) -> Unpacked | None:
         unknown.pop()  # of the value in which it breaks off too little has come
     if unknown and not (out.answers or out.errors) and _records(unknown, out, parsed.stream):
         unknown = []
-    return (
-        _finished(out, parsed, len(objects), len(unknown)) if out.apis or out.errors or out.textless else None
-    )
+    return _finished(out, parsed, len(objects), len(unknown)) if out.apis or out.errors or out.textless else None
 
 
 def _flat(values: Iterable[Any], depth: int) -> list[Any]:
     """Values, with those of lists in their place, `depth` lists deep."""
-    return [
-        v
-        for value in values
-        for v in (_flat(value, depth - 1) if depth and isinstance(value, list) else (value,))
-    ]
+    return [v for value in values for v in (_flat(value, depth - 1) if depth and isinstance(value, list) else (value,))]
 
 
 def _finished(out: Assembly, parsed: Parsed, objects: int, unknown: int) -> Unpacked:
@@ -321,9 +313,7 @@ def _findings(file: GradedFile) -> list[Finding]:
         title = f"{file.path}: not valid UTF-8, first at byte {reading.first_invalid}; read with U+FFFD there"
         evidence = {"path": file.path, "count": reading.invalid_bytes, "first_byte": reading.first_invalid}
         remedies = ("write the output as UTF-8",)
-        found.append(
-            Finding("coherence.invalid_utf8", Severity.WARNING, title, evidence=evidence, remedies=remedies)
-        )
+        found.append(Finding("coherence.invalid_utf8", Severity.WARNING, title, evidence=evidence, remedies=remedies))
     return found
 
 
@@ -337,9 +327,7 @@ _ASK_AGAIN = {
 def _not_examined(file: GradedFile) -> Finding:
     kind = file.grade.kind or ""
     title = f"{file.path}: not examined ({kind.replace('_', ' ')}): {file.grade.evidence['why']}"
-    remedy = _ASK_AGAIN.get(
-        kind, "save the body or the stream as the server sent it, or the answer as plain text"
-    )
+    remedy = _ASK_AGAIN.get(kind, "save the body or the stream as the server sent it, or the answer as plain text")
     evidence = {"path": file.path, "kind": kind}
     return Finding("coherence.not_examined", Severity.WARNING, title, evidence=evidence, remedies=(remedy,))
 
@@ -360,9 +348,7 @@ def _part(file: GradedFile) -> str:
 def _headline(graded: Sequence[GradedFile], unreadable: int) -> list[Metric]:
     counts = {label: sum(file.grade.label is label for file in graded) for label in Label}
     metrics = [Metric("files", str(len(graded)))]
-    metrics += [
-        Metric(label.value.replace("_", " "), str(n)) for label, n in counts.items() if n or label is Label.OK
-    ]
+    metrics += [Metric(label.value.replace("_", " "), str(n)) for label, n in counts.items() if n or label is Label.OK]
     return metrics + ([Metric("unreadable", str(unreadable))] if unreadable else [])
 
 
@@ -382,11 +368,7 @@ def _blocks(graded: Sequence[GradedFile]) -> list[Block]:
     columns = ("file", "label", "kind", "onset", "coherent characters")
     bad = [file for file in graded if file.grade.label in {Label.DEGENERATE, Label.TRUNCATED_REASONING}]
     quotes = [_quote(file) for file in bad[:_MAX_QUOTES]]
-    note = (
-        f"the first {_MAX_QUOTES} of {len(bad)} faulty texts are quoted below"
-        if len(bad) > _MAX_QUOTES
-        else ""
-    )
+    note = f"the first {_MAX_QUOTES} of {len(bad)} faulty texts are quoted below" if len(bad) > _MAX_QUOTES else ""
     return [Table("Files", columns, rows, numeric=frozenset({3, 4}), note=note), *quotes]
 
 

@@ -56,11 +56,7 @@ class Grade:
 
 
 def grade(
-    text: str | None,
-    *,
-    reasoning: str | None = None,
-    tool_calls: Sequence[Any] = (),
-    finish_reason: str | None = None,
+    text: str | None, *, reasoning: str | None = None, tool_calls: Sequence[Any] = (), finish_reason: str | None = None
 ) -> Grade:
     """Grade one model output: content, reasoning and tool calls, each in its own right.
 
@@ -78,9 +74,7 @@ def grade(
     fields = [("content", content), ("reasoning", reasoning or "")]
     fields += [("tool_calls", f"{name} {_unescaped(arguments)}".strip()) for name, arguments in calls]
     ending = ending_of(finish_reason)
-    if ending is Ending.UNKNOWN and (
-        _open_think(content) is not None or (reasoning and not content and not calls)
-    ):
+    if ending is Ending.UNKNOWN and (_open_think(content) is not None or (reasoning and not content and not calls)):
         ending = Ending.CUT  # reasoning was never closed
     found, coherent, examined = _detect_all(fields, ending)
     if "tool_calls" not in found and (faulty := repeated_call(calls) or _malformed(calls, ending)):

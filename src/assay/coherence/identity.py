@@ -100,10 +100,7 @@ class Print:
 
     def to_json(self) -> dict[str, Any]:
         """The reference file as plain JSON types."""
-        plain = {
-            f: getattr(self, f)
-            for f in ("model", "server", "kind", "route", "strange", "nats", "noise", "texts")
-        }
+        plain = {f: getattr(self, f) for f in ("model", "server", "kind", "route", "strange", "nats", "noise", "texts")}
         rows = [
             [{"token": i.token, "prompt_tokens": i.prompt_tokens, "likely": i.likely} for i in text]
             for text in self.items
@@ -140,9 +137,7 @@ def take(engine: ServerEngine, progress: Progress = NO_PROGRESS, *, noise: bool 
     passes = 2 if noise else 1
     with progress("greedy tokens inside fixed texts", passes * len(passages()) * CUTS) as advance:
         # One after another for the noise: alone and in a batch is the largest difference that one server makes.
-        both = [
-            _items(engine, route, advance, parallel) for parallel in ((PARALLEL, 1) if noise else (PARALLEL,))
-        ]
+        both = [_items(engine, route, advance, parallel) for parallel in ((PARALLEL, 1) if noise else (PARALLEL,))]
     scores: list[tuple[float, ...]] = [()] * passes
     if Capability.SCORE in able:
         with progress("scores of fixed texts", passes * len(passages())) as advance:
@@ -171,11 +166,7 @@ def _items(engine: ServerEngine, route: str, advance: Any, parallel: int) -> tup
         except AssayError as error:
             return text, cut, error
         said = reply.content or reply.reasoning
-        return (
-            text,
-            cut,
-            Item(top[0].text if top else said, reply.prompt_tokens, top[0].likely if top else {}),
-        )
+        return (text, cut, Item(top[0].text if top else said, reply.prompt_tokens, top[0].likely if top else {}))
 
     rows: dict[tuple[int, int], Item] = {}
     work = [lambda t=t, c=c: ask(t, c) for t in range(len(passages())) for c in range(CUTS)]
@@ -211,9 +202,7 @@ def read_print(path: Path) -> Print:
         if document["format"] != FORMAT:
             raise unusable(f"is of the format {document['format']!r}, not {FORMAT}")
         items = tuple(
-            tuple(
-                from_fields(Item, i, likely={str(k): float(v) for k, v in i["likely"].items()}) for i in text
-            )
+            tuple(from_fields(Item, i, likely={str(k): float(v) for k, v in i["likely"].items()}) for i in text)
             for text in document["items"]
         )
         found = from_fields(
@@ -227,20 +216,13 @@ def read_print(path: Path) -> Print:
     if found.texts != _digest() or {len(t) for t in items} - {CUTS} or len(items) not in (0, len(passages())):
         raise unusable("was made with other texts, by another version of assay")
     numbers = [v for text in items for item in text for v in (0.0, *item.likely.values())]
-    if (
-        not all(map(math.isfinite, (*numbers, *found.nats, *found.noise.values())))
-        or max(numbers, default=0.0) > 0.01
-    ):
+    if not all(map(math.isfinite, (*numbers, *found.nats, *found.noise.values()))) or max(numbers, default=0.0) > 0.01:
         raise unusable("holds numbers that are no log-probabilities")
     return found
 
 
 def _of_check(document: Mapping[str, Any]) -> Print:
-    alone = {
-        p["passage"]: float(p["nats"])
-        for p in document["results"]["bits_per_byte"]["passages"]
-        if not p["depth"]
-    }
+    alone = {p["passage"]: float(p["nats"]) for p in document["results"]["bits_per_byte"]["passages"] if not p["depth"]}
     nats = tuple(alone[f"p{i:02d}"] for i in range(len(passages())))
     server = document["subject"].get("server") or {}
     kind, model = str(server.get("kind")), str(document["subject"].get("model"))
@@ -271,10 +253,7 @@ def _moved(a: Print, b: Print) -> list[list[float]]:
 
 
 def _flips(a: Print, b: Print) -> list[list[float]]:
-    groups = [
-        [float(x.token != y.token) for x, y in pairs if x.likely and x.gap > ROUNDING]
-        for pairs in _pairs(a, b)
-    ]
+    groups = [[float(x.token != y.token) for x, y in pairs if x.likely and x.gap > ROUNDING] for pairs in _pairs(a, b)]
     return [g for g in groups if g]
 
 
@@ -406,9 +385,7 @@ def _tokenizer(a: Print, b: Print) -> str:
 def finding_of(answer: Identity) -> Finding:
     """The finding: an error where it is another model, a warning where it cannot be told."""
     worst = max(answer.tests, key=lambda t: t.value / t.allowed if t.allowed else math.inf)
-    measured = (
-        f"{worst.value:.4f} {worst.says} ({worst.lo:.4f} to {worst.hi:.4f}), allowed {worst.allowed:.4f}"
-    )
+    measured = f"{worst.value:.4f} {worst.says} ({worst.lo:.4f} to {worst.hi:.4f}), allowed {worst.allowed:.4f}"
     if answer.decision == "different":
         detail = (
             measured

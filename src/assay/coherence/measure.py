@@ -29,14 +29,7 @@ from assay.coherence.conversation import (
 from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.grading import Grade, grade
 from assay.coherence.plan import FIRST, Plan, Stage
-from assay.coherence.probes import (
-    FIBONACCI,
-    extract_code,
-    filler,
-    score_alone,
-    score_in_context,
-    standard_probes,
-)
+from assay.coherence.probes import FIBONACCI, extract_code, filler, score_alone, score_in_context, standard_probes
 from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText
 from assay.coherence.sandbox import run_fibonacci
 from assay.coherence.tools import cases, run_level
@@ -285,9 +278,7 @@ class Measurement:
         self._add(probes=tuple(ProbeResult(p.name, p.title, skipped=self.skip_reason(p)) for p in wanted))
         return tuple(probe for probe in wanted if self.skip_reason(probe) is None)
 
-    def run(
-        self, stage: Stage, what: str = "", deadline: float = float("inf"), *, untimed: bool = False
-    ) -> None:
+    def run(self, stage: Stage, what: str = "", deadline: float = float("inf"), *, untimed: bool = False) -> None:
         """Measure one stage until `deadline`; raises only the errors after which asking on makes no sense.
 
         `what` is its name for the progress. `untimed`: the texts of the speed stage are written and not timed.
@@ -318,9 +309,7 @@ class Measurement:
         if stage.context and (Capability.TOKENIZE not in able or self.record.passages_failed):
             return
         alone = not stage.context
-        scores = (
-            score_alone(self.engine, stage.texts) if alone else score_in_context(self.engine, stage.context)
-        )
+        scores = score_alone(self.engine, stage.texts) if alone else score_in_context(self.engine, stage.context)
         with self.progress(what, stage.texts * (1 if alone else 2)) as advance, self._noting("passages"):
             for score in scores:
                 self._add(passages=(score,))
@@ -409,6 +398,4 @@ class Measurement:
 
 
 # Errors after which asking on makes no sense.
-_ENDS_THE_RUN = frozenset(
-    {"server.unreachable", "server.unauthorized", "server.model_unknown", "server.not_found"}
-)
+_ENDS_THE_RUN = frozenset({"server.unreachable", "server.unauthorized", "server.model_unknown", "server.not_found"})

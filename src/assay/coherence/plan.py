@@ -50,14 +50,9 @@ class Plan(RunTime):
         (), "Run this probe only; may be given again.", flag="probe", metavar="NAME", choices=NAMES
     )
     longest_needle: int = option(
-        DEFAULT_LONGEST,
-        "Longest context that is searched for a needle, in tokens.",
-        lo=256,
-        hi=10_000_000,
+        DEFAULT_LONGEST, "Longest context that is searched for a needle, in tokens.", lo=256, hi=10_000_000
     )
-    token_budget: float = option(
-        1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100
-    )
+    token_budget: float = option(1.0, "Factor on every length limit, for models that reason at length.", lo=0.1, hi=100)
     thinking: bool = option(True, "Ask the chat template not to reason.")
     run_code: bool = option(False, "Run the code that the model wrote, in a sandboxed subprocess.")
     throughput: bool = option(True, "Do not measure speed.")
@@ -206,14 +201,8 @@ class Pace:
         self.took[stage.name] = seconds
         if stage.kind == "texts" and written and seconds > 0:
             streams = len(stage.tasks) if stage.name == FIRST else min(len(stage.tasks), self.parallel)
-            now, before, a_stream = (
-                written / seconds,
-                self.write,
-                self._writing_s and self._written / self._stream_s,
-            )
-            needles = any(
-                task.probe.name == "needle" for task in stage.tasks
-            )  # whose time is that of reading
+            now, before, a_stream = (written / seconds, self.write, self._writing_s and self._written / self._stream_s)
+            needles = any(task.probe.name == "needle" for task in stage.tasks)  # whose time is that of reading
             told = before and not needles and seconds > HICCUP_S
             if before and told and now < before / SLOWER and now / streams < a_stream / SLOWER:
                 self.slower = self.slower or (stage.name, before, now)

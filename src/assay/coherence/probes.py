@@ -75,9 +75,7 @@ def score_in_context(engine: Engine, context: int) -> Iterator[PassageScore]:
         yield from _score_together(engine, orders[1], "", context)
 
 
-def _score_together(
-    engine: Engine, order: list[int], before: str, context: int
-) -> Generator[PassageScore, None, int]:
+def _score_together(engine: Engine, order: list[int], before: str, context: int) -> Generator[PassageScore, None, int]:
     """Scores of the texts in this order behind `before`, as many as fit into `context` tokens; returns the tokens sent."""
     text, spans = before, list[tuple[int, int, int]]()
     for index in order:
@@ -223,9 +221,7 @@ def _parse(variant: str) -> tuple[int, float]:
 
 def _sentence(rng: random.Random) -> str:
     """One plain sentence of a town's chronicle; eight tokens or more in any tokenizer of the field."""
-    person, place, thing, deed, when = (
-        rng.choice(words) for words in (_PEOPLE, _PLACES, _THINGS, _DEEDS, _WHEN)
-    )
+    person, place, thing, deed, when = (rng.choice(words) for words in (_PEOPLE, _PLACES, _THINGS, _DEEDS, _WHEN))
     number = rng.randint(2, 97)
     return rng.choice(
         (
@@ -412,9 +408,7 @@ class SecondTurn:
     def check(self, replies: Sequence[Reply], variant: str) -> tuple[AnswerCheck, ...]:
         """The name from the first turn is remembered."""
         passed = "bruno" in answer_text(replies[-1]).casefold()
-        return (
-            AnswerCheck("remembers_name", passed, "" if passed else "the second answer does not name Bruno"),
-        )
+        return (AnswerCheck("remembers_name", passed, "" if passed else "the second answer does not name Bruno"),)
 
 
 # A tool call and the answer after its result.
@@ -448,9 +442,7 @@ class ToolUse:
     def talk(self, context: Context, variant: str) -> Talk:
         """Ask; if the model calls the tool, answer the call and read the final reply."""
         question = user(_QUESTION)
-        first = yield Step(
-            messages=(question,), prompt=_QUESTION, max_tokens=self.max_tokens, tools=(WEATHER,)
-        )
+        first = yield Step(messages=(question,), prompt=_QUESTION, max_tokens=self.max_tokens, tools=(WEATHER,))
         if not first.tool_calls:
             return
         call = first.tool_calls[0]
@@ -560,17 +552,5 @@ def standard_probes(
     count_tokens: Callable[[str], int] | None,
 ) -> tuple[Probe, ...]:
     """All probes, fitted to one subject; the burst comes last, since it wants the server for itself."""
-    needle = Needle(
-        lengths=needle_lengths(max_model_len, longest_needle), seed=seed, count_tokens=count_tokens
-    )
-    return (
-        FRANCE,
-        STORY,
-        FIBONACCI,
-        JSON_LIST,
-        SPANISH,
-        SecondTurn(),
-        ToolUse(),
-        needle,
-        Burst(streams=streams),
-    )
+    needle = Needle(lengths=needle_lengths(max_model_len, longest_needle), seed=seed, count_tokens=count_tokens)
+    return (FRANCE, STORY, FIBONACCI, JSON_LIST, SPANISH, SecondTurn(), ToolUse(), needle, Burst(streams=streams))

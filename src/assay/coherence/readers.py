@@ -53,9 +53,7 @@ def responses(value: Value, out: Assembly) -> bool:
     if isinstance(kind, str) and kind.startswith("response."):
         return _response_event(kind, value, out)
     items = value.get("output")
-    if not isinstance(items, list) or (
-        value.get("object") != "response" and "model_instance_id" not in value
-    ):
+    if not isinstance(items, list) or (value.get("object") != "response" and "model_instance_id" not in value):
         return False  # the second is LM Studio's own
     answer = out.answer("response", value.get("id"))
     for place, item in enumerate(i for i in items if has(i)):
@@ -256,11 +254,7 @@ def cohere(value: Value, out: Assembly) -> bool:
             answer.content.append(string(value.get("text")))
         finish(answer, value.get("finish_reason"))
         return True
-    if (
-        not isinstance(kind, str)
-        or kind not in _COHERE_EVENTS
-        or ("delta" not in value and not kind.endswith("-end"))
-    ):
+    if not isinstance(kind, str) or kind not in _COHERE_EVENTS or ("delta" not in value and not kind.endswith("-end")):
         return False
     answer = out.in_turn("message")
     if has(piece):
@@ -281,9 +275,7 @@ _COHERE_EVENTS = {
 
 def plain(value: Value, out: Assembly) -> bool:
     """APIs with one text under a key of their own: Triton, Bedrock, the older ones of Anthropic and Cohere, LMDeploy."""
-    key = next(
-        (k for k, beside in _PLAIN.items() if isinstance(value.get(k), str) and has(value, beside)), None
-    )
+    key = next((k for k, beside in _PLAIN.items() if isinstance(value.get(k), str) and has(value, beside)), None)
     if key is None:
         return False
     reasons = [value[name] for name in _REASON_KEYS if name in value]
@@ -304,9 +296,7 @@ _REASON_KEYS = ("finish_reason", "stop_reason", "completionReason", "finishReaso
 
 def results(value: Value, out: Assembly) -> bool:
     """Lists of texts: KoboldCpp, Bedrock, KServe, Vertex, Cog."""
-    name = next(
-        (k for k in ("results", "outputs", "predictions", "output", "generated_text") if k in value), None
-    )
+    name = next((k for k in ("results", "outputs", "predictions", "output", "generated_text") if k in value), None)
     items = value.get(name) if name else None
     if name is None or set(value) - {name} - _RESULT_KEYS or not isinstance(items, list | str | None):
         return False
@@ -318,14 +308,10 @@ def results(value: Value, out: Assembly) -> bool:
         if len(value) == 1 and name == "results":
             return False  # any list
         items = ["".join(items)] if name == "output" else items
-    if not all(
-        isinstance(item, str) or (has(item, _RESULT_TEXTS) and set(item) <= _RESULT_KEYS) for item in items
-    ):
+    if not all(isinstance(item, str) or (has(item, _RESULT_TEXTS) and set(item) <= _RESULT_KEYS) for item in items):
         return False
     for number, item in enumerate(items):
-        answer = (
-            out.answer("result", number + 1) if len(items) > 1 else out.answer("result", len(out.answers))
-        )
+        answer = out.answer("result", number + 1) if len(items) > 1 else out.answer("result", len(out.answers))
         text = item if isinstance(item, str) else next(item[k] for k in _RESULT_TEXTS if k in item)
         answer.content.append(string(text))
         reasons = [] if isinstance(item, str) else [item[k] for k in _REASON_KEYS if item.get(k)]
@@ -355,9 +341,7 @@ def ai_sdk(value: Value, out: Assembly) -> bool:
     elif part == "3":
         out.errors.append(str(inner))
     elif part in "de":
-        if (
-            out.is_open("message") or not out.answers
-        ):  # a step ends, or all of them, of which the last has ended
+        if out.is_open("message") or not out.answers:  # a step ends, or all of them, of which the last has ended
             going_on = part == "e" and inner.get("isContinued")
             finish(out.in_turn("message"), None if going_on else inner.get("finishReason") or "stop")
         out.open -= part == "e" and out.open > 0
@@ -476,9 +460,7 @@ def lm_eval(value: Value, out: Assembly) -> bool:
     if has(value.get("results")) and has(value.get("configs")):
         out.textless += 1  # its table of scores
         return True
-    if not has(value, ("resps", "filtered_resps")) or not has(
-        value, ("doc_id", "doc", "target", "arguments")
-    ):
+    if not has(value, ("resps", "filtered_resps")) or not has(value, ("doc_id", "doc", "target", "arguments")):
         return False
     said = value.get("resps", value.get("filtered_resps"))
     texts = [t for request in (said if isinstance(said, list) else [said]) for t in _leaves(request)]
@@ -529,9 +511,7 @@ def wrapped(value: Value, out: Assembly) -> bool:
 
 def error(value: Value, out: Assembly) -> bool:
     """A server's error, as a body or in the middle of a stream."""
-    said = (
-        value.get("error") or value.get("detail") or (value.get("object") == "error" and value.get("message"))
-    )
+    said = value.get("error") or value.get("detail") or (value.get("object") == "error" and value.get("message"))
     if not said or not set(value) <= _ERROR_KEYS:
         return False
     text = said.get("message") if has(said) else said

@@ -27,9 +27,7 @@ FIFO_WAIT_S = 10.0
 _ALLOWED_INVALID = 0.1
 _BOMS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 _HOLE = re.compile(rb"\A\0+|\0{16,}|\0+\Z")
-_INNER_NUL = re.compile(
-    rb"(?<=[^}\]\n\0])\0{1,3}(?=[^{\[\n\0])"
-)  # elsewhere one may stand between two values
+_INNER_NUL = re.compile(rb"(?<=[^}\]\n\0])\0{1,3}(?=[^{\[\n\0])")  # elsewhere one may stand between two values
 _CONTROL = re.compile(rb"[\x01-\x08\x0e-\x1a\x7f]")
 LEAST_BESIDE_HOLES = 16
 
@@ -205,13 +203,7 @@ def _literal(source: str, otherwise: str) -> str:
         value = ast.literal_eval(source)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return otherwise
-    return (
-        value.decode(errors="replace")
-        if isinstance(value, bytes)
-        else value
-        if isinstance(value, str)
-        else ""
-    )
+    return value.decode(errors="replace") if isinstance(value, bytes) else value if isinstance(value, str) else ""
 
 
 _PYTHON = re.compile(r"\A\[?(?:\w+\.)*\w*(?:Completion|Message|Response|Output|Chunk|Reply)\w*\(\s*\w+=")
@@ -235,9 +227,7 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
     for part in _PYTHON_CHOICE.split(body):
         said: dict[str, str] = {}
         for name, source in _PYTHON_FIELD.findall(part):
-            known = {"text": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}.get(
-                name, name
-            )
+            known = {"text": "content", "reasoning_content": "reasoning", "thinking": "reasoning"}.get(name, name)
             known = "reason" if name.endswith("_reason") else known
             value = "" if source == "None" else _literal(source, source)
             said[known] = value if known in ("reason", "name") else said.get(known, "") + value
@@ -249,18 +239,10 @@ def python_fields(body: str) -> list[dict[str, str]] | None:
 def json_values(body: str) -> Parsed | None:
     """The values of a JSON body, of JSON lines, or of a stream; None if the text is none of these."""
     lines = [line for line in body[:8000].splitlines() if line.strip()][:50]
-    data = [
-        line
-        for line in lines
-        if line.startswith("data:") and line.strip() not in ("data: [DONE]", "data: {}")
-    ]
+    data = [line for line in lines if line.startswith("data:") and line.strip() not in ("data: [DONE]", "data: {}")]
     told_as_json = sum(bool(_SSE_JSON.match(line)) for line in data)
     parsed = Parsed()
-    if (
-        lines
-        and _DATA_PART.match(lines[0])
-        and sum(map(bool, map(_DATA_PART.match, lines))) >= 0.8 * len(lines)
-    ):
+    if lines and _DATA_PART.match(lines[0]) and sum(map(bool, map(_DATA_PART.match, lines))) >= 0.8 * len(lines):
         parsed.stream = True
         parsed.values += _data_parts(body, parsed)
         return parsed if parsed.values else None
@@ -269,9 +251,9 @@ def json_values(body: str) -> Parsed | None:
     if _is_text_stream(lines, len(data), told_as_json):
         parsed.stream = True
         parsed.values += _text_events(body, parsed)
-    elif (told_as_json or _SSE_JSON.search(body[:8000])) and 2 * sum(
-        map(bool, map(_SSE_LINE.match, lines))
-    ) > len(lines):
+    elif (told_as_json or _SSE_JSON.search(body[:8000])) and 2 * sum(map(bool, map(_SSE_LINE.match, lines))) > len(
+        lines
+    ):
         parsed.stream = True
         parsed.values += _events(body, parsed)
     elif body[:1] in ("{", "["):
@@ -311,9 +293,7 @@ def _is_text_stream(lines: Sequence[str], data: int, told_as_json: int) -> bool:
     """Whether lines are server-sent events whose data is plain text: three of them, or one after a name or before [DONE]."""
     if not lines or 2 * told_as_json > data or not all(map(_SSE_FIELD.match, lines)):
         return False
-    named = any(
-        line.split() in (["event:", "output"], ["event:", "done"], ["event:", "error"]) for line in lines[:3]
-    )
+    named = any(line.split() in (["event:", "output"], ["event:", "done"], ["event:", "error"]) for line in lines[:3])
     return named or data > 2 or (data > 0 and "data: [DONE]" in lines)
 
 

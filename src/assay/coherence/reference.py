@@ -73,9 +73,7 @@ def reference_folder(spec: str) -> Path:
     if not folder.is_dir():
         raise _unusable(f"the reference model {folder.name} is not a folder that can be read", _GIVE)
     if not (folder / "config.json").is_file():
-        raise _unusable(
-            f"the reference model {folder.name} is no checkpoint: the folder holds no config.json", _GIVE
-        )
+        raise _unusable(f"the reference model {folder.name} is no checkpoint: the folder holds no config.json", _GIVE)
     require_packages(f"hf:{folder.name}")
     return folder
 
@@ -88,12 +86,7 @@ class EngineReference:
     """
 
     def __init__(
-        self,
-        spec: str,
-        folder: Path,
-        plan: Plan,
-        max_model_len: int | None = None,
-        progress: Progress = NO_PROGRESS,
+        self, spec: str, folder: Path, plan: Plan, max_model_len: int | None = None, progress: Progress = NO_PROGRESS
     ) -> None:
         self.record = CheckRecord()
         self._spec, self._folder, self._max_model_len = full_spec(spec), folder, max_model_len
@@ -158,9 +151,7 @@ class EngineReference:
         """The file of a stage: named by all that decides it, the model's files (name, size, time) among them."""
         try:
             files = sorted(
-                (f.name, f.stat().st_size, f.stat().st_mtime_ns)
-                for f in self._folder.iterdir()
-                if f.is_file()
+                (f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in self._folder.iterdir() if f.is_file()
             )
         except OSError as error:
             message = f"cannot read the reference model {self._folder.name}: {error.strerror}"

@@ -73,9 +73,7 @@ def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgem
     if judgement.verdict is not Verdict.PASS:
         return ""
     suite = sum(len(level.answers) for level in record.tools)
-    what = (
-        f"{len(record.samples)} texts are sane" if record.samples else f"{suite} tool calls and objects hold"
-    )
+    what = f"{len(record.samples)} texts are sane" if record.samples else f"{suite} tool calls and objects hold"
     against = ", as those of the reference" if reference else ""
     names = ", ".join(_words(r.rule) for r in judgement.rulings if r.state == "not_examined")
     return f"{what}{against}; not examined: {names}." if names else f"{what}{against}."
@@ -96,11 +94,7 @@ def _slower(times: Mapping[str, Any]) -> tuple[Finding, ...]:
             title=f"the server slowed down while it was checked: {slow['tokens_per_s']:.3g} tokens/s in the "
             f"{slow['stage']}, {slow['tokens_per_s_before']:.3g} before",
             evidence=dict(slow),
-            causes=(
-                "other requests at the same time",
-                "a throttled or overheated machine",
-                "a full KV cache",
-            ),
+            causes=("other requests at the same time", "a throttled or overheated machine", "a full KV cache"),
             remedies=("check it again when it is idle",),
         ),
     )
@@ -124,9 +118,7 @@ def _left_out(times: Mapping[str, Any]) -> tuple[Finding, ...]:
     )
 
 
-def results_json(
-    record: CheckRecord, plan: Plan, reference: Reference | None, judgement: Judgement
-) -> dict[str, Any]:
+def results_json(record: CheckRecord, plan: Plan, reference: Reference | None, judgement: Judgement) -> dict[str, Any]:
     """The machine-readable answer; `CheckRecord.from_json` reads the record back from it."""
     results = record_json(record)
     results["throughput"] |= {
@@ -214,10 +206,7 @@ def _compact(record: CheckRecord) -> dict[str, Any]:
     """The numbers of a reference, without its texts."""
     return {
         "probes": {
-            probe.name: {
-                "samples": len(probe.samples),
-                "degenerate": sum(s.degenerate for s in probe.samples),
-            }
+            probe.name: {"samples": len(probe.samples), "degenerate": sum(s.degenerate for s in probe.samples)}
             for probe in record.probes
         },
         "bits_per_byte": _mean_bits(record),
@@ -259,22 +248,14 @@ def _headline(record: CheckRecord, reference: Reference | None, judgement: Judge
 
 
 def _blocks(
-    record: CheckRecord,
-    reference: Reference | None,
-    judgement: Judgement,
-    times: Mapping[str, Any],
-    margin: float,
+    record: CheckRecord, reference: Reference | None, judgement: Judgement, times: Mapping[str, Any], margin: float
 ) -> tuple[Block, ...]:
     """The table that decides first; all else is detail."""
     rulings = sorted(judgement.rulings, key=lambda ruling: _STATE_ORDER.index(ruling.state))
     columns = ("rule", "state", "measured")
     blocks: list[Block] = [_tools_table(record, reference, margin)] if record.tools else []
     blocks.append(
-        Table(
-            "What decides",
-            columns,
-            [_short_row(r) for r in rulings if r.rule != "answers" or r.state == "bad"],
-        )
+        Table("What decides", columns, [_short_row(r) for r in rulings if r.rule != "answers" or r.state == "bad"])
     )
     full = [(_words(r.rule), _STATE_WORDS[r.state], r.says) for r in rulings]
     blocks.append(Table("All rules", columns, full, detail=True))
@@ -328,8 +309,7 @@ def _against(level: ToolLevel, theirs: ToolLevel, margin: float) -> tuple[str, s
 
 def _time_table(times: Mapping[str, Any]) -> Table:
     rows = [
-        (name, f"{seconds:.1f}", _seconds(times["expected_s"].get(name)))
-        for name, seconds in times["stages_s"].items()
+        (name, f"{seconds:.1f}", _seconds(times["expected_s"].get(name))) for name, seconds in times["stages_s"].items()
     ]
     rows += [(item["stage"], "", f"left out: {item['why']}") for item in times["left_out"]]
     return Table("Time", ("stage", "seconds", "expected"), rows, numeric=frozenset({1}), detail=True)

@@ -63,9 +63,7 @@ RATE_CLEAR = 0.25
 """If the rate of hard texts, or the difference to the reference, may be larger than this (upper bound), it is unclear."""
 HIDDEN_TOKENS = 20
 """Tokens that must have been billed before missing text is held against the server."""
-_LOOPS_BY_NAME = frozenset(
-    {"the_the_the", "a_a_a", "few_words", "repeated_tool_call", "recycled_tail", "copied_tail"}
-)
+_LOOPS_BY_NAME = frozenset({"the_the_the", "a_a_a", "few_words", "repeated_tool_call", "recycled_tail", "copied_tail"})
 _HARD_LOOPS = frozenset({"newline_loop", "delimiter_loop"})
 """Loops of nothing but blanks and marks: no model that is whole ends there, so they count as floods."""
 
@@ -124,7 +122,9 @@ def degenerate_rate(record: CheckRecord, reference: CheckRecord | None, confiden
         finding = _finding("degenerate", Severity.ERROR, f"most texts are degenerate: {says}", evidence)
         return Ruling("degenerate_rate", "bad", says, (finding,))
     if rate.hi > TOLERATED:
-        compare = "compare with the model itself: --reference-engine hf:PATH, or --reference run.json from a healthy server"
+        compare = (
+            "compare with the model itself: --reference-engine hf:PATH, or --reference run.json from a healthy server"
+        )
         return Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence, compare),))
     title = f"{len(bad)} of {n} texts are degenerate; a small model does that on its own"
     findings = (_finding("degenerate", Severity.WARNING, title, evidence),) if bad else ()
@@ -144,9 +144,7 @@ def _rate_against(
     says = f"{bad} of {n} texts, of the reference {theirs} of {m}: difference {percent(difference)}"
     if difference.lo > RATE_MARGIN:
         title = f"the server degenerates more than the model itself does: {bad} of {n} texts against {theirs} of {m}"
-        return Ruling(
-            "degenerate_rate", "bad", says, (_finding("degenerate", Severity.ERROR, title, evidence),)
-        )
+        return Ruling("degenerate_rate", "bad", says, (_finding("degenerate", Severity.ERROR, title, evidence),))
     if difference.hi <= RATE_CLEAR:
         return Ruling("degenerate_rate", "good", says)
     loss = _bit_loss(record, reference, confidence)
@@ -171,9 +169,7 @@ def hidden_tokens(record: CheckRecord, reference: CheckRecord | None, confidence
         return None
     billed = sum(s.completion_tokens or 0 for s in hidden)
     received = sum(s.text_chars for s in hidden)
-    title = (
-        f"{billed} tokens were billed in {len(hidden)} answers, {received} characters of text were received"
-    )
+    title = f"{billed} tokens were billed in {len(hidden)} answers, {received} characters of text were received"
     finding = _finding(
         "empty", Severity.ERROR, title,
         {"answers": len(hidden), "tokens_billed": billed, "chars_received": received},
@@ -222,9 +218,7 @@ def truncated(record: CheckRecord) -> Rulings:
         ),
         remedies=("run again with --token-budget 4, or switch reasoning off with --no-thinking",),
     )  # fmt: skip
-    return Ruling(
-        "truncated_reasoning", "unclear" if len(cut) > len(record.samples) / 3 else "good", says, (finding,)
-    )
+    return Ruling("truncated_reasoning", "unclear" if len(cut) > len(record.samples) / 3 else "good", says, (finding,))
 
 
 def unfinished(record: CheckRecord) -> Rulings:
@@ -438,9 +432,7 @@ def tool_form(record: CheckRecord, reference: CheckRecord | None, confidence: fl
         )  # fmt: skip
         return Ruling("tool_form", "good", says, (finding,))
     # The model itself may be too weak to write a call: then the reference leaves parts of them as often.
-    alike = (
-        bool(theirs) and newcombe(len(broken), len(offered), their_broken, len(theirs), confidence).lo <= 0
-    )
+    alike = bool(theirs) and newcombe(len(broken), len(offered), their_broken, len(theirs), confidence).lo <= 0
     often = len(broken) > 1 and wilson(len(broken), len(offered), confidence).lo > HARD_RATE
     state: State = "bad" if often else "unclear" if 2 * len(broken) >= len(offered) else "good"
     state = "good" if alike and their_broken > 0 else state
@@ -488,9 +480,7 @@ def tools(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
     if reference is None and not any(level.count("right") for level in levels):
         title = f"no answer of the tools suite is right: the model is too weak for it, or the server is broken ({says})"
         compare = ("compare with the model itself: --reference-engine hf:PATH",)
-        return Ruling(
-            "tools", "unclear", says, (_finding("unclear", Severity.WARNING, title, {}, remedies=compare),)
-        )
+        return Ruling("tools", "unclear", says, (_finding("unclear", Severity.WARNING, title, {}, remedies=compare),))
     return Ruling("tools", "good", says)
 
 
@@ -504,9 +494,7 @@ def _worse(levels: Sequence[ToolLevel], other: ToolLevel, *, under_load: bool) -
     right = {answer.case for answer in other.answers if answer.right}
     cases = [answer for answer in level.answers if answer.case in right and not answer.right]
     evidence = {
-        "levels": [
-            {"concurrency": v.concurrency, "gained": a, "lost": b, "p_value": q} for v, a, b, q in compared
-        ],
+        "levels": [{"concurrency": v.concurrency, "gained": a, "lost": b, "p_value": q} for v, a, b, q in compared],
         "cases": [answer.case for answer in cases],
     }
     counts = f"with {level.concurrency} at a time {lost} cases are lost and {gained} gained (p = {p:.2g})"
@@ -553,7 +541,9 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
     loss = _bit_loss(record, reference, confidence)
     title = ""
     if not absolute.lo < SANE_BITS:
-        title = f"the model cannot predict plain English: {absolute.value:.2f} bits per byte, a sane one needs well under 2"
+        title = (
+            f"the model cannot predict plain English: {absolute.value:.2f} bits per byte, a sane one needs well under 2"
+        )
     elif loss is None:
         return Ruling("bits_per_byte", "good", f"{says} of plain text over {len(values)} texts")
     else:
@@ -563,13 +553,9 @@ def bits(record: CheckRecord, reference: CheckRecord | None, confidence: float) 
         if loss.lo > BITS_MARGIN:
             title = f"the server predicts plain text worse than the model itself: {between} bits per byte"
     if title:
-        return Ruling(
-            "bits_per_byte", "bad", says, (_finding("bits_per_byte", Severity.ERROR, title, evidence),)
-        )
+        return Ruling("bits_per_byte", "bad", says, (_finding("bits_per_byte", Severity.ERROR, title, evidence),))
     if loss is not None and loss.hi < -BITS_MARGIN:
-        title = (
-            f"the server predicts plain text better than the reference ({says}): they are not the same model"
-        )
+        title = f"the server predicts plain text better than the reference ({says}): they are not the same model"
         remedy = ("check that server and reference hold the same model and revision",)
         finding = _finding("other_model", Severity.WARNING, title, evidence, remedies=remedy)
         return Ruling("bits_per_byte", "unclear", says, (finding,))
@@ -603,9 +589,7 @@ def depth(record: CheckRecord, reference: CheckRecord | None, confidence: float)
     """Text before a text helps to predict it, or does nothing. Where it harms, the model loses its way at depth."""
     harm = _harm(record, confidence)
     if harm is None:
-        return Ruling(
-            "depth", "not_examined", record.passages_skipped or "no text was scored deep in a context"
-        )
+        return Ruling("depth", "not_examined", record.passages_skipped or "no text was scored deep in a context")
     says = f"{harm.value:+.3f} [{harm.lo:+.3f}, {harm.hi:+.3f}] bits per byte from depth"
     if harm.lo <= DEPTH_MARGIN:
         return Ruling("depth", "good", says)
@@ -663,9 +647,7 @@ def prompts(record: CheckRecord, reference: CheckRecord | None) -> Rulings:
     ours, theirs = _prompt_tokens(record), _prompt_tokens(reference)
     shared = sorted(ours.keys() & theirs.keys())
     if len(shared) < 3:
-        return Ruling(
-            "prompts", "not_examined", f"{len(shared)} prompts were counted on both sides, 3 are needed"
-        )
+        return Ruling("prompts", "not_examined", f"{len(shared)} prompts were counted on both sides, 3 are needed")
     other = {key: (ours[key], theirs[key]) for key in shared if ours[key] != theirs[key]}
     says = f"{len(shared) - len(other)} of {len(shared)} prompts have the reference's number of tokens"
     if len(other) <= len(shared) / 2:

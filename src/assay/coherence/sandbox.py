@@ -75,10 +75,7 @@ def run_python(program: str, stdin: str, timeout: float = TIMEOUT_S) -> tuple[in
     A child that runs into a limit ends with a status other than 0 and a line that says which.
     """
     # Output goes to a file of limited size: from a pipe, a flood would fill this process's memory.
-    with (
-        tempfile.TemporaryDirectory(prefix="assay-sandbox-") as folder,
-        tempfile.TemporaryFile() as printed,
-    ):
+    with tempfile.TemporaryDirectory(prefix="assay-sandbox-") as folder, tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-B", "-c", _GUARD + program],
             stdin=subprocess.PIPE,

@@ -115,10 +115,7 @@ class TextView:
         keys: list[str] = []
         spans: list[tuple[int, int]] = []
         at = 0
-        for start, end in [
-            *((m.start(), m.end()) for m in _SEGMENT_END.finditer(self.text)),
-            (len(self.text),) * 2,
-        ]:
+        for start, end in [*((m.start(), m.end()) for m in _SEGMENT_END.finditer(self.text)), (len(self.text),) * 2]:
             piece = self.text[at:start].strip()
             if piece:
                 keys.append(piece.lower())

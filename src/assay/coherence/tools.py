@@ -43,7 +43,9 @@ class Case:
     def request(self) -> Request:
         """The question to an engine."""
         if not self.name:
-            text = f"{self.ask}\n\nReply with one JSON object only, which follows this schema: {json.dumps(self.schema)}"
+            text = (
+                f"{self.ask}\n\nReply with one JSON object only, which follows this schema: {json.dumps(self.schema)}"
+            )
             return Request(messages=(user(text),), max_tokens=_MAX_TOKENS)
         function = {"name": self.name, "description": self.about, "parameters": self.schema}
         return Request(
@@ -61,15 +63,11 @@ def cases() -> tuple[Case, ...]:
         Case(f"call {c['name']}", c["ask"], c["parameters"], c["expect"], c["name"], c["about"])
         for c in document["calls"]
     ]
-    objects = [
-        Case(f"object {i + 1}", c["ask"], c["schema"], c["expect"]) for i, c in enumerate(document["schemas"])
-    ]
+    objects = [Case(f"object {i + 1}", c["ask"], c["schema"], c["expect"]) for i, c in enumerate(document["schemas"])]
     return tuple(case for pair in zip(calls, objects, strict=True) for case in pair)
 
 
-def run_level(
-    engine: Engine, streams: int, on_done: Callable[[], None], deadline: float = float("inf")
-) -> ToolLevel:
+def run_level(engine: Engine, streams: int, on_done: Callable[[], None], deadline: float = float("inf")) -> ToolLevel:
     """Ask all cases, `streams` at once (an engine in this process answers them as one batch)."""
     if isinstance(engine, BatchEngine):
         replies = engine.generate_batch([case.request() for case in cases()])
@@ -106,13 +104,9 @@ def answer_of(case: Case, reply: Reply) -> ToolAnswer:
         value = _object(_unfenced(reply.content))
         parsed = value is not None
     valid = value is not None and conforms(value, case.schema)
-    right = value is not None and all(
-        key in value and same(value[key], want) for key, want in case.expect.items()
-    )
+    right = value is not None and all(key in value and same(value[key], want) for key, want in case.expect.items())
     shown = reply.content or " ".join(f"{call.name}({call.arguments})" for call in reply.tool_calls)
-    return ToolAnswer(
-        case.key, parsed, valid, valid and right, form, "" if valid and right else shown[:_HEAD]
-    )
+    return ToolAnswer(case.key, parsed, valid, valid and right, form, "" if valid and right else shown[:_HEAD])
 
 
 def _object(text: str) -> dict[str, Any] | None:
@@ -139,9 +133,7 @@ def same(value: Any, want: Any) -> bool:
         return isinstance(value, str) and unicodedata.normalize("NFC", value.strip()) == want
     if isinstance(want, list):
         return isinstance(value, list) and len(value) == len(want) and all(map(same, value, want))
-    return (
-        isinstance(value, dict) and value.keys() == want.keys() and all(same(value[k], want[k]) for k in want)
-    )
+    return isinstance(value, dict) and value.keys() == want.keys() and all(same(value[k], want[k]) for k in want)
 
 
 _KINDS: Mapping[str, Callable[[Any], bool]] = {
@@ -151,9 +143,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "boolean": lambda v: isinstance(v, bool),
     "null": lambda v: v is None,
     "number": lambda v: isinstance(v, int | float) and not isinstance(v, bool),
-    "integer": lambda v: (
-        not isinstance(v, bool) and (isinstance(v, int) or (isinstance(v, float) and v.is_integer()))
-    ),
+    "integer": lambda v: not isinstance(v, bool) and (isinstance(v, int) or (isinstance(v, float) and v.is_integer())),
 }
 
 

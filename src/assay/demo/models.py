@@ -138,11 +138,7 @@ def _convert(gguf: Path, folder: Path, turn_end: str | None) -> None:
     import torch
     import transformers
 
-    place = {
-        "pretrained_model_name_or_path": str(gguf.parent),
-        "gguf_file": gguf.name,
-        "trust_remote_code": False,
-    }
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "trust_remote_code": False}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
     model = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
     model = model.to(torch.bfloat16)
@@ -238,7 +234,9 @@ def area(radius: float) -> float:
 """English, code, Chinese and other scripts, emoji, digits, runs of spaces: what pre-tokenizers differ on."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _PRETOKENIZERS: Mapping[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "default": (_GPT2,),
@@ -272,9 +270,7 @@ def prove_tokenizer(tokenizer: Any, gguf_path: Path) -> TokenizerProof:
     expected = own(PROBE)
     found = [int(i) for i in tokenizer(PROBE, add_special_tokens=False)["input_ids"]]
     if found != expected:
-        first = next(
-            (i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1
-        )
+        first = next((i for i, pair in enumerate(zip(found, expected, strict=False)) if pair[0] != pair[1]), -1)
         raise AssayError(
             f"the tokenizer converted from {gguf_path.name} is not the file's own: it makes {len(found)} tokens of the probe "
             f"text, {by} {len(expected)}",
@@ -319,9 +315,7 @@ def _read_encoder(path: Path) -> Callable[[str], list[int]]:
     patterns = _PRETOKENIZERS.get(str(facts.get("pre")))
     if facts.get("model") != "gpt2" or patterns is None or "merges" not in facts:
         kind = f"{facts.get('model')} with pre-tokenizer {facts.get('pre')}"
-        raise _unproven(
-            path, f"its tokenizer ({kind}) is read by llama-cpp-python only, which is not installed"
-        )
+        raise _unproven(path, f"its tokenizer ({kind}) is read by llama-cpp-python only, which is not installed")
     return _byte_level(facts, patterns)
 
 
@@ -346,9 +340,7 @@ def _sentencepiece(facts: Mapping[str, Any], text: str) -> list[int]:
     own = {piece.replace("▁", " "): i for i, piece in enumerate(tokens) if kinds[i] == _USER_DEFINED}
     for piece in sorted((piece for piece in own if piece in text), key=len, reverse=True):
         parts = [
-            found
-            for part in parts
-            for found in (_around(part, piece, own[piece]) if isinstance(part, str) else [part])
+            found for part in parts for found in (_around(part, piece, own[piece]) if isinstance(part, str) else [part])
         ]
     ids: list[int] = []
     prefix = " " if facts.get("add_space_prefix", True) else ""

@@ -236,9 +236,7 @@ def round_to_nearest(values: NDArray[np.float32], *, bits: int, group: int) -> N
     return result
 
 
-def _change(
-    folder: Path, suffix: str, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-) -> None:
+def _change(folder: Path, suffix: str, function: Callable[[NDArray[np.float32]], NDArray[np.float32]]) -> None:
     """Apply `function` to the values of every tensor whose name ends in `suffix`."""
     for name, bits in bf16_tensors(folder):
         if name.endswith(suffix):
@@ -278,9 +276,7 @@ _ALL = (
     Damage("norm_plus_one", "1 added to every norm weight", norm_plus_one),
     Damage("int2", "projections rounded to 2 bits", int2),
     Damage("int3", "projections rounded to 3 bits, one scale per row", int3),
-    Damage(
-        "shifted_scales", "4-bit projections read with the scales of the neighbouring row", shifted_scales
-    ),
+    Damage("shifted_scales", "4-bit projections read with the scales of the neighbouring row", shifted_scales),
     Damage("rope_theta", "rope_theta 3,000", rope_theta),
     Damage("wrong_tokenizer", "vocabulary permuted", wrong_tokenizer),
     Damage("wrong_template", "chat template of another family", wrong_template),
@@ -299,9 +295,7 @@ def damage_checkpoint(name: str, source: Path, target: Path, seed: int = 0) -> P
     if name not in DAMAGES:
         raise UsageError(f"unknown damage {name!r}", remedy=f"one of {', '.join(DAMAGES)}")
     if not (source / "config.json").is_file():
-        raise UsageError(
-            f"{source} is no checkpoint: it holds no config.json", remedy="name the folder of a model"
-        )
+        raise UsageError(f"{source} is no checkpoint: it holds no config.json", remedy="name the folder of a model")
     if target.exists():
         raise UsageError(f"{target} is there already", remedy="name a new folder for the damaged copy")
     shutil.copytree(source, target)
@@ -323,9 +317,7 @@ BUDGET_S, STARTS = 140.0, 3.0
 """What a check may take, or so many times the start of its server where that is more: the measure of a slow machine."""
 
 
-def run_demo(
-    progress: Progress = NO_PROGRESS, damage: str = DAMAGE
-) -> tuple[Report, list[tuple[str, Report]]]:
+def run_demo(progress: Progress = NO_PROGRESS, damage: str = DAMAGE) -> tuple[Report, list[tuple[str, Report]]]:
     """Serve SmolLM2-135M with vLLM on the CPU, check it, damage a copy, and check that.
 
     Returns the report of the demo, which passes if the whole model passed and the damaged one failed, and the two

@@ -106,9 +106,7 @@ def _serve(
         with launched(serve, (), log, timeout=START_SECONDS, port=port, model=model) as running:
             yield Server(running.url, model, log, running.pid)
     except StartFailed as failed:
-        raise AssayError(
-            failed.said, finding_id="server.start_failed", remedy=f"read its log {log}"
-        ) from failed
+        raise AssayError(failed.said, finding_id="server.start_failed", remedy=f"read its log {log}") from failed
 
 
 # -----------------------------------------------------------------------------

@@ -321,9 +321,7 @@ def setup_facts(config: Any) -> dict[str, Any]:
     return {name: _plain(value) for name, value in sorted(found.items()) if value is not None}
 
 
-def setup_differences(
-    reference: Mapping[str, Any], candidate: Mapping[str, Any]
-) -> dict[str, tuple[Any, Any]]:
+def setup_differences(reference: Mapping[str, Any], candidate: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What both report and do not agree on."""
     return {
         name: (reference[name], candidate[name])

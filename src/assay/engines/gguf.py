@@ -69,9 +69,7 @@ def parse_spec(spec: str) -> GgufSpec:
         options |= {"k": value, "v": value} if name == "kv" else {name: value}
     for name in ("k", "v"):
         if options.get(name, "f16") not in CACHE_TYPES:
-            raise _usage(
-                f"{spec!r}: unknown cache type {options[name]!r}", f"one of {', '.join(CACHE_TYPES)}"
-            )
+            raise _usage(f"{spec!r}: unknown cache type {options[name]!r}", f"one of {', '.join(CACHE_TYPES)}")
     return GgufSpec(
         model=model,
         k=options.get("k", "f16"),
@@ -179,9 +177,7 @@ class NoContext(AssayError):
 class Context:
     """A KV cache for `sequences` windows of `length` tokens. Freed on leaving the `with` block."""
 
-    def __init__(
-        self, library: Any, model: Any, spec: GgufSpec, *, sequences: int, length: int, block: int
-    ) -> None:
+    def __init__(self, library: Any, model: Any, spec: GgufSpec, *, sequences: int, length: int, block: int) -> None:
         self._library = library
         self._sequences = sequences
         vocabulary = library.llama_model_get_vocab(model)
@@ -431,9 +427,7 @@ def plan_blocks(length: int, job: ScoreJob, prefill: int) -> list[tuple[int, int
     prefix = last if job.path is ScoringPath.PREFILL else job.scored_from - 1
     step = 1 if job.path is ScoringPath.DECODE else job.chunk
     # A block is scored whole or not at all.
-    edges = sorted(
-        {*range(0, prefix, prefill), *range(prefix, last, step), min(job.scored_from - 1, last), last}
-    )
+    edges = sorted({*range(0, prefix, prefill), *range(prefix, last, step), min(job.scored_from - 1, last), last})
     return list(pairwise(edges))
 
 

@@ -186,9 +186,7 @@ def free_memory(device: Any = "cpu") -> int:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + held)
     available = [
-        1024 * int(line.split()[1])
-        for line in _read("proc/meminfo").splitlines()
-        if line.startswith("MemAvailable:")
+        1024 * int(line.split()[1]) for line in _read("proc/meminfo").splitlines() if line.startswith("MemAvailable:")
     ]
     for version, limit, usage, cached in (
         (2, "memory.max", "memory.current", "inactive_file"),
@@ -209,9 +207,7 @@ _WINDOWS_AT_ONCE = {"cpu": 16, "cuda": 64}
 """Beyond these more tokens of a prefill, and more windows that are decoded, make nothing faster."""
 
 
-def window_bytes(
-    config: Any, size: int, length: int, job: ScoreJob, token_bytes: int, *, eager: bool = False
-) -> int:
+def window_bytes(config: Any, size: int, length: int, job: ScoreJob, token_bytes: int, *, eager: bool = False) -> int:
     """Bytes that one window of `length` tokens takes while a model of transformers scores it.
 
     With T tokens in the cache, S in the largest block that goes through at once, d the width of the model, f that of its
@@ -263,8 +259,7 @@ def memory_error(what: str, device: Any, remedy: str = "") -> AssayError:
     return AssayError(
         f"out of memory with {what} on {device}",
         finding_id="fidelity.out_of_memory",
-        remedy=remedy
-        or "give a smaller --length, a smaller type (?dtype=bfloat16) or another device (?device=cpu)",
+        remedy=remedy or "give a smaller --length, a smaller type (?dtype=bfloat16) or another device (?device=cpu)",
     )
 
 

@@ -26,15 +26,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 from assay.engines.machine import choose_threads
-from assay.engines.ray_worker import (
-    Opened,
-    Refusal,
-    Worker,
-    head_of,
-    model_files,
-    software,
-    tables_of,
-)
+from assay.engines.ray_worker import Opened, Refusal, Worker, head_of, model_files, software, tables_of
 from assay.engines.scoring import (
     Engagement,
     GreedyStep,
@@ -181,9 +173,7 @@ class Pool:
         gpus = 0
         on_gpu = not spec.startswith("gguf:") and options.get("device", "auto") != "cpu"
         if on_gpu and self._ray.cluster_resources().get("GPU", 0):
-            parallel = (
-                options.get(name, "1") for name in ("tensor_parallel", "pipeline_parallel", "data_parallel")
-            )
+            parallel = (options.get(name, "1") for name in ("tensor_parallel", "pipeline_parallel", "data_parallel"))
             gpus = 1
             for size in parallel:
                 gpus *= int(size) if size.isdecimal() else 1
@@ -199,9 +189,7 @@ class Pool:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         room = sum(needs.fits(node["Resources"]) for node in nodes)
         self._count = self.wanted or room
-        what = (
-            f"{needs.gpus} GPUs" if needs.gpus > 1 else "1 GPU" if needs.gpus else f"{needs.threads} threads"
-        )
+        what = f"{needs.gpus} GPUs" if needs.gpus > 1 else "1 GPU" if needs.gpus else f"{needs.threads} threads"
         if self._count > room or not room:
             raise UsageError(
                 f"the cluster has room for {room} workers with {what} each, not for {max(1, self._count)}",
@@ -250,10 +238,7 @@ class Pool:
         if (named := re.search(r"\bnode_id: (\w{8})", str(error))) and actor.node == _UNKNOWN:
             actor.node = f"node {named[1]}"
         self._lost.append(f"{actor.node}: {why}")
-        with (
-            self._said(f"lost a worker on {actor.node} ({why}); its passages are scored again"),
-            suppress(Exception),
-        ):
+        with self._said(f"lost a worker on {actor.node} ({why}); its passages are scored again"), suppress(Exception):
             self._ray.kill(actor.handle)
         if self._deaths >= TRIES * max(1, self._count):
             raise self._nobody()
@@ -598,9 +583,7 @@ class RayScorer:
             return lambda: (method, (parts[number], own, *more(parts[number])))
 
         tables = tables_of(job)
-        for part, done in zip(
-            parts, self._pool.map(self.spec, [unit(i) for i in range(len(parts))]), strict=True
-        ):
+        for part, done in zip(parts, self._pool.map(self.spec, [unit(i) for i in range(len(parts))]), strict=True):
             if done.tables != tables:
                 raise AssayError(
                     f"a node has another file at {config['calibration']} than this machine",

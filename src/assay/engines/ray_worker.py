@@ -47,10 +47,7 @@ class Refusal:
     def error(self, where: str = "") -> AssayError:
         """The error itself; `where` names the node."""
         return AssayError(
-            f"{where}{self.message}",
-            finding_id=self.finding_id,
-            remedy=self.remedy,
-            evidence=self.evidence,
+            f"{where}{self.message}", finding_id=self.finding_id, remedy=self.remedy, evidence=self.evidence
         )
 
 

@@ -134,9 +134,7 @@ def bounded_statistics(
     ref_best = ref.argmax(-1)
     best = logq.masked_fill(~given, -torch.inf).max(-1, keepdim=True).values
     is_best = given & (logq == best)
-    cand_best = (
-        torch.where(is_best, ids, torch.iinfo(ids.dtype).max).min(-1).values
-    )  # the lower id wins a tie
+    cand_best = torch.where(is_best, ids, torch.iinfo(ids.dtype).max).min(-1).values  # the lower id wins a tie
     sure = (best.squeeze(-1).exp() > tail_cand + SLACK) | lists_best
     same = cand_best == ref_best
     chosen = ref.gather(-1, cand_best.clamp(0, vocab - 1).unsqueeze(-1)).squeeze(-1)

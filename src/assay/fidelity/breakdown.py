@@ -56,9 +56,7 @@ def by_depth(seen: Sequence[WindowObservation]) -> list[Bin]:
 def by_confidence(seen: Sequence[WindowObservation]) -> list[Bin]:
     """By the reference's largest probability: how sure it was of what comes."""
     names = [f"{lo:.1f}–{min(hi, 1.0):.1f}" for lo, hi in pairwise(CONFIDENCE_EDGES)]
-    return _bins(
-        seen, names, lambda w: np.searchsorted(CONFIDENCE_EDGES, np.nan_to_num(w.conf), side="right") - 1
-    )
+    return _bins(seen, names, lambda w: np.searchsorted(CONFIDENCE_EDGES, np.nan_to_num(w.conf), side="right") - 1)
 
 
 def by_class(seen: Sequence[WindowObservation], class_of: Callable[[int], str]) -> list[Bin]:
@@ -72,10 +70,7 @@ def by_class(seen: Sequence[WindowObservation], class_of: Callable[[int], str]) 
 
 
 def worst_tokens(
-    seen: Sequence[WindowObservation],
-    decode: Callable[[Sequence[int]], str],
-    count: int = 10,
-    context: int = 24,
+    seen: Sequence[WindowObservation], decode: Callable[[Sequence[int]], str], count: int = 10, context: int = 24
 ) -> list[dict[str, Any]]:
     """The tokens of largest KL, each with the text before it."""
     rows = []
@@ -100,9 +95,7 @@ def worst_tokens(
 
 
 def _bins(
-    seen: Sequence[WindowObservation],
-    names: Sequence[str],
-    place: Callable[[WindowObservation], NDArray[np.int64]],
+    seen: Sequence[WindowObservation], names: Sequence[str], place: Callable[[WindowObservation], NDArray[np.int64]]
 ) -> list[Bin]:
     """Sums of each bin and window; bins without tokens are left out."""
     size = len(names)
@@ -149,9 +142,7 @@ class TokenClass(StrEnum):
 
 
 # A whole token in angle brackets or brackets of a kind that tokenizers use for themselves, and byte tokens.
-_SPECIAL = re.compile(
-    r"<\|[^|<>]*\|>|</?[a-z_]+\d*>|\[(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|/?INST)\]|<0x[0-9A-F]{2}>"
-)
+_SPECIAL = re.compile(r"<\|[^|<>]*\|>|</?[a-z_]+\d*>|\[(?:BOS|EOS|PAD|UNK|SEP|CLS|MASK|/?INST)\]|<0x[0-9A-F]{2}>")
 _CODE_MARKS = frozenset("{}[]<>=_\\|^~@#$&`*+")
 _CODE_PAIRS = ("()", "::", "//", "/*", "--", "();", ").", "')", '")', "('", '("', "/>", "%s", "%d")
 _CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")

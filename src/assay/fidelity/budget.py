@@ -71,9 +71,7 @@ class Budget:
         self.too_small = True
         self.leave_out(needed, "anything: nothing was compared")
         return OutOfTime(
-            self.findings()[0].title,
-            finding_id="fidelity.budget",
-            remedy="give it more time: --budget MINUTES",
+            self.findings()[0].title, finding_id="fidelity.budget", remedy="give it more time: --budget MINUTES"
         )
 
     def size(
@@ -110,9 +108,7 @@ class Budget:
                 f"contexts beyond {short:,} tokens", f"what happens in contexts of more than {short:,} tokens"
             )
         if some < windows:
-            self.leave_out(
-                f"{windows - some} of {windows} passages", "differences that fewer passages cannot resolve"
-            )
+            self.leave_out(f"{windows - some} of {windows} passages", "differences that fewer passages cannot resolve")
 
     def tell(self, expected: Mapping[str, float], progress: Progress) -> None:
         """Print the expected time of every stage and of all, and what is left out."""
@@ -191,9 +187,7 @@ def measure_pace(engine: ScoringEngine, plan: Plan, text: str) -> Pace:
     length = min(plan.length, LEAST_LENGTH if prefill else LEAST_LENGTH // 2)
     cut = replace(plan.cut, length=length)
     windows = cut_windows(tokenizer.encode(text[: 40 * length * (together + 2)]), cut, tokenizer.bos_id)
-    job = ScoreJob(
-        ScoringPath(plan.path), scored_from=cut.scored_from, chunk=min(plan.chunk, length), batch=together
-    )
+    job = ScoreJob(ScoringPath(plan.path), scored_from=cut.scored_from, chunk=min(plan.chunk, length), batch=together)
     warm = list(engine.score_windows(windows[:1], job))
     some = windows[:together]
     began = time.perf_counter()
@@ -202,9 +196,7 @@ def measure_pace(engine: ScoringEngine, plan: Plan, text: str) -> Pace:
     window_statistics(warm[0], rows[0])
     compared = time.perf_counter()
     side_by_side = getattr(engine, "workers", 1)
-    return Pace(
-        (scored - began) / (length * len(some)) / side_by_side, (compared - scored) / length / side_by_side
-    )
+    return Pace((scored - began) / (length * len(some)) / side_by_side, (compared - scored) / length / side_by_side)
 
 
 def size_for(

@@ -60,13 +60,9 @@ class Capture:
 
         capture, panel = (json.loads(self._bytes(n)) for n in ("capture/manifest.json", "panel/panel.json"))
         if capture["form"] != "hidden" or capture["semantic_point"] != CUT:
-            self._refuse(
-                f"holds {capture['form']} at {capture['semantic_point']}; only states {CUT} can be read"
-            )
+            self._refuse(f"holds {capture['form']} at {capture['semantic_point']}; only states {CUT} can be read")
         tokens = {r["index"]: self._ids(r) for r in panel["records"]}
-        hashes = "\n".join(
-            r["token_ids_json_sha256"] for r in sorted(panel["records"], key=lambda r: r["index"])
-        )
+        hashes = "\n".join(r["token_ids_json_sha256"] for r in sorted(panel["records"], key=lambda r: r["index"]))
         if hashlib.sha256(hashes.encode()).hexdigest() != self.facts["panel"]["suite_token_hash_sha256"]:
             self._refuse("has other token ids than those that were sealed")
         length = {len(ids) for ids in tokens.values()}
@@ -81,19 +77,14 @@ class Capture:
             )
         parts = [self._tensor(f"capture/{r['file']}", r["key"], r["tensor_content_sha256"]) for r in records]
         content = "\n".join(f"{r['index']}:{r['tensor_content_sha256']}" for r in records)
-        if (
-            hashlib.sha256(content.encode("ascii")).hexdigest()
-            != self.facts["capture"]["capture_content_digest"]
-        ):
+        if hashlib.sha256(content.encode("ascii")).hexdigest() != self.facts["capture"]["capture_content_digest"]:
             self._refuse("has other states than those that were sealed")
         self.states = torch.stack(parts)
         self.windows = tuple(Window(r["index"], tokens[r["index"]]) for r in records)
         head = self.facts["head"]
         self.head = None
         if head.get("file") and (self.folder / "head" / head["file"]).exists():
-            self.head = self._tensor(
-                f"head/{head['file']}", head["tensor_key"], head["tensor_content_sha256"]
-            )
+            self.head = self._tensor(f"head/{head['file']}", head["tensor_key"], head["tensor_content_sha256"])
         weights = self.facts.get("weights") or {}
         self.header = StoreHeader(
             engine={"engine": "capture", "model": str(weights.get("repository")), "revision": weights.get("revision")},

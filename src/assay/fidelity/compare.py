@@ -43,16 +43,7 @@ from assay.fidelity.result import (
     verdict_of,
 )
 from assay.fidelity.routing import check_engines, measure_routing
-from assay.fidelity.score import (
-    Candidate,
-    Engaged,
-    WindowObservation,
-    engaged,
-    observe,
-    on_disk,
-    require,
-    size_of,
-)
+from assay.fidelity.score import Candidate, Engaged, WindowObservation, engaged, observe, on_disk, require, size_of
 from assay.fidelity.table import RowFile
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress, span
@@ -120,9 +111,7 @@ def run_compare(
                 try:
                     with budget.stage(label):
                         engine = servers.pop(spec, None) or open_candidate(spec)
-                        result, cut = _candidate(
-                            plan, reference, spec, engine, folder, progress, say, budget, share
-                        )
+                        result, cut = _candidate(plan, reference, spec, engine, folder, progress, say, budget, share)
                 except AssayError as error:
                     if len(plan.candidates) == 1:
                         raise
@@ -133,10 +122,7 @@ def run_compare(
                     break
                 if result:
                     if rows:
-                        body = {
-                            "candidate": result.label,
-                            "per_window": per_window(result.seen, result.blocks),
-                        }
+                        body = {"candidate": result.label, "per_window": per_window(result.seen, result.blocks)}
                         rows.add(shared_results(plan, reference) | {"candidates": [body]})
                     if len(plan.sides) > 1 and size_of(result.seen) > IN_MEMORY:
                         result = replace(result, seen=on_disk(result.seen, folder))
@@ -156,16 +142,12 @@ def run_compare(
                     opened.close()
         if interrupted:
             interrupt_run()
-        if not (
-            interrupted or plan.keep or failed or any("passages" in i["unknown"] for i in budget.left_out)
-        ):
+        if not (interrupted or plan.keep or failed or any("passages" in i["unknown"] for i in budget.left_out)):
             shutil.rmtree(folder, ignore_errors=True)
     return report(plan, reference, results, failed, interrupted=interrupted, budget=budget, memory=memory)
 
 
-def _with_floors(
-    results: Sequence[CandidateResult], reference: Reference, budget: Budget
-) -> list[CandidateResult]:
+def _with_floors(results: Sequence[CandidateResult], reference: Reference, budget: Budget) -> list[CandidateResult]:
     """The results with the floors, where these were left for later and there is time for them."""
     if reference.floors_later is None:
         return list(results)
@@ -214,9 +196,7 @@ def _not_compared(error: AssayError, label: str) -> Finding:
     """The finding of one candidate of several that could not be compared."""
     found = error.to_finding()
     title = found.title if label in found.title else f"{label}: {found.title}"
-    return replace(
-        found, title=title, severity=Severity.ERROR, evidence={**found.evidence, "candidate": label}
-    )
+    return replace(found, title=title, severity=Severity.ERROR, evidence={**found.evidence, "candidate": label})
 
 
 def _servers(plan: Plan) -> dict[str, Candidate]:
@@ -240,12 +220,7 @@ class Looks:
     """
 
     def __init__(self, plan: Plan, spec: str, windows: int) -> None:
-        same = (
-            plan.path,
-            plan.scored,
-            str(plan.length),
-            *map(fingerprint, (plan.reference, spec, *plan.text)),
-        )
+        same = (plan.path, plan.scored, str(plan.length), *map(fingerprint, (plan.reference, spec, *plan.text)))
         self._file = cache_dir("looks") / f"{sha256(chr(10).join(same).encode()).hexdigest()[:32]}.json"
         self._windows = windows
         try:
@@ -335,10 +310,7 @@ def report(
             "candidates": [printable(spec) for spec in plan.candidates],
             "text": text["sources"],
             "plan": plan.facts()
-            | {
-                "candidates": [printable(spec) for spec in plan.candidates],
-                "control": printable(plan.control),
-            },
+            | {"candidates": [printable(spec) for spec in plan.candidates], "control": printable(plan.control)},
         },
         findings=findings,
         results=body | shared,
@@ -352,11 +324,7 @@ def report(
 def shared_results(plan: Plan, reference: Reference) -> dict[str, Any]:
     """What `results` holds once for all candidates: against what, on which windows, by which plan."""
     how = {"length": plan.length, "path": plan.path, "scored": plan.scored}
-    return {
-        "reference": reference.facts,
-        "text": {**reference.text_facts, **how},
-        "plan_sha256": plan.sha256,
-    }
+    return {"reference": reference.facts, "text": {**reference.text_facts, **how}, "plan_sha256": plan.sha256}
 
 
 def certain_findings(results: Sequence[CandidateResult], windows: int) -> list[Finding]:
@@ -388,10 +356,7 @@ def implausible(text: Mapping[str, Any], ppl_reference: float) -> list[Finding]:
             Severity.WARNING,
             f"{' and '.join(found)}: is this the model's own tokenizer, and its kind of text?",
             "A comparison on text that the model cannot read says nothing about its use.",
-            evidence={
-                "characters_per_token": text.get("characters_per_token"),
-                "ppl_reference": ppl_reference,
-            },
+            evidence={"characters_per_token": text.get("characters_per_token"), "ppl_reference": ppl_reference},
             causes=(
                 "a tokenizer that was converted without its merges splits text into characters",
                 "the model needs a start token that its tokenizer does not put",
@@ -482,8 +447,7 @@ def _candidate(
                 cut = True
         if not cut and not certain and len(seen) < total:
             budget.leave_out(
-                f"{total - len(seen)} of {total} passages of {label}",
-                "differences that fewer passages cannot resolve",
+                f"{total - len(seen)} of {total} passages of {label}", "differences that fewer passages cannot resolve"
             )
         if not seen:
             return None, cut

@@ -48,11 +48,7 @@ class Control:
     def windows_needed(self) -> int | None:
         """Windows that decide what is open; None where nothing is open or no number does."""
         parts = [part for part in (self.kl, self.dnll) if part and part.standing is Standing.UNDECIDED]
-        if (
-            self.standing is not Standing.UNDECIDED
-            or not self.kl
-            or any(p.windows_needed is None for p in parts)
-        ):
+        if self.standing is not Standing.UNDECIDED or not self.kl or any(p.windows_needed is None for p in parts):
             return None
         return max(part.windows_needed or 0 for part in parts)
 
@@ -106,9 +102,7 @@ def against_control(
     )
 
 
-def controlled(
-    results: Sequence[CandidateResult], plan: Plan
-) -> tuple[list[CandidateResult], dict[str, Control]]:
+def controlled(results: Sequence[CandidateResult], plan: Plan) -> tuple[list[CandidateResult], dict[str, Control]]:
     """The results of the candidates alone, and of each, by its label, how it stands against the plan's control."""
     if not plan.control:
         return list(results), {}
@@ -143,9 +137,7 @@ def _finding(one: Control) -> Finding:
     if worse:
         title, remedies = f"worse than its control: {what}", ("keep the control, or use a finer format",)
     elif one.kl is None:
-        title = (
-            f"a server's KL is only bounded, so nothing shows that it is no worse than its control: {what}"
-        )
+        title = f"a server's KL is only bounded, so nothing shows that it is no worse than its control: {what}"
         remedies = ("run both engines in process",)
     else:
         title, remedies = f"undecided whether it is worse than its control: {what}", (_more(one),)
@@ -161,9 +153,7 @@ def _finding(one: Control) -> Finding:
 
 def _more(one: Control) -> str:
     if one.windows_needed is None:
-        return (
-            "the difference lies on the margin: no number of windows decides, a wider --control-margin does"
-        )
+        return "the difference lies on the margin: no number of windows decides, a wider --control-margin does"
     return (
         f"run again with --windows {one.windows_needed}: that decides with a chance of {POWER:.0%}, "
         "were the estimates to stay where they are"

@@ -59,9 +59,7 @@ def measure_floors(
         own = _mean_kl(_apart(engine, reference, some, again))
         advance()
         storage = _mean_kl(
-            window_statistics(rows, _in_bf16(rows)).kl
-            for rows in reference.rows(some)
-            if isinstance(rows, StateRows)
+            window_statistics(rows, _in_bf16(rows)).kl for rows in reference.rows(some) if isinstance(rows, StateRows)
         )
         advance()
         rounding = None

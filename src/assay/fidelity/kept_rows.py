@@ -101,9 +101,7 @@ class KeptRows:
         if found is None:
             return False
         weight, bias = (
-            _tensor({key: found[f"{name} {key}"] for key in ("values", "dtype")})
-            if f"{name} values" in found
-            else None
+            _tensor({key: found[f"{name} {key}"] for key in ("values", "dtype")}) if f"{name} values" in found else None
             for name in ("weight", "bias")
         )
         self._head = Head(weight, bias, softcap=float(found["softcap"]) or None, scale=float(found["scale"]))

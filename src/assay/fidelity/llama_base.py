@@ -110,9 +110,7 @@ def open_base(path: Path) -> BaseFile:
         raise _unusable(f"{path} is no file of log-probabilities: it does not begin with {_MAGIC.decode()}")
     length, vocab_size, count = _HEADER.unpack(fixed)
     if length < 4 or vocab_size < 1 or count < 1:
-        raise _unusable(
-            f"{path} claims {count} windows of {length} tokens and {vocab_size} vocabulary entries"
-        )
+        raise _unusable(f"{path} claims {count} windows of {length} tokens and {vocab_size} vocabulary entries")
     rows = count * (length - 1 - length // 2)
     expected = len(_MAGIC) + _HEADER.size + 4 * length * count + 2 * _row_width(vocab_size) * rows
     if size != expected:

@@ -103,15 +103,10 @@ class Pair:
 def all_pairs(results: Sequence[CandidateResult]) -> list[Pair]:
     """Every two candidates that were scored on the same windows, with Holm's correction for each metric."""
     pairs = [
-        (a, b, common)
-        for i, a in enumerate(results)
-        for b in results[i + 1 :]
-        if (common := common_windows(a, b))
+        (a, b, common) for i, a in enumerate(results) for b in results[i + 1 :] if (common := common_windows(a, b))
     ]
     dnll = [_difference(common, "dnll") for _, _, common in pairs]
-    kl = [
-        None if a.summary.bounds or b.summary.bounds else _difference(common, "kl") for a, b, common in pairs
-    ]
+    kl = [None if a.summary.bounds or b.summary.bounds else _difference(common, "kl") for a, b, common in pairs]
     adjusted_dnll = holm([_known_pairs(d) for d in dnll])
     adjusted_kl = iter(holm([_known_pairs(d) for d in kl if d]))
     return [

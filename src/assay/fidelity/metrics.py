@@ -265,9 +265,7 @@ def row_sums(
     return RowSums(ref_max.double(), p_sum, q_sum, p_dot, q_dot, gold_a, gold_b, best_a, tv, same), apart
 
 
-def sharded_sums(
-    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, shard: VocabularyShard
-) -> RowSums:
+def sharded_sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, shard: VocabularyShard) -> RowSums:
     """`row_sums` of whole distributions from this rank's logits [n, ids of the shard] and those of the other ranks.
 
     `gold` [n] are ids of the whole vocabulary. The largest logits come first (4 numbers a row), as all ranks must shift by
@@ -316,9 +314,7 @@ def _at(x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     return found.where((place >= 0) & (place < width), 0.0)
 
 
-def _half_distance(
-    p: torch.Tensor, p_sum: torch.Tensor, q: torch.Tensor, q_sum: torch.Tensor
-) -> torch.Tensor:
+def _half_distance(p: torch.Tensor, p_sum: torch.Tensor, q: torch.Tensor, q_sum: torch.Tensor) -> torch.Tensor:
     """½ Σ |p / p_sum − q / q_sum| of each row [n, V], in float64 [n]."""
     scale, other = ((0.5 / total).to(p.dtype).unsqueeze(-1) for total in (p_sum, q_sum))
     apart = (p * scale).addcmul_(q, other, value=-1)
@@ -373,9 +369,7 @@ def first_max(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 _Rows = TypeVar("_Rows", RowSums, LeftOut)
 
 
-def _sums(
-    ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, rest: bool
-) -> tuple[RowSums, LeftOut | None]:
+def _sums(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, rest: bool) -> tuple[RowSums, LeftOut | None]:
     cand, gold = cand.to(ref.device), gold.to(ref.device).long()
     kernel = _kernel() if ref.is_cuda and not rest else None
     found = None if kernel is None else kernel.sums(ref, cand, gold, _stacked_sums)

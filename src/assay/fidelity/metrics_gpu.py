@@ -46,8 +46,7 @@ def same_by_both(ref: torch.Tensor, cand: torch.Tensor, gold: torch.Tensor, by_t
     if os.environ.get("ASSAY_NO_TRITON"):
         return False
     return gives_the_same(
-        "the fused kernel of statistics",
-        lambda: alike(_on_gpu(ref, cand, gold), by_torch(ref, cand, gold)),
+        "the fused kernel of statistics", lambda: alike(_on_gpu(ref, cand, gold), by_torch(ref, cand, gold))
     )
 
 
@@ -105,15 +104,7 @@ def _first_max(best, index, none):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _row_sums(  # type: ignore[no-untyped-def]
-    ref_at,
-    cand_at,
-    gold_at,
-    out_at,
-    rows,
-    vocab,
-    ref_stride,
-    cand_stride,
-    block: tl.constexpr,
+    ref_at, cand_at, gold_at, out_at, rows, vocab, ref_stride, cand_stride, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     ref_row, cand_row = ref_at + row * ref_stride, cand_at + row * cand_stride

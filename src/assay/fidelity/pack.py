@@ -56,9 +56,7 @@ class PackOptions(Options):
         choices=("engine", "bfloat16", "float16"),
     )
     key: Path | None = option(
-        None,
-        "File with a secret or an Ed25519 key (PEM, OpenSSH): sign the pack, or check who signed.",
-        apart=True,
+        None, "File with a secret or an Ed25519 key (PEM, OpenSSH): sign the pack, or check who signed.", apart=True
     )
 
 
@@ -70,9 +68,7 @@ def write_pack(options: PackOptions) -> Report:
     """Make the pack `options.out` of a store; without `out` check the pack `options.source` and say what is in it."""
     if options.out is None:
         pack = read_pack(Path(options.source), options.key)
-        return _report(
-            pack, options, f"whole{_signed(pack, options.key)}; compare with it as pack:{options.source}"
-        )
+        return _report(pack, options, f"whole{_signed(pack, options.key)}; compare with it as pack:{options.source}")
     key = read_key(options.key)
     store = open_store(Path(options.source.removeprefix("run:")).expanduser())
     tensors, manifest = _content(store, options)
@@ -424,12 +420,8 @@ def _report(pack: Pack, options: PackOptions, summary: str) -> Report:
         headline=[
             Metric("packed", f"{pack.tokens:,} tokens in {len(pack.windows)} windows"),
             Metric("states and ids", f"{header.dtype}, {pack.bytes_per_token:,.0f} bytes a token"),
-            Metric(
-                "cost of rounding", f"KL {rounding['kld_mean']:.2g} nats, at most {rounding['kld_max']:.2g}"
-            ),
-            Metric(
-                "output head", "in the pack" if pack.head else f"by digest {results['head']['sha256'][:12]}…"
-            ),
+            Metric("cost of rounding", f"KL {rounding['kld_mean']:.2g} nats, at most {rounding['kld_max']:.2g}"),
+            Metric("output head", "in the pack" if pack.head else f"by digest {results['head']['sha256'][:12]}…"),
             Metric("signature", pack.signer or "none"),
         ],
         summary=summary,

@@ -107,9 +107,7 @@ def blocks_of(places: Sequence[int]) -> list[int]:
     return [place // width for place in places]
 
 
-def cut_windows(
-    token_ids: Sequence[int], cut: Cut, bos_id: int | None, count: int | None = None
-) -> list[Window]:
+def cut_windows(token_ids: Sequence[int], cut: Cut, bos_id: int | None, count: int | None = None) -> list[Window]:
     """`count` windows (all of them by default, fewer where there are fewer), numbered from 0; see `places_of`.
 
     AssayError where the text is too short for one.
@@ -184,9 +182,7 @@ def fingerprint(spec: str) -> str:
     head = head.removeprefix(prefix)
     head = str(Path(head).expanduser()) if head.startswith("~") else head
     whole = Path(head).exists()
-    canonical = (
-        f"{prefix}{Path(head).resolve()}{mark}{'&'.join(sorted(options.split('&')))}" if whole else spec
-    )
+    canonical = f"{prefix}{Path(head).resolve()}{mark}{'&'.join(sorted(options.split('&')))}" if whole else spec
     digest = hashlib.sha256(canonical.encode())
     paths = [Path(head)] if whole else [Path(p) for p in sorted(glob.glob(head))]  # noqa: PTH207 - takes absolute patterns
     for path in paths:
@@ -208,9 +204,7 @@ class ThreadOptions(Options):
     """With how many threads models run on a CPU."""
 
     _: KW_ONLY
-    threads: int = option(
-        0, "Threads of hf: and gguf: engines; auto: the cores that are free.", lo=0, form="auto"
-    )
+    threads: int = option(0, "Threads of hf: and gguf: engines; auto: the cores that are free.", lo=0, form="auto")
 
 
 @dataclass(frozen=True)
@@ -228,18 +222,11 @@ class Passages(ThreadOptions):
     )
     windows: int = option(64, "Passages that are scored.", lo=1)
     length: int = option(1024, "Tokens of a passage.", lo=8)
-    path: str = option(
-        "prefill", "How windows are fed; decode reads the KV cache.", choices=tuple(ScoringPath)
-    )
-    scored: str = option(
-        "all", "All tokens but the first, or the second half of a window.", choices=PROTOCOLS
-    )
+    path: str = option("prefill", "How windows are fed; decode reads the KV cache.", choices=tuple(ScoringPath))
+    scored: str = option("all", "All tokens but the first, or the second half of a window.", choices=PROTOCOLS)
     chunk: int = option(128, "Tokens of a block on the chunked path.", lo=1)
     batch: int = option(
-        0,
-        "Windows that run together; auto: as many as fit in memory and still make it faster.",
-        lo=0,
-        form="auto",
+        0, "Windows that run together; auto: as many as fit in memory and still make it faster.", lo=0, form="auto"
     )
     device: str = option("auto", "Device of hf: engines; auto: the GPU where there is one.")
     seed: int = option(0, "Seed of the bootstrap, of noise and of sampled text.", lo=0, hi=2**63 - 1)
@@ -356,9 +343,7 @@ class Plan(RayOptions, TimeOptions, MarginOptions, Passages):
     greedy: int = option(
         0, "Also let both sides generate N tokens greedily; 64 show most differences.", metavar="N", lo=0
     )
-    routing: bool = option(
-        False, "Mixtures of experts: which tokens change experts, and how much of KL that makes up."
-    )
+    routing: bool = option(False, "Mixtures of experts: which tokens change experts, and how much of KL that makes up.")
     draws: int = option(10_000, "Samples of the bootstrap.", lo=100, listed=False)
     control: str = option("", "Engine that no candidate may be worse than.", metavar="ENGINE")
     control_margin: float = option(
@@ -366,10 +351,7 @@ class Plan(RayOptions, TimeOptions, MarginOptions, Passages):
     )
     keep: bool = option(False, "Keep the scored windows after the run.", apart=True)
     rows: Path | None = option(
-        None,
-        "Also write one row per window into a Parquet file, for assay table.",
-        metavar="FILE.parquet",
-        apart=True,
+        None, "Also write one row per window into a Parquet file, for assay table.", metavar="FILE.parquet", apart=True
     )
 
     def __post_init__(self) -> None:
@@ -399,9 +381,7 @@ class Plan(RayOptions, TimeOptions, MarginOptions, Passages):
     @property
     def job(self) -> ScoreJob:
         """How windows are scored."""
-        return ScoreJob(
-            ScoringPath(self.path), scored_from=self.cut.scored_from, chunk=self.chunk, batch=self.batch
-        )
+        return ScoreJob(ScoringPath(self.path), scored_from=self.cut.scored_from, chunk=self.chunk, batch=self.batch)
 
     @property
     def cut(self) -> Cut:
@@ -439,17 +419,14 @@ class ReferenceOptions(RayOptions, Passages):
         choices=("engine", "bfloat16", "float16", "float32"),
     )
     format: str = option(
-        "assay",
-        "assay (final states), or llama.cpp (its file of log-probabilities).",
-        choices=("assay", "llama.cpp"),
+        "assay", "assay (final states), or llama.cpp (its file of log-probabilities).", choices=("assay", "llama.cpp")
     )
 
     @property
     def plan(self) -> Plan:
         """What is scored, as a comparison of the engine with itself."""
         passages = {
-            name: getattr(self, name)
-            for name in {**declared_options(Passages), **declared_options(RayOptions)}
+            name: getattr(self, name) for name in {**declared_options(Passages), **declared_options(RayOptions)}
         }
         return Plan(reference=self.engine, candidates=(self.engine,), **passages)
 
@@ -495,8 +472,7 @@ def plan_of_result(path: Path, overrides: Mapping[str, Any]) -> Plan:
         raise _usage(f"cannot read {path}: {error.strerror}", "check the path") from error
     except (ValueError, KeyError, TypeError) as error:
         raise _usage(
-            f"{path} is no result of assay compare: it holds no plan",
-            "give the JSON that assay compare --json wrote",
+            f"{path} is no result of assay compare: it holds no plan", "give the JSON that assay compare --json wrote"
         ) from error
     return plan_from(plan, overrides, where=str(path))
 

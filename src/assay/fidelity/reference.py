@@ -20,15 +20,7 @@ from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
 from assay.fidelity.pack import open_pack
-from assay.fidelity.plan import (
-    Plan,
-    available_windows,
-    blocks_of,
-    cut_windows,
-    fingerprint,
-    label_of,
-    places_of,
-)
+from assay.fidelity.plan import Plan, available_windows, blocks_of, cut_windows, fingerprint, label_of, places_of
 from assay.fidelity.routing import Routing, read_routing
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
 from assay.fidelity.store import NAME as STORE
@@ -337,12 +329,7 @@ def _greedy(
 
 
 def _floors(
-    plan: Plan,
-    engine: ScoringEngine,
-    store: Store,
-    windows: Sequence[Window],
-    kept: Path,
-    progress: Progress,
+    plan: Plan, engine: ScoringEngine, store: Store, windows: Sequence[Window], kept: Path, progress: Progress
 ) -> Floors:
     """Measure the floors, or read them where an interrupted run has measured them."""
     if kept.exists():
@@ -376,9 +363,7 @@ def _store(plan: Plan, path: Path) -> Reference:
     return _stored(plan, store.header, store.windows, store)
 
 
-def _stored(
-    plan: Plan, header: StoreHeader, windows: Sequence[Window], rows: ReferenceRows, **more: Any
-) -> Reference:
+def _stored(plan: Plan, header: StoreHeader, windows: Sequence[Window], rows: ReferenceRows, **more: Any) -> Reference:
     _fits(plan, header.length, header.scored_from, header.path)
     available, windows = len(windows), windows[: plan.windows]
     tokenizer = header.tokenizer
@@ -401,9 +386,7 @@ def _stored(
     )
 
 
-def size_check(
-    vocab_size: int, windows: Sequence[Window], name: str
-) -> Callable[[TokenizerFacts, str], None]:
+def size_check(vocab_size: int, windows: Sequence[Window], name: str) -> Callable[[TokenizerFacts, str], None]:
     """What can be told of a candidate's tokenizer where the reference has only a number of tokens."""
 
     def check(candidate: TokenizerFacts, label: str) -> None:
@@ -423,11 +406,7 @@ def _base_file(plan: Plan, path: Path) -> Reference:
     windows = base.windows(None)[: plan.windows]
 
     check = size_check(base.vocab_size, windows, path.name)
-    facts = {
-        "label": label_of(plan.reference),
-        "engine": "llama.cpp base file",
-        "vocab_size": base.vocab_size,
-    }
+    facts = {"label": label_of(plan.reference), "engine": "llama.cpp base file", "vocab_size": base.vocab_size}
     text = {
         "sources": [path.name],
         "windows_available": len(base.tokens),
@@ -520,9 +499,7 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
         results,
         [
             Metric("stored", f"{size.tokens:,} tokens in {len(windows)} windows"),
-            Metric(
-                "states", f"{size.states_bytes / 2**20:.1f} MiB, {size.bytes_per_token:,.0f} bytes a token"
-            ),
+            Metric("states", f"{size.states_bytes / 2**20:.1f} MiB, {size.bytes_per_token:,.0f} bytes a token"),
             Metric("output head", f"{size.head_bytes / 2**20:.1f} MiB, once"),
         ],
     )

@@ -320,11 +320,7 @@ def _windows(result: CandidateResult, plan: Plan, prefix: str) -> Chart:
     pooled_point = result.summary.judgement.dppl_pct
     points.append(Point("all", pooled_point.value, pooled_point.lo, pooled_point.hi))
     return Chart(
-        f"{prefix}Δppl of each window",
-        "forest",
-        [Series("Δppl", points)],
-        y_label="Δppl (%)",
-        bands=margin_bands(plan),
+        f"{prefix}Δppl of each window", "forest", [Series("Δppl", points)], y_label="Δppl (%)", bands=margin_bands(plan)
     )
 
 
@@ -369,13 +365,7 @@ def _histogram(result: CandidateResult, prefix: str) -> Chart:
 def _bins(result: CandidateResult, name: str, prefix: str) -> Table:
     titles = {"confidence": "By the reference's confidence", "class": "By kind of token"}
     rows = [
-        [
-            b.name,
-            f"{b.tokens:,}",
-            kl_text(b.kl),
-            f"{100 * math.expm1(b.dnll.value):+.2f}",
-            f"{100 * b.top1:.2f}",
-        ]
+        [b.name, f"{b.tokens:,}", kl_text(b.kl), f"{100 * math.expm1(b.dnll.value):+.2f}", f"{100 * b.top1:.2f}"]
         for b in result.breakdowns[name]
     ]
     return Table(

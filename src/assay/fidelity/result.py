@@ -25,16 +25,7 @@ from assay.stats.cluster import (
     cluster_ratio,
     not_negative,
 )
-from assay.stats.equivalence import (
-    MIN_PILOT,
-    MIN_WINDOWS,
-    Grade,
-    Judgement,
-    Margins,
-    judge,
-    resolution,
-    windows_for,
-)
+from assay.stats.equivalence import MIN_PILOT, MIN_WINDOWS, Grade, Judgement, Margins, judge, resolution, windows_for
 from assay.stats.intervals import Interval, interval_json, percent_change
 from assay.verdict import Finding, Severity, Verdict
 
@@ -232,9 +223,7 @@ def summarise(
     bounds, top1, (dnll, agreement, kl) = _estimates(seen)
     kl_values = pooled(seen, "kl")
     names = list(QUANTILES)
-    quantiles = bootstrap_quantiles(
-        _by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling
-    )
+    quantiles = bootstrap_quantiles(_by_window(seen, "kl"), [QUANTILES[name] for name in names], resampling=resampling)
     return Summary(
         judgement=judge(dnll, agreement, kl, margins, windows=windows, confidence=confidence, shown=top1),
         dnll=dnll,
@@ -276,9 +265,7 @@ def is_certain(seen: Sequence[WindowObservation], margins: Margins, blocks: Sequ
     if not all(w.finite.all() for w in seen):
         return True
     judged = judge(*_estimates(by_block(seen, blocks))[2], margins, windows=len(seen), confidence=EARLY)
-    return judged.grade in (Grade.ACCEPT, Grade.REJECT) or (
-        judged.grade is Grade.MARGINAL and judged.accept_excluded
-    )
+    return judged.grade in (Grade.ACCEPT, Grade.REJECT) or (judged.grade is Grade.MARGINAL and judged.accept_excluded)
 
 
 def margins_of(plan: MarginOptions) -> Margins:
@@ -293,9 +280,7 @@ def margins_of(plan: MarginOptions) -> Margins:
     )
 
 
-def per_window(
-    seen: Sequence[WindowObservation], blocks: Sequence[int] | None = None
-) -> list[dict[str, Any]]:
+def per_window(seen: Sequence[WindowObservation], blocks: Sequence[int] | None = None) -> list[dict[str, Any]]:
     """`results.per_window`: means of each window over its finite tokens, null where it has none, and its cluster."""
     rows = []
     for w in seen:
@@ -512,10 +497,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 Severity.ERROR,
                 f"{result.label}: not the same distribution within the margin ({what})",
                 evidence=evidence,
-                remedies=(
-                    "see which tokens differ most in the breakdown",
-                    "use a finer format and compare again",
-                ),
+                remedies=("see which tokens differ most in the breakdown", "use a finer format and compare again"),
             )
         )
     elif judged.grade is Grade.MARGINAL:
@@ -568,9 +550,7 @@ def _lower_bound(result: CandidateResult, bounds: Bounds) -> Finding:
         f"{bounds.tail_candidate:.2%} of the candidate's. Above, KL is {upper}; the total variation is between "
         f"{bounds.tv_lo:.3g} and {bounds.tv_hi:.3g}.{top1}",
         evidence={"candidate": result.label, **bounds.kld_json()},
-        remedies=(
-            "score more ids (?ids=N, with vLLM's --max-logprobs N), or run the engine in process: vllm:MODEL",
-        ),
+        remedies=("score more ids (?ids=N, with vLLM's --max-logprobs N), or run the engine in process: vllm:MODEL",),
     )
 
 
@@ -613,7 +593,9 @@ def _aim_text(result: CandidateResult) -> str:
         return ""
     if judged.windows_needed is None:
         return f"{judged.aim} is not ruled out, but the estimates lie outside its margins: more windows will hardly reach it."
-    return f"About {judged.windows_needed:,} windows would decide {judged.aim}, were the estimates to stay where they are."
+    return (
+        f"About {judged.windows_needed:,} windows would decide {judged.aim}, were the estimates to stay where they are."
+    )
 
 
 def windows_text(windows: int) -> str:

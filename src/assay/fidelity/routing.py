@@ -85,8 +85,7 @@ class RoutingHook:
     def attach(self, model: Any) -> Iterator[None]:
         """Watch the experts modules."""
         handles = [
-            module.register_forward_pre_hook(self._watch(number))
-            for number, module in enumerate(self._layers.values())
+            module.register_forward_pre_hook(self._watch(number)) for number, module in enumerate(self._layers.values())
         ]
         try:
             yield
@@ -120,8 +119,7 @@ class RoutingHook:
         import torch
 
         layers = [
-            [torch.cat([part[side][self._taken] for part in parts]).cpu() for parts in self._seen]
-            for side in (0, 1)
+            [torch.cat([part[side][self._taken] for part in parts]).cpu() for parts in self._seen] for side in (0, 1)
         ]
         self._taken += 1
         index, weight = (torch.stack(side) for side in layers)
@@ -185,8 +183,7 @@ class Routing:
         if list(counts.values()) == list(self.layers.values()):
             return
         own, theirs = (
-            f"{len(c)} layers of {max(c.values())} experts" if c else "no experts"
-            for c in (counts, self.layers)
+            f"{len(c)} layers of {max(c.values())} experts" if c else "no experts" for c in (counts, self.layers)
         )
         raise AssayError(
             f"{label} has {own}, the reference {theirs}: their routing cannot be compared",
@@ -377,9 +374,7 @@ def _moved(
     return cast("NDArray[np.float64]", np.abs(spread[0] - spread[1]).sum(1) / 2)
 
 
-def _summary(
-    sums: Sequence[tuple[int, NDArray[np.float64]]], counts: Mapping[str, int], top_k: int
-) -> RoutingResult:
+def _summary(sums: Sequence[tuple[int, NDArray[np.float64]]], counts: Mapping[str, int], top_k: int) -> RoutingResult:
     clusters: dict[int, NDArray[np.float64]] = {}
     for block, one in sums:
         clusters[block] = clusters.get(block, 0) + one
@@ -405,9 +400,7 @@ def _bounds(found: ClusterEstimate | None, scale: float = 1) -> dict[str, float 
     if found is None:
         return None
     values = (found.value, found.interval.lo, found.interval.hi)
-    return dict(
-        zip(("value", "lo", "hi"), (scale * v if np.isfinite(v) else None for v in values), strict=True)
-    )
+    return dict(zip(("value", "lo", "hi"), (scale * v if np.isfinite(v) else None for v in values), strict=True))
 
 
 def _text(found: ClusterEstimate | None, scale: float = 1) -> str:

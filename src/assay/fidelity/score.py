@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.engines.scoring import (
-    Engagement,
-    ScoreJob,
-    ScoringEngine,
-    ScoringPath,
-    StateRows,
-    Window,
-    WindowRows,
-)
+from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, ScoringPath, StateRows, Window, WindowRows
 from assay.engines.server.engine import ServerCandidate
 from assay.errors import AssayError
 from assay.fidelity.bounds import choose_ids, window_bounds
@@ -393,12 +385,7 @@ class Engaged:
 
     def to_json(self) -> dict[str, Any]:
         """As the object `results.engaged`."""
-        return {
-            "ok": self.ok,
-            "fires": self.fires,
-            "bytes_read": self.bytes_read,
-            "zero_share": self.zero_share,
-        }
+        return {"ok": self.ok, "fires": self.fires, "bytes_read": self.bytes_read, "zero_share": self.zero_share}
 
 
 def zero_share(seen: Sequence[WindowObservation]) -> float:

@@ -34,9 +34,7 @@ class Key:
         if self.secret:
             return {"hmac": self._mac(text)}
         if self.private is None:
-            raise _unusable(
-                self.path, "it is a public key, which checks and cannot sign", "sign with the private key"
-            )
+            raise _unusable(self.path, "it is a public key, which checks and cannot sign", "sign with the private key")
         return {"ed25519": self.private.sign(text.encode()).hex(), "ed25519_key": self.public.hex()}
 
     def check(self, name: str, text: str, metadata: Mapping[str, str]) -> None:
@@ -47,21 +45,15 @@ class Key:
             other = signer(metadata)
             if other:
                 raise _refused(
-                    name,
-                    f"is signed by {other}, and this key is of another kind",
-                    "give the key of that kind",
+                    name, f"is signed by {other}, and this key is of another kind", "give the key of that kind"
                 )
-            raise _refused(
-                name, "is not signed, and a key was given", "leave the key out, or ask for a signed pack"
-            )
+            raise _refused(name, "is not signed, and a key was given", "leave the key out, or ask for a signed pack")
         if self.secret:
             whole = hmac.compare_digest(self._mac(text), signature)
         else:
             whole = _verifies(self.public, signature, text)
         if not whole:
-            raise _refused(
-                name, "was not signed with this key", "check the key; if it is right, the pack was changed"
-            )
+            raise _refused(name, "was not signed with this key", "check the key; if it is right, the pack was changed")
 
     def _mac(self, text: str) -> str:
         return hmac.new(self.secret, text.encode(), hashlib.sha256).hexdigest()
@@ -99,9 +91,7 @@ def _key_pair(path: Path, raw: bytes) -> Key:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
     except ImportError as error:
         raise _unusable(
-            path,
-            "Ed25519 keys need the package cryptography",
-            "pip install 'llm-assay[sign]', or use a secret",
+            path, "Ed25519 keys need the package cryptography", "pip install 'llm-assay[sign]', or use a secret"
         ) from error
     try:
         if raw.startswith(_SSH):
@@ -115,9 +105,7 @@ def _key_pair(path: Path, raw: bytes) -> Key:
     except Exception as error:  # damaged, encrypted, or of a kind that the library does not know
         locked = isinstance(error, TypeError)  # so the library says that a passphrase is missing
         reason = "it is locked with a passphrase" if locked else "it cannot be read as a key"
-        raise _unusable(
-            path, reason, "give an Ed25519 key without a passphrase, as PEM or OpenSSH"
-        ) from error
+        raise _unusable(path, reason, "give an Ed25519 key without a passphrase, as PEM or OpenSSH") from error
     private = key if isinstance(key, Ed25519PrivateKey) else None
     public = key.public_key() if private else key
     if not isinstance(public, Ed25519PublicKey):
@@ -140,7 +128,5 @@ def _refused(name: str, what: str, remedy: str) -> AssayError:
     return AssayError(f"the pack {name} {what}", finding_id="fidelity.pack_signature", remedy=remedy)
 
 
-def _unusable(
-    path: Path, reason: str, remedy: str = "make one: head -c 32 /dev/urandom | base64 > key"
-) -> UsageError:
+def _unusable(path: Path, reason: str, remedy: str = "make one: head -c 32 /dev/urandom | base64 > key") -> UsageError:
     return UsageError(f"the key {path}: {reason}", remedy=remedy, finding_id="fidelity.usage")

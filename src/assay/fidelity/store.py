@@ -282,9 +282,7 @@ class Store:
         if stored is None:
             raise ValueError("the store is not finished")
         ids = read_tensors(self.folder, stored)["tokens"].tolist()
-        windows = tuple(
-            Window(w.index, tuple(row)) for w, row in zip(self._manifest.windows, ids, strict=True)
-        )
+        windows = tuple(Window(w.index, tuple(row)) for w, row in zip(self._manifest.windows, ids, strict=True))
         for window, entry in zip(windows, self._manifest.windows, strict=True):
             if window.sha256 != entry.sha256:
                 raise damaged(self.folder / stored.file, f"the ids of window {entry.index} are not its own")

@@ -30,18 +30,12 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "run": ("string", "Which comparison: the digest of its plan."),
     "reference": ("string", "The reference, without folders."),
     "candidate": ("string", "The candidate, without folders."),
-    "windows_sha256": (
-        "string",
-        "Digest of the token ids of all windows; only rows of the same windows are compared.",
-    ),
+    "windows_sha256": ("string", "Digest of the token ids of all windows; only rows of the same windows are compared."),
     "window": ("int32", "Number of the window."),
     "cluster": ("int32", "Windows of one cluster (neighbours in a text) are one piece of evidence."),
     "tokens": ("int32", "Scored tokens with finite logits on both sides."),
     "kld": ("double", "Mean KL of the window, in nats a token; null where it has no such token."),
-    "dnll": (
-        "double",
-        "Mean difference of the negative log-likelihood, candidate minus reference, in nats a token.",
-    ),
+    "dnll": ("double", "Mean difference of the negative log-likelihood, candidate minus reference, in nats a token."),
     "top1": ("double", "Share of tokens with the same likeliest token on both sides."),
 }
 """Columns of the rows: their Parquet type and meaning."""
@@ -63,9 +57,7 @@ class TableOptions(Options):
     )
     sort: str = option("kld", "What the table is sorted by.", choices=("kld", "dppl", "top1", "candidate"))
     out: Path | None = option(None, "Write all rows into one Parquet file as well.", apart=True)
-    memory: int = option(
-        512, "MiB that DuckDB may take; more goes to the disk.", lo=64, hi=1 << 20, apart=True
-    )
+    memory: int = option(512, "MiB that DuckDB may take; more goes to the disk.", lo=64, hi=1 << 20, apart=True)
 
 
 @dataclass(frozen=True)
@@ -112,11 +104,7 @@ def run_table(options: TableOptions) -> Report:
             _write_all(base, options.out)
         count = base.execute("SELECT count(*) FROM rows").fetchone()[0]
     sets = {line.windows_sha256 for line in lines}
-    notes = (
-        [Metric("window sets", f"{len(sets)}: figures of different sets do not compare")]
-        if len(sets) > 1
-        else []
-    )
+    notes = [Metric("window sets", f"{len(sets)}: figures of different sets do not compare")] if len(sets) > 1 else []
     return Report(
         command="table", verdict=Verdict.PASS, subject={"rows": list(options.rows), "against": options.against},
         results={"rows": [line.to_json() for line in lines], "windows": count, "format": FORMAT}, environment=describe(),
@@ -239,11 +227,7 @@ def _parquet_of(given: Sequence[str], folder: Path) -> list[str]:
     json_files: list[Path] = []
     for name in given:
         path = Path(name)
-        members = (
-            sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".json"))
-            if path.is_dir()
-            else [path]
-        )
+        members = sorted(p for p in path.rglob("*") if p.suffix in (".parquet", ".json")) if path.is_dir() else [path]
         if not members:
             raise _unusable(path, "holds no .parquet and no .json file")
         for member in members:
@@ -290,9 +274,7 @@ def _unusable(path: Path, why: str) -> AssayError:
 def _connect(options: TableOptions, folder: str, files: Sequence[str]) -> Any:
     import duckdb
 
-    base = duckdb.connect(
-        config={"memory_limit": f"{options.memory}MB", "threads": 1, "temp_directory": folder}
-    )
+    base = duckdb.connect(config={"memory_limit": f"{options.memory}MB", "threads": 1, "temp_directory": folder})
     base.execute("SET enable_progress_bar = false")
     names = ", ".join("'" + f.replace("'", "''") + "'" for f in files)
     base.execute(f"CREATE VIEW rows AS SELECT * FROM read_parquet([{names}])")
@@ -407,12 +389,7 @@ def _json(found: ClusterEstimate, scale: Any = lambda x: x) -> dict[str, float |
 
 def _order(by: str) -> Any:
     def key(line: Line) -> tuple[Any, ...]:
-        worth = {
-            "kld": line.kld.value,
-            "dppl": abs(line.dnll.value),
-            "top1": -line.top1.value,
-            "candidate": 0.0,
-        }[by]
+        worth = {"kld": line.kld.value, "dppl": abs(line.dnll.value), "top1": -line.top1.value, "candidate": 0.0}[by]
         finite = math.inf if math.isnan(worth) else worth
         return (line.windows_sha256, line.reference, finite, line.candidate, line.run)
 
@@ -422,9 +399,7 @@ def _order(by: str) -> Any:
 def _cell(found: ClusterEstimate | None, digits: int, scale: Any = lambda x: x) -> str:
     if found is None:
         return ""
-    value, lo, hi = (
-        scale(x) if math.isfinite(x) else x for x in (found.value, found.interval.lo, found.interval.hi)
-    )
+    value, lo, hi = (scale(x) if math.isfinite(x) else x for x in (found.value, found.interval.lo, found.interval.hi))
     known = math.isfinite(lo) and math.isfinite(hi)
     return f"{value:.{digits}f} [{lo:.{digits}f}, {hi:.{digits}f}]" if known else f"{value:.{digits}f}"
 
@@ -454,7 +429,4 @@ def _tables(lines: Sequence[Line], options: TableOptions) -> tuple[Table, ...]:
 def column_reference() -> str:
     """The table of docs/scale.md, from the columns as they are declared."""
     lines = ["| column | type | meaning |", "|---|---|---|"]
-    return (
-        "\n".join(lines + [f"| `{name}` | {kind} | {says} |" for name, (kind, says) in COLUMNS.items()])
-        + "\n"
-    )
+    return "\n".join(lines + [f"| `{name}` | {kind} | {says} |" for name, (kind, says) in COLUMNS.items()]) + "\n"

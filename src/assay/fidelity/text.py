@@ -137,9 +137,7 @@ def _file_text(path: Path, field: str | None) -> str:
         return _JOINT.join(_jsonl(path, text, field or "text"))
     if field is not None:
         raise UsageError(
-            f"{path} has no fields: only .jsonl files do",
-            remedy="leave out ?field=",
-            finding_id="fidelity.usage",
+            f"{path} has no fields: only .jsonl files do", remedy="leave out ?field=", finding_id="fidelity.usage"
         )
     return text
 
@@ -152,9 +150,7 @@ def _jsonl(path: Path, text: str, field: str) -> Iterator[str]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise _unusable(
-                f"{path}, line {number} is not JSON: {error.msg}", "give one object a line"
-            ) from error
+            raise _unusable(f"{path}, line {number} is not JSON: {error.msg}", "give one object a line") from error
         value = record.get(field) if isinstance(record, dict) else None
         if not isinstance(value, str):
             names = ", ".join(sorted(record)[:8]) if isinstance(record, dict) else "none: it is no object"
@@ -180,17 +176,14 @@ def _data_set(source: str) -> str:
         from datasets import load_dataset
     except ImportError as error:
         raise _unusable(
-            f"{source} needs the package datasets, which is not installed",
-            "pip install datasets, or give a file",
+            f"{source} needs the package datasets, which is not installed", "pip install datasets, or give a file"
         ) from error
     try:
         rows = load_dataset(name, options.get("config"), split=options.get("split", "test"))
         return _JOINT.join(str(value) for value in rows[field] if str(value).strip())
     except Exception as error:  # anything may go wrong in a data set's own code
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise _unusable(
-            f"{source} cannot be loaded: {reason}", "check name, config, split and field"
-        ) from error
+        raise _unusable(f"{source} cannot be loaded: {reason}", "check name, config, split and field") from error
 
 
 def _unusable(message: str, remedy: str) -> AssayError:
@@ -270,9 +263,7 @@ class OwnText:
     origin: Mapping[str, Any]
 
 
-def write_own_text(
-    plan: Plan, engine: ScoringEngine, progress: Progress, folder: Path | None = None
-) -> OwnText | None:
+def write_own_text(plan: Plan, engine: ScoringEngine, progress: Progress, folder: Path | None = None) -> OwnText | None:
     """What `engine` writes where the plan asks for that, None where it names other text.
 
     It is kept in `folder`, so that an interrupted run goes on with the same. AssayError where the engine cannot
@@ -300,9 +291,7 @@ def write_own_text(
         return OwnText(Text((SELF,), json.loads(kept.read_text(encoding="utf-8"))), origin)
     wanted = int(_SPARE * plan.windows * plan.length) + plan.length
     with progress(f"sampling text from {label}", -(-wanted // plan.length)) as advance:
-        text = generate_text(
-            writer, start=start, tokens=wanted, per_text=plan.length, seed=plan.seed, advance=advance
-        )
+        text = generate_text(writer, start=start, tokens=wanted, per_text=plan.length, seed=plan.seed, advance=advance)
     if kept:
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(kept, json.dumps(text.text))

@@ -157,11 +157,7 @@ def read_report(report: Path | Report, candidate: str | None = None) -> list[Mea
     """What a report holds: one result, or one of each part of a gate. UsageError where it is none of assay's."""
     name = report.command if isinstance(report, Report) else str(report)
     try:
-        data = (
-            report.to_json()
-            if isinstance(report, Report)
-            else json.loads(report.read_text(encoding="utf-8-sig"))
-        )
+        data = report.to_json() if isinstance(report, Report) else json.loads(report.read_text(encoding="utf-8-sig"))
         if data["schema"] != SCHEMA or data["command"] not in COMMANDS:
             raise ValueError("no report that a card can show")
         found = list(_measured(data, candidate, name))
@@ -291,9 +287,7 @@ def card(found: Sequence[Measured], options: CardOptions, badge_path: str) -> st
     for measured in found:
         parts += _section(measured)
     packages = (found[0].environment.get("packages") or {}) if found else {}
-    versions = [
-        f"{name} {packages[name]}" for name in ("torch", "transformers", "vllm") if packages.get(name)
-    ]
+    versions = [f"{name} {packages[name]}" for name in ("torch", "transformers", "vllm") if packages.get(name)]
     parts.append(prose(", ".join([f"Written by assay {VERSION}", *versions])) + ".")
     return "\n\n".join(parts) + "\n"
 
@@ -348,8 +342,7 @@ def _with_section(path: Path) -> str:
         before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     else:
         raise CardOptions.usage(
-            f"{path} has no single pair of comments for the card",
-            f"leave one {BEGIN} before one {END}, or none",
+            f"{path} has no single pair of comments for the card", f"leave one {BEGIN} before one {END}, or none"
         )
     return f"{before}{BEGIN}\n\0{END}{after}"
 

@@ -58,9 +58,7 @@ class Against(Options):
 
     engine: str | None = option(None, "hf:MODEL, vllm:MODEL, gguf:FILE or run:DIR, with options after '?'.")
     pack: Path | None = option(None, "Reference pack: a file of `assay reference pack`.")
-    key: Path | None = option(
-        None, "File with the secret, or the public Ed25519 key, that checks who signed the pack."
-    )
+    key: Path | None = option(None, "File with the secret, or the public Ed25519 key, that checks who signed the pack.")
     head: Path | None = option(None, "Checkpoint that has the pack's output head; default: the candidate's.")
     identity: Path | None = option(
         None, "What `[identity]` holds the server against: a file of `assay check --identity-out`."
@@ -105,9 +103,7 @@ class ToolsSection(CheckOptions):
 class SpecSection(SpecOptions):
     """Speculative decoding: is the draft head healthy?"""
 
-    min_acceptance: float | None = _limit(
-        "Least share of draft tokens that are accepted.", form="fraction", lo=0, hi=1
-    )
+    min_acceptance: float | None = _limit("Least share of draft tokens that are accepted.", form="fraction", lo=0, hi=1)
 
 
 @dataclass(frozen=True)
@@ -214,9 +210,7 @@ def contract_of(
             raise _refused(f"{where}: unknown section [{name}]{nearest}", f"sections are {', '.join(known)}")
         if not isinstance(value, Mapping):
             raise _refused(f"{where}: {name} must be a section, [{name}]")
-    subject = Subject.of(
-        data.get("subject", {}) | ({"server": server} if server else {}), f"{where} [subject]"
-    )
+    subject = Subject.of(data.get("subject", {}) | ({"server": server} if server else {}), f"{where} [subject]")
     against = Against.of(data.get("reference", {}), f"{where} [reference]")
     if against.engine and against.pack:
         raise _refused(f"{where} [reference] names an engine and a pack", "leave one of them out")
@@ -224,13 +218,9 @@ def contract_of(
         raise _refused(f"{where} [reference]: key and head belong to a pack", "name it: pack = FILE")
     asked = [section for name, section in SECTIONS.items() if name in data]
     if not asked:
-        raise _refused(
-            f"{where} asks for nothing: it has no section of a verb", f"add one of {', '.join(SECTIONS)}"
-        )
+        raise _refused(f"{where} asks for nothing: it has no section of a verb", f"add one of {', '.join(SECTIONS)}")
     contract = Contract(subject, against, {}, where, sha256, data)
-    return Contract(
-        subject, against, {s.name: _options(s, contract, data[s.name]) for s in asked}, where, sha256, data
-    )
+    return Contract(subject, against, {s.name: _options(s, contract, data[s.name]) for s in asked}, where, sha256, data)
 
 
 def _options(section: Section, contract: Contract, given: Mapping[str, Any]) -> Options:
@@ -244,8 +234,7 @@ def _options(section: Section, contract: Contract, given: Mapping[str, Any]) -> 
     if not any(getattr(subject, name) for name in section.needs):
         raise _refused(
             f"{place} has nothing to examine: [subject] names no {' and no '.join(section.needs)}",
-            f"give {section.needs[0]} in [subject]"
-            + (", or --server URL" if "server" in section.needs else ""),
+            f"give {section.needs[0]} in [subject]" + (", or --server URL" if "server" in section.needs else ""),
         )
     if section.about and given:
         raise _refused(f"{place} takes no keys, and has {', '.join(given)}", section.about)
@@ -269,9 +258,7 @@ def _placed(make: Callable[[Any, str], T], given: Mapping[str, Any], place: str)
     except UsageError as error:
         if place in error.message:
             raise
-        raise UsageError(
-            f"{place}: {error.message}", remedy=error.remedy, finding_id=error.finding_id
-        ) from error
+        raise UsageError(f"{place}: {error.message}", remedy=error.remedy, finding_id=error.finding_id) from error
 
 
 def _refused(message: str, remedy: str = "") -> UsageError:
@@ -305,9 +292,7 @@ def _about(declared: Declared) -> str:
     shown = f" One of {', '.join(declared.choices)}." if declared.choices else ""
     shown += "" if text in (None, "") or isinstance(default, bool) else f" Default: {text}."
     limit = "**Limit.** " if declared.panel == LIMIT else ""
-    return f"{limit}{declared.help.rstrip('.')}{'' if declared.help.endswith('?') else '.'}{shown}".replace(
-        "|", "\\|"
-    )
+    return f"{limit}{declared.help.rstrip('.')}{'' if declared.help.endswith('?') else '.'}{shown}".replace("|", "\\|")
 
 
 # -----------------------------------------------------------------------------
@@ -373,9 +358,7 @@ def _compare(results: Mapping[str, Any]) -> Iterator[Figure | None]:
     changed = results.get("top1_beyond_rounding_pct") or {}  # what the grade rests on: the share that differs
     bound = ", a lower bound" if kld.get("kind", "exact") != "exact" else ""
     yield _of("kld", f"mean KL{bound}", kld | {"value": kld.get("mean")}, "nats", "lower", sizes)
-    yield _of(
-        "control", "mean KL above the control's", _difference(results.get("control")), "nats", "lower", sizes
-    )
+    yield _of("control", "mean KL above the control's", _difference(results.get("control")), "nats", "lower", sizes)
     yield _of("dppl_pct", "Δppl", results.get("dppl_pct"), "%", "zero", sizes)
     if None in (value := [_number(changed.get(name)) for name in ("value", "lo", "hi")]):
         yield _of("top1_pct", "top-1 agreement", top1, "%", "higher", sizes)
@@ -464,9 +447,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Figure | None]]] =
 }  # fmt: skip
 
 
-def _of(
-    key: str, title: str, found: Mapping[str, Any] | None, unit: str, better: Better, sizes: str
-) -> Figure | None:
+def _of(key: str, title: str, found: Mapping[str, Any] | None, unit: str, better: Better, sizes: str) -> Figure | None:
     value, lo, hi = (_number((found or {}).get(name)) for name in ("value", "lo", "hi"))
     if value is None:
         return None
@@ -516,9 +497,7 @@ class Ruled:
         figure = self.figure
         unit = figure.unit if figure else "%" if self.name in SHARES else ""
         shown = short(self.limit) + (f" {unit}" if unit else "")
-        return (
-            f"{figure.title if figure else self.name} {'≥' if self.name.startswith('min_') else '≤'} {shown}"
-        )
+        return f"{figure.title if figure else self.name} {'≥' if self.name.startswith('min_') else '≤'} {shown}"
 
     def to_json(self) -> dict[str, Any]:
         """One of `limits` of a part."""

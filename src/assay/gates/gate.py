@@ -46,9 +46,7 @@ class GateOptions(Options):
     contract: Path = option(DEFAULT, "The contract.", metavar="FILE")
     server: str | None = option(None, "Server to examine in place of the contract's.", metavar="URL")
     baseline: Path | None = option(None, "Result of the last good run (its --json): say what changed.")
-    summary: Path | None = option(
-        None, "Append a short Markdown summary to this file, such as $GITHUB_STEP_SUMMARY."
-    )
+    summary: Path | None = option(None, "Append a short Markdown summary to this file, such as $GITHUB_STEP_SUMMARY.")
     lint: bool = option(False, "Only read the contract; examine nothing.")
 
 
@@ -242,19 +240,14 @@ class Servers:
                 f"not one server answered at the address all the time: {_told(differs)}",
                 "The parts did not examine the same deployment, so the whole is not judged.",
                 evidence=differs,
-                causes=(
-                    "two servers behind one address",
-                    "the server was restarted with another model or version",
-                ),
+                causes=("two servers behind one address", "the server was restarted with another model or version"),
                 remedies=("run the gate against one server, by its own address",),
             )
         ]
 
 
 def _told(differs: Mapping[str, Sequence[Any]]) -> str:
-    return "; ".join(
-        f"{name} {' then '.join(one_line(str(v)) for v in values)}" for name, values in differs.items()
-    )
+    return "; ".join(f"{name} {' then '.join(one_line(str(v)) for v in values)}" for name, values in differs.items())
 
 
 # -----------------------------------------------------------------------------
@@ -321,9 +314,7 @@ def changes(contract: Contract, parts: Iterable[Part], before: Baseline) -> Iter
         if old["verdict"] != part.verdict.value:
             ranks = [v.value for v in _WORST_LAST]
             worse = ranks.index(part.verdict.value) > _rank(old["verdict"], ranks)
-            yield Change(
-                part.name, "verdict", old["verdict"], part.verdict.value, "worse" if worse else "better"
-            )
+            yield Change(part.name, "verdict", old["verdict"], part.verdict.value, "worse" if worse else "better")
         yield from _subject_changes(part, old["subject"])
         yield from _differences(part.name, "file", _files(old["results"]), _files(part.report.results))
         now = {f.id for f in part.findings()}
@@ -359,9 +350,7 @@ def _subject_changes(part: Part, old: Mapping[str, Any]) -> Iterator[Change]:
     """Another server, model or engine; other files of a checkpoint."""
     new = part.report.subject
     names = ("model", "model_root", "max_model_len", "engine")
-    yield from _differences(
-        part.name, "", {n: old.get(n) for n in names}, {n: new.get(n) for n in names if n in new}
-    )
+    yield from _differences(part.name, "", {n: old.get(n) for n in names}, {n: new.get(n) for n in names if n in new})
     yield from _differences(part.name, "server", old.get("server"), new.get("server"))
 
 
@@ -371,9 +360,7 @@ def _differences(part: str, kind: str, old: Any, new: Any) -> Iterator[Change]:
         return
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
-            yield Change(
-                part, f"{kind} {name}".strip(), _cell(old.get(name)), _cell(new.get(name)), "changed"
-            )
+            yield Change(part, f"{kind} {name}".strip(), _cell(old.get(name)), _cell(new.get(name)), "changed")
 
 
 def _cell(value: Any) -> str:
@@ -488,9 +475,7 @@ def _blocks(
     if before:
         cells = [(c.part, c.what, c.before, c.now, c.direction) for c in changed]
         note = "" if cells else "nothing"
-        found.append(
-            Table(f"Since {before.name}", ("part", "what", "then", "now", "direction"), cells, note=note)
-        )
+        found.append(Table(f"Since {before.name}", ("part", "what", "then", "now", "direction"), cells, note=note))
     for part in parts:
         for block in part.report.blocks:
             if isinstance(block, Quote) and part.report.verdict is Verdict.PASS:

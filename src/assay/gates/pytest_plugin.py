@@ -75,9 +75,7 @@ def _run(config: pytest.Config, contract: str | Path | None, options: dict[str, 
             kept[key] = error
     found = kept[key]
     if isinstance(found, AssayError):
-        pytest.fail(
-            f"assay gate: {found.message}" + (f" ({found.remedy})" if found.remedy else ""), pytrace=False
-        )
+        pytest.fail(f"assay gate: {found.message}" + (f" ({found.remedy})" if found.remedy else ""), pytrace=False)
     report: Report = found
     return report
 

@@ -65,9 +65,7 @@ def _batch(default: int) -> Any:
 def _block() -> Any:
     """How many tokens decode together."""
     return option(
-        1,
-        "decode: tokens of the second half that are fed together; each sees the cache as if it came alone.",
-        lo=1,
+        1, "decode: tokens of the second half that are fed together; each sees the cache as if it came alone.", lo=1
     )
 
 
@@ -83,9 +81,7 @@ def _calibration(help: str = "File of `assay kv calibrate`.") -> Any:
 
 def _table_tokens() -> Any:
     """What tables are shared by."""
-    return option(
-        0, "Tokens of cache that share the calibration tables; 0: the model's context, up to 32768.", lo=0
-    )
+    return option(0, "Tokens of cache that share the calibration tables; 0: the model's context, up to 32768.", lo=0)
 
 
 def _seed(help: str = "Seed of the bootstrap, and of noise.") -> Any:
@@ -180,10 +176,7 @@ class NoisePlan(ModelPlan):
     model: str
     _: KW_ONLY
     sigmas: tuple[float, ...] = option(
-        (0.003, 0.01, 0.03, 0.1),
-        "Sizes of the noise, relative to the rms of a token.",
-        flag="sigma",
-        form="sizes",
+        (0.003, 0.01, 0.03, 0.1), "Sizes of the noise, relative to the rms of a token.", flag="sigma", form="sizes"
     )
     each: str = option(
         "all", "All together, each stream alone, or each layer alone.", choices=("all", "stream", "layer")
@@ -269,9 +262,7 @@ class AllocationPlan(ModelPlan):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 < self.target_ratio < 16:
-            raise self.usage(
-                f"a ratio of {self.target_ratio} cannot be aimed at", "give one between 1 and 16"
-            )
+            raise self.usage(f"a ratio of {self.target_ratio} cannot be aimed at", "give one between 1 and 16")
         if not 0 < self.step <= 4 or not 0 < self.least < self.most <= EXACT_BITS:
             raise self.usage("bits must satisfy 0 < least < most ≤ 16 and 0 < step ≤ 4")
 
@@ -290,18 +281,14 @@ class CalibrationPlan(ModelPlan):
     length: int = _length(1024)
     batch: int = _batch(4)
     tokens: int = option(4096, "Sampled tokens that the file holds.", lo=256)
-    sensitivity: int = option(
-        0, "Windows on which each layer and stream is coded alone, for weights=measured.", lo=0
-    )
+    sensitivity: int = option(0, "Windows on which each layer and stream is coded alone, for weights=measured.", lo=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.text:
             raise self.usage("calibration needs text that is never evaluated", "name it with --text")
         if self.sensitivity > self.windows:
-            raise self.usage(
-                f"sensitivity must be at most the {self.windows} windows, got {self.sensitivity}"
-            )
+            raise self.usage(f"sensitivity must be at most the {self.windows} windows, got {self.sensitivity}")
 
 
 @dataclass(frozen=True)
@@ -394,9 +381,7 @@ class GapOptions(RayOptions, RunTime, ThreadOptions):
     candidate: str
     _: KW_ONLY
     codec: str = option(
-        "",
-        "SPEC of `assay kv`, such as hadamard(bits=4); left out: two engines are told apart.",
-        metavar="SPEC",
+        "", "SPEC of `assay kv`, such as hadamard(bits=4); left out: two engines are told apart.", metavar="SPEC"
     )
     quick: bool = option(
         False,
@@ -464,15 +449,10 @@ class HeadTrainPlan(Options):
     batch_tokens: int = option(8192, "Tokens of a batch, with padding.", lo=64)
     lr: float = option(1e-3, "Highest learning rate.", lo=0)
     seed: int = _seed("Seed of prompts, weights and order.")
-    minutes: float | None = option(
-        None, "Minutes of training; its schedule is fitted to that.", lo=0.01, apart=True
-    )
+    minutes: float | None = option(None, "Minutes of training; its schedule is fitted to that.", lo=0.01, apart=True)
     text_minutes: float | None = option(None, "Minutes of writing text.", lo=0.01, apart=True)
     python: str = option(
-        "",
-        "Python executable with vLLM: it writes the text, instead of transformers.",
-        metavar="FILE",
-        apart=True,
+        "", "Python executable with vLLM: it writes the text, instead of transformers.", metavar="FILE", apart=True
     )
 
 
@@ -489,9 +469,7 @@ class HeadTryPlan(Options):
     targets: tuple[str, ...] = option(
         (), "Target, such as int4-g128+kv-fp8; may be given again (default: all).", flag="target"
     )
-    heads: tuple[str, ...] = option(
-        (), "State of the head; may be given again (default: all).", flag="head-state"
-    )
+    heads: tuple[str, ...] = option((), "State of the head; may be given again (default: all).", flag="head-state")
     dead_beside: tuple[str, ...] = option(("bf16", "int4-g128"), listed=False)
     temperatures: tuple[float, ...] = option((0.0, 0.7), "Temperatures of the target.", form="sizes")
     text: tuple[str, ...] = _text()

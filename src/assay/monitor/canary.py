@@ -50,11 +50,7 @@ _LIKELY = (
 )  # fmt: skip
 _QUEUED = ("vllm:num_requests_waiting", "llamacpp:requests_deferred", "sglang:num_queue_reqs")
 _RUNNING = ("vllm:num_requests_running", "llamacpp:requests_processing", "sglang:num_running_reqs")
-_WRITTEN = (
-    "vllm:generation_tokens_total",
-    "llamacpp:tokens_predicted_total",
-    "sglang:generation_tokens_total",
-)
+_WRITTEN = ("vllm:generation_tokens_total", "llamacpp:tokens_predicted_total", "sglang:generation_tokens_total")
 TRIES = 5
 """Times that a server is asked anew what it can do, where a time-out left that open."""
 STILL = 3
@@ -330,15 +326,11 @@ class Canary:
 
     def _text(self, found: Round, engine: ServerEngine) -> None:
         if Capability.CHAT in engine.capabilities:
-            request = Request(
-                messages=(user(_TEXT),), max_tokens=TEXT_TOKENS, seed=0, extra=self._extra(engine, True)
-            )
+            request = Request(messages=(user(_TEXT),), max_tokens=TEXT_TOKENS, seed=0, extra=self._extra(engine, True))
         else:
             request = self._request(engine, _COMPLETED, TEXT_TOKENS)
         reply = engine.generate(request)
-        found.label = grade(
-            reply.content[:4096], reasoning=reply.reasoning[:4096], finish_reason="stop"
-        ).label.value
+        found.label = grade(reply.content[:4096], reasoning=reply.reasoning[:4096], finish_reason="stop").label.value
         found.head = one_line(_said(reply), 120)
 
     def _score(self, found: Round, engine: ServerEngine) -> None:
@@ -362,9 +354,7 @@ class Canary:
             metrics = parse_metrics(page)
         except (AssayError, ValueError):
             return
-        found.queued, found.running, found.written = (
-            _first(metrics, n) for n in (_QUEUED, _RUNNING, _WRITTEN)
-        )
+        found.queued, found.running, found.written = (_first(metrics, n) for n in (_QUEUED, _RUNNING, _WRITTEN))
         found.started = metrics.total("process_start_time_seconds")
         before, since = self._page
         now = self.clock()

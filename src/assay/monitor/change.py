@@ -295,9 +295,7 @@ class Changes:
         """Go on from what `state` gave; ValueError, KeyError or TypeError where it is damaged."""
         for quantity in self.quantities:
             quantity.restore(kept[quantity.name])
-        self.standing = {
-            str(k): {"calm": int(v["calm"]), "value": v["value"]} for k, v in kept["standing"].items()
-        }
+        self.standing = {str(k): {"calm": int(v["calm"]), "value": v["value"]} for k, v in kept["standing"].items()}
 
 
 def typical(costs: Sequence[float]) -> float:

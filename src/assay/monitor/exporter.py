@@ -52,18 +52,14 @@ def families(status: Mapping[str, Any]) -> Iterator[Metric]:
         if value is not None:
             yield GaugeMetricFamily(f"assay_watch_{name}", about, value=float(value))
 
-    info = GaugeMetricFamily(
-        "assay_watch_info", "What is watched.", labels=["url", "model", "server", "assay"]
-    )
+    info = GaugeMetricFamily("assay_watch_info", "What is watched.", labels=["url", "model", "server", "assay"])
     info.add_metric([status["url"], status["model"] or "", status["server"] or "", VERSION], 1.0)
     yield info
     state = GaugeMetricFamily("assay_watch_state", "1 for the state that the server is in.", labels=["state"])
     for name in status["states"]:
         state.add_metric([name], float(name == status["state"]))
     yield state
-    rounds = CounterMetricFamily(
-        "assay_watch_rounds", "Rounds of the canary by their state.", labels=["state"]
-    )
+    rounds = CounterMetricFamily("assay_watch_rounds", "Rounds of the canary by their state.", labels=["state"])
     for name, count in status["rounds"].items():
         rounds.add_metric([name], float(count))
     yield rounds
@@ -81,13 +77,9 @@ def families(status: Mapping[str, Any]) -> Iterator[Metric]:
         evidence.add_metric(name.split(".", 1), value)
     yield evidence
     yield from gauge("text_score", "Bits per byte of the texts of the last round.", status["bits_per_byte"])
-    yield from gauge(
-        "difference", "Mean difference from the baseline, in the quantity's unit.", status["difference"]
-    )
+    yield from gauge("difference", "Mean difference from the baseline, in the quantity's unit.", status["difference"])
     yield from gauge("tolerance", "Differences of this size are no change.", status["tolerance"])
-    yield from gauge(
-        "first_tokens_changed_ratio", "Share of greedy tokens that changed.", status["tokens_changed"]
-    )
+    yield from gauge("first_tokens_changed_ratio", "Share of greedy tokens that changed.", status["tokens_changed"])
     yield from gauge(
         "tool_call_changed", "1 if the tool call has another outcome than at first.", status["tool_changed"]
     )
@@ -96,9 +88,7 @@ def families(status: Mapping[str, Any]) -> Iterator[Metric]:
     yield from gauge("acceptance_ratio", "Acceptance rate of speculative tokens.", status["acceptance"])
     yield from gauge("load_ratio", "Share of one stream's time that the canary takes.", status["load"])
     yield from gauge("interval_seconds", "Seconds from one round to the next.", status["interval_s"])
-    yield from gauge(
-        "detection_seconds", "Seconds in which a drift of 0.01 bits per byte is found.", status["finds_s"]
-    )
+    yield from gauge("detection_seconds", "Seconds in which a drift of 0.01 bits per byte is found.", status["finds_s"])
     yield from gauge("learning", "1 while the baseline is learnt.", status["learning"])
     yield from gauge("last_round_timestamp_seconds", "When the last round ended.", status["at"])
     yield CounterMetricFamily(
@@ -130,11 +120,7 @@ class Exporter:
                 elif path in ("/healthz", "/health_generate"):
                     good = now["alive"] if path == "/healthz" else now["generates"]
                     told = {k: now[k] for k in ("state", "reason", "alarms", "at", "alive")}
-                    code, kind, body = (
-                        200 if good else 503,
-                        "application/json",
-                        json.dumps(told).encode() + b"\n",
-                    )
+                    code, kind, body = (200 if good else 503, "application/json", json.dumps(told).encode() + b"\n")
                 self.send_response(code)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
@@ -210,9 +196,7 @@ class Webhook:
         if attempt:
             time.sleep(self._pause * 4 ** (attempt - 1))
         try:
-            answer = httpx.post(
-                self._url, json=message, timeout=10.0, headers={"User-Agent": f"assay/{VERSION}"}
-            )
+            answer = httpx.post(self._url, json=message, timeout=10.0, headers={"User-Agent": f"assay/{VERSION}"})
         except (httpx.HTTPError, httpx.InvalidURL):
             return False
         return answer.is_success

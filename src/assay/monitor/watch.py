@@ -43,10 +43,7 @@ class WatchOptions(Options):
     VERB, AREA = "watch", "server"
 
     interval: float = option(
-        60.0,
-        "Seconds from one round to the next; longer where a round would take more than --load.",
-        lo=1,
-        hi=86_400,
+        60.0, "Seconds from one round to the next; longer where a round would take more than --load.", lo=1, hi=86_400
     )
     load: float = option(
         0.01,
@@ -66,21 +63,12 @@ class WatchOptions(Options):
         apart=True,
     )
     webhook: str | None = option(
-        None,
-        "URL that gets a JSON message for every alarm and every change of state.",
-        metavar="URL",
-        apart=True,
+        None, "URL that gets a JSON message for every alarm and every change of state.", metavar="URL", apart=True
     )
-    rounds: int | None = option(
-        None, "Stop after so many rounds; by default it never ends.", lo=1, apart=True
-    )
-    new_baseline: bool = option(
-        False, "Forget what was learnt of this server and learn its model anew.", apart=True
-    )
+    rounds: int | None = option(None, "Stop after so many rounds; by default it never ends.", lo=1, apart=True)
+    new_baseline: bool = option(False, "Forget what was learnt of this server and learn its model anew.", apart=True)
     model: str | None = option(None, "Model to ask; default: the first the server lists.")
-    api_key_env: str | None = option(
-        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
-    )
+    api_key_env: str | None = option(None, "Environment variable that holds the API key.", metavar="NAME", apart=True)
     timeout: float = option(20.0, "Seconds that one answer may take.", lo=1, hi=600, apart=True)
 
 
@@ -159,9 +147,7 @@ def run_watch(
         if options.listen != "none":
             parse_listen(options.listen)
             exporter = held.enter_context(Exporter(options.listen, watch.status))
-            say(
-                f"metrics at http://{options.listen.rpartition(':')[0] or '127.0.0.1'}:{exporter.port}/metrics"
-            )
+            say(f"metrics at http://{options.listen.rpartition(':')[0] or '127.0.0.1'}:{exporter.port}/metrics")
         interrupted = False
         try:
             while True:
@@ -225,9 +211,7 @@ class Watch:
     def __post_init__(self) -> None:
         self.where = without_credentials(self.url)
         self.webhook = Webhook(self.options.webhook) if self.options.webhook else None
-        self.kept = Kept(
-            cache_dir("watch"), {"watch": _FORMAT, "url": self.where, "model": self.options.model}
-        )
+        self.kept = Kept(cache_dir("watch"), {"watch": _FORMAT, "url": self.where, "model": self.options.model})
         self.acceptance: float | None = None
         self.bits: float | None = None
         self.waited = self.options.interval
@@ -307,9 +291,7 @@ class Watch:
         changes = self._changes_for(found)
         if found.bits:
             self.bits = math.fsum(found.bits.values()) / len(found.bits)
-        raised, over = changes.update(
-            found.bits if changes.scores else found.token_bits, found.tokens, found.tools
-        )
+        raised, over = changes.update(found.bits if changes.scores else found.token_bits, found.tokens, found.tools)
         for name in raised:
             self._raise(name, self._measured(name))
         for name in over:
@@ -334,7 +316,9 @@ class Watch:
         assert self.changes is not None
         quantity = next(q for q in self.changes.quantities if name.startswith(f"{q.name}."))
         if isinstance(quantity, Numbers):
-            return f"{quantity.last or 0.0:+.4f} {quantity.name.replace('_', ' ')} against the baseline in the last round"
+            return (
+                f"{quantity.last or 0.0:+.4f} {quantity.name.replace('_', ' ')} against the baseline in the last round"
+            )
         return f"{100 * (quantity.last or 0.0):.0f}% of those of the last round"
 
     def _set_state(self, found: Round) -> None:
@@ -349,9 +333,7 @@ class Watch:
     def learning(self) -> bool:
         """Whether no number or token has a baseline yet."""
         changes = self.changes
-        return changes is None or not (
-            changes.numbers.base or (changes.tokens.base and not changes.numbers.first)
-        )
+        return changes is None or not (changes.numbers.base or (changes.tokens.base and not changes.numbers.first))
 
     # Whom to tell.
 
@@ -376,13 +358,7 @@ class Watch:
         self.say(f"{stamp} {kind}: {event['text']}")
         if self.webhook is not None:
             self.webhook.post(
-                {
-                    "source": "assay watch",
-                    "url": self.where,
-                    "model": self.model,
-                    "state": self.state,
-                    **event,
-                }
+                {"source": "assay watch", "url": self.where, "model": self.model, "state": self.state, **event}
             )
 
     # What is kept.
@@ -407,9 +383,7 @@ class Watch:
                 changes = Changes(self.options.interval, self.options.false_alarms, scores=scores)
                 changes.restore(state["changes"])
             self.alarms = {
-                n: {"since": float(a["since"]), "why": str(a["why"])}
-                for n, a in state["alarms"].items()
-                if n in ALARMS
+                n: {"since": float(a["since"]), "why": str(a["why"])} for n, a in state["alarms"].items() if n in ALARMS
             }
             self.raised = {str(n): int(c) for n, c in state["raised"].items()}
             self.rounds = {str(n): int(c) for n, c in state["rounds"].items()}

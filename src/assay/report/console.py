@@ -99,9 +99,7 @@ def _table(table: Table, console: Console) -> Iterator[RenderableType]:
     yield Text(one_line(table.title), style="bold")
     grid = Grid(box=box.SIMPLE_HEAD if console.is_terminal else plain_box(), padding=(0, 1), show_edge=False)
     for i, column in enumerate(table.columns):
-        grid.add_column(
-            Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold"
-        )
+        grid.add_column(Text(one_line(column)), justify="right" if i in table.numeric else "left", overflow="fold")
     for row in table.rows[:MAX_ROWS]:
         cells = [one_line(str(cell)) for cell in row][: len(table.columns)]
         grid.add_row(*(Text(cell, style=TONES[status_tone(cell)]) for cell in cells))
@@ -117,9 +115,7 @@ def plain_box() -> Box:
     return Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
 
 
-def _quote(
-    quote: Quote, console: Console, head: int = HEAD, around: int = AROUND
-) -> Iterator[RenderableType]:
+def _quote(quote: Quote, console: Console, head: int = HEAD, around: int = AROUND) -> Iterator[RenderableType]:
     tone = TONES[status_tone(quote.status)]
     status = (f"  {one_line(quote.status)}", f"bold {tone}") if quote.status else ""
     note = (f"  {one_line(quote.note)}", "dim") if quote.note else ""
@@ -132,9 +128,7 @@ def quoted(pieces: Sequence[Piece]) -> Text:
     text = Text(overflow="fold")
     for piece in pieces:
         note = piece.kind in ("onset", "gap")
-        text.append(
-            f"⟦{piece.text}⟧" if note else _BLANK.sub(_counted, piece.text), style=_PIECES[piece.kind]
-        )
+        text.append(f"⟦{piece.text}⟧" if note else _BLANK.sub(_counted, piece.text), style=_PIECES[piece.kind])
     return text if text.plain else Text("(no text)", style="dim italic")
 
 
@@ -171,10 +165,7 @@ def _finding(finding: Finding, console: Console) -> Iterator[RenderableType]:
     look = SEVERITIES[finding.severity]
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     yield Text.assemble(
-        (mark, f"bold {TONES[look.tone]}"),
-        "  ",
-        (one_line(finding.title), "bold"),
-        (f"  [{finding.id}]", "dim"),
+        (mark, f"bold {TONES[look.tone]}"), "  ", (one_line(finding.title), "bold"), (f"  [{finding.id}]", "dim")
     )
     if finding.detail:
         yield Padding(_prose(finding.detail), (0, 0, 0, 2))
@@ -349,8 +340,7 @@ def _fitted(table: Table, console: Console) -> Table:
     cells = [[cut_middle(one_line(str(cell)), _PATH_WIDTH) for cell in row] for row in table.rows]
     columns = [one_line(column) for column in table.columns]
     widths = [
-        max(cell_len(row[i]) for row in [columns, *(r for r in cells if len(r) > i)]) + 2
-        for i in range(len(columns))
+        max(cell_len(row[i]) for row in [columns, *(r for r in cells if len(r) > i)]) + 2 for i in range(len(columns))
     ]
     kept = len(columns)
     while kept > 2 and sum(widths[:kept]) > console.width:
@@ -370,9 +360,7 @@ def _short_finding(finding: Finding, console: Console) -> list[RenderableType]:
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     parts: list[RenderableType] = [
         "",
-        Text.assemble(
-            (mark, f"bold {TONES[look.tone]}"), "  ", (shorten(one_line(finding.title), 180), "bold")
-        ),
+        Text.assemble((mark, f"bold {TONES[look.tone]}"), "  ", (shorten(one_line(finding.title), 180), "bold")),
     ]
     for remedy in finding.remedies[:_MAX_REMEDIES]:
         pieces = split_code(remedy)
@@ -400,9 +388,7 @@ def _left_out(report: Report, findings: int, tables: int, console: Console) -> T
         rest.append(f"{hidden} more tables, charts and texts" if hidden > 1 else "one more table or text")
     if not rest and not report.results:
         return dim("")
-    return dim(
-        f"-v shows {', '.join(rest) or 'all details'}; --html FILE draws the charts; --json has every number."
-    )
+    return dim(f"-v shows {', '.join(rest) or 'all details'}; --html FILE draws the charts; --json has every number.")
 
 
 def banner(report: Report, console: Console) -> RenderableType:
@@ -417,9 +403,7 @@ def banner(report: Report, console: Console) -> RenderableType:
     body = [Text.assemble(word, "  ", (sentence(report), "bold"))]
     if subject:
         body.append(Text(subject, style="dim"))
-    return Panel(
-        Group(*body), title=Text(command), title_align="left", border_style=TONES[look.tone], padding=(0, 1)
-    )
+    return Panel(Group(*body), title=Text(command), title_align="left", border_style=TONES[look.tone], padding=(0, 1))
 
 
 def _verdict_line(report: Report) -> Text:
@@ -438,9 +422,7 @@ def headline(metrics: Sequence[Metric], console: Console) -> RenderableType:
     grid = Grid.grid(padding=(0, 3, 0, 0))
     for metric in metrics:
         grid.add_row(
-            Text(one_line(metric.name)),
-            metric_text(metric, console),
-            Text(_note(metric), style=_note_style(metric)),
+            Text(one_line(metric.name)), metric_text(metric, console), Text(_note(metric), style=_note_style(metric))
         )
     return grid
 
@@ -492,10 +474,7 @@ def comparison(reports: Titled, console: Console) -> list[RenderableType]:
 def _grid(reports: Titled, console: Console) -> RenderableType:
     terminal = console.is_terminal
     grid = Grid(
-        box=box.ROUNDED if terminal else plain_box(),
-        show_edge=terminal,
-        show_lines=terminal,
-        width=console.width,
+        box=box.ROUNDED if terminal else plain_box(), show_edge=terminal, show_lines=terminal, width=console.width
     )
     grid.add_column("", no_wrap=False, max_width=20, style="dim")
     for title, _ in reports:
@@ -545,6 +524,4 @@ def _telling(report: Report) -> Quote | None:
 
 
 def _text(quote: Quote) -> Text:
-    return Text.assemble(
-        (f"{one_line(quote.title)}\n", "dim"), quoted(excerpt(quote, COLUMN_HEAD, COLUMN_AROUND))
-    )
+    return Text.assemble((f"{one_line(quote.title)}\n", "dim"), quoted(excerpt(quote, COLUMN_HEAD, COLUMN_AROUND)))

@@ -73,12 +73,7 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        line=one_line,
-        items=evidence_items,
-        code=split_code,
-        command=is_command,
-        tone=status_tone,
-        plural=plural,
+        line=one_line, items=evidence_items, code=split_code, command=is_command, tone=status_tone, plural=plural
     )
     return environment.get_template("report.html.j2")
 
@@ -105,10 +100,7 @@ def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
         for point in kept
     ]
     thinned = svg.thinned(chart)
-    notes = [
-        caption(chart, undrawn),
-        f"{plural(thinned, 'further point')} not drawn: too many." if thinned else "",
-    ]
+    notes = [caption(chart, undrawn), f"{plural(thinned, 'further point')} not drawn: too many." if thinned else ""]
     return {
         "kind": "chart",
         "chart": chart,
@@ -120,9 +112,4 @@ def _chart(chart: Chart, identifier: str) -> dict[str, Any]:
 
 
 def _quote(quote: Quote) -> dict[str, Any]:
-    return {
-        "kind": "quote",
-        "quote": quote,
-        "pieces": excerpt(quote, HEAD, AROUND),
-        "length": len(visible(quote.text)),
-    }
+    return {"kind": "quote", "quote": quote, "pieces": excerpt(quote, HEAD, AROUND), "length": len(visible(quote.text))}

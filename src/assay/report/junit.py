@@ -60,12 +60,7 @@ def render(report: Report, inconclusive: Inconclusive = "error") -> str:
     suites = ET.Element("testsuites", name="assay")
     suites.append(suite)
     for element in (suite, suites):
-        for attribute, path in (
-            ("tests", "."),
-            ("failures", "failure"),
-            ("errors", "error"),
-            ("skipped", "skipped"),
-        ):
+        for attribute, path in (("tests", "."), ("failures", "failure"), ("errors", "error"), ("skipped", "skipped")):
             found = suite.iter("testcase") if path == "." else suite.iterfind(f"testcase/{path}")
             element.set(attribute, str(len(list(found))))
     ET.indent(suites)
@@ -107,20 +102,14 @@ def _finding_case(suite: ET.Element, finding: Finding, verdict: Verdict, names: 
         kind = "error" if verdict is Verdict.ERROR else "failure"
         ET.SubElement(case, kind, type=_legal(finding.id), message=title).text = _body(finding)
     else:
-        ET.SubElement(
-            case, "system-out"
-        ).text = f"{finding.severity.value}: {title}\n{_body(finding)}".rstrip()
+        ET.SubElement(case, "system-out").text = f"{finding.severity.value}: {title}\n{_body(finding)}".rstrip()
 
 
 def _body(finding: Finding) -> str:
     """The finding in full, as plain text."""
     parts = [visible(finding.detail)]
     parts += [f"{key}: {value}" for key, value in evidence_items(finding.evidence)]
-    for title, lines in (
-        ("likely cause", finding.causes),
-        ("to do", finding.remedies),
-        ("see", finding.references),
-    ):
+    for title, lines in (("likely cause", finding.causes), ("to do", finding.remedies), ("see", finding.references)):
         parts += [f"{title}: {one_line(line)}" for line in lines]
     return _legal(shorten("\n".join(filter(None, parts)), _MAX_TEXT))
 
@@ -130,9 +119,7 @@ def skipped(results: Any, path: str = "results") -> Iterator[tuple[str, str]]:
     if isinstance(results, Mapping):
         if results.get("status") == "skipped":
             named = next((results[key] for key in ("name", "path", "title") if results.get(key)), path)
-            given = next(
-                (results[key] for key in ("reason", "detail", "note") if results.get(key)), "skipped"
-            )
+            given = next((results[key] for key in ("reason", "detail", "note") if results.get(key)), "skipped")
             yield one_line(str(named)), one_line(str(given))
         for key, value in results.items():
             yield from skipped(value, f"{path}.{key}")

@@ -84,9 +84,7 @@ def _cell(text: str) -> str:
     return prose(text) or " "
 
 
-def _rows(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: frozenset[int] = frozenset()
-) -> str:
+def _rows(columns: Sequence[str], rows: Sequence[Sequence[str]], numeric: frozenset[int] = frozenset()) -> str:
     rule = ["--:" if i in numeric else "---" for i in range(len(columns))]
     lines = [columns, rule, *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -104,9 +102,7 @@ def _headline(metrics: Sequence[Metric]) -> str:
 
 def _finding(finding: Finding) -> str:
     parts = [f"#### {prose(finding.title)}", f"{code(finding.id)} {_marked(finding.detail)}".rstrip()]
-    parts.append(
-        "\n".join(f"- {prose(key)}: {code(value)}" for key, value in evidence_items(finding.evidence))
-    )
+    parts.append("\n".join(f"- {prose(key)}: {code(value)}" for key, value in evidence_items(finding.evidence)))
     if finding.causes:
         causes = "\n".join(f"{i}. {_marked(cause)}" for i, cause in enumerate(finding.causes, 1))
         parts.append(f"Likely causes, the likeliest first:\n\n{causes}")
@@ -120,9 +116,7 @@ def _finding(finding: Finding) -> str:
 
 def _marked(text: str) -> str:
     """Prose whose code spans stay code."""
-    return "".join(
-        code(part) if coded else prose(part) if part.strip() else part for coded, part in _spaced(text)
-    )
+    return "".join(code(part) if coded else prose(part) if part.strip() else part for coded, part in _spaced(text))
 
 
 def _spaced(text: str) -> Iterator[tuple[bool, str]]:
@@ -138,9 +132,7 @@ def _remedy(remedy: str) -> str:
     """A remedy; its commands in blocks of their own, to be copied."""
     parts = split_code(remedy)
     commands = [part for coded, part in parts if coded and is_command(part)]
-    words = "".join(
-        part if not coded else f"`{part}`" for coded, part in parts if part not in commands
-    ).strip()
+    words = "".join(part if not coded else f"`{part}`" for coded, part in parts if part not in commands).strip()
     return "\n\n".join([*([_marked(words)] if words else []), *map(fence, commands)])
 
 

@@ -21,9 +21,7 @@ MAX_INDEX = 32
 """Longest list of numbers that is exported, one sample an entry."""
 
 # Keys that say which statistic of one quantity a number is; they become the label `stat`.
-STATISTICS = frozenset(
-    ("value", "lo", "hi", "mean", "median", "min", "max", "sd", "p50", "p90", "p95", "p99", "p999")
-)
+STATISTICS = frozenset(("value", "lo", "hi", "mean", "median", "min", "max", "sd", "p50", "p90", "p95", "p99", "p999"))
 _UNITS: tuple[tuple[str, str, float], ...] = (
     ("_per_s", "_per_second", 1.0),
     ("_per_ms", "_per_second", 1e3),
@@ -66,9 +64,7 @@ def samples(report: Report) -> Iterator[Sample]:
         count = sum(f.severity is severity for f in report.findings)
         yield Sample(f"{PREFIX}_findings", {"command": command, "severity": severity.value}, count)
     for (finding, grade), count in Counter((f.id, f.severity.value) for f in report.findings).items():
-        yield Sample(
-            f"{PREFIX}_finding", {"command": command, "id": one_line(finding), "severity": grade}, count
-        )
+        yield Sample(f"{PREFIX}_finding", {"command": command, "id": one_line(finding), "severity": grade}, count)
     yield from _flat(results, f"{PREFIX}_{command}", {})
 
 
@@ -106,9 +102,7 @@ def _flat_list(value: Sequence[Any], name: str, labels: dict[str, str]) -> Itera
     if all(isinstance(v, Mapping) for v in value):
         for word in ("status", "label", "grade"):
             counts = Counter(v[word] for v in value if isinstance(v.get(word), str))
-            yield from (
-                Sample(metric_name(name)[0], labels | {word: k}, n) for k, n in counts.items() if _is_word(k)
-            )
+            yield from (Sample(metric_name(name)[0], labels | {word: k}, n) for k, n in counts.items() if _is_word(k))
         # The lists inside, as one: the samples of all probes.
         inner: dict[str, list[Mapping[str, Any]]] = {}
         for key, items in ((k, v) for mapping in value for k, v in mapping.items() if isinstance(v, list)):
@@ -153,9 +147,7 @@ class _Families:
         for name, found in self._families.items():
             labels = list(dict.fromkeys(label for sample in found for label in sample.labels))
             family = GaugeMetricFamily(name, _help(name), labels=labels)
-            unique = {
-                tuple(sample.labels.get(label, "") for label in labels): sample.value for sample in found
-            }
+            unique = {tuple(sample.labels.get(label, "") for label in labels): sample.value for sample in found}
             for values, number in unique.items():
                 family.add_metric(list(values), number)
             yield family

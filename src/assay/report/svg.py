@@ -54,9 +54,7 @@ def mark(series: int, x: float, y: float, size: float = 5) -> str:
         case 1:
             return tag("rect", css=css, x=x - size, y=y - size, width=2 * size, height=2 * size)
         case 2:
-            return tag(
-                "path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size} -{size}z"
-            )
+            return tag("path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {size}l-{size} {size}l-{size} -{size}z")
         case 3:
             return tag("path", css=css, d=f"M{x:.1f} {y - size:.1f}l{size} {1.7 * size:.1f}h-{2 * size}z")
     return tag("circle", css=css, cx=x, cy=y, r=size)
@@ -127,9 +125,7 @@ def _across(
         ticks = [(frame.left + axis.at(t) * span, axis.label(t)) for t in axis.ticks]
         return lambda p: frame.left + axis.at(float(p.x)) * span, list(_x_ticks(frame, ticks))
     places = {x: frame.left + (k + 0.5) / len(names) * span for k, x in enumerate(names)}
-    return lambda p: places[p.x], list(
-        _x_ticks(frame, [(at, one_line(name(x))[:24]) for x, at in places.items()])
-    )
+    return lambda p: places[p.x], list(_x_ticks(frame, [(at, one_line(name(x))[:24]) for x, at in places.items()]))
 
 
 def _x_ticks(frame: _Frame, ticks: Sequence[tuple[float, str]]) -> Iterator[str]:
@@ -153,17 +149,13 @@ def _y_ticks(frame: _Frame) -> Iterator[str]:
 def _bands(chart: Chart, frame: _Frame) -> Iterator[str]:
     for band in drawable_bands(chart):
         top, bottom = sorted((frame.y(band.lo), frame.y(band.hi)))
-        yield tag(
-            "rect", css="band", x=frame.left, y=top, width=frame.right - frame.left, height=bottom - top
-        )
+        yield tag("rect", css="band", x=frame.left, y=top, width=frame.right - frame.left, height=bottom - top)
 
 
 def _line(frame: _Frame, series: int, located: Located) -> Iterator[str]:
     bounded = [(x, bounds) for x, p in located if (bounds := interval(p))]
     if len(bounded) > 1:
-        edge = [(x, frame.y(hi)) for x, (_, hi) in bounded] + [
-            (x, frame.y(lo)) for x, (lo, _) in reversed(bounded)
-        ]
+        edge = [(x, frame.y(hi)) for x, (_, hi) in bounded] + [(x, frame.y(lo)) for x, (lo, _) in reversed(bounded)]
         yield tag("polygon", css=f"{colour(series)} ribbon", points=_path(edge))
     if len(located) > 1:
         trace = [(x, frame.y(p.y)) for x, p in located]
@@ -183,12 +175,7 @@ def _scatter(frame: _Frame, series: int, located: Located) -> Iterator[str]:
         if point.label and len(located) <= MAX_LABELLED:
             beyond = x > (frame.left + frame.right) / 2
             yield text(
-                point.label,
-                x + (-8 if beyond else 8),
-                frame.y(point.y) + 4,
-                "tick",
-                "end" if beyond else "start",
-                48,
+                point.label, x + (-8 if beyond else 8), frame.y(point.y) + 4, "tick", "end" if beyond else "start", 48
             )
 
 
@@ -253,9 +240,7 @@ def _rows(chart: Chart, points: Sequence[Sequence[Point]]) -> list[tuple[float |
         {p.x: (p, b) for p, b in zip(reversed(series), reversed(begins[i]), strict=True)}
         for i, series in enumerate(points)
     ]
-    return [(x, i, *by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x][
-        :MAX_ROWS
-    ]
+    return [(x, i, *by_x[x]) for x in categories(points) for i, by_x in enumerate(found) if x in by_x][:MAX_ROWS]
 
 
 def _row_bands(chart: Chart, frame: _RowFrame, bottom: float) -> Iterator[str]:
@@ -279,9 +264,7 @@ def _ticks(frame: _RowFrame, bottom: float) -> Iterator[str]:
 def _bar(frame: _RowFrame, series: int, point: Point, begin: float, y: float) -> str:
     low, high = sorted((frame.x(begin), frame.x(begin + point.y)))
     thick = frame.row * 0.66
-    bar = tag(
-        "rect", css=colour(series), x=low, y=y - thick / 2, width=max(high - low, 1), height=thick, rx=2
-    )
+    bar = tag("rect", css=colour(series), x=low, y=y - thick / 2, width=max(high - low, 1), height=thick, rx=2)
     return bar + _extent(frame, point, y, "error", begin)
 
 
@@ -294,9 +277,7 @@ def _extent(frame: _RowFrame, point: Point, y: float, css: str, begin: float = 0
     if bounds is None:
         return ""
     low, high = (frame.x(begin + bound) for bound in bounds)
-    return tag(
-        "path", css=css, d=f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8"
-    )
+    return tag("path", css=css, d=f"M{low:.1f} {y - 4:.1f}v8M{low:.1f} {y:.1f}H{high:.1f}M{high:.1f} {y - 4:.1f}v8")
 
 
 # -----------------------------------------------------------------------------
@@ -337,9 +318,7 @@ def thinned(chart: Chart) -> int:
 def _description(chart: Chart, points: Sequence[Sequence[Point]]) -> str:
     names = ", ".join(f"{s.name} ({len(kept)} points)" for s, kept in zip(chart.series, points, strict=True))
     bands = "".join(f" Shaded: {b.name}, {b.lo:g} to {b.hi:g}." for b in drawable_bands(chart))
-    return (
-        f"{_KINDS[chart.kind]} of {chart.y_label or 'values'} by {chart.x_label or 'item'}: {names}.{bands}"
-    )
+    return f"{_KINDS[chart.kind]} of {chart.y_label or 'values'} by {chart.x_label or 'item'}: {names}.{bands}"
 
 
 def _legend(chart: Chart) -> tuple[str, float]:
@@ -352,11 +331,7 @@ def _legend(chart: Chart) -> tuple[str, float]:
         width = 36 + CHAR * min(len(entry), 60)
         if x + width > WIDTH and x > 4:
             x, y = 4.0, y + 20
-        key = (
-            mark(i, x + 7, y - 4)
-            if i < len(series)
-            else tag("rect", css="band", x=x, y=y - 10, width=14, height=12)
-        )
+        key = mark(i, x + 7, y - 4) if i < len(series) else tag("rect", css="band", x=x, y=y - 10, width=14, height=12)
         parts += [key, text(entry, x + 20, y, "label", limit=60)]
         x += width
     return "".join(parts), y + 18 if parts else 8.0
@@ -545,9 +520,7 @@ def listing(chart: Chart) -> Table:
         for i, series in enumerate(points)
         for point in series
     ]
-    bands = "; ".join(
-        f"{band.name}: {number(band.lo)} to {number(band.hi)}" for band in drawable_bands(chart)
-    )
+    bands = "; ".join(f"{band.name}: {number(band.lo)} to {number(band.hi)}" for band in drawable_bands(chart))
     note = " ".join(part for part in (f"{bands}." if bands else "", caption(chart, undrawn)) if part)
     columns = [*(["series"] if several else []), chart.x_label, chart.y_label]
     return Table(chart.title, columns, rows, frozenset({len(columns) - 1}), note)

@@ -165,17 +165,14 @@ def size_text(count: float) -> str:
 
 def subject_items(subject: Mapping[str, Any], limit: int = 200) -> list[tuple[str, str]]:
     """What a person would call the subject by: its values that are set, without the settings nested in it."""
-    return evidence_items(
-        {k: v for k, v in subject.items() if v is not None and not isinstance(v, Mapping)}, limit
-    )
+    return evidence_items({k: v for k, v in subject.items() if v is not None and not isinstance(v, Mapping)}, limit)
 
 
 def safe_json(value: Any) -> str:
     """`value` as indented JSON that any file can hold: what `visible` would rewrite is a JSON escape instead."""
     text = json.dumps(jsonable(value), ensure_ascii=False, indent=2, allow_nan=False)
     return _UNSEEN.sub(
-        lambda match: match.group() if _shown(match.group()) == match.group() else _escape(match.group()),
-        text,
+        lambda match: match.group() if _shown(match.group()) == match.group() else _escape(match.group()), text
     )
 
 

@@ -71,10 +71,7 @@ class Scrubber:
         text = re.sub(r"/(?:home|Users)/[^/\s\"':]+", "~", text)
         text = _SECRETS.sub("<removed>", text)
         return _NAMED.sub(
-            lambda m: (
-                m[0] if m[2].isdigit() or m[2] in ("null", "None", "true", "false") else f"{m[1]}<removed>"
-            ),
-            text,
+            lambda m: m[0] if m[2].isdigit() or m[2] in ("null", "None", "true", "false") else f"{m[1]}<removed>", text
         )
 
 
@@ -127,9 +124,7 @@ def write_bundle(path: Path, report: Report, found: Diagnosis) -> Path:
         path.write_bytes(content)
     except OSError as error:
         raise AssayError(
-            f"cannot write the bundle {path}: {error.strerror}",
-            finding_id="server.bundle",
-            remedy="name another file",
+            f"cannot write the bundle {path}: {error.strerror}", finding_id="server.bundle", remedy="name another file"
         ) from error
     return path
 
@@ -154,10 +149,7 @@ def _gpu() -> str | None:
         return None
     with suppress(OSError, subprocess.TimeoutExpired):
         query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        return (
-            subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip()
-            or None
-        )
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip() or None
     return None
 
 
@@ -250,14 +242,8 @@ def verify_bundle(path: Path) -> Report:
         listed = json.loads(files["manifest.json"])["files"]
         for name in sorted({*listed, *files} - {"manifest.json"}):
             body = files.get(name)
-            if (
-                body is None
-                or name not in listed
-                or hashlib.sha256(body).hexdigest() != listed[name]["sha256"]
-            ):
-                what = (
-                    "is missing" if body is None else "is not listed" if name not in listed else "was changed"
-                )
+            if body is None or name not in listed or hashlib.sha256(body).hexdigest() != listed[name]["sha256"]:
+                what = "is missing" if body is None else "is not listed" if name not in listed else "was changed"
                 findings.append(Finding("server.bundle_changed", Severity.ERROR, f"{name} {what}"))
         stated = _report(files)
         rows, again = _judged_again(json.loads(files["starts.json"]))
@@ -289,9 +275,7 @@ def _judged_again(kept: Mapping[str, Any]) -> tuple[list[tuple[str, str, str, st
             base = seen
             if state == "undecided":
                 state = start["state"]
-        rows.append(
-            (", ".join(start["settings"]) or "baseline", str(start["index"] + 1), start["state"], state)
-        )
+        rows.append((", ".join(start["settings"]) or "baseline", str(start["index"] + 1), start["state"], state))
         again.append({"settings": start["settings"], "stated": start["state"], "again": state})
     return rows, again
 

@@ -62,9 +62,7 @@ class Setting:
 
 UNKNOWN = Safe("no table knows it: the baseline leaves it out")
 _VLLM: Mapping[str, Safe] = {
-    "--kv-cache-dtype": Safe(
-        "a KV cache with fewer bits loses what some models need", suspicion=6, needed=True
-    ),
+    "--kv-cache-dtype": Safe("a KV cache with fewer bits loses what some models need", suspicion=6, needed=True),
     "--calculate-kv-scales": Safe("scales taken from one short text may not fit another", suspicion=3),
     "--quantization": Safe("the engine reads the method from the checkpoint", suspicion=4, needed=True),
     "--speculative-config": Safe(
@@ -81,15 +79,9 @@ _VLLM: Mapping[str, Safe] = {
     # vLLM does not support to turn it off where it is the default: it may crash, or write wrong text.
     "--enable-chunked-prefill": Safe("the engine's own choice", suspicion=0.2),
     "--no-enable-chunked-prefill": Safe("vLLM warns that it may write wrong text without it", suspicion=2),
-    "--async-scheduling": Safe(
-        "steps that overlap can read what is not written yet", ("--no-async-scheduling",), 1
-    ),
-    "--tensor-parallel-size": Safe(
-        "parts of the weights can be put together wrongly", needed=True, kind="parallel"
-    ),
-    "--pipeline-parallel-size": Safe(
-        "parts of the model can be put together wrongly", needed=True, kind="parallel"
-    ),
+    "--async-scheduling": Safe("steps that overlap can read what is not written yet", ("--no-async-scheduling",), 1),
+    "--tensor-parallel-size": Safe("parts of the weights can be put together wrongly", needed=True, kind="parallel"),
+    "--pipeline-parallel-size": Safe("parts of the model can be put together wrongly", needed=True, kind="parallel"),
     "--data-parallel-size": Safe("replicas can differ", kind="parallel"),
     "--enable-expert-parallel": Safe("experts can be routed wrongly", needed=True, kind="parallel"),
     "--max-model-len": Safe(
@@ -103,9 +95,7 @@ _VLLM: Mapping[str, Safe] = {
     "--chat-template": Safe("a template that does not belong to the checkpoint", suspicion=5),
     "--generation-config": Safe("stop tokens come from the checkpoint's own", suspicion=1),
     "--override-generation-config": Safe("sampling or stop tokens other than the checkpoint's", suspicion=3),
-    "--dtype": Safe(
-        "the checkpoint's own type: float16 overflows where bfloat16 does not", suspicion=3, needed=True
-    ),
+    "--dtype": Safe("the checkpoint's own type: float16 overflows where bfloat16 does not", suspicion=3, needed=True),
     "--enable-lora": Safe("the base model alone", kind="adapter"),
     "--lora-modules": Safe("the base model alone", suspicion=2, kind="adapter"),
     "--max-loras": Safe("the base model alone", suspicion=0.2, kind="adapter"),
@@ -114,9 +104,7 @@ _VLLM: Mapping[str, Safe] = {
     "--tool-call-parser": Safe("a parser can take the text away", suspicion=1.5),
     "--enable-auto-tool-choice": Safe("it needs the parser of the tool calls", suspicion=0.5),
     "--attention-backend": Safe("the engine's own choice for this machine", suspicion=2),
-    "--max-num-seqs": Safe(
-        "few requests at once leave batching little to mix up", ("--max-num-seqs", "2"), 1
-    ),
+    "--max-num-seqs": Safe("few requests at once leave batching little to mix up", ("--max-num-seqs", "2"), 1),
     "--max-num-batched-tokens": Safe("the engine's own size of a step", suspicion=1),
     "--block-size": Safe("the engine's own size of a block", suspicion=1),
     "--cpu-offload-gb": Safe("everything stays on the device", suspicion=1, needed=True),
@@ -283,18 +271,14 @@ def read_command(words: Sequence[str], template: str | None = None) -> ServeComm
         words = shlex.split(words[0])
     environment, words = _variables(words)
     if not words:
-        raise UsageError(
-            "no command was given", remedy="assay doctor -- vllm serve ./model --kv-cache-dtype fp8"
-        )
+        raise UsageError("no command was given", remedy="assay doctor -- vllm serve ./model --kv-cache-dtype fp8")
     if words[0].rpartition("/")[2] in ("bash", "sh", "zsh") and "-c" in words[1:2]:
         raise UsageError(
-            f"the settings are hidden in a text for {words[0]}",
-            remedy="give the serve command itself, word by word",
+            f"the settings are hidden in a text for {words[0]}", remedy="give the serve command itself, word by word"
         )
     if syntax := next((w for w in words if w in ("&", "&&", "||", "|", ";", ">", "<", "2>&1")), None):
         raise UsageError(
-            f"the command has {syntax!r} in it, which only a shell understands",
-            remedy="give the serve command alone",
+            f"the command has {syntax!r} in it, which only a shell understands", remedy="give the serve command alone"
         )
     engine, start, rest = _engine_of(words)
     if engine == "vllm" and any(word.partition("=")[0] == "--config" for word in rest):
@@ -405,11 +389,7 @@ def _groups(engine: str, rest: Sequence[str]) -> list[tuple[str, tuple[str, ...]
 
 
 def _divide(
-    engine: str,
-    start: tuple[str, ...],
-    rest: Sequence[str],
-    environment: Mapping[str, str],
-    port: tuple[str, ...],
+    engine: str, start: tuple[str, ...], rest: Sequence[str], environment: Mapping[str, str], port: tuple[str, ...]
 ) -> ServeCommand:
     table = {"vllm": _VLLM, "llama.cpp": _LLAMA}.get(engine, {})
     fixed: list[str] = []
@@ -423,9 +403,7 @@ def _divide(
             model = value
         keep = name in _FIXED[engine] or name in _SAFE_SWITCHES or (value or "") in _SAFE_VALUES.get(name, ())
         short_context = (
-            name in ("--max-model-len", "--ctx-size")
-            and (value or "").isdigit()
-            and int(value or 0) <= CONTEXT
+            name in ("--max-model-len", "--ctx-size") and (value or "").isdigit() and int(value or 0) <= CONTEXT
         )
         if keep or short_context or not name.startswith("-"):
             fixed += words
@@ -455,9 +433,7 @@ def _defaults(given: Collection[str]) -> list[Setting]:
 def table_notice(command: ServeCommand, version: str | None) -> str:
     """What the tables do not cover, in one sentence; empty where they cover the engine."""
     if command.engine == "template":
-        return (
-            "no table for this engine: every option that does not name the model is left out of the baseline"
-        )
+        return "no table for this engine: every option that does not name the model is left out of the baseline"
     if command.engine == "vllm" and version and not version.startswith(".".join(map(str, TABLED.parts[:2]))):
         return f"no table for vLLM {version}: the one of {TABLED} is used"
     return ""

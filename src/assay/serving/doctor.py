@@ -20,13 +20,7 @@ from assay.progress import Progress
 from assay.runs import Kept, cache_dir, source_digest
 from assay.serving.command import ServeCommand, Setting
 from assay.serving.engaged import Engaged, engaged
-from assay.serving.launch import (
-    Running,
-    StartFailed,
-    launched,
-    require_disk,
-    tail_of,
-)
+from assay.serving.launch import Running, StartFailed, launched, require_disk, tail_of
 from assay.serving.options import DoctorOptions
 from assay.serving.search import (
     RATES,
@@ -165,9 +159,7 @@ class Doctor:
 
     def _add(self, start: Start) -> None:
         """Keep a start; one that was judged before is judged anew, not listed twice."""
-        same = [
-            s for s in self.found.starts if (s.configuration, s.index) == (start.configuration, start.index)
-        ]
+        same = [s for s in self.found.starts if (s.configuration, s.index) == (start.configuration, start.index)]
         if same and start.resumed:
             self.found.starts = [s for s in self.found.starts if s is not same[0]]
             start = replace(start, resumed=same[0].resumed)
@@ -242,7 +234,9 @@ class Doctor:
                 command, configuration, log, timeout=timeout, health=options.health,
                 api_key=read_key(self.key_env), lock=options.start_lock,
             ) as running:  # fmt: skip
-                self.now = f"{self.label(configuration)}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
+                self.now = (
+                    f"{self.label(configuration)}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
+                )
                 seen = self._measure(running, index, rules, configuration)
                 died = running.ends() if seen.said else not running.alive()
                 if not configuration and not died and see(seen, None, self.rules).state == "bad":
@@ -348,9 +342,7 @@ class Doctor:
         found.starts.append(Start(frozenset(), 0, see(observation, None, self.rules), observation, resumed))
         if observation.failed == "memory":  # another process may have had it for a moment
             observation, resumed = self.observe(frozenset(), 1)
-            found.starts.append(
-                Start(frozenset(), 1, see(observation, None, self.rules), observation, resumed)
-            )
+            found.starts.append(Start(frozenset(), 1, see(observation, None, self.rules), observation, resumed))
         if observation.failed:
             self.say(f"baseline does not start: {observation.said[:200]}")
             needed = [s.name for s in found.command.settings if s.safe.needed]
@@ -368,7 +360,9 @@ class Doctor:
                 if everything:
                     found.starts.append(Start(everything, 0, see(given, None, self.rules), given, resumed))
                 if given.failed or not everything:
-                    found.failed = f"nothing could be launched: {(given.said if given.failed else observation.said)[:300]}"
+                    found.failed = (
+                        f"nothing could be launched: {(given.said if given.failed else observation.said)[:300]}"
+                    )
                 else:
                     found.given = see(given, None, self.rules)
                     found.failed = ""
@@ -390,9 +384,7 @@ class Doctor:
             always=(*command.always, *words),
             settings=tuple(s for s in command.settings if s.name not in names),
         )
-        self.found.starts = [
-            replace(s, configuration=s.configuration - set(names)) for s in self.found.starts
-        ]
+        self.found.starts = [replace(s, configuration=s.configuration - set(names)) for s in self.found.starts]
 
     def _given(self) -> State:
         """As bad as it looks, or as good as the baseline in as many starts as a fault of the declared rate needs."""
@@ -501,12 +493,7 @@ class Doctor:
         """Add the acquitted settings back, one by one, and measure: the fastest that is still coherent."""
         found = self.found
         safe = self._complement()
-        if (
-            self.options.ladder
-            and self.baseline is not None
-            and self.baseline.speed is None
-            and self.left() > 30
-        ):
+        if self.options.ladder and self.baseline is not None and self.baseline.speed is None and self.left() > 30:
             self._steady()
         base = self.baseline or Observation()
         if base.speed is not None:
@@ -552,9 +539,7 @@ class Doctor:
             return
         for setting in found.command.settings:
             if setting.name not in found.cannot_run:
-                found.engaged[setting.name] = engaged(
-                    setting, given.observation, base.observation if base else None
-                )
+                found.engaged[setting.name] = engaged(setting, given.observation, base.observation if base else None)
 
     def _checkpoint(self) -> None:
         """The baseline itself fails: look at the files, then at the numbers."""
@@ -568,9 +553,7 @@ class Doctor:
         self.now = "the baseline fails: verifying the checkpoint"
         self.say(self.now)
         with suppress(AssayError):
-            self.found.checkpoint.insert(
-                0, verify(str(path), VerifyOptions(values=True, allow_unverified=True))
-            )
+            self.found.checkpoint.insert(0, verify(str(path), VerifyOptions(values=True, allow_unverified=True)))
         if self.reference() is None or len(self.found.checkpoint) > 1 or self.left() < 60:
             return
         log = self.folder / "compare.log"

@@ -56,12 +56,7 @@ def _ignored(setting: Setting, log: str) -> str:
     names = [n for n in _flag_words(setting) if len(n) > 2]
     pattern = re.compile("|".join(rf"(?<![\w-])-{{0,2}}{re.escape(n)}(?![\w-])" for n in names))
     for line in log.splitlines():
-        if (
-            _IGNORED.search(line)
-            and pattern.search(line)
-            and "non-default args" not in line
-            and "config:" not in line
-        ):
+        if _IGNORED.search(line) and pattern.search(line) and "non-default args" not in line and "config:" not in line:
             return line.strip()[:240]
     return ""
 
@@ -121,9 +116,7 @@ def _draft(setting: Setting, given: Observation, without: Observation | None) ->
     drafted = sum(v for name, v in given.metrics.items() if "draft" in name and "accept" not in name)
     if drafted > 0 or given.acceptance is not None:
         rate = "" if given.acceptance is None else f", {given.acceptance:.0%} accepted"
-        return Engaged(
-            True, f"draft counters moved by {drafted:g}{rate}" if drafted else f"tokens were drafted{rate}"
-        )
+        return Engaged(True, f"draft counters moved by {drafted:g}{rate}" if drafted else f"tokens were drafted{rate}")
     if given.health == "off" or any("spec_decode" in name for name in given.metrics):
         return Engaged(False, "no token was drafted")
     return _UNKNOWN
@@ -142,12 +135,7 @@ def _prefix(setting: Setting, given: Observation, without: Observation | None) -
 
 def texts_of(seen: Observation) -> Mapping[tuple[str, str], str]:
     """Greedy texts by probe and form."""
-    return {
-        (p.name, s.variant): s.text_head
-        for p in seen.record.probes
-        for s in p.samples
-        if s.greedy and s.text_head
-    }
+    return {(p.name, s.variant): s.text_head for p in seen.record.probes for s in p.samples if s.greedy and s.text_head}
 
 
 def _adapter(setting: Setting, given: Observation, without: Observation | None) -> Engaged:

@@ -258,13 +258,7 @@ class _Watched:
 
 
 def _await(
-    watched: _Watched,
-    url: str,
-    log: Path,
-    timeout: float,
-    health: str,
-    api_key: str | None,
-    model: str | None,
+    watched: _Watched, url: str, log: Path, timeout: float, health: str, api_key: str | None, model: str | None
 ) -> None:
     import httpx
 

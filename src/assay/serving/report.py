@@ -190,14 +190,10 @@ def _findings(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
         yield _undecided(found)
     elif found.out_of_time:
         title = f"the budget of {found.options.budget:g} min is spent: what was not decided is marked"
-        yield Finding(
-            "server.out_of_time", Severity.WARNING, title, remedies=("run it again: it goes on from here",)
-        )
+        yield Finding("server.out_of_time", Severity.WARNING, title, remedies=("run it again: it goes on from here",))
     if found.guilty and not found.proven:
         title = "a smaller set could not be decided: some configurations did not run or stayed unclear"
-        yield Finding(
-            "server.not_minimal", Severity.WARNING, title, remedies=("run it again with more --budget",)
-        )
+        yield Finding("server.not_minimal", Severity.WARNING, title, remedies=("run it again with more --budget",))
     if notice := table_notice(command, None):
         yield Finding("server.no_table", Severity.INFO, notice)
 
@@ -213,11 +209,7 @@ def _undecided(found: Diagnosis) -> Finding:
         why = "settings that cannot run here could not be judged"
     elif not starts:
         failed = next((s.observation.said for s in found.starts if s.observation.failed), "")
-        why = (
-            f"the baseline did not come up: {failed[:200]}"
-            if failed
-            else "the given command was not measured"
-        )
+        why = f"the baseline did not come up: {failed[:200]}" if failed else "the given command was not measured"
     reason = "the budget is spent: " if found.out_of_time else ""
     return Finding(
         "server.undecided", Severity.WARNING, f"undecided: {reason}{why}",
@@ -292,9 +284,7 @@ def _headline(found: Diagnosis, best: dict[str, Any] | None) -> list[Metric]:
     metrics.append(Metric("launches", f"{found.launches} in {found.seconds / 60:.1f} min"))
     if best and best["tokens_per_s"]:
         speed = best["tokens_per_s"]
-        metrics.append(
-            Metric("best", f"{speed['value']:.3g} tokens/s [{speed['lo']:.3g}, {speed['hi']:.3g}]")
-        )
+        metrics.append(Metric("best", f"{speed['value']:.3g} tokens/s [{speed['lo']:.3g}, {speed['hi']:.3g}]"))
     return metrics
 
 
@@ -326,11 +316,7 @@ def _blocks(found: Diagnosis) -> Iterator[Table | Chart | Quote]:
         detail=True,
     )
     rungs = [(c, speed_interval(o.speeds)) for c, o in found.rungs]
-    points = [
-        Point(_rung_name(rungs[:i], c), s.value, s.lo, s.hi)
-        for i, (c, s) in enumerate(rungs)
-        if s is not None
-    ]
+    points = [Point(_rung_name(rungs[:i], c), s.value, s.lo, s.hi) for i, (c, s) in enumerate(rungs) if s is not None]
     if points:
         yield Chart(
             "Ladder: from the baseline to the fastest that holds",
@@ -343,10 +329,7 @@ def _blocks(found: Diagnosis) -> Iterator[Table | Chart | Quote]:
         for probe in start.observation.record.probes if start else ():
             for sample in [s for s in probe.samples if s.degenerate][:1]:
                 yield Quote(
-                    f"given command, {probe.title}",
-                    sample.text_head,
-                    sample.kind or sample.label,
-                    sample.onset_char,
+                    f"given command, {probe.title}", sample.text_head, sample.kind or sample.label, sample.onset_char
                 )
 
 
@@ -358,9 +341,7 @@ def _named(found: Diagnosis, start: Start) -> str:
         return f"given{' with ' + ', '.join(more) if more else ''}"
     missing = found.all - start.configuration
     few = len(missing) < len(start.configuration)
-    return (
-        f"without {', '.join(sorted(missing))}" if few else f"only {', '.join(sorted(start.configuration))}"
-    )
+    return f"without {', '.join(sorted(missing))}" if few else f"only {', '.join(sorted(start.configuration))}"
 
 
 def _rung_name(before: Any, configuration: Any) -> str:
@@ -380,10 +361,7 @@ def issue_text(found: Diagnosis) -> str:
         or "- nothing was found bad"
     )
     texts = [
-        s.text_head
-        for p in (start.observation.record.probes if start else ())
-        for s in p.samples
-        if s.degenerate
+        s.text_head for p in (start.observation.record.probes if start else ()) for s in p.samples if s.degenerate
     ][:2]
     server = start.observation.facts if start else {}
     return "\n".join([

@@ -74,9 +74,7 @@ def run_doctor(
 def serve_arguments(command: ServeCommand) -> str:
     """The options of a `vllm serve` command as `assay verify --serve-args` takes them."""
     words = [*command.fixed, *(w for s in command.settings for w in s.words)]
-    variables = [
-        f"{n}={shlex.quote(v)}" for n, v in command.variables([s.name for s in command.settings]).items()
-    ]
+    variables = [f"{n}={shlex.quote(v)}" for n, v in command.variables([s.name for s in command.settings]).items()]
     return " ".join([*variables, shlex.join(words)])
 
 

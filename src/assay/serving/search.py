@@ -152,9 +152,7 @@ def parts_of(items: Sequence[str], count: int, weight: Callable[[str], float]) -
 
 
 def minimal_failing_set(
-    items: Sequence[str],
-    test: Callable[[Configuration], State],
-    weight: Callable[[str], float] = lambda name: 1.0,
+    items: Sequence[str], test: Callable[[Configuration], State], weight: Callable[[str], float] = lambda name: 1.0
 ) -> tuple[list[str], bool]:
     """Settings that fail together, none of which can be left out, and whether that is proven.
 

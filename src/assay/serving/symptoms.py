@@ -101,9 +101,7 @@ def rules_of(names: Collection[str]) -> frozenset[str]:
     return frozenset().union(*(SYMPTOMS[name] for name in names)) if names else frozenset()
 
 
-def see(
-    seen: Observation, baseline: Observation | None, rules: Collection[str] = (), slower: float = SLOWER
-) -> Seen:
+def see(seen: Observation, baseline: Observation | None, rules: Collection[str] = (), slower: float = SLOWER) -> Seen:
     """Judge an observation against the baseline's, by some rules or by all."""
     if seen.failed:
         return Seen("cannot_run", {"start": seen.said})
@@ -244,9 +242,7 @@ def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, first
             if own & set(rules):
                 kinds |= _STAGE_KINDS.get(symptom, {"texts"})
     left_out = ("texts in context", "more texts")
-    found = [
-        s for s in stages if s.kind in kinds and s.name not in left_out and not s.name.startswith("needles")
-    ]
+    found = [s for s in stages if s.kind in kinds and s.name not in left_out and not s.name.startswith("needles")]
     order = {"scores": 0, "speed": 2 if first else 3}
     found.sort(key=lambda stage: 1 if stage.name == FIRST else order.get(stage.kind, 3))
     if rules and {"depth"} & set(rules):
@@ -314,10 +310,7 @@ def _beside_base(url: str, model: str | None, key: str | None) -> dict[str, int]
     with (
         suppress(httpx.HTTPError, ValueError, KeyError, TypeError, IndexError),
         httpx.Client(
-            base_url=url,
-            timeout=60,
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            trust_env=False,
+            base_url=url, timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {}, trust_env=False
         ) as client,
     ):
         names = [entry["id"] for entry in client.get("/v1/models").json()["data"]]
@@ -335,10 +328,7 @@ def _beside_base(url: str, model: str | None, key: str | None) -> dict[str, int]
             ]
             for which in (ours, theirs)
         ]
-        return {
-            "adapter_asked": len(_CONTINUED),
-            "adapter_differ": sum(a != b for a, b in zip(*texts, strict=True)),
-        }
+        return {"adapter_asked": len(_CONTINUED), "adapter_differ": sum(a != b for a, b in zip(*texts, strict=True))}
     return {}
 
 

@@ -16,16 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.errors import UsageError
-from assay.speculation.health import (
-    SELDOM,
-    WORTH,
-    Assessment,
-    Health,
-    Rate,
-    decay,
-    difference,
-    geometric_ratio,
-)
+from assay.speculation.health import SELDOM, WORTH, Assessment, Health, Rate, decay, difference, geometric_ratio
 from assay.speculation.record import Record
 from assay.verdict import Finding, Severity, Table
 
@@ -138,9 +129,7 @@ class Benefit:
     @property
     def multiplier(self) -> float | None:
         """Predicted net multiplier of the present depth."""
-        return (
-            self.multipliers[self.depth - 1] if self.depth and self.depth <= len(self.multipliers) else None
-        )
+        return self.multipliers[self.depth - 1] if self.depth and self.depth <= len(self.multipliers) else None
 
     @property
     def too_deep(self) -> bool:
@@ -174,9 +163,7 @@ class Benefit:
         if self.too_deep and self.best_multiplier >= WORTH and not self.seldom:
             return f"lower the number of speculative tokens from {self.depth} to {self.best}"
         if self.undecided and self.measured_multiplier is not None:
-            return (
-                "the measured gain is within its error of 1: send more requests to both servers (--requests)"
-            )
+            return "the measured gain is within its error of 1: send more requests to both servers (--requests)"
         if self.undecided and self.interval is not None:
             return (
                 f"the predicted multiplier may be {self.interval[0]:.2f} to {self.interval[1]:.2f}{share}: measure it "
@@ -239,11 +226,7 @@ def benefit(
     multipliers = tuple((1 + gain) / (1 + share * cost.ratio * n) for n, gain in enumerate(gains, 1))
     interval = None
     if depth and depth <= len(gains):
-        down, up = (
-            (rate.lo / rate.value, rate.hi / rate.value)
-            if rate is not None and rate.value > 0
-            else (1.0, 1.0)
-        )
+        down, up = (rate.lo / rate.value, rate.hi / rate.value) if rate is not None and rate.value > 0 else (1.0, 1.0)
         cheap, dear = cost.bounds
         interval = (
             (1 + gains[depth - 1] * down) / (1 + share * dear * depth),
@@ -282,9 +265,7 @@ def extrapolated(rates: Sequence[float], depth: int) -> tuple[float, ...]:
     return tuple(known)
 
 
-def measured_cost(
-    tokens_per_step: float, depth: int, multiplier: Measured, coverage: float = 1.0
-) -> Cost | None:
+def measured_cost(tokens_per_step: float, depth: int, multiplier: Measured, coverage: float = 1.0) -> Cost | None:
     """Cost of a draft token from the net multiplier at the same load: multiplier = E / (1 + q · c · N).
 
     `tokens_per_step` is E over all steps. None where the speeds contradict that (c would be negative).
@@ -357,9 +338,7 @@ def compare(
     speeds: tuple[float, float] | None = None,
 ) -> Comparison:
     """Compare two assessed sources. `speeds` are (candidate, baseline) tokens per second, where both are known."""
-    per_position = tuple(
-        difference(a, b) for a, b in zip(candidate.positions, baseline.positions, strict=False)
-    )
+    per_position = tuple(difference(a, b) for a, b in zip(candidate.positions, baseline.positions, strict=False))
     pooled = None
     if candidate.pooled and baseline.pooled:
         pooled = difference(candidate.pooled, baseline.pooled)
@@ -455,9 +434,7 @@ def _of_comparison(path: Path) -> Change:
         results = json.loads(path.read_text(encoding="utf-8"))["results"]
         tv, kl = (results.get("tv") or {}).get("mean"), (results.get("kld") or {}).get("mean")
     except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(
-            f"--predict {path}: cannot be read: {getattr(error, 'strerror', None) or error}"
-        ) from error
+        raise _unusable(f"--predict {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _unusable(f"--predict {path} is no result of assay compare") from error
     if isinstance(tv, int | float) and math.isfinite(tv):
@@ -509,13 +486,9 @@ def table(p: Prediction, now: Sequence[float]) -> Table:
     )
     kind = "total variation" if p.change.exact else "total variation, at most"
     known = p.error is not None
-    error = (
-        "±: the largest error on measured rows that were not fitted." if known else "The error is not known."
-    )
+    error = "±: the largest error on measured rows that were not fitted." if known else "The error is not known."
     note = f"{kind}: {100 * p.change.tv:.2g} %. {error}"
-    return Table(
-        "Predicted beside the changed target", ("", "now", "predicted"), rows, frozenset({1, 2}), note
-    )
+    return Table("Predicted beside the changed target", ("", "now", "predicted"), rows, frozenset({1, 2}), note)
 
 
 def doubts(p: Prediction) -> list[Finding]:
@@ -529,9 +502,6 @@ def doubts(p: Prediction) -> list[Finding]:
     )
     return [
         Finding(
-            "speculation.prediction",
-            Severity.WARNING,
-            title,
-            remedies=("serve it, and run assay spec on its log",),
+            "speculation.prediction", Severity.WARNING, title, remedies=("serve it, and run assay spec on its log",)
         )
     ]

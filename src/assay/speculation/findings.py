@@ -224,11 +224,7 @@ def _unread(judged: Judged) -> Iterator[Finding]:
         Severity.WARNING if judged.assessment.health is Health.UNKNOWN else Severity.INFO,
         f"{total:,} line{'s' * (total > 1)} about drafting in a form that assay does not read",
         detail=f"the first: {judged.unread[0][0]}",
-        evidence={
-            "lines": total,
-            "forms": len(judged.unread),
-            "first": [line for line, _ in judged.unread[:5]],
-        },
+        evidence={"lines": total, "forms": len(judged.unread), "first": [line for line, _ in judged.unread[:5]]},
         remedies=(
             "give the server's /metrics page or a response with its statistics",
             "report the line, or read it with a parser of your own (entry point assay.parsers)",
@@ -280,9 +276,7 @@ def _nothing(judged: Judged) -> Finding:
         title = "speculation is off: requests were answered, and nothing counts drafts"
     elif "speculation_on" in clues or "depth" in clues:
         title = "speculation is configured, but no line counts any drafts"
-        remedy = (
-            "check that statistics are logged (vLLM: no --disable-log-stats), and that requests were answered"
-        )
+        remedy = "check that statistics are logged (vLLM: no --disable-log-stats), and that requests were answered"
     else:
         title = "nothing in the source counts drafts, nor says that speculation is off"
         remedy = "give the log of the server process, or its /metrics page"
@@ -321,9 +315,7 @@ def _hidden(judged: Judged) -> Iterator[Finding]:
         )
     if a.collapse is not None:
         c = a.collapse
-        dummies = (
-            "a sequence grew past the draft's own context limit (drafts become dummies for the whole batch)"
-        )
+        dummies = "a sequence grew past the draft's own context limit (drafts become dummies for the whole batch)"
         corrupt = "the target's state is corrupt: acceptance falls before the text turns into salad"
         longer = "longer contexts than the draft head was trained for"
         yield Finding(
@@ -441,11 +433,7 @@ def _mismatch(judged: Judged) -> Iterator[Finding]:
 def _suspicious(judged: Judged) -> Iterator[Finding]:
     a, record = judged.assessment, judged.record
     rate = a.rate or a.pooled
-    if (
-        a.health is Health.HEALTHY
-        and record.acceptance_rate == 1.0
-        and (record.drafted or 0) >= PERFECT_DRAFTS
-    ):
+    if a.health is Health.HEALTHY and record.acceptance_rate == 1.0 and (record.drafted or 0) >= PERFECT_DRAFTS:
         yield Finding(
             "speculation.perfect_acceptance",
             Severity.INFO,
@@ -491,10 +479,7 @@ class HeadFile:
 
     def softened(self) -> HeadFile:
         """The same with errors as warnings: for a run whose acceptance is fine whatever the file says."""
-        soft = [
-            replace(f, severity=max(f.severity, Severity.WARNING, key=list(Severity).index))
-            for f in self.findings
-        ]
+        soft = [replace(f, severity=max(f.severity, Severity.WARNING, key=list(Severity).index)) for f in self.findings]
         return replace(self, findings=tuple(soft))
 
 
@@ -527,9 +512,7 @@ def _examine_draft(path: str) -> HeadFile:
     about = ("unverified", "not_examined", "tokenizer", "chat_template", "extra")  # of files, not of the head
     report = verify(path, VerifyOptions(values=True, allow_unverified=True))
     shown = [
-        f
-        for f in report.findings
-        if f.severity is not Severity.INFO and not f.id.partition(".")[2].startswith(about)
+        f for f in report.findings if f.severity is not Severity.INFO and not f.id.partition(".")[2].startswith(about)
     ]
     if not shown:
         title = "the draft's file is whole, and its values are sane: look at the engine, and at the target"

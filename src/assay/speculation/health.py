@@ -276,9 +276,7 @@ def assess(evidence: Evidence) -> Assessment:
         late = judge_rate(collapse.after)
         if late.bad:
             health, reason = Health.DEGRADED, f"acceptance fell to {collapse.after.percent()} within the run"
-    return replace(
-        whole, health=health, reason=reason, per_engine=engines, collapse=collapse, all_or_nothing=extremes
-    )
+    return replace(whole, health=health, reason=reason, per_engine=engines, collapse=collapse, all_or_nothing=extremes)
 
 
 def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record | None = None) -> Assessment:

@@ -142,9 +142,7 @@ def watch(
             engine.capabilities.require(Capability.COMPLETIONS, "--requests")
             return engine
 
-        transport = Transport(
-            parse_url(_PAGE.sub("", url)), key=read_key(api_key_env), limits=default_limits(timeout)
-        )
+        transport = Transport(parse_url(_PAGE.sub("", url)), key=read_key(api_key_env), limits=default_limits(timeout))
         held.callback(transport.close)
         # The probes of these connections send requests too, which must not fall between the scrapes.
         engine = connect(url) if requests else None
@@ -361,9 +359,7 @@ def _at(texts: tuple[str, ...], i: int) -> str:
 # Do two samples of texts come from one distribution? A permutation test over token positions.
 
 
-def permutation_p(
-    a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds: int = 2000, seed: int = 0
-) -> float:
+def permutation_p(a: Sequence[Sequence[str]], b: Sequence[Sequence[str]], rounds: int = 2000, seed: int = 0) -> float:
     """p-value for texts `a` and `b` having one distribution.
 
     Statistic: Σ over positions and tokens of (n_a / |a| − n_b / |b|)² / (n_a + n_b), a chi-square-like distance of
@@ -428,9 +424,7 @@ class Completions:
             "model": self._model, "prompt": prompt, "max_tokens": max_tokens, "temperature": temperature,
             "seed": seed, "logprobs": TOP,
         }  # fmt: skip
-        return Tokens.from_completion(
-            self._transport.post_json(f"{self._transport.endpoint.api}/completions", body)
-        )
+        return Tokens.from_completion(self._transport.post_json(f"{self._transport.endpoint.api}/completions", body))
 
     def __enter__(self) -> Completions:
         return self
@@ -501,20 +495,13 @@ def check_lossless(report: Report, url: str, other: str, *options: Any) -> Repor
 
 
 def measure(
-    url: str,
-    other: str,
-    prompts: int = 6,
-    samples: int = 48,
-    api_key_env: str | None = None,
-    timeout: float = 120.0,
+    url: str, other: str, prompts: int = 6, samples: int = 48, api_key_env: str | None = None, timeout: float = 120.0
 ) -> Lossless:
     """Compare the server at `url` (speculation on) with `other` (off)."""
     with ExitStack() as held:
         on, off = (held.enter_context(Completions.connect(u, api_key_env, timeout)) for u in (url, other))
         texts = [PROMPTS[i % len(PROMPTS)] for i in range(prompts)]
-        first, second, again = (
-            [e.complete(text, GREEDY_TOKENS, 0.0, 0) for text in texts] for e in (on, off, off)
-        )
+        first, second, again = ([e.complete(text, GREEDY_TOKENS, 0.0, 0) for text in texts] for e in (on, off, off))
         drawn = [_sampled(e, samples) for e in (on, off)]
     noise = noise_of([*zip(first, second, strict=True), *zip(again, second, strict=True)])
     partings = tuple(part(a, b, noise) for a, b in zip(first, second, strict=True))
@@ -526,9 +513,7 @@ def measure(
 def _sampled(engine: Completions, count: int) -> list[tuple[str, ...]]:
     """Texts drawn at temperature 1, a different seed each, as tuples of tokens."""
     with ThreadPoolExecutor(4) as pool:
-        texts = pool.map(
-            lambda seed: engine.complete(PROMPTS[0], SAMPLED_TOKENS, 1.0, seed), range(1, count + 1)
-        )
+        texts = pool.map(lambda seed: engine.complete(PROMPTS[0], SAMPLED_TOKENS, 1.0, seed), range(1, count + 1))
         return [t.texts for t in texts]
 
 
@@ -561,10 +546,7 @@ def _exactness(answer: Lossless) -> list[Finding]:
                 "the verification writes wrong state (KV slots, recurrent state) for accepted drafts",
                 "the servers do not run the same model or the same sampling settings",
             ),
-            remedies=(
-                "check that both servers have the same arguments but for speculation",
-                "assay compare ON OFF",
-            ),
+            remedies=("check that both servers have the same arguments but for speculation", "assay compare ON OFF"),
             references=("https://github.com/vllm-project/vllm/issues/46834",),
         )
     ]

@@ -38,16 +38,12 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
         re.I,
     ),
     "weights_skipped": re.compile(rf"{_HEAD_NAMES}.*not found in params_dict", re.I),
-    "weights_uninitialised": re.compile(
-        rf"weights? .{{0,400}}(?:were|was) not initialized.*{_HEAD_NAMES}", re.I
-    ),
+    "weights_uninitialised": re.compile(rf"weights? .{{0,400}}(?:were|was) not initialized.*{_HEAD_NAMES}", re.I),
     "weights_cast": re.compile(
         rf"(Attempted to load weight \S*{_HEAD_NAMES}\S* with dtype \S+ into parameter with dtype \S+)", re.I
     ),
     "weights_missing": re.compile(r"(?:MTP|nextn|speculative) (?:layer \S+ )?weights? missing", re.I),
-    "layer_reused": re.compile(
-        r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"
-    ),
+    "layer_reused": re.compile(r"(num_speculative_tokens > 1 will run multiple times of forward on same MTP layer)"),
     "draft_context": re.compile(r"(Overriding draft model max model len from \d+ to \d+)"),
     "draft_vocab": re.compile(
         r"(?:draft|target).{0,200}vocab.{0,200}(?:not compatible|incompatible|mismatch|must match)", re.I
@@ -98,9 +94,7 @@ def start_up(text: str) -> tuple[list[Clue], list[float]]:
     replies = _PATTERNS["replies"].search(text)
     if replies:
         first.setdefault("replies", " ".join(replies[1].split())[:300])
-    speeds = [
-        float(speed) for speed, running in _SPEED.findall(text) if _positive(speed) and int(running[:9])
-    ]
+    speeds = [float(speed) for speed, running in _SPEED.findall(text) if _positive(speed) and int(running[:9])]
     return [Clue(name, quote, max(1, seen[name])) for name, quote in first.items()], speeds
 
 
@@ -292,9 +286,7 @@ class Reading:
         if isinstance(value, Mapping):
             found += self._object(value, key)
             children = list(value.items())
-            messages = [
-                t for key, item in value.items() if key in _MESSAGE and (t := _message(item)) is not None
-            ]
+            messages = [t for key, item in value.items() if key in _MESSAGE and (t := _message(item)) is not None]
         elif isinstance(value, list):
             children = [(key, child) for child in value]
             # A log store exports [time, line].
@@ -320,11 +312,7 @@ class Reading:
         if named is not None:
             return [named]
         for key, item in value.items():
-            if (
-                isinstance(item, int | float)
-                and not isinstance(item, bool)
-                and looks_like_drafting(f"{key}: {item}")
-            ):
+            if isinstance(item, int | float) and not isinstance(item, bool) and looks_like_drafting(f"{key}: {item}"):
                 self._unrecognised(f"{key}: {item}", key)
         return []
 
@@ -349,9 +337,7 @@ def _message(item: Any) -> str | None:
 
 def _known(observations: Sequence[Observation]) -> int:
     """How many figures observations hold."""
-    return sum(
-        o.has_counts + (o.drafts is not None) + len(o.accepted_per_position or ()) for o in observations
-    )
+    return sum(o.has_counts + (o.drafts is not None) + len(o.accepted_per_position or ()) for o in observations)
 
 
 def _lines(source: Source) -> Iterator[bytes]:
@@ -396,9 +382,7 @@ def _document(source: Source, text: str) -> Any:
 
 def _broken(source: Source, why: str) -> AssayError:
     return AssayError(
-        f"{source.name}: {why}",
-        finding_id="speculation.source_truncated",
-        remedy="save the response again, whole",
+        f"{source.name}: {why}", finding_id="speculation.source_truncated", remedy="save the response again, whole"
     )
 
 

@@ -271,9 +271,7 @@ def combine(observations: Sequence[Observation]) -> Evidence:
     return Evidence(record, per_engine, [o for o in chosen if not o.empty], lifetime)
 
 
-def _grouped(
-    observations: Iterable[Observation], key: Callable[[Observation], str]
-) -> dict[str, list[Observation]]:
+def _grouped(observations: Iterable[Observation], key: Callable[[Observation], str]) -> dict[str, list[Observation]]:
     grouped: dict[str, list[Observation]] = defaultdict(list)
     for o in observations:
         grouped[key(o)].append(o)
@@ -318,9 +316,7 @@ def subtract(after: Observation, before: Observation) -> Observation:
         changes[name] = None if a is None else a - (b or 0)
     for name in ("accepted_per_position", "drafts_per_position"):
         a, b = getattr(after, name), getattr(before, name)
-        changes[name] = (
-            a if not a or not b else tuple(x - y for x, y in zip_longest(a, b[: len(a)], fillvalue=0))
-        )
+        changes[name] = a if not a or not b else tuple(x - y for x, y in zip_longest(a, b[: len(a)], fillvalue=0))
     return replace(after, **changes)
 
 
@@ -330,8 +326,7 @@ def summarise(observations: Sequence[Observation]) -> Record:
     counted = any(o.has_counts for o in observations)
     partial = any(o.partial for o in observations)
     drafted, accepted, drafts, emitted, generated, steps = (
-        _sum(observations, name)
-        for name in ("drafted", "accepted", "drafts", "emitted", "generated", "steps")
+        _sum(observations, name) for name in ("drafted", "accepted", "drafts", "emitted", "generated", "steps")
     )
     positions = None if partial else _positions(used)
     if partial:
@@ -425,10 +420,7 @@ def _mean_length(
 
 
 def _derived_length(
-    used: Sequence[Observation],
-    positions: Sequence[tuple[int, int]] | None,
-    accepted: int | None,
-    drafted: int | None,
+    used: Sequence[Observation], positions: Sequence[tuple[int, int]] | None, accepted: int | None, drafted: int | None
 ) -> float | None:
     """Tokens per step where no length is known: from the positions, the implied depth, or the generated tokens."""
     if positions and all(n for _, n in positions):
@@ -463,11 +455,7 @@ def _weighted(used: Sequence[Observation], name: str) -> float | None:
 
 
 def infer_drafts(
-    drafted: int,
-    accepted: int,
-    positions: int | None,
-    mean_length: float | None,
-    rates: Sequence[float] | None = None,
+    drafted: int, accepted: int, positions: int | None, mean_length: float | None, rates: Sequence[float] | None = None
 ) -> int | None:
     """Number of drafts behind a line that prints drafted and accepted tokens and a rounded mean length.
 

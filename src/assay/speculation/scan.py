@@ -254,11 +254,7 @@ def clean(raw: bytes) -> Line:
     return Line(
         text=text,
         process="/".join(
-            [
-                container,
-                *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1]),
-                *([port[1]] if port else []),
-            ]
+            [container, *(f"{name}{dp}:{pid}" for name, dp, pid in processes[:1]), *([port[1]] if port else [])]
         ),
         replica=f"{container}/{replica}" if container and replica else replica or container or None,
         time=next((t for t in time.groups() if t), None) if time else None,
@@ -266,16 +262,8 @@ def clean(raw: bytes) -> Line:
     )
 
 
-_HEADS = (
-    "SpecDecoding metrics:",
-    "Speculative metrics:",
-    "Decode batch",
-    "draft acceptance",
-    "DFlash Stats:",
-)
-_BETWEEN = re.compile(
-    r"\r|['\"], ['\"]|(?=\((?:APIServer|EngineCore)\w* pid=\d+\) )|(?=\b(?:INFO|WARNING) \d\d-\d\d )"
-)
+_HEADS = ("SpecDecoding metrics:", "Speculative metrics:", "Decode batch", "draft acceptance", "DFlash Stats:")
+_BETWEEN = re.compile(r"\r|['\"], ['\"]|(?=\((?:APIServer|EngineCore)\w* pid=\d+\) )|(?=\b(?:INFO|WARNING) \d\d-\d\d )")
 
 
 def records(text: str) -> list[str]:
@@ -304,9 +292,7 @@ def unwrapped(text: str) -> list[str]:
     if 40 <= width <= 400 and full >= 1 and len(rows) > 1:
         joined.append("".join(row if len(row) == width else row + "\n" for row in rows))
     if 40 <= width <= 400 and len(rows) > 1:
-        starts = re.compile(
-            r"\s*(?:\(\w+ pid=|INFO|WARNING|ERROR|\[?\d{4}-\d\d|\d+\.\d\d\.\d{3}|[\w.-]+\s+\||slot |$)"
-        )
+        starts = re.compile(r"\s*(?:\(\w+ pid=|INFO|WARNING|ERROR|\[?\d{4}-\d\d|\d+\.\d\d\.\d{3}|[\w.-]+\s+\||slot |$)")
         joined.append("".join(("\n" if starts.match(row) else " ") + row.strip() for row in rows))
     return joined
 
@@ -333,9 +319,7 @@ def parsed_json(text: str | bytes) -> Any:
 def _docker_json(text: str) -> str:
     """The message in a line of Docker's json-file driver."""
     entry = parsed_json(text)
-    return (
-        entry["log"].rstrip("\n") if isinstance(entry, dict) and isinstance(entry.get("log"), str) else text
-    )
+    return entry["log"].rstrip("\n") if isinstance(entry, dict) and isinstance(entry.get("log"), str) else text
 
 
 _SAMPLE = re.compile(

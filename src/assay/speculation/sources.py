@@ -112,9 +112,7 @@ def open_source(name: str) -> Source:
         path = Path(name)
         if path.is_dir():
             raise AssayError(
-                f"{name} is a directory",
-                finding_id="speculation.source_unreadable",
-                remedy="name the log files in it",
+                f"{name} is a directory", finding_id="speculation.source_unreadable", remedy="name the log files in it"
             )
         try:
             stream = path.open("rb")
@@ -226,9 +224,7 @@ def _binary(name: str) -> AssayError:
 
 
 def _truncated(name: str, why: str) -> AssayError:
-    return AssayError(
-        f"{name}: {why}", finding_id="speculation.source_truncated", remedy="copy the file again, whole"
-    )
+    return AssayError(f"{name}: {why}", finding_id="speculation.source_truncated", remedy="copy the file again, whole")
 
 
 def _unreadable(name: str, error: OSError) -> AssayError:
@@ -236,9 +232,7 @@ def _unreadable(name: str, error: OSError) -> AssayError:
     return AssayError(
         f"cannot read {name}: {reason}",
         finding_id="speculation.source_unreadable",
-        remedy=f"a server is written http://{name}"
-        if _HOST_PORT.match(name)
-        else "check the path and the permissions",
+        remedy=f"a server is written http://{name}" if _HOST_PORT.match(name) else "check the path and the permissions",
     )
 
 

@@ -31,16 +31,7 @@ from assay.speculation.benefit import (
 )
 from assay.speculation.benefit import table as prediction_table
 from assay.speculation.findings import HeadFile, Judged, examine_head, findings, quoted
-from assay.speculation.health import (
-    WORTH,
-    Assessment,
-    Health,
-    Rate,
-    assess,
-    head_evidence,
-    proportion,
-    with_words,
-)
+from assay.speculation.health import WORTH, Assessment, Health, Rate, assess, head_evidence, proportion, with_words
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Observation, combine
 from assay.speculation.sources import grow, in_time_order, open_source
@@ -71,10 +62,7 @@ class SpecOptions(Options):
         None, "The checkpoint: its head is examined as `assay verify` does.", metavar="CHECKPOINT"
     )
     num_speculative_tokens: int | None = option(
-        None,
-        "Number of speculative tokens that was asked for; the source is checked against it.",
-        lo=1,
-        hi=1000,
+        None, "Number of speculative tokens that was asked for; the source is checked against it.", lo=1, hi=1000
     )
     cost_ratio: float | None = option(
         None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
@@ -86,9 +74,7 @@ class SpecOptions(Options):
     )
     interval: float = option(10.0, "Seconds between the two scrapes.", lo=0, hi=MAX_INTERVAL, panel=SERVER)
     requests: int = option(0, "Requests of our own to send between the scrapes.", lo=0, panel=SERVER)
-    api_key_env: str | None = option(
-        None, "Environment variable with the API key.", metavar="NAME", panel=SERVER
-    )
+    api_key_env: str | None = option(None, "Environment variable with the API key.", metavar="NAME", panel=SERVER)
     timeout: float = option(120.0, "Seconds for each request.", panel=SERVER)
     lossless: str | None = option(
         None, "The same model without speculation: is the text the same?", metavar="URL", panel=LOSSLESS
@@ -150,18 +136,14 @@ def _validate(options: SpecOptions, sources: Sequence[str]) -> None:
         return UsageError(message, finding_id="speculation.usage", remedy=remedy)
 
     if [*sources, *options.baseline].count("-") > 1:
-        raise refuse(
-            "standard input can be read once only, and it is named twice", "write one of them to a file"
-        )
+        raise refuse("standard input can be read once only, and it is named twice", "write one of them to a file")
     for group in (sources, options.baseline):
         if len(group) > 1 and any(map(is_url, group)):
             raise refuse("a running server is examined by itself", "give one URL, or only files")
     if options.lossless and len(urls) != 1:
         raise refuse("--lossless compares two running servers", "assay spec URL --lossless OTHER_URL")
     if options.requests and not urls:
-        raise refuse(
-            "--requests are sent to a running server, and none is given", "assay spec URL --requests N"
-        )
+        raise refuse("--requests are sent to a running server, and none is given", "assay spec URL --requests N")
     if options.seconds is not None and not (options.follow and 0 < options.seconds < math.inf):
         raise refuse("--for takes the seconds that --follow lasts")
     if options.follow and (len(sources) != 1 or options.baseline or options.lossless):
@@ -199,9 +181,7 @@ def follow(
 ) -> Report:
     """Read `name` (a file, or `-`) as it grows, until interrupted, until its end (`-`), or for `seconds`."""
     if is_url(name):
-        raise UsageError(
-            "--follow reads a log; a server is watched with --interval", finding_id="speculation.usage"
-        )
+        raise UsageError("--follow reads a log; a server is watched with --interval", finding_id="speculation.usage")
     tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
     reading = Reading()
     interrupted = False
@@ -226,9 +206,7 @@ def follow(
     return replace(judge_run(run, [name], options), interrupted=interrupted)
 
 
-def judge_run(
-    run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None
-) -> Report:
+def judge_run(run: Examined, names: Sequence[str], options: SpecOptions, base: Examined | None = None) -> Report:
     """The report of a run that was read, against a baseline where there is one."""
     clues, unread = run.reading.clues, run.reading.unread
     lines = sum(n for _, n in unread.values())
@@ -262,9 +240,7 @@ def judge_run(
     )
 
 
-def _benefit(
-    run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions
-) -> Benefit | None:
+def _benefit(run: Examined, assessment: Assessment, base: Examined | None, options: SpecOptions) -> Benefit | None:
     record, lifetime = run.evidence.record, run.evidence.lifetime
     depth, length = record.num_speculative_tokens, record.overall or record.tokens_per_step
     multiplier = run.race
@@ -341,9 +317,7 @@ def _headline(judged: Judged) -> list[Metric]:
         note = "of all draft tokens; prose 40–70 %, code 20–50 %"
         metrics.append(Metric("acceptance", a.pooled.percent(), note=note))
     elif record.acceptance_rate is not None:
-        metrics.append(
-            Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval")
-        )
+        metrics.append(Metric("acceptance", f"{100 * record.acceptance_rate:.1f} %", note="printed, no interval"))
     if record.tokens_per_step is not None:
         metrics.append(_tokens_per_step(judged, record.tokens_per_step))
     if b is not None and a.judged:
@@ -391,9 +365,7 @@ def _positions(judged: Judged) -> Table | None:
     a = judged.assessment
     rows = []
     before: int | None = None
-    for i, ((accepted, drafts), rate) in enumerate(
-        zip(judged.record.positions or (), a.positions, strict=False)
-    ):
+    for i, ((accepted, drafts), rate) in enumerate(zip(judged.record.positions or (), a.positions, strict=False)):
         given = "" if not before else f"{100 * min(1.0, accepted / before):.1f} %"
         rows.append((str(i), f"{accepted:,}", f"{drafts:,}", rate.percent(), given))
         before = accepted
@@ -426,9 +398,7 @@ def _over_time(judged: Judged) -> Chart | None:
     return Chart("Acceptance over time", "line", series, "window", "rate", [PROSE], note=note)
 
 
-def _series(
-    name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]
-) -> Series:
+def _series(name: str, windows: Sequence[Observation], rate: Callable[[Sequence[Observation]], Rate]) -> Series:
     """The rate in each window; long runs are summed into at most 120 points."""
     size = max(1, -(-len(windows) // _POINTS))
     points = []
@@ -443,9 +413,7 @@ def _pooled(group: Sequence[Observation]) -> Rate:
 
 
 def _first(group: Sequence[Observation]) -> Rate:
-    return proportion(
-        sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group)
-    )
+    return proportion(sum((w.accepted_per_position or (0,))[0] for w in group), sum(w.drafts or 0 for w in group))
 
 
 def _multiplier_chart(b: Benefit) -> Chart:

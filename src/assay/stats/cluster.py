@@ -50,9 +50,7 @@ def student_t(df: float, confidence: float) -> float:
     return float(stdtrit(df, 0.5 + check_confidence(confidence) / 2))
 
 
-def cluster_ratio(
-    numerators: ArrayLike, denominators: ArrayLike, confidence: float = 0.95
-) -> ClusterEstimate:
+def cluster_ratio(numerators: ArrayLike, denominators: ArrayLike, confidence: float = 0.95) -> ClusterEstimate:
     """Σ numerators / Σ denominators, one entry of each for a cluster.
 
     Clusters with the denominator 0 are left out; the others must be positive.
@@ -101,9 +99,7 @@ def cluster_mean(groups: Sequence[ArrayLike], confidence: float = 0.95) -> Clust
         return estimate
     independent = float(values.var(ddof=1)) / values.size
     effect = estimate.se**2 / independent if independent > 0 else math.nan
-    return ClusterEstimate(
-        estimate.value, estimate.se, estimate.interval, estimate.clusters, estimate.n, effect
-    )
+    return ClusterEstimate(estimate.value, estimate.se, estimate.interval, estimate.clusters, estimate.n, effect)
 
 
 # -----------------------------------------------------------------------------
@@ -141,9 +137,7 @@ def cluster_proportion(successes: ArrayLike, trials: ArrayLike, confidence: floa
     if estimate.value in (0.0, 1.0):
         score = wilson(float(np.sum(successes)), estimate.n, confidence)
         lo, hi = min(interval.lo, score.lo), max(interval.hi, score.hi)
-        return replace(
-            estimate, interval=Interval(estimate.value, max(0.0, lo), min(1.0, hi)), design_effect=1.0
-        )
+        return replace(estimate, interval=Interval(estimate.value, max(0.0, lo), min(1.0, hi)), design_effect=1.0)
     p = estimate.value
     independent = p * (1 - p) / estimate.n
     return replace(

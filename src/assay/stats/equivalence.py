@@ -131,9 +131,7 @@ class Margins:
                 f"need 0 ≤ marginal ≤ accept ≤ 100 for top-1, got {self.top1_marginal} and {self.top1_accept}"
             )
         if not 0 < self.kl_accept <= self.kl_marginal:
-            raise ValueError(
-                f"need 0 < accept ≤ marginal for KL, got {self.kl_accept} and {self.kl_marginal}"
-            )
+            raise ValueError(f"need 0 < accept ≤ marginal for KL, got {self.kl_accept} and {self.kl_marginal}")
 
     def bounds(self, grade: Grade) -> dict[str, tuple[float, float]]:
         """The range that each metric has to lie in for ACCEPT or MARGINAL."""
@@ -184,9 +182,7 @@ def grade_intervals(metrics: Mapping[str, Interval], windows: int, margins: Marg
     if windows < MIN_WINDOWS:
         return Grade.INCONCLUSIVE
     for grade in (Grade.ACCEPT, Grade.MARGINAL):
-        if all(
-            metrics[name].within(*bounds) for name, bounds in margins.bounds(grade).items() if name in metrics
-        ):
+        if all(metrics[name].within(*bounds) for name, bounds in margins.bounds(grade).items() if name in metrics):
             return grade
     return Grade.REJECT if _excluded(metrics, margins, Grade.MARGINAL) else Grade.INCONCLUSIVE
 
@@ -221,9 +217,7 @@ def judge(
     if grade is Grade.MARGINAL and not excluded:
         aim = Grade.ACCEPT
     elif grade is Grade.INCONCLUSIVE:
-        aim = (
-            Grade.MARGINAL if excluded or not _holds_at_point(common, margins, Grade.ACCEPT) else Grade.ACCEPT
-        )
+        aim = Grade.MARGINAL if excluded or not _holds_at_point(common, margins, Grade.ACCEPT) else Grade.ACCEPT
     needed = None
     if aim is not None:
         half = log_ratio.interval.hi - log_ratio.value
@@ -236,10 +230,7 @@ def _metrics(
     log_ratio: ClusterEstimate, top1: ClusterEstimate, kl: ClusterEstimate | None, confidence: float
 ) -> dict[str, Interval]:
     ratio, agreement = at_confidence(log_ratio, confidence), at_confidence(top1, confidence)
-    found = {
-        "dppl": percent_change(ratio),
-        "top1": _percent(agreement),
-    }
+    found = {"dppl": percent_change(ratio), "top1": _percent(agreement)}
     return found if kl is None else found | {"kl": at_confidence(kl, confidence)}
 
 
@@ -252,9 +243,7 @@ def at_confidence(estimate: ClusterEstimate, confidence: float) -> Interval:
     scale, own = _scale(estimate, confidence), estimate.interval
     if scale == 1.0 or not math.isfinite(own.hi - own.lo):
         return own
-    return Interval(
-        own.value, own.value - scale * (own.value - own.lo), own.value + scale * (own.hi - own.value)
-    )
+    return Interval(own.value, own.value - scale * (own.value - own.lo), own.value + scale * (own.hi - own.value))
 
 
 def _scale(estimate: ClusterEstimate, confidence: float) -> float:
@@ -269,9 +258,7 @@ def _excluded(metrics: Mapping[str, Interval], margins: Margins, grade: Grade) -
 
 
 def _holds_at_point(metrics: Mapping[str, Interval], margins: Margins, grade: Grade) -> bool:
-    return all(
-        lo <= metrics[name].value <= hi for name, (lo, hi) in margins.bounds(grade).items() if name in metrics
-    )
+    return all(lo <= metrics[name].value <= hi for name, (lo, hi) in margins.bounds(grade).items() if name in metrics)
 
 
 def _needed(
@@ -510,9 +497,7 @@ def paired_answers(only_ours: int, only_theirs: int, asked: int, *, margin: floa
     if min(only_ours, only_theirs) < 0 or only_ours + only_theirs > asked or asked < 1:
         raise ValueError(f"{only_ours} and {only_theirs} of {asked} questions is not possible")
     value, apart = (only_ours - only_theirs) / asked, (only_ours + only_theirs) / asked
-    interval = Interval(
-        value, _bound(only_ours, only_theirs, asked, -1.0), _bound(only_ours, only_theirs, asked, 1.0)
-    )
+    interval = Interval(value, _bound(only_ours, only_theirs, asked, -1.0), _bound(only_ours, only_theirs, asked, 1.0))
     p = mcnemar(only_ours, only_theirs)
     needed = _questions(value + margin, apart, value)
     if apart == 0 and margin > 0:  # where the two never differ, the bound is z² / (n + z²)

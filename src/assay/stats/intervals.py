@@ -78,9 +78,7 @@ def wilson(successes: float, n: float, confidence: float = 0.95) -> Interval:
     return Interval(p, lo, hi)
 
 
-def newcombe(
-    successes_a: float, n_a: float, successes_b: float, n_b: float, confidence: float = 0.95
-) -> Interval:
+def newcombe(successes_a: float, n_a: float, successes_b: float, n_b: float, confidence: float = 0.95) -> Interval:
     """Interval of p_a − p_b for two independent proportions (Newcombe's hybrid of two Wilson intervals)."""
     a, b = wilson(successes_a, n_a, confidence), wilson(successes_b, n_b, confidence)
     if n_a == 0 or n_b == 0:

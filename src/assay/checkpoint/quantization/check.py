@@ -71,9 +71,7 @@ def disagreement(kind: Kind, params: Params, bits: int | None, promised: tuple[i
 
 # Small projections that decide which expert or state is used; every tool leaves them in full precision.
 _ROUTERS = frozenset({"gate", "router", "shared_expert_gate", "gate_inp", "wg"})
-_OTHER_TOWERS = re.compile(
-    r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\."
-)
+_OTHER_TOWERS = re.compile(r"(^|\.)(visual|vision\w*|audio\w*|multi_modal\w*|mm_\w*|embed_vision|connector)\.")
 _FUSED_EXPERTS = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w13", "w2")
 
 
@@ -92,13 +90,7 @@ def weights(checkpoint: Checkpoint) -> Iterator[tuple[str, Kind, Params]]:
 
 def _is_linear(module: str, params: Params) -> bool:
     last = module.rpartition(".")[2]
-    if (
-        last in _ROUTERS
-        or last == "head"
-        or "norm" in last
-        or "embed" in last
-        or _OTHER_TOWERS.search(module)
-    ):
+    if last in _ROUTERS or last == "head" or "norm" in last or "embed" in last or _OTHER_TOWERS.search(module):
         return False
     inside = layer_index(module + ".") is not None or "mtp" in module
     return inside and len(params["weight"].shape) == 2
@@ -129,9 +121,7 @@ def check_quantization(
         yield from _disagreements(declared, stored, packed, promised.shapes if promised else {})
     elif set(packed) == {Kind.HQQ}:
         title = f"{packed[Kind.HQQ]} modules in HQQ's own format, which no config declares"
-        detail = (
-            "Each module carries its settings; the hqq library reads them, other engines find no weights."
-        )
+        detail = "Each module carries its settings; the hqq library reads them, other engines find no weights."
         yield warned("quantization_conflict", title, detail=detail, stored=packed)
     elif packed:
         names = ", ".join(f"{n} × {k}" for k, n in packed.items())
@@ -181,9 +171,7 @@ def _disagreements(
         title += f"{kind} stored, {wanted} declared"
         causes = [f"the declaration in {source} belongs to another export of this model"]
         if method == "auto-round" and kind is Kind.AWQ:
-            causes.insert(
-                0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed"
-            )
+            causes.insert(0, "packing_format is missing or wrong: without it AutoRound's GPTQ layout is assumed")
         yield _conflict(title, {m: {"stored": k, "declared": w} for m, (k, w) in other.items()}, causes)
     if plain:
         title = f"{plural(len(plain), 'module')} declared {method} and stored plain: {some(plain)}"
@@ -194,7 +182,9 @@ def _disagreements(
         yield _conflict(title, excluded, remedies=[f"take them off the ignore list in {source}"])
     if shapes:
         module, problem = next(iter(shapes.items()))
-        title = f"{plural(len(shapes), 'module')} packed otherwise than bits and group size say, first {module}: {problem}"
+        title = (
+            f"{plural(len(shapes), 'module')} packed otherwise than bits and group size say, first {module}: {problem}"
+        )
         causes = [f"bits or group_size in {source} is not what the tensors were packed with"]
         yield _conflict(title, shapes, causes, bits=declared.bits, group_size=declared.group_size)
 
@@ -209,13 +199,7 @@ def _conflict(
     """A `quantization_conflict` with the first of its modules."""
     shown = modules[:SHOWN] if isinstance(modules, list) else dict(list(modules.items())[:SHOWN])
     return found(
-        "quantization_conflict",
-        title,
-        causes=causes,
-        remedies=remedies,
-        modules=shown,
-        count=len(modules),
-        **evidence,
+        "quantization_conflict", title, causes=causes, remedies=remedies, modules=shown, count=len(modules), **evidence
     )
 
 
@@ -256,19 +240,13 @@ def _unwanted_parts(stored: list[tuple[str, Kind, Params]], declared: Declared |
     if declared is None:
         return
     extra = [
-        f"{m}.{p}"
-        for m, kind, params in stored
-        if kind is not Kind.PLAIN
-        for p in declared.unwanted(m)
-        if p in params
+        f"{m}.{p}" for m, kind, params in stored if kind is not Kind.PLAIN for p in declared.unwanted(m) if p in params
     ]
     if extra:
         title = f"{plural(len(extra), 'zero-point')} of weights that are declared symmetric: {some(extra)}"
         causes = ["the scheme in the declaration is not the one that was used"]
         detail = "An engine drops them, and reads every weight as if its zero-point were 0."
-        yield found(
-            "orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra)
-        )
+        yield found("orphan_scale", title, detail=detail, causes=causes, tensors=extra[:SHOWN], count=len(extra))
 
 
 def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | None) -> Iterator[Finding]:
@@ -283,9 +261,7 @@ def _split_groups(stored: list[tuple[str, Kind, Params]], declared: Declared | N
                 split.append(f"{parent}.({'|'.join((first, *rest))})")
     if split and (declared is None or declared.method != "mlx"):  # which fuses nothing
         title = f"{plural(len(split), 'fused group')} stored in more than one way: {some(split)}"
-        yield _conflict(
-            title, split, detail="Engines load these projections as one matrix with one quantisation."
-        )
+        yield _conflict(title, split, detail="Engines load these projections as one matrix with one quantisation.")
 
 
 def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -295,9 +271,7 @@ def _routers(checkpoint: Checkpoint) -> Iterator[Finding]:
     ]  # fmt: skip
     if names:
         title = f"{plural(len(names), 'router')} stored quantised: {some(names)}"
-        detail = (
-            "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
-        )
+        detail = "Engines build the matrix that chooses the experts in full precision, and find no weight for it."
         remedies = ["leave routers (gate, shared_expert_gate) out when quantising"]
         references = ["https://github.com/vllm-project/llm-compressor/issues/69"]
         yield warned(
@@ -336,11 +310,7 @@ _SIDE = frozenset({
     "weight_g_idx", "weight_global_scale", "weight_scale_2", "weight_absmax", "SCB", "biases",
     "weight.absmax", "weight.quant_map",
 })  # fmt: skip
-_FUSED = {
-    "_scales": ("_blocks", "_qweight", "_packed", ""),
-    "_scale_inv": ("",),
-    "_weight_scale": ("", "_weight"),
-}
+_FUSED = {"_scales": ("_blocks", "_qweight", "_packed", ""), "_scale_inv": ("",), "_weight_scale": ("", "_weight")}
 
 
 _QUANTIZER = re.compile(r"\.\w+_quantizer\.\w+$")
@@ -363,9 +333,7 @@ def check_orphans(checkpoint: Checkpoint) -> Iterator[Finding]:
         title = f"{plural(len(lost), 'scale or zero-point')} without a quantised weight: {some(lost)}"
         causes = ["the weight was replaced by a plain one, or dropped, and its scales stayed"]
         remedies = ["take the checkpoint from its original repository again"]
-        yield found(
-            "orphan_scale", title, causes=causes, remedies=remedies, tensors=lost[:SHOWN], count=len(lost)
-        )
+        yield found("orphan_scale", title, causes=causes, remedies=remedies, tensors=lost[:SHOWN], count=len(lost))
 
 
 def _orphans(params: Params) -> Iterator[str]:
@@ -401,9 +369,7 @@ class KvCache:
 
 def kv_cache(checkpoint: Checkpoint, declared: Declared | None) -> KvCache:
     """What the checkpoint says about its KV cache."""
-    layers = frozenset(
-        i for name in checkpoint.tensors if _SCALE.search(name) and (i := layer_index(name)) is not None
-    )
+    layers = frozenset(i for name in checkpoint.tensors if _SCALE.search(name) and (i := layer_index(name)) is not None)
     raw = declared.raw if declared is not None else {}
     algorithm, scheme = (raw.get("kv_cache_quant_algo") or "").lower(), raw.get("kv_cache_scheme")
     if algorithm not in {"", "none"}:

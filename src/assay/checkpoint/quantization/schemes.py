@@ -96,11 +96,7 @@ def halves(params: Params, group_size: int, weight: str = "weight") -> str | Non
     if len(packed) != 2 or len(scale) != 2 or group_size < 1:
         return None
     wanted = (packed[0], packed[1] * 2 // group_size)
-    return (
-        None
-        if scale == wanted
-        else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
-    )
+    return None if scale == wanted else f"weight_scale is {list(scale)}, groups of {group_size} need {list(wanted)}"
 
 
 def blocks(params: Params, block: tuple[int, int]) -> str | None:
@@ -246,17 +242,13 @@ def auto_round(found: Found) -> Declared:
             return kinds if any(_in_block(module, b) for b in inside) else PLAIN
         return PLAIN if module.endswith("lm_head") or module.startswith("mtp") else kinds
 
-    made = _declared(
-        Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout
-    )
+    made = _declared(Found("auto-round", raw, found.source), accepts, _overridden(raw, entry), algorithm=layout)
     return made if kinds else replace(made, unexamined=f"the packing format {packing} is not known")
 
 
 def _entries(extra: Mapping[str, Any]) -> Callable[[str], Mapping[str, Any] | None]:
     """Look up `extra_config`: by exact name, else by the first pattern that is found in the name."""
-    patterns = [
-        (p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := pattern(key))
-    ]
+    patterns = [(p, v) for key, v in extra.items() if any(c in key for c in "*+?[(^$|") and (p := pattern(key))]
 
     def entry(module: str) -> Mapping[str, Any] | None:
         own = extra.get(module)
@@ -519,20 +511,12 @@ def torchao(found: Found) -> Declared:
 
     def geometry(module: str, params: Params) -> str | None:
         data, scale = params.get("_weight_qdata"), params.get("_weight_scale")
-        if (
-            group == 0
-            or data is None
-            or scale is None
-            or len(data.shape) != 2
-            or data.dtype not in {"I8", *FP8}
-        ):
+        if group == 0 or data is None or scale is None or len(data.shape) != 2 or data.dtype not in {"I8", *FP8}:
             return None  # other types are packed for one kernel, whose layout is its own
         return grouped(data.shape[0], data.shape[1], scale.shape, group)
 
     unexamined = "" if isinstance(settings, dict) else "the torchao recipe is not one for all modules"
-    return Declared(
-        "torchao", found.source, raw, accepts, geometry, None, group or None, unexamined=unexamined
-    )
+    return Declared("torchao", found.source, raw, accepts, geometry, None, group or None, unexamined=unexamined)
 
 
 def _granularity(settings: Mapping[str, Any]) -> int | None:

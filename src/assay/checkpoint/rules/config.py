@@ -46,9 +46,7 @@ def check_config(checkpoint: Checkpoint) -> Iterator[Finding]:
         return
     for key in ("quantization_config", "compression_config"):
         if document.get(key) == {}:
-            yield found(
-                "quantization_conflict", f"config.json has an empty {key}: engines find no method in it"
-            )
+            yield found("quantization_conflict", f"config.json has an empty {key}: engines find no method in it")
     yield from _heads(checkpoint)
     yield from _layers(checkpoint)
     yield from _layer_types(checkpoint)
@@ -62,9 +60,7 @@ def _heads(checkpoint: Checkpoint) -> Iterator[Finding]:
     if not d.hidden or not d.heads:
         return
     if d.config.get("head_dim") == 0 and checkpoint.model_type in FAMILIES:
-        yield found(
-            "config_conflict", f"head_dim is 0; {d.heads} heads of {d.hidden} need {d.head_dim}", head_dim=0
-        )
+        yield found("config_conflict", f"head_dim is 0; {d.heads} heads of {d.hidden} need {d.head_dim}", head_dim=0)
         return
     if not d.get("head_dim") and not d.get("qk_nope_head_dim") and d.hidden % d.heads:
         title = f"hidden_size {d.hidden} is not divisible by {d.heads} heads, and no head_dim is given"
@@ -89,9 +85,7 @@ def _heads(checkpoint: Checkpoint) -> Iterator[Finding]:
             causes = ["head_dim, or a number of heads, was changed in config.json"]
             fits = rows * d.head_dim // expected if expected and rows * d.head_dim % expected == 0 else None
             remedies = [f"head_dim {fits} would fit"] if fits and projection == "q_proj" else []
-            yield found(
-                "config_conflict", title, causes=causes, remedies=remedies, rows=rows, expected=expected
-            )
+            yield found("config_conflict", title, causes=causes, remedies=remedies, rows=rows, expected=expected)
             return
 
 
@@ -127,11 +121,7 @@ def _layers(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _layer_types(checkpoint: Checkpoint) -> Iterator[Finding]:
     config = checkpoint.text_config
-    types, count, window = (
-        config.get("layer_types"),
-        config.get("num_hidden_layers"),
-        config.get("sliding_window"),
-    )
+    types, count, window = (config.get("layer_types"), config.get("num_hidden_layers"), config.get("sliding_window"))
     if not types:
         return
     if count and len(types) != count:
@@ -145,10 +135,7 @@ def _layer_types(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 def _embedding_rows(checkpoint: Checkpoint) -> Iterator[Finding]:
     """For families without a known layout; the others are held to all their shapes."""
-    tensor, vocab = (
-        checkpoint.tensors.get(f"{checkpoint.prefix}embed_tokens.weight"),
-        checkpoint.dims("vocab_size"),
-    )
+    tensor, vocab = (checkpoint.tensors.get(f"{checkpoint.prefix}embed_tokens.weight"), checkpoint.dims("vocab_size"))
     if checkpoint.model_type in FAMILIES or tensor is None or not vocab or tensor.dtype == "U32":
         return
     if len(tensor.shape) == 2 and tensor.shape[0] != vocab:
@@ -159,24 +146,18 @@ def _embedding_rows(checkpoint: Checkpoint) -> Iterator[Finding]:
 def _dtype(checkpoint: Checkpoint) -> Iterator[Finding]:
     places = (checkpoint.text_config, checkpoint.config)
     said = next((v for config in places for key in ("dtype", "torch_dtype") if (v := config.get(key))), "")
-    stored = {
-        t.dtype for t in checkpoint.tensors.values() if t.dtype in {"BF16", "F16"} and len(t.shape) == 2
-    }
+    stored = {t.dtype for t in checkpoint.tensors.values() if t.dtype in {"BF16", "F16"} and len(t.shape) == 2}
     if said.removeprefix("torch.") in {"float16", "half"} and stored == {"BF16"}:
         title = "config.json says float16, the weights are bfloat16: values beyond 65504 overflow to inf"
         references = ["https://github.com/vllm-project/vllm/issues/14126"]
         remedies = ["set dtype to bfloat16 in config.json, or serve with --dtype bfloat16"]
-        yield warned(
-            "config_conflict", title, remedies=remedies, references=references, dtype=said, stored="BF16"
-        )
+        yield warned("config_conflict", title, remedies=remedies, references=references, dtype=said, stored="BF16")
 
 
 def _tie(checkpoint: Checkpoint) -> Iterator[Finding]:
     nested, top = (c.get("tie_word_embeddings") for c in (checkpoint.text_config, checkpoint.config))
     if None not in {nested, top} and nested != top and not is_stored(checkpoint, head_name(checkpoint)):
-        title = (
-            f"tie_word_embeddings is {top} at the top and {nested} in the text config, and no head is stored"
-        )
+        title = f"tie_word_embeddings is {top} at the top and {nested} in the text config, and no head is stored"
         references = ["https://github.com/huggingface/transformers/issues/43429"]
         yield found("config_conflict", title, references=references, top=top, nested=nested)
 
@@ -195,9 +176,7 @@ _LLAMA3 = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddi
 def check_rope(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Contradictions in rope_scaling, rope_parameters and rope_theta."""
     config = checkpoint.text_config
-    both: list[Document] = [
-        s for key in ("rope_scaling", "rope_parameters") if (s := config.get(key)) is not None
-    ]
+    both: list[Document] = [s for key in ("rope_scaling", "rope_parameters") if (s := config.get(key)) is not None]
     if len(both) == 2:
         differing = sorted(k for k in both[0] if k in both[1] and both[0][k] != both[1][k])
         if differing:
@@ -229,9 +208,7 @@ def _settings(settings: Document, config: Document) -> Iterator[Finding]:
     if not kind:
         return
     if kind not in _TYPES:
-        yield warned(
-            "config_conflict", f"rope type {kind[:40]!r} is not one that engines know", rope_type=kind[:40]
-        )
+        yield warned("config_conflict", f"rope type {kind[:40]!r} is not one that engines know", rope_type=kind[:40])
     factor = settings.get("factor")
     if kind in _NEEDS_FACTOR and (factor is None or factor < 1):
         given = "gives none" if factor is None else f"gives {factor:g}"
@@ -249,10 +226,7 @@ def _settings(settings: Document, config: Document) -> Iterator[Finding]:
 
 
 def _longrope(settings: Document, config: Document) -> Iterator[Finding]:
-    d, partial = (
-        Dims(config),
-        config.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0,
-    )
+    d, partial = (Dims(config), config.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0)
     rotary = d.get("qk_rope_head_dim") or int(d.head_dim * partial)
     for key in ("short_factor", "long_factor"):
         factors = settings.get(key)

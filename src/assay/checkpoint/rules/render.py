@@ -63,11 +63,7 @@ def render(template: str, special: tuple[tuple[str, str], ...]) -> tuple[str, ..
     given = json.dumps({"template": template, "special": dict(special)})
     try:
         done = subprocess.run(
-            [sys.executable, "-P", __file__],
-            input=given.encode(),
-            capture_output=True,
-            timeout=WALL_S,
-            check=False,
+            [sys.executable, "-P", __file__], input=given.encode(), capture_output=True, timeout=WALL_S, check=False
         )
     except subprocess.TimeoutExpired as error:
         raise Runaway from error
@@ -85,9 +81,7 @@ def _texts(template: str, special: dict[str, str]) -> list[str]:
         pieces: list[str] = []
         size = 0
         for piece in (
-            environment()
-            .from_string(template)
-            .generate(messages=messages, add_generation_prompt=False, **special)
+            environment().from_string(template).generate(messages=messages, add_generation_prompt=False, **special)
         ):
             size += len(piece)
             if size > MAX_CHARACTERS:
@@ -109,9 +103,7 @@ def main() -> None:
         texts = _texts(given["template"], given["special"])
     except (Runaway, MemoryError):
         sys.exit(BOUNDS_REACHED)
-    except (
-        Exception
-    ):  # what a template may raise is its author's choice; it says nothing about the end of a turn
+    except Exception:  # what a template may raise is its author's choice; it says nothing about the end of a turn
         texts = []
     print(json.dumps({"texts": texts}))
 

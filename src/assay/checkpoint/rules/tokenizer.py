@@ -46,9 +46,7 @@ def read_vocabulary(document: Document) -> Vocabulary | None:
     if isinstance(ids, list):  # Unigram: [token, score] by id
         ids = {row[0]: i for i, row in enumerate(ids)}
     entries = document.get("added_tokens") or ()
-    added = {
-        e["content"]: e["id"] for e in entries if e.get("content") is not None and e.get("id") is not None
-    }
+    added = {e["content"]: e["id"] for e in entries if e.get("content") is not None and e.get("id") is not None}
     return Vocabulary(ids, added, len(ids) - len(set(ids.values())))
 
 
@@ -78,9 +76,7 @@ def check_tokenizer(checkpoint: Checkpoint) -> Iterator[Finding]:
     vocabulary = read_vocabulary(document)
     if vocabulary is None:
         if not checkpoint.nonsense("tokenizer.json"):
-            yield found(
-                "tokenizer_conflict", "tokenizer.json cannot be used: it has no model with a vocabulary"
-            )
+            yield found("tokenizer_conflict", "tokenizer.json cannot be used: it has no model with a vocabulary")
         return
     yield from _against_embedding(checkpoint, vocabulary)
     yield from _inside(document, vocabulary)
@@ -106,14 +102,11 @@ def _against_embedding(checkpoint: Checkpoint, vocabulary: Vocabulary) -> Iterat
     rows, highest = embedding_rows(checkpoint), vocabulary.highest
     if rows and highest >= rows:
         beyond = [t for t, i in (*vocabulary.ids.items(), *vocabulary.added.items()) if i >= rows]
-        title = f"{plural(len(beyond), 'token')} with ids beyond the {rows} rows of the embedding (highest id {highest})"
-        causes = [
-            "the tokenizer belongs to another model",
-            "tokens were added without resizing the embedding",
-        ]
-        yield found(
-            "tokenizer_conflict", title, causes=causes, tokens=beyond[:SHOWN], highest=highest, rows=rows
+        title = (
+            f"{plural(len(beyond), 'token')} with ids beyond the {rows} rows of the embedding (highest id {highest})"
         )
+        causes = ["the tokenizer belongs to another model", "tokens were added without resizing the embedding"]
+        yield found("tokenizer_conflict", title, causes=causes, tokens=beyond[:SHOWN], highest=highest, rows=rows)
     elif rows and highest + 1 < SMALLEST_SHARE * rows:
         title = f"the tokenizer has {highest + 1} tokens, the embedding {rows} rows"
         causes = ["the tokenizer belongs to another model"]
@@ -132,9 +125,7 @@ def _inside(document: Document, vocabulary: Vocabulary) -> Iterator[Finding]:
     entries = document.get("added_tokens") or ()
     bare = [e for e in entries if e.get("id") is None or e.get("content") is None]
     if bare:
-        yield found(
-            "tokenizer_conflict", f"{plural(len(bare), 'added token')} without an id or without content"
-        )
+        yield found("tokenizer_conflict", f"{plural(len(bare), 'added token')} without an id or without content")
     model = document["model"]
     merges = model.get("merges") or () if model.get("type") in {None, "BPE"} else ()
     lost = _lost_merges(merges, vocabulary.ids)
@@ -170,18 +161,15 @@ def _against_config(settings: Document, vocabulary: Vocabulary) -> Iterator[Find
         yield found("tokenizer_conflict", title, causes=causes, tokens=wrong[:SHOWN])
     strange = [key for key in decoder if key not in numbers]
     if strange:
-        title = f"added_tokens_decoder of tokenizer_config.json has keys that are no ids: {some(k[:40] for k in strange)}"
+        title = (
+            f"added_tokens_decoder of tokenizer_config.json has keys that are no ids: {some(k[:40] for k in strange)}"
+        )
         yield found("tokenizer_conflict", title)
     for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
         text = token_text(settings.get(key))
         if text is not None and vocabulary.id_of(text) is None:
             write = found if key == "eos_token" else warned
-            yield write(
-                "tokenizer_conflict",
-                f"{key} {text[:40]!r} is not in the vocabulary",
-                key=key,
-                token=text[:40],
-            )
+            yield write("tokenizer_conflict", f"{key} {text[:40]!r} is not in the vocabulary", key=key, token=text[:40])
 
 
 # -----------------------------------------------------------------------------
@@ -193,16 +181,12 @@ _REFERENCE = "https://github.com/vllm-project/vllm/pull/5954"
 def check_end_of_text(checkpoint: Checkpoint) -> Iterator[Finding]:
     """Engines stop at the generation config's tokens (else config.json's) and at the tokenizer's end token."""
     generation = _ids(checkpoint.object("generation_config.json").get("eos_token_id"))
-    configured = _ids(checkpoint.text_config.get("eos_token_id")) | _ids(
-        checkpoint.config.get("eos_token_id")
-    )
+    configured = _ids(checkpoint.text_config.get("eos_token_id")) | _ids(checkpoint.config.get("eos_token_id"))
     if generation and configured - generation:
         said, stops = sorted(configured), sorted(generation)
         title = f"config.json ends at {said}, generation_config.json at {stops}"
         if configured & generation:
-            title = (
-                f"generation_config.json drops end tokens of config.json: {sorted(configured - generation)}"
-            )
+            title = f"generation_config.json drops end tokens of config.json: {sorted(configured - generation)}"
         detail = "Engines stop at the tokens of generation_config.json only, and run on over the others."
         remedies = [f"set eos_token_id of generation_config.json to {sorted(configured | generation)}"]
         yield warned(
@@ -232,7 +216,9 @@ def _turn_end(checkpoint: Checkpoint, vocabulary: Vocabulary, stops: set[int]) -
             token = ends[0]
             title = f"the chat template ends a turn with {token!r} ({vocabulary.added[token]}), and nothing stops there"
             causes = ["eos_token_id is that of the base model, or was lost when converting"]
-            detail = "A model that learned this template writes the token and goes on: the answer runs into the next turn."
+            detail = (
+                "A model that learned this template writes the token and goes on: the answer runs into the next turn."
+            )
             remedies = [f"add {vocabulary.added[token]} to eos_token_id of generation_config.json"]
             yield warned(
                 "tokenizer_conflict", title, detail=detail, causes=causes, remedies=remedies, path=where, token=token,
@@ -289,9 +275,7 @@ def check_chat_template(checkpoint: Checkpoint) -> Iterator[Finding]:
 def special_tokens(checkpoint: Checkpoint) -> Special:
     """(name, text) of the tokens that templates use by name."""
     settings = checkpoint.object("tokenizer_config.json")
-    named = (
-        (key, token_text(settings.get(key))) for key in ("bos_token", "eos_token", "pad_token", "unk_token")
-    )
+    named = ((key, token_text(settings.get(key))) for key in ("bos_token", "eos_token", "pad_token", "unk_token"))
     return tuple((key, text) for key, text in named if text)
 
 

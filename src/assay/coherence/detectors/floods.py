@@ -39,13 +39,7 @@ NEAR = 120
 
 def detect_flood(view: TextView) -> Detection | None:
     """The first flood of the text."""
-    floods = (
-        _character_flood(view),
-        _dominated(view),
-        _cut_flood(view),
-        _newline_flood(view),
-        _blank_flood(view),
-    )
+    floods = (_character_flood(view), _dominated(view), _cut_flood(view), _newline_flood(view), _blank_flood(view))
     found = [d for d in floods if d]
     return min(found, key=lambda d: d.onset_char, default=None)
 
@@ -76,9 +70,7 @@ def _character_flood(view: TextView) -> Detection | None:
         whole = length >= 0.9 * short and length >= least and not char.isdigit()
         if (length >= limit and not _drawn(view, start, end, limit)) or whole:
             kind = "asterisk_attractor" if char == "*" else "single_char_flood"
-            return Detection(
-                kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length}
-            )
+            return Detection(kind, start, end, {"char": char, "code_point": f"U+{ord(char):04X}", "count": length})
     return None
 
 
@@ -123,10 +115,7 @@ def _dominated(view: TextView) -> Detection | None:
         if len(places):
             onset = int(places[0]) + int(np.argmax(codes[places[0] :] == code))
             return Detection(
-                "single_char_flood",
-                onset,
-                int(places[-1]) + DOMINATED,
-                {"char": char, "in_window": DOMINATED},
+                "single_char_flood", onset, int(places[-1]) + DOMINATED, {"char": char, "in_window": DOMINATED}
             )
     return None
 
@@ -171,9 +160,7 @@ def _blank_flood(view: TextView) -> Detection | None:
         if trailing and view.ending is Ending.CUT:
             limit = CUT_BLANKS
         if match.end() - match.start() >= limit:
-            return Detection(
-                "blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()}
-            )
+            return Detection("blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()})
     return _mostly_blank(view)
 
 
@@ -280,20 +267,14 @@ def _crowded(view: TextView, end: str) -> Detection | None:
         flood = cut and count > len(end) / 2
     elif char in _DRAWN:
         flood = (
-            cut
-            and count > len(end) / 2
-            and char != "*"
-            and set(end) != set("#.")
-            and _mean_run(view, char) < DRAWN_RUN
+            cut and count > len(end) / 2 and char != "*" and set(end) != set("#.") and _mean_run(view, char) < DRAWN_RUN
         )
     else:
         flood = not _is_code_of_letters(end) and not (numbers and char in _COUNTED)
     if not flood:
         return None
     onset = _onset(view, [char], CUT_SHARE)
-    return Detection(
-        "single_char_flood", onset, view.visible_end, {"char": char, "share": round(count / len(end), 2)}
-    )
+    return Detection("single_char_flood", onset, view.visible_end, {"char": char, "share": round(count / len(end), 2)})
 
 
 def _is_code_of_letters(end: str) -> bool:

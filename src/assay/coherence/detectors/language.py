@@ -97,10 +97,7 @@ def mark_class(mark: str) -> int:
 @cache
 def tables() -> Tables:
     """The tables, read once."""
-    with (
-        resources.files("assay.coherence.detectors").joinpath(TABLES).open("rb") as file,
-        np.load(file) as stored,
-    ):
+    with resources.files("assay.coherence.detectors").joinpath(TABLES).open("rb") as file, np.load(file) as stored:
         return Tables(
             shapes=stored["shapes"].astype(np.float32) / BITS_STEP,
             letters=stored["letters"].astype(np.float32) / BITS_STEP,

@@ -92,11 +92,7 @@ def detect_loop(view: TextView) -> Detection | None:
     if not faults:
         return _whole_reply(view)
     first = min(faults, key=lambda loop: (loop.start, -loop.end))
-    evidence = {
-        "unit": quote(first.unit),
-        "period_chars": len(first.unit),
-        "repeats": round(first.repeats, 1),
-    }
+    evidence = {"unit": quote(first.unit), "period_chars": len(first.unit), "repeats": round(first.repeats, 1)}
     return Detection(loop_kind(first.unit), _line_start_in(_first_part(first, loops)), first.end, evidence)
 
 
@@ -132,11 +128,7 @@ def _whole_reply(view: TextView) -> Detection | None:
         return None
     for period in (2, 3):
         unit = text[:period]
-        if (
-            len(set(unit)) > 1
-            and text == (unit * len(text))[: len(text)]
-            and not _said_by_right(unit, len(text))
-        ):
+        if len(set(unit)) > 1 and text == (unit * len(text))[: len(text)] and not _said_by_right(unit, len(text)):
             onset = len(view.text) - len(view.text.lstrip())
             evidence = {"unit": unit, "period_chars": period, "repeats": round(len(text) / period, 1)}
             return Detection(loop_kind(unit), onset, view.visible_end, evidence)
@@ -164,10 +156,7 @@ def without_request(view: TextView) -> str | None:
         if (
             announced
             and word_count(after.group()) >= CONCLUSION
-            and any(
-                copies[period:] == copies[:-period]
-                for period in range(1, min(MAX_PERIOD, len(copies) // 8) + 1)
-            )
+            and any(copies[period:] == copies[:-period] for period in range(1, min(MAX_PERIOD, len(copies) // 8) + 1))
         ):
             return view.text[: block.start()] + view.text[block.end() :]
     return None
@@ -194,9 +183,7 @@ def candidates(view: TextView) -> Sequence[Loop]:
 
 def _goes_on(view: TextView, loop: Loop, last: int) -> bool:
     """Whether words follow the loop in which nothing is repeated."""
-    return (
-        last < loop.end < view.visible_end and word_count(view.text[loop.end : loop.end + 400]) >= CONCLUSION
-    )
+    return last < loop.end < view.visible_end and word_count(view.text[loop.end : loop.end + 400]) >= CONCLUSION
 
 
 def is_fault(loop: Loop, ending: Ending) -> bool:
@@ -388,27 +375,19 @@ def _with_period(view: TextView, counts: Counts, ids: NDArray[Any], period: int)
         return None
     starts, ends = true_stretches(alike)
     for first, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        start = first + int(
-            np.argmax(np.diff(same[first : first + width + 1]))
-        )  # the first token that comes again
+        start = first + int(np.argmax(np.diff(same[first : first + width + 1])))  # the first token that comes again
         last = min(end + width + period - 2, len(ids) - 1)
         a, b = int(view.tokens.starts[start]), int(view.tokens.ends[last])
         if _is_prose_loop(view, counts, a, b, start, last, period):
             unit = view.text[a : int(view.tokens.starts[start + period])]
             exact = bool(same[end + width - 1] - same[start] == end + width - 1 - start)
             kind = "counter_loop" if exact and any(c.isdigit() for c in unit) else "near_loop"
-            evidence = {
-                "unit": quote(unit),
-                "period_tokens": period,
-                "repeats": round((last + 1 - start) / period, 1),
-            }
+            evidence = {"unit": quote(unit), "period_tokens": period, "repeats": round((last + 1 - start) / period, 1)}
             return Detection(kind, a, b, evidence)
     return None
 
 
-def _is_prose_loop(
-    view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int
-) -> bool:
+def _is_prose_loop(view: TextView, counts: Counts, a: int, b: int, first: int, last: int, period: int) -> bool:
     tokens = last + 1 - first
     marks = tokens - int(counts.words[last + 1] - counts.words[first])
     letters = int(counts.letters[b] - counts.letters[a])

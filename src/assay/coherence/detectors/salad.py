@@ -34,9 +34,7 @@ ODD_SHAPE_BITS, BAD_PAIR_BITS = 7.0, -2.0
 """Bits from which a character is odd after the two before it, and below which two classes of words avoid each other."""
 
 
-def token_measures(
-    view: TextView, notation: Iterable[tuple[int, int]] = ()
-) -> dict[str, NDArray[np.float64]]:
+def token_measures(view: TextView, notation: Iterable[tuple[int, int]] = ()) -> dict[str, NDArray[np.float64]]:
     """Per token: bits, counts and flags. Tokens of encoded data, and in the spans of notation, weigh nothing."""
     tables = language.tables()
     starts, ends = view.tokens.starts, view.tokens.ends
@@ -263,9 +261,7 @@ PIECES = {
 }
 _ATOMS = r"(?:\[[^\]\s]{1,14}\]|Br|Cl|[BCNOPSFIbcnops]|[=#$:/\\.~-]|%\d\d|\d|[()])"
 _WORDY = r"[A-Za-z]{0,24}[a-z]{2}[A-Za-z]{0,24}\d{0,3}"
-_PART = (
-    rf"(?:\d{{1,4}}(?:\.\d+)?[A-Za-z]{{0,2}}(?![A-Za-z0-9])|[A-Z]{{1,4}}\d{{0,3}}(?![A-Za-z0-9])|{_WORDY})"
-)
+_PART = rf"(?:\d{{1,4}}(?:\.\d+)?[A-Za-z]{{0,2}}(?![A-Za-z0-9])|[A-Z]{{1,4}}\d{{0,3}}(?![A-Za-z0-9])|{_WORDY})"
 """Parts of the name of a model or a package: words with a number behind them, sizes and capitals."""
 WHOLE = {
     "position": r"(?:[pnbrqkPNBRQK1-8]{1,8}/){7}[pnbrqkPNBRQK1-8]{1,8}(?: [wb] (?:-|[KQkq]{1,4}) (?:-|[a-h][36])(?: \d+ \d+)?)?",
@@ -316,9 +312,7 @@ _ROWS = re.compile(
     )
 )
 _WHOLE = re.compile("|".join(f"(?:{p})" for p in WHOLE.values()), re.MULTILINE)
-_NAME = re.compile(
-    r"(?<![\w.-])(?=[\w.-]{0,60}\d)(?=[A-Za-z]*[a-z]{2})[A-Za-z0-9]+(?:[-._][A-Za-z0-9]+)*(?![\w-])"
-)
+_NAME = re.compile(r"(?<![\w.-])(?=[\w.-]{0,60}\d)(?=[A-Za-z]*[a-z]{2})[A-Za-z0-9]+(?:[-._][A-Za-z0-9]+)*(?![\w-])")
 """A name with a number in it, such as that of a model; one that comes twice is a name, and no glued digits."""
 _HEX_DUMP = re.compile(r"^[0-9a-fA-F]{4,16}:?[ \t]+(?:[0-9a-fA-F]{2,4}[ \t]+){4,}.*$", re.MULTILINE)
 _BLOCK = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
@@ -366,9 +360,7 @@ def encoded_spans(text: str) -> Iterator[tuple[int, int]]:
 
 def _is_no_sentence(piece: str) -> bool:
     """Single letters and short words stand in sentences too: there must be something that no sentence has."""
-    return (
-        any(c.isdigit() or not (c.isalpha() or c.isspace() or c in ".,;:'") for c in piece) or piece.isupper()
-    )
+    return any(c.isdigit() or not (c.isalpha() or c.isspace() or c in ".,;:'") for c in piece) or piece.isupper()
 
 
 def _same_again(pieces: Sequence[str]) -> bool:
@@ -440,9 +432,7 @@ class Windows:
     end: NDArray[np.int64]
 
 
-def running_sums(
-    view: TextView, notation: Iterable[tuple[int, int]] = ()
-) -> Mapping[str, NDArray[np.float64]] | None:
+def running_sums(view: TextView, notation: Iterable[tuple[int, int]] = ()) -> Mapping[str, NDArray[np.float64]] | None:
     """Running sums of all measures over the tokens, or None if there are too few to say anything."""
     if len(view.text) < MIN_CHARS or len(view.is_word) < MIN_TOKENS or int(view.is_word.sum()) < MIN_WORDS:
         return None
@@ -543,15 +533,10 @@ class Trees:
 @cache
 def trees(window: int) -> Trees:
     """The shipped trees for windows of so many tokens."""
-    with (
-        resources.files("assay.coherence.detectors").joinpath(MODEL).open("rb") as file,
-        np.load(file) as stored,
-    ):
+    with resources.files("assay.coherence.detectors").joinpath(MODEL).open("rb") as file, np.load(file) as stored:
         names = ("roots", "feature", "threshold", "left", "right", "value")
         table = {name: stored[f"{name}_{window}"] for name in names}
-        return Trees(
-            **table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"])
-        )
+        return Trees(**table, baseline=float(stored[f"baseline_{window}"]), depth=int(stored[f"depth_{window}"]))
 
 
 def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:

@@ -146,10 +146,7 @@ def _doubles_syllable(word: str, often: Counter[str], known: dict[str, bool], en
 
 
 def judge_stutter(
-    counts: Iterable[Counts],
-    healthy: float = HEALTHY,
-    confidence: float = 0.95,
-    times: float = TIMES,
+    counts: Iterable[Counts], healthy: float = HEALTHY, confidence: float = 0.95, times: float = TIMES
 ) -> StutterRate:
     """Whether the texts of a run stutter more than those of healthy models, at a rate of `healthy` a word.
 
@@ -173,13 +170,7 @@ def judge_stutter(
     limit = times * healthy
     texts = sum(c.total > 0 for c in kept)
     verdict: Literal["good", "bad", "unclear"]
-    verdict = (
-        "bad"
-        if lo > limit and texts >= 3
-        else "good"
-        if hi <= limit or total / words <= healthy
-        else "unclear"
-    )
+    verdict = "bad" if lo > limit and texts >= 3 else "good" if hi <= limit or total / words <= healthy else "unclear"
     return StutterRate(total / words, lo, hi, verdict, total, words)
 
 
@@ -193,10 +184,7 @@ def detect_stutter(view: TextView) -> Detection | None:
     found = [m for m in doubled if language.is_known_word(m.group(1), bloom)]
     for index in range(len(found) - MIN_STUTTER_WORDS + 1):
         group = found[index : index + MIN_STUTTER_WORDS]
-        if (
-            len({m.group(1) for m in group}) == MIN_STUTTER_WORDS
-            and group[-1].end() - group[0].start() <= MAX_GAP
-        ):
+        if len({m.group(1) for m in group}) == MIN_STUTTER_WORDS and group[-1].end() - group[0].start() <= MAX_GAP:
             onset = group[0].start() + len(group[0].group(1))
             evidence = {"words": [m.group(1) for m in found[:5]], "count": len(found)}
             return Detection("stutter", onset, found[-1].end(), evidence)

@@ -30,9 +30,7 @@ _TURN = re.compile(
     r"|<\|message|<\|call\|",
     re.IGNORECASE,
 )
-_FILLER = re.compile(
-    r"pad|unk|unused|reserved|extra_id|mask|0x|control|special|placeholder|\u2047", re.IGNORECASE
-)
+_FILLER = re.compile(r"pad|unk|unused|reserved|extra_id|mask|0x|control|special|placeholder|\u2047", re.IGNORECASE)
 _NUMBERED = re.compile(r"(?:unused|reserved|control|special|placeholder)", re.IGNORECASE)
 """Slots that nothing was trained on: one is enough, whereas `<unk>` may stand for a word."""
 _PLAIN = re.compile(r"</?(?:s|think|tool_call|tool_response)>", re.IGNORECASE)
@@ -45,9 +43,7 @@ _NOUN_BEFORE = re.compile(
 _NOUN_AFTER = re.compile(
     r"(?:user|assistant|system|model)?[ \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|[ \t]*\|[ \t]"
 )
-_LISTED = re.compile(
-    rf"(?:{_SPECIAL.pattern})(?:, (?:and |or )?| (?:and|or|und|et|y|i|&) )(?:{_SPECIAL.pattern})"
-)
+_LISTED = re.compile(rf"(?:{_SPECIAL.pattern})(?:, (?:and |or )?| (?:and|or|und|et|y|i|&) )(?:{_SPECIAL.pattern})")
 """Tokens in an enumeration are the subject by themselves."""
 _ENDS_LINE = re.compile(r"[ \t]*(?:\n|\Z)")
 _ANNOUNCED = re.compile(r"(?:[:=|(]|\b(?:is|are|by|token|called|with|or|and|ist|est|es))[ \t]*\Z")
@@ -61,8 +57,7 @@ ABOUT = 300
 OFTEN = 30
 """A token that comes so often is not named."""
 _INDENTED = re.compile(
-    r"^(?![ \t])[^\n]+\n(?:[ \t]*\n)+((?:(?: {4,}|\t)[^\n]*(?:\n|\Z)|[ \t]*\n)+)|((?:^> ?[^\n]*(?:\n|\Z))+)",
-    re.M,
+    r"^(?![ \t])[^\n]+\n(?:[ \t]*\n)+((?:(?: {4,}|\t)[^\n]*(?:\n|\Z)|[ \t]*\n)+)|((?:^> ?[^\n]*(?:\n|\Z))+)", re.M
 )
 _INTRODUCED = re.compile(r"^([^\n]{1,400}):[ \t]*\n+([<\[][^\n]+(?:\n[^\n]+)*)", re.MULTILINE)
 
@@ -105,8 +100,7 @@ def _leak(view: TextView) -> Detection | None:
     leaks = [
         m
         for m in marks
-        if often[m.group()] > OFTEN
-        or not (_named(text, m) or (m.group() in spoken and _in_sentence(text, m)))
+        if often[m.group()] > OFTEN or not (_named(text, m) or (m.group() in spoken and _in_sentence(text, m)))
     ]
     turns = [m for m in leaks if _TURN.search(m.group())]
     if turns:
@@ -172,9 +166,7 @@ def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None
 def _roles(view: TextView) -> Detection | None:
     """Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, lines of roles alone."""
     text = view.text
-    if not any(
-        word in text for word in ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:")
-    ):
+    if not any(word in text for word in ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:")):
         return None
     if turns := _labelled_turns(view):
         return _found("template_leak", turns)
@@ -195,8 +187,7 @@ def _roles(view: TextView) -> Detection | None:
 
 _LABEL = re.compile(r"^(?:### ?)?(?:(User|Human|USER)|(Assistant|AI|ASSISTANT|Bot)): ?(?=\S)", re.MULTILINE)
 _DIALOGUE = re.compile(
-    r"dialog|convers|transcript|interview|example|script|chat|scene|exchange|role|prompt|log\b|sample",
-    re.IGNORECASE,
+    r"dialog|convers|transcript|interview|example|script|chat|scene|exchange|role|prompt|log\b|sample", re.IGNORECASE
 )
 
 

@@ -37,9 +37,7 @@ def detect_digits(view: TextView) -> Detection | None:
     glued = list(_glued(view.text))
     # In code such names exist (`is1`, `this2`); there they repeat, and words do not stand around them.
     if len({m.group().lower() for m in glued}) >= MIN_GLUED and len(glued) * 300 > len(view.text):
-        return Detection(
-            "digit_salad", glued[0].start(), glued[-1].end(), {"glued": [m.group() for m in glued[:5]]}
-        )
+        return Detection("digit_salad", glued[0].start(), glued[-1].end(), {"glued": [m.group() for m in glued[:5]]})
     return _strewn(view)
 
 
@@ -91,9 +89,7 @@ def detect_identifiers(view: TextView) -> Detection | None:
             or (glued is not None and len(set(glued.group())) >= 12)
         )
         if soup:
-            return Detection(
-                "identifier_soup", match.start(), match.end(), {"length": len(name), "name": quote(name)}
-            )
+            return Detection("identifier_soup", match.start(), match.end(), {"length": len(name), "name": quote(name)})
     return None
 
 
@@ -179,9 +175,7 @@ def detect_strays(view: TextView) -> Detection | None:
             piece = strays[first : first + size]
             if piece[-1][0] - piece[0][0] <= reach and enough(view, piece, base):
                 shown = [view.text[a:b] for a, b, _, _ in piece]
-                return Detection(
-                    "mixed_scripts", piece[0][0], strays[-1][1], {"strays": shown, "count": len(strays)}
-                )
+                return Detection("mixed_scripts", piece[0][0], strays[-1][1], {"strays": shown, "count": len(strays)})
     return None
 
 
@@ -205,9 +199,7 @@ def _strays(view: TextView, group: NDArray[np.int64], base: int) -> Iterator[tup
     letters, others = running_count(group >= 0), running_count(other)
     spans: list[list[int]] = []
     for start, end in zip(*(edges.tolist() for edges in true_stretches(other)), strict=True):
-        if spans and _one_phrase(
-            text[spans[-1][1] : min(start, spans[-1][1] + MAX_STRAY)], start - spans[-1][1]
-        ):
+        if spans and _one_phrase(text[spans[-1][1] : min(start, spans[-1][1] + MAX_STRAY)], start - spans[-1][1]):
             spans[-1][1] = end
         else:
             spans.append([start, end])
@@ -218,9 +210,7 @@ def _strays(view: TextView, group: NDArray[np.int64], base: int) -> Iterator[tup
         if end - start > MAX_STRAY or symbol or before in _OPENING or after in _CLOSING or start in fences:
             continue
         a, b = view.line_at(start)
-        if "|" not in text[a : min(b, a + NEAR)] and others[b] - others[a] < BILINGUAL * (
-            letters[b] - letters[a]
-        ):
+        if "|" not in text[a : min(b, a + NEAR)] and others[b] - others[a] < BILINGUAL * (letters[b] - letters[a]):
             glued = (start > 0 and group[start - 1] >= 0) or (end < len(text) and group[end] >= 0)
             yield start, end, int(group[start]), bool(glued)
 

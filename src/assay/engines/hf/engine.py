@@ -41,14 +41,7 @@ from assay.engines.hf.cache import (
     with_cache,
 )
 from assay.engines.hf.spec import HfSpec, parse_spec, transform_weights, weight_bytes
-from assay.engines.machine import (
-    Batches,
-    choose_device,
-    give_back,
-    memory_error,
-    out_of_memory,
-    use_threads,
-)
+from assay.engines.machine import Batches, choose_device, give_back, memory_error, out_of_memory, use_threads
 from assay.engines.tool_calls import read_calls
 from assay.errors import AssayError, UsageError
 
@@ -71,10 +64,7 @@ _PRESENT = (
     Capability.TOKEN_IDS_PROMPT,
     Capability.IGNORE_EOS,
 )
-_ABSENT = {
-    Capability.STREAM: "a batch in this process answers in one piece",
-    Capability.METRICS: "there is no server",
-}
+_ABSENT = {Capability.STREAM: "a batch in this process answers in one piece", Capability.METRICS: "there is no server"}
 
 HUB_S = 5.0
 """Seconds that the Hub has to answer before a model is looked for in its cache alone."""
@@ -108,9 +98,7 @@ class HfEngine:
                     spec.model,
                     local_files_only=kept_only,
                     dtype="auto" if spec.dtype == "auto" else getattr(torch, spec.dtype),
-                    attn_implementation=register_attention()
-                    if spec.attention == ATTENTION
-                    else spec.attention,
+                    attn_implementation=register_attention() if spec.attention == ATTENTION else spec.attention,
                     output_loading_info=True,
                     trust_remote_code=False,
                     weights_only=True,
@@ -172,9 +160,7 @@ class HfEngine:
         """Answer one request; `generate_batch` is many times faster for many."""
         return self.generate_batch([request])[0]
 
-    def generate_batch(
-        self, requests: Sequence[Request], on_done: Callable[[], None] = lambda: None
-    ) -> list[Reply]:
+    def generate_batch(self, requests: Sequence[Request], on_done: Callable[[], None] = lambda: None) -> list[Reply]:
         """Answer all requests, in order; `on_done` is called once for each as its batch ends."""
         prompts = [self._prompt_ids(request) for request in requests]
         replies: dict[int, Reply] = {}
@@ -278,9 +264,7 @@ class HfEngine:
         return lambda tokens: any(word in self._text(tokens) for word in stop)
 
     def _text(self, tokens: list[int]) -> str:
-        return str(
-            self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _reply(self, row: Row, request: Request) -> Reply:
         text = self._text(row.tokens)
@@ -390,7 +374,9 @@ def _cannot_load(spec: HfSpec, error: Exception) -> AssayError:
     elif "trust_remote_code" in str(error):
         reason = "it comes with code of its own (auto_map), which assay never runs"
         finding = "fidelity.code_refused"
-        remedy = "leave auto_map out where transformers knows the architecture, or compare a server that you trust with it"
+        remedy = (
+            "leave auto_map out where transformers knows the architecture, or compare a server that you trust with it"
+        )
     elif isinstance(error, ImportError):  # a quantised checkpoint needs its quantiser's library
         finding, remedy = (
             "fidelity.engine_missing",
@@ -597,9 +583,7 @@ def token_logprobs(model: Any, ids: tuple[int, ...]) -> tuple[float | None, ...]
     with torch.inference_mode():
         for start in range(0, len(ids) - 1, chunk):
             end = min(start + chunk, len(ids) - 1)
-            logits = model(input_ids=tokens[:, start:end], **with_cache(model, cache), use_cache=True).logits[
-                0
-            ]
+            logits = model(input_ids=tokens[:, start:end], **with_cache(model, cache), use_cache=True).logits[0]
             logprobs = torch.log_softmax(logits.float(), dim=-1)
             found += logprobs.gather(1, tokens[0, start + 1 : end + 1, None]).squeeze(1).tolist()
     return tuple(found)

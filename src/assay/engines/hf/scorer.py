@@ -14,14 +14,7 @@ from assay.engines.base import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import document_start, tokenizer_facts
-from assay.engines.machine import (
-    Batches,
-    free_memory,
-    memory_error,
-    out_of_memory,
-    window_bytes,
-    windows_at_once,
-)
+from assay.engines.machine import Batches, free_memory, memory_error, out_of_memory, window_bytes, windows_at_once
 from assay.engines.scoring import (
     Engagement,
     EngineHook,
@@ -56,11 +49,7 @@ def choose_batch(model: Any, length: int, job: ScoreJob, *, hooked: bool = False
 
 
 def window_states(
-    model: Any,
-    windows: Sequence[Window],
-    job: ScoreJob,
-    hook: EngineHook | None,
-    batches: Batches | None = None,
+    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None, batches: Batches | None = None
 ) -> Iterator[tuple[Window, torch.Tensor]]:
     """Yield (window, states [length − scored_from, d]) in order; row i predicts token `scored_from + i`.
 
@@ -91,9 +80,7 @@ def window_states(
     yield from batches.run(windows, states_of, too_large)
 
 
-def _batch_states(
-    model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None
-) -> torch.Tensor:
+def _batch_states(model: Any, windows: Sequence[Window], job: ScoreJob, hook: EngineHook | None) -> torch.Tensor:
     """States [B, length − scored_from, d] of one batch."""
     ids = torch.tensor([w.tokens for w in windows], dtype=torch.long, device=model.device)
     states = None
@@ -201,9 +188,7 @@ def _check(model: Any, head: Head) -> None:
         )
 
 
-def greedy_steps(
-    model: Any, head: Head, prefixes: Sequence[tuple[int, ...]], count: int
-) -> list[list[GreedyStep]]:
+def greedy_steps(model: Any, head: Head, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
     """`count` tokens after each of the equally long prefixes, all in one batch, token by token through the cache."""
     ids = torch.tensor(prefixes, dtype=torch.long, device=model.device)
     base, cache = model.base_model, new_cache(model)
@@ -261,10 +246,7 @@ class HfScorer:
         size = self.batch_size(windows, job)
         hook = load_hook(job.hook) if job.hook else None
         self.engine.spec.refuse_path(job.path)
-        model, head = (
-            self.engine.model,
-            self.head,
-        )  # the head's check runs the model, which is no hook's to see
+        model, head = (self.engine.model, self.head)  # the head's check runs the model, which is no hook's to see
         # What did not fit once does not fit the next time, and both sides of a comparison should run alike.
         self._batches = batches = self._batches.again(size) if self._batches else Batches(size)
         self._engagement = Engagement()

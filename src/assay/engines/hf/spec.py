@@ -94,9 +94,7 @@ class HfSpec:
 def parse_spec(spec: str) -> HfSpec:
     """Read `hf:MODEL?option=value&…`, or a plain MODEL; UsageError on an unknown option or value."""
     options: dict[str, Any] = {field.name: field.default for field in fields(HfSpec)[1:]}
-    model, given = read_options(
-        spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32"
-    )
+    model, given = read_options(spec, "hf:", list(options), example="hf:PATH, such as hf:./model?dtype=float32")
     options |= dict(given)
     for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
         if options[name] not in known:
@@ -191,9 +189,7 @@ def transform_weights(model: Any, spec: str) -> int:
         return int(get("assay.weights", name)(model, **options))
     except TypeError as error:  # an option of the wrong kind
         raise UsageError(
-            f"weights={spec}: {error}",
-            remedy="look at the options in docs/compare.md",
-            finding_id="fidelity.usage",
+            f"weights={spec}: {error}", remedy="look at the options in docs/compare.md", finding_id="fidelity.usage"
         ) from error
 
 

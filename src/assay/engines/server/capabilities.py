@@ -165,10 +165,7 @@ class _Prober:
         return whole_reply(self.transport.post_json(url, body), url)
 
     def attempt(
-        self,
-        capability: Capability,
-        probe: Callable[[], str | None],
-        unable: tuple[type[AssayError], ...] = _UNABLE,
+        self, capability: Capability, probe: Callable[[], str | None], unable: tuple[type[AssayError], ...] = _UNABLE
     ) -> None:
         """Run a probe of something optional: it returns why the server cannot, or None if it can.
 
@@ -227,9 +224,7 @@ class _Prober:
             dialect = replace(self.dialects[route], stream_options=options)
             body = body_of(_request(route, max_tokens=4), self.model, dialect, stream=True)
             try:
-                reply, assembler = stream_reply(
-                    self.transport, f"{self.transport.endpoint.api}/{route}", body
-                )
+                reply, assembler = stream_reply(self.transport, f"{self.transport.endpoint.api}/{route}", body)
             except RequestRefused as exc:
                 refusal = reason(exc)
                 continue
@@ -247,9 +242,7 @@ class _Prober:
         if running:
             self.has(Capability.CONTINUOUS_USAGE)
         else:
-            self.lacks(
-                Capability.CONTINUOUS_USAGE, refusal or "it sends no usage with the chunks of a stream"
-            )
+            self.lacks(Capability.CONTINUOUS_USAGE, refusal or "it sends no usage with the chunks of a stream")
 
     def logprobs(self) -> None:
         def probe() -> str | None:
@@ -281,9 +274,7 @@ class _Prober:
 
     def token_ids(self) -> None:
         def probe() -> str | None:
-            ids = (
-                self.tokenizer(self.transport, self.model, _TEXT) if self.tokenizer else (40, 41, 42, 43, 44)
-            )
+            ids = self.tokenizer(self.transport, self.model, _TEXT) if self.tokenizer else (40, 41, 42, 43, 44)
             reply = self.ask(COMPLETIONS, self.dialects[COMPLETIONS], prompt=ids)
             if reply.prompt_tokens is None:
                 return "it takes token ids, but does not count them, so that it may have ignored them"
@@ -305,8 +296,7 @@ class _Prober:
         else:
             self.lacks(
                 Capability.SCORE,
-                f"prompt_logprobs: {self.absent[Capability.PROMPT_LOGPROBS]}; "
-                f"echo: {self.absent[Capability.ECHO]}",
+                f"prompt_logprobs: {self.absent[Capability.PROMPT_LOGPROBS]}; echo: {self.absent[Capability.ECHO]}",
             )
 
     def try_score(self, route: PromptRoute) -> None:

@@ -158,9 +158,7 @@ def choose_model(
             if wanted == card.id or wanted in card.aliases:
                 return card, "named by the caller"
         if names and list_is_complete:
-            raise ModelUnknown(
-                f"{where} has no model {one_line(wanted)!r}; it has {_listed(names)}", available=names
-            )
+            raise ModelUnknown(f"{where} has no model {one_line(wanted)!r}; it has {_listed(names)}", available=names)
         return ModelCard(id=wanted), "named by the caller, not listed by the server"
     if not names:
         what = "lists no model" if cards is not None else "has no list of models"
@@ -227,9 +225,7 @@ def parse_metrics(text: str) -> Metrics:
         for parsed in text_string_to_metric_families(text):
             samples = tuple(Sample(s.name, dict(s.labels), float(s.value)) for s in parsed.samples)
             known = families.get(parsed.name)
-            families[parsed.name] = Family(
-                parsed.name, parsed.type, (known.samples if known else ()) + samples
-            )
+            families[parsed.name] = Family(parsed.name, parsed.type, (known.samples if known else ()) + samples)
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as exc:
         raise ValueError(f"not a page of Prometheus metrics: {exc}") from exc
     return Metrics(families)

@@ -35,9 +35,7 @@ def parse_url(url: str) -> Endpoint:
     except ValueError as exc:
         raise UsageError(f"the URL is not valid: {exc}", remedy="write it as http://host:port") from None
     if parts.scheme not in ("http", "https"):
-        raise UsageError(
-            f"the URL scheme {parts.scheme!r} is not http or https", remedy="write it as http://host:port"
-        )
+        raise UsageError(f"the URL scheme {parts.scheme!r} is not http or https", remedy="write it as http://host:port")
     if not host or re.search(r"[\s\x00-\x1f\x7f]", text):
         raise UsageError("the URL names no host", remedy="write it as http://host:port")
     if parts.query or parts.fragment:

@@ -61,9 +61,7 @@ def default_limits(timeout: float = 300.0) -> Limits:
     """Limits for answers that may take `timeout` seconds in all; a silence may last half of it, or two minutes."""
     if not timeout > 0:
         raise UsageError(f"a timeout of {timeout:g} s is not positive")
-    return Limits(
-        connect_s=min(10.0, timeout), silence_s=min(timeout, max(120.0, timeout / 2)), total_s=timeout
-    )
+    return Limits(connect_s=min(10.0, timeout), silence_s=min(timeout, max(120.0, timeout / 2)), total_s=timeout)
 
 
 class ServerEngine:
@@ -73,13 +71,7 @@ class ServerEngine:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        card: ModelCard,
-        *,
-        chosen: str,
-        listed: tuple[str, ...],
-        identity: Identity,
+        self, transport: Transport, card: ModelCard, *, chosen: str, listed: tuple[str, ...], identity: Identity
     ) -> None:
         self._transport = transport
         self._card = card
@@ -266,9 +258,7 @@ class ServerEngine:
         unscored = len(first.encode()) if first and source.startswith(first) else 0
         return replace(scores, bytes=len(source.encode("utf-8", "replace")) - unscored)
 
-    def topk_logprobs(
-        self, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int = 1
-    ) -> TopkLogprobs:
+    def topk_logprobs(self, tokens: Sequence[int], topk: Sequence[Sequence[int]], first: int = 1) -> TopkLogprobs:
         """Log-probabilities of given ids at the tokens `first` … of a prompt: those of row i at token `first + i`.
 
         Where the server cannot score given ids, its own likeliest ones stand in for them, as many as the longest
@@ -311,9 +301,7 @@ class ServerEngine:
 
     def page(self, path: str) -> str:
         """What the server answers to a GET of `path` under its root, as text; asked once."""
-        return self._transport.get(self._transport.endpoint.root + path, retry=False).decode(
-            "utf-8", "replace"
-        )
+        return self._transport.get(self._transport.endpoint.root + path, retry=False).decode("utf-8", "replace")
 
     def listed(self) -> tuple[str, ...]:
         """The names of the models that it lists now; empty where it has no list."""
@@ -433,9 +421,7 @@ class ServerCandidate:
         parsed = parse_spec(spec)
         return cls(
             parsed,
-            ServerEngine.connect(
-                parsed.url, parsed.model, api_key_env=parsed.api_key_env, timeout=parsed.timeout
-            ),
+            ServerEngine.connect(parsed.url, parsed.model, api_key_env=parsed.api_key_env, timeout=parsed.timeout),
         )
 
     @property

@@ -28,14 +28,9 @@ class ServerError(AssayError):
     id: ClassVar[str] = "server.unreachable"
     default_remedy: ClassVar[str] = "check the URL, and that the server runs and is reachable from here"
 
-    def __init__(
-        self, message: str, *, remedy: str | None = None, evidence: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, remedy: str | None = None, evidence: Mapping[str, Any] | None = None) -> None:
         super().__init__(
-            message,
-            finding_id=self.id,
-            remedy=self.default_remedy if remedy is None else remedy,
-            evidence=evidence,
+            message, finding_id=self.id, remedy=self.default_remedy if remedy is None else remedy, evidence=evidence
         )
 
 
@@ -72,9 +67,7 @@ class NotJson(ServerError):
     """The answer is not the JSON that was asked for."""
 
     id = "server.not_json"
-    default_remedy = (
-        "give the root of an OpenAI-compatible server, or its /v1; a proxy or a web page may answer here"
-    )
+    default_remedy = "give the root of an OpenAI-compatible server, or its /v1; a proxy or a web page may answer here"
 
 
 class Failing(ServerError):
@@ -142,10 +135,7 @@ class ServerInconclusive(InconclusiveError):
         partial_text: str = "",
     ) -> None:
         super().__init__(
-            message,
-            finding_id=self.id,
-            remedy=self.default_remedy if remedy is None else remedy,
-            evidence=evidence,
+            message, finding_id=self.id, remedy=self.default_remedy if remedy is None else remedy, evidence=evidence
         )
         self.partial_text = partial_text
         """What had arrived of a streamed text before it ended."""

@@ -234,9 +234,7 @@ class Transport:
         status = response.status_code
         asked = retry_after(response.headers.get("retry-after"))
         if asked is not None and asked > self.limits.longest_wait_s:
-            error = error_for_status(
-                status, url, f"{said}; it asks to wait {asked:,.0f} s, which is too long"
-            )
+            error = error_for_status(status, url, f"{said}; it asks to wait {asked:,.0f} s, which is too long")
             error.evidence["retry_after_s"] = asked
             raise error
         if last or status not in RETRIED:

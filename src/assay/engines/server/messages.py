@@ -337,9 +337,7 @@ class StreamAssembler:
         """Take one chunk, which arrived at the monotonic time `at`."""
         if chunk.get("error") or chunk.get("object") == "error":
             said = one_line(error_message(chunk)) or "no message"
-            raise StreamFailed(
-                f"{self.where} reported an error in its stream: {said}", partial_text=self.text
-            )
+            raise StreamFailed(f"{self.where} reported an error in its stream: {said}", partial_text=self.text)
         self.chunks += 1
         usage = as_object(chunk.get("usage"))
         if usage:
@@ -385,11 +383,7 @@ class StreamAssembler:
         self._content.append(content)
         self._reasoning.append(reasoning)
         self._reasoning_field = name or self._reasoning_field
-        pieces = (
-            TextPiece("reasoning", reasoning),
-            TextPiece("content", content),
-            TextPiece("tool_call", called),
-        )
+        pieces = (TextPiece("reasoning", reasoning), TextPiece("content", content), TextPiece("tool_call", called))
         for piece in pieces:
             if piece.text and self.on_text is not None:
                 self.on_text(piece)
@@ -407,9 +401,7 @@ class StreamAssembler:
             content="".join(self._content),
             reasoning="".join(self._reasoning),
             reasoning_field=self._reasoning_field,
-            tool_calls=tuple(
-                ToolCall(call.name, call.arguments, call.id) for _, call in sorted(self._calls.items())
-            ),
+            tool_calls=tuple(ToolCall(call.name, call.arguments, call.id) for _, call in sorted(self._calls.items())),
             finish_reason=self._finish_reason,
             stop_reason=self._stop_reason,
             prompt_tokens=as_count(self._usage.get("prompt_tokens")),

@@ -67,9 +67,7 @@ def by_prompt_logprobs(
     return found
 
 
-def by_echo(
-    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
-) -> list[PromptScores]:
+def by_echo(transport: Transport, model: str, sources: Sequence[Source], width: int = 0) -> list[PromptScores]:
     """The legacy completions API: prompts echoed with their `logprobs`, and one generated token to cut off."""
     fields: dict[str, Any] = {"echo": True, "logprobs": max(1, width)}
     if width:
@@ -99,9 +97,7 @@ def by_echo(
     return found
 
 
-def by_sglang(
-    transport: Transport, model: str, sources: Sequence[Source], width: int = 0
-) -> list[PromptScores]:
+def by_sglang(transport: Transport, model: str, sources: Sequence[Source], width: int = 0) -> list[PromptScores]:
     """SGLang's native route: `/generate` with `input_token_logprobs` from the first token on.
 
     It can score given ids too, but one set for the whole prompt, which for ids chosen at each position would be
@@ -130,16 +126,12 @@ def by_sglang(
         ids = _ids([row[1] for row in rows])
         if isinstance(source, tuple) and ids != source:
             raise BadScores(f"{len(source)} tokens were sent, but the scores are those of others")
-        likely = [
-            {int(k): v for v, k, *_ in best or ()} for best in (top if width and top else [()] * len(rows))
-        ]
+        likely = [{int(k): v for v, k, *_ in best or ()} for best in (top if width and top else [()] * len(rows))]
         found.append(PromptScores([row[0] for row in rows], likely, ids))
     return found
 
 
-def score_prompts(
-    transport: Transport, model: str, sources: Sequence[Source], route: PromptRoute
-) -> list[TokenScores]:
+def score_prompts(transport: Transport, model: str, sources: Sequence[Source], route: PromptRoute) -> list[TokenScores]:
     """Scores of the tokens of every source, in one request where the server answers each of them, else one by one."""
     try:
         found = route(transport, model, sources, 0)
@@ -172,9 +164,7 @@ def _complete(
     }
     answer = as_object(transport.post_json(transport.endpoint.api + "/completions", body))
     choices = answer.get("choices")
-    by_index = (
-        {c.get("index", 0): c for c in choices if isinstance(c, dict)} if isinstance(choices, list) else {}
-    )
+    by_index = {c.get("index", 0): c for c in choices if isinstance(c, dict)} if isinstance(choices, list) else {}
     if len(sources) > 1 and len(by_index) != len(sources):
         raise BadScores(f"{len(sources)} prompts were sent, {len(by_index)} answers came back")
     return [as_object(by_index.get(i)) for i in range(len(sources))]
@@ -187,9 +177,7 @@ def _checked(values: Sequence[Any]) -> tuple[float | None, ...]:
     numbers = [as_number(value) for value in values[1:]]
     finite = [n for n in numbers if n is not None]
     if len(finite) < len(numbers):
-        raise BadScores(
-            f"{len(numbers) - len(finite)} of {len(numbers)} log-probabilities are no finite numbers"
-        )
+        raise BadScores(f"{len(numbers) - len(finite)} of {len(numbers)} log-probabilities are no finite numbers")
     if max(finite) > _ROUNDING:
         raise BadScores(f"a log-probability of {max(finite):.3g} is above 0")
     if not any(finite):
@@ -283,8 +271,7 @@ def by_given_ids(
     )
     values = _array(answer.get("prompt_token_id_logprobs"), (len(rows), width))
     given: list[tuple[int, dict[int, Any]]] = [
-        (row[0], dict(zip(row, map(float, found), strict=False)))
-        for row, found in zip(rows, values, strict=True)
+        (row[0], dict(zip(row, map(float, found), strict=False))) for row, found in zip(rows, values, strict=True)
     ]
     own = answer.get("prompt_logprobs")
     if not isinstance(own, list):
@@ -335,9 +322,7 @@ def topk_logprobs(
     for route in routes:
         try:
             return route(transport, model, tokens, topk, first), route
-        except (
-            Unauthorized
-        ) as error:  # one route may be forbidden: vLLM's scale-out endpoints are off by default
+        except Unauthorized as error:  # one route may be forbidden: vLLM's scale-out endpoints are off by default
             refusals.append(error)
             reasons.append(error.message)
         except (NotFound, RequestRefused, BadScores) as error:
@@ -397,10 +382,7 @@ def _array(value: Any, shape: tuple[int, int]) -> Any:
 def greedy_request(prefix: tuple[int, ...], count: int) -> Request:
     """The request for `count` greedy tokens, each with the likeliest ids, named by number."""
     return Request(
-        prompt=prefix,
-        max_tokens=count,
-        ignore_eos=True,
-        extra={"logprobs": 2, "return_tokens_as_token_ids": True},
+        prompt=prefix, max_tokens=count, ignore_eos=True, extra={"logprobs": 2, "return_tokens_as_token_ids": True}
     )
 
 
@@ -456,11 +438,7 @@ def read_top(choice: Mapping[str, Any]) -> tuple[TopToken, ...]:
             top = item.get("top_logprobs")
             named = map(as_object, top if isinstance(top, list) else ())
             rows.append(
-                (
-                    item.get("token"),
-                    item.get("logprob"),
-                    {str(t.get("token")): t.get("logprob") for t in named},
-                )
+                (item.get("token"), item.get("logprob"), {str(t.get("token")): t.get("logprob") for t in named})
             )
     else:
         columns = [held.get(name) for name in ("tokens", "token_logprobs", "top_logprobs")]

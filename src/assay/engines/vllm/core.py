@@ -210,9 +210,7 @@ class VllmCore:
         """
         return self._scored(windows, lambda part: list(self._call("states")))
 
-    def _scored(
-        self, windows: Sequence[Window], take: Callable[[Sequence[Window]], list[_Taken]]
-    ) -> list[_Taken]:
+    def _scored(self, windows: Sequence[Window], take: Callable[[Sequence[Window]], list[_Taken]]) -> list[_Taken]:
         """What `take` gives for each window of a batch that went through, of all batches."""
         if self._job is None:
             raise RuntimeError("score() before begin()")
@@ -232,9 +230,7 @@ class VllmCore:
                 raise _failed(error) from error
 
         def too_large(window: Window) -> AssayError:
-            return memory_error(
-                f"a single window of {length:,} tokens", torch.device(self.ranks[-1]["device"])
-            )
+            return memory_error(f"a single window of {length:,} tokens", torch.device(self.ranks[-1]["device"]))
 
         self._batches = self._batches.again(batch) if self._batches else Batches(batch)
         return [found for _, found in self._batches.run(windows, scored, too_large)]
@@ -310,9 +306,7 @@ class VllmCore:
         states = {reference.window.index: reference.states for reference in references}
 
         def take(part: Sequence[Window]) -> list[dict[str, torch.Tensor]]:
-            return [
-                self._reduced(i, w, first, states[w.index].cpu(), number, target) for i, w in enumerate(part)
-            ]
+            return [self._reduced(i, w, first, states[w.index].cpu(), number, target) for i, w in enumerate(part)]
 
         return self._scored(windows, take)
 
@@ -320,10 +314,7 @@ class VllmCore:
         """Statistics of a window of the batch, from its ranks, which must agree bit for bit."""
         found = [answer for answer in self._all("reduce", place, *arguments) if answer is not None]
         for other in found[1:]:
-            if any(
-                not torch.equal(values.nan_to_num(), other[name].nan_to_num())
-                for name, values in found[0].items()
-            ):
+            if any(not torch.equal(values.nan_to_num(), other[name].nan_to_num()) for name, values in found[0].items()):
                 raise _failed(RuntimeError("its ranks came to different sums"))
         return dict(found[0])
 
@@ -347,9 +338,7 @@ class VllmCore:
         longest = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
         if len(prefixes[0]) + count > longest:
             raise self._too_little_room(len(prefixes[0]) + count, longest)
-        asked = SamplingParams(
-            temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=2, detokenize=False
-        )
+        asked = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=2, detokenize=False)
         prompts = [{"prompt_token_ids": list(map(int, prefix))} for prefix in prefixes]
         answers = self._llm.generate(prompts, asked, use_tqdm=False)
         return [_steps(answer.outputs[0]) for answer in answers]
@@ -398,9 +387,7 @@ def _params(key: int, tokens: Any, plan: WindowPlan) -> Any:
         extra[FORCED] = forced
     else:
         forced = forced[:1]
-    return SamplingParams(
-        temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra
-    )
+    return SamplingParams(temperature=0.0, max_tokens=len(forced), ignore_eos=True, detokenize=False, extra_args=extra)
 
 
 def _steps(output: Any) -> list[GreedyStep]:
@@ -477,11 +464,7 @@ class _Deaths:
             f"rank {rank} of {spec.ranks} of vLLM ended while it scored: {reason_of(RuntimeError(how))}",
             finding_id=told.get("finding_id") or "fidelity.engine_failed",
             remedy=told.get("remedy")
-            or (
-                smaller
-                if told.get("memory") or status == -9
-                else "run it again: what was scored so far is kept"
-            ),
+            or (smaller if told.get("memory") or status == -9 else "run it again: what was scored so far is kept"),
             evidence={"rank": rank, "status": status},
         )
 

@@ -130,9 +130,7 @@ class Steps:
             count = int((self._scheduled or {})[name])
             prefix = int(state.num_prompt_tokens) if self._prefix is None else self._prefix
             found.append(
-                Request(
-                    str(extra.get(WINDOW, name)), int(state.num_computed_tokens), count, offset, prefix, row
-                )
+                Request(str(extra.get(WINDOW, name)), int(state.num_computed_tokens), count, offset, prefix, row)
             )
             offset += count
         return tuple(found)
@@ -182,9 +180,7 @@ class Steps:
             positions = np.arange(change.lo, change.lo + change.k.shape[0])
             if change.lo + change.k.shape[0] > change.request.start:
                 raise ValueError("tokens of the running step go back through attention, not into the cache")
-            found.append(
-                blocks[change.request.row, positions // size].astype(np.int64) * size + positions % size
-            )
+            found.append(blocks[change.request.row, positions // size].astype(np.int64) * size + positions % size)
         return np.concatenate(found)
 
 
@@ -251,13 +247,7 @@ class KvHooks:
     """One hook in place in all layers of a model of vLLM, until `remove`."""
 
     def __init__(
-        self,
-        spec: HookSpec,
-        model: Any,
-        *,
-        eager: bool,
-        steps: Steps | None = None,
-        share: tuple[int, int] = (0, 1),
+        self, spec: HookSpec, model: Any, *, eager: bool, steps: Steps | None = None, share: tuple[int, int] = (0, 1)
     ) -> None:
         self._hook = load_hook(spec)
         self.passes = int(getattr(self._hook, "passes", 1))
@@ -367,9 +357,7 @@ def attention_layers(model: Any) -> dict[int, Any]:
         if number is None or not (hasattr(module, "rotary_emb") and hasattr(module, "attn")):
             continue
         if not any(kind.__name__ in ARCHITECTURES for kind in type(module).__mro__):
-            raise _refused(
-                f"{type(module).__name__} is no attention that assay hooks", "use Llama, Qwen2 or Qwen3"
-            )
+            raise _refused(f"{type(module).__name__} is no attention that assay hooks", "use Llama, Qwen2 or Qwen3")
         if number in layers:
             raise _refused(f"layer {number} has two attentions", "use a plain decoder")
         layers[number] = module
@@ -401,9 +389,7 @@ def _hook_layer(module: Any, layer: int, hooks: KvHooks) -> Callable[[], None]:
     def before_attention(attention: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         query, key, value, *rest = inputs
         if "call" not in noted:
-            raise _refused(
-                f"layer {layer} called no RoPE before its attention", "use a Llama, Qwen2 or Qwen3 model"
-            )
+            raise _refused(f"layer {layer} called no RoPE before its attention", "use a Llama, Qwen2 or Qwen3 model")
         positions, args, kwargs = noted.pop("call")
         key, value = hooks.apply(layer, key, value, positions, module.num_kv_heads, query)
         if not after_rope:
@@ -495,9 +481,7 @@ def _hooked(spec: HookSpec, worker: Any) -> Any:
             remedy="serve with VLLM_USE_V2_MODEL_RUNNER=0 in the environment",
             finding_id="kv.usage",
         )
-    return KvHooks(
-        spec, runner.get_model(), eager=config.model_config.enforce_eager, steps=Steps(runner, prefix=None)
-    )
+    return KvHooks(spec, runner.get_model(), eager=config.model_config.enforce_eager, steps=Steps(runner, prefix=None))
 
 
 def report(found: dict[str, Any]) -> None:

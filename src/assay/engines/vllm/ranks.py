@@ -22,16 +22,7 @@ from typing import Any
 import torch
 
 from assay.engines.machine import out_of_memory
-from assay.engines.scoring import (
-    Engagement,
-    Head,
-    HookSpec,
-    StateRows,
-    VocabularyShard,
-    Window,
-    to_device,
-    to_host,
-)
+from assay.engines.scoring import Engagement, Head, HookSpec, StateRows, VocabularyShard, Window, to_device, to_host
 from assay.engines.vllm.hooks import WINDOW, KvHooks, Steps, around_steps
 from assay.engines.vllm.start import REPORTS
 from assay.engines.vllm.steps import Fed, RowLedger
@@ -151,9 +142,7 @@ def place_of(worker: Any) -> Place:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     tensor, stages = get_tp_group(), get_pp_group()
-    return Place(
-        worker.rank, tensor.rank_in_group, tensor.world_size, stages.rank_in_group, stages.world_size
-    )
+    return Place(worker.rank, tensor.rank_in_group, tensor.world_size, stages.rank_in_group, stages.world_size)
 
 
 class Rank:
@@ -233,9 +222,7 @@ class Rank:
         self._hooks = KvHooks(hook, self.model, eager=eager, steps=steps, share=share)
         return self._hooks.passes
 
-    def start(
-        self, keys: Mapping[int, Any], first: int, blocks: tuple[tuple[int, int], ...], index: int
-    ) -> None:
+    def start(self, keys: Mapping[int, Any], first: int, blocks: tuple[tuple[int, int], ...], index: int) -> None:
         """Begin pass `index` over a batch: token ids by key, of which rows from `first` on are wanted."""
         if self._hooks:
             self._hooks.start_pass(index)
@@ -272,9 +259,7 @@ class Rank:
         if self._buffer is None:
             self._buffer = states.new_empty(self._windows * self._ledger.rows, states.shape[-1])
         if len(moves.source):
-            source, target = (
-                to_device(torch.from_numpy(m), states.device) for m in (moves.source, moves.target)
-            )
+            source, target = (to_device(torch.from_numpy(m), states.device) for m in (moves.source, moves.target))
             self._buffer.index_copy_(0, target, states.index_select(0, source))
 
     def unwatch(self) -> None:
@@ -325,9 +310,7 @@ class Rank:
             return None
         module, _, name = target.partition(":")
         own = self._buffer.view(self._windows, -1, self._buffer.shape[-1])[place]
-        sides = [
-            [StateRows(window, first, s, h)] for s, h in ((reference, self._heads[head]), (own, self.head))
-        ]
+        sides = [[StateRows(window, first, s, h)] for s, h in ((reference, self._heads[head]), (own, self.head))]
         shards: tuple[VocabularyShard, ...] = ()
         if self.place.tensor_ranks > 1:
             lo, ranks = first_row(self.model, self.place), self.place.tensor_ranks
@@ -345,9 +328,7 @@ class Rank:
             return None
         head = self.head
         bias = None if head.bias is None else head.bias.cpu()
-        return first_row(self.model, self.place), Head(
-            head.weight.cpu(), bias, softcap=head.softcap, scale=head.scale
-        )
+        return first_row(self.model, self.place), Head(head.weight.cpu(), bias, softcap=head.softcap, scale=head.scale)
 
     def engagement(self) -> Engagement | None:
         """What the hook counted, None where there is none."""

@@ -111,8 +111,7 @@ class VllmScorer:
     def ability(self) -> ScoringAbility:
         """Every path, whole distributions, states. Hooks are those of K and V, see `assay.engines.vllm.hooks`."""
         return ScoringAbility(
-            frozenset(ScoringPath),
-            reason="hooks of transformers' modules do not fit vLLM's; those of K and V do",
+            frozenset(ScoringPath), reason="hooks of transformers' modules do not fit vLLM's; those of K and V do"
         )
 
     @property
@@ -146,9 +145,7 @@ class VllmScorer:
         back; in this process it is what `score_windows` and that function do.
         """
         for part in self._batches(windows, job):
-            yield from zip(
-                part, self.core.reduce(part, list(islice(references, len(part))), target), strict=True
-            )
+            yield from zip(part, self.core.reduce(part, list(islice(references, len(part))), target), strict=True)
 
     def generate_greedy(self, prefixes: Sequence[tuple[int, ...]], count: int) -> list[list[GreedyStep]]:
         """`count` greedy tokens after each prefix, as vLLM generates them."""
@@ -198,9 +195,7 @@ class _Pickler(pickle.Pickler):
 
 def _tensor(dtype: str, shape: tuple[int, ...], raw: bytes) -> torch.Tensor:
     kind = getattr(torch, dtype)
-    return (torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)).reshape(
-        shape
-    )
+    return (torch.frombuffer(bytearray(raw), dtype=kind) if raw else torch.empty(0, dtype=kind)).reshape(shape)
 
 
 def send(value: Any, pipe: BinaryIO) -> None:
@@ -228,9 +223,7 @@ class Session:
                 return True, None
             if call == "reduce":
                 windows, first, states, head, target = arguments
-                rows = [
-                    StateRows(w, first, s, self.heads[head]) for w, s in zip(windows, states, strict=True)
-                ]
+                rows = [StateRows(w, first, s, self.heads[head]) for w, s in zip(windows, states, strict=True)]
                 arguments = (windows, rows, target)
             found = attrgetter(call)(self.core)
             return True, found(*arguments) if callable(found) else found
@@ -365,11 +358,7 @@ class RemoteCore:
     def _error(self, kind: str, message: str, facts: Mapping[str, Any]) -> AssayError:
         if kind == "UsageError":
             return UsageError(message, remedy=facts["remedy"], finding_id=facts["finding_id"])
-        if (
-            self._ranks > 1
-            and facts.get("finding_id") == "fidelity.engine_load"
-            and (told := self._rank_said())
-        ):
+        if self._ranks > 1 and facts.get("finding_id") == "fidelity.engine_load" and (told := self._rank_said()):
             return AssayError(f"vLLM cannot load {self._name}: {told}", **facts)
         if kind == "bug":
             return AssayError(

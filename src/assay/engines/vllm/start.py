@@ -76,9 +76,7 @@ def parse_spec(spec: str) -> VllmSpec:
         try:
             options[name] = _READ[str(known[name].type)](text)
         except ValueError as error:
-            raise _usage(
-                f"{spec!r}: {name}={text} {error}", "look at the options in docs/engines.md"
-            ) from error
+            raise _usage(f"{spec!r}: {name}={text} {error}", "look at the options in docs/engines.md") from error
     parsed = VllmSpec(model, **options)
     _check_args(spec, parsed.args)
     _check_ranks(spec, parsed)
@@ -95,9 +93,7 @@ def _check_ranks(spec: str, parsed: VllmSpec) -> None:
     """UsageError for a number of ranks that the model's heads and layers cannot be shared by."""
     tensor, stages = parsed.tensor_parallel, parsed.pipeline_parallel
     if min(tensor, stages) < 1:
-        raise _usage(
-            f"{spec!r}: tensor_parallel and pipeline_parallel must be at least 1", "correct the option"
-        )
+        raise _usage(f"{spec!r}: tensor_parallel and pipeline_parallel must be at least 1", "correct the option")
     if parsed.ranks == 1:
         return
     many = f"tensor_parallel={tensor}" if tensor > 1 else f"pipeline_parallel={stages}"
@@ -118,13 +114,10 @@ def _check_ranks(spec: str, parsed: VllmSpec) -> None:
             why = "ranks would hold copies of them" if tensor > cached else "they cannot be shared evenly"
             what = f"{cached} KV head{'s' * (cached > 1)} for {tensor} ranks: {why}"
         fitting = ", ".join(str(n) for n in range(1, cached + 1) if heads % n == cached % n == 0)
-        raise _usage(
-            f"{spec!r}: {what}", f"use tensor_parallel of {fitting}, and pipeline_parallel for more GPUs"
-        )
+        raise _usage(f"{spec!r}: {what}", f"use tensor_parallel of {fitting}, and pipeline_parallel for more GPUs")
     if layers and layers < stages:
         raise _usage(
-            f"{spec!r}: {layers} layers are fewer than {stages} pipeline stages",
-            f"use at most {layers} stages",
+            f"{spec!r}: {layers} layers are fewer than {stages} pipeline stages", f"use at most {layers} stages"
         )
 
 
@@ -407,8 +400,6 @@ def reason_of(error: BaseException) -> str:
     """The first line of an error that says something; pydantic puts it after a heading."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and "validation error" in lines[0]:
-        lines = (
-            lines[1:] if not lines[1].startswith("Value error") else [lines[1].removeprefix("Value error, ")]
-        )
+        lines = lines[1:] if not lines[1].startswith("Value error") else [lines[1].removeprefix("Value error, ")]
     text = lines[0] if lines else type(error).__name__
     return text if len(text) <= 400 else text[:400] + "…"

@@ -55,14 +55,7 @@ def plan_window(length: int, job: ScoreJob) -> WindowPlan:
 
 
 def batch_size(
-    wanted: int,
-    plan: WindowPlan,
-    length: int,
-    *,
-    step_tokens: int,
-    sequences: int,
-    cache_tokens: int,
-    block: int,
+    wanted: int, plan: WindowPlan, length: int, *, step_tokens: int, sequences: int, cache_tokens: int, block: int
 ) -> int:
     """Windows that can run side by side without a step being cut or a request being put off; 0 if not even one.
 

@@ -19,15 +19,7 @@ from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
 from assay.fidelity.reference import plan_windows, tokenizer_check
-from assay.fidelity.score import (
-    WindowObservation,
-    engaged,
-    from_arrays,
-    key_of,
-    observation,
-    require_path,
-    to_arrays,
-)
+from assay.fidelity.score import WindowObservation, engaged, from_arrays, key_of, observation, require_path, to_arrays
 from assay.fidelity.text import read_text
 from assay.lab.gap.plan import Configuration, GapPlan, planned_runs
 from assay.lab.kv.accounting import measured_bytes
@@ -123,9 +115,7 @@ class Bench:
             if budget.seconds is None:
                 return plan.windows, plan.length
             a_token = path_cost()
-            return budget.size(
-                a_token, plan.windows, plan.length, opening=opening, share=PATH_SHARE, least=LEAST_CODED
-            )
+            return budget.size(a_token, plan.windows, plan.length, opening=opening, share=PATH_SHARE, least=LEAST_CODED)
 
         def path_cost() -> float:
             return (runs - IN_MODE) * paces[plan.base] + IN_MODE * paces[plan.mode]
@@ -219,8 +209,7 @@ class Bench:
             device = statistics_device()
             sides = [self.anchor(config).rows(windows) for config in (anchor, other)]
             seen = [
-                observation(a.window, a.first, window_statistics(a, b.to(device)))
-                for a, b in zip(*sides, strict=True)
+                observation(a.window, a.first, window_statistics(a, b.to(device))) for a, b in zip(*sides, strict=True)
             ]
             kept.put(key_of(windows), to_arrays(seen))
             return Measured(seen)
@@ -285,8 +274,5 @@ class Bench:
     def _kept_for(self, config: Configuration, anchor: Configuration) -> Kept:
         """What is kept of a configuration against an anchor."""
         tables = fingerprint(config.calibration) if config.calibration else None
-        sides = [
-            self.key(c.engine) | {"again": c.again, "job": asdict(self.job(c))}
-            for c in (config, anchor.plain)
-        ]
+        sides = [self.key(c.engine) | {"again": c.again, "job": asdict(self.job(c))} for c in (config, anchor.plain)]
         return self._kept.within([config.facts(), self.plan.seed, tables, sides])

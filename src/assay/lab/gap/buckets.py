@@ -78,9 +78,7 @@ def aligned(seen: Mapping[str, Sequence[WindowObservation]]) -> dict[str, Window
             not np.array_equal(a.tokens, b.tokens) for a, b in zip(windows, first, strict=True)
         ):
             raise ValueError(f"{name} was scored on other windows than {next(iter(seen))}")
-    masks = [
-        np.logical_and.reduce([_usable(windows[i]) for windows in seen.values()]) for i in range(len(first))
-    ]
+    masks = [np.logical_and.reduce([_usable(windows[i]) for windows in seen.values()]) for i in range(len(first))]
     tokens = np.array([float(mask.sum()) for mask in masks])
     if not tokens.any():
         raise AssayError(
@@ -259,9 +257,7 @@ def decompose(
     share = effect(whole)
     return Decomposition(
         buckets=tuple(
-            _judged(
-                [_bucket(name, sums, share, parts.get(name, ()), notes.get(name, "")) for name, sums in top]
-            )
+            _judged([_bucket(name, sums, share, parts.get(name, ()), notes.get(name, "")) for name, sums in top])
         ),
         total=share,
         by_path=effect(by_path),
@@ -278,10 +274,7 @@ def orders(engine: WindowSums, codec: WindowSums, both: WindowSums) -> dict[str,
     return {
         "engine_first": {"engine": effect(engine), "codec": effect(codec_last)},
         "codec_first": {"engine": effect(engine_last), "codec": effect(codec)},
-        "shapley": {
-            "engine": effect((engine + engine_last) * 0.5),
-            "codec": effect((codec + codec_last) * 0.5),
-        },
+        "shapley": {"engine": effect((engine + engine_last) * 0.5), "codec": effect((codec + codec_last) * 0.5)},
     }
 
 
@@ -304,9 +297,7 @@ def _layers(codec: WindowSums, layers: Sequence[tuple[str, WindowSums]]) -> list
     return [*layers, ("codec.together", codec - alone)]
 
 
-def _bucket(
-    name: str, sums: WindowSums, total: Effect, parts: Sequence[tuple[str, WindowSums]], note: str
-) -> Bucket:
+def _bucket(name: str, sums: WindowSums, total: Effect, parts: Sequence[tuple[str, WindowSums]], note: str) -> Bucket:
     found = effect(sums)
     return Bucket(
         name=name,

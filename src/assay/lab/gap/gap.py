@@ -111,9 +111,7 @@ class Runs:
 def measure_all(bench: Bench, runs: Runs) -> None:
     """The reference, the candidate, what lies between them, and both ends once more; each engine's phases with it."""
     plan, corners = bench.plan, Corners(bench.plan)
-    if plan.codec and must_be_tried(
-        plan.candidate
-    ):  # now, not when all that needs the reference has been scored
+    if plan.codec and must_be_tried(plan.candidate):  # now, not when all that needs the reference has been scored
         bench.try_out(corners.with_codec(plan.candidate))
     _measure_path(bench, corners, runs)
     other = Configuration(plan.candidate, plan.base, other_batch=True)
@@ -199,9 +197,7 @@ def _phases(bench: Bench, corners: Corners, side: str, runs: Runs) -> None:
             if wants(6, 2):
                 measure_tables(bench, corners, engine, found.tables)
         else:
-            runs.skipped["calibration"] = (
-                "give the tables of both engines: --calibration and --other-calibration"
-            )
+            runs.skipped["calibration"] = "give the tables of both engines: --calibration and --other-calibration"
 
 
 def _proposals(bench: Bench, corners: Corners, runs: Runs) -> None:
@@ -225,9 +221,7 @@ def outcome_of(bench: Bench, runs: Runs) -> Outcome:
     d = _decomposition(plan, corners, runs, sums)
     left = d.repeatability
     curves = {
-        side: curve(found.noise, floors.repeat_kl, plan.seed)
-        for side, found in runs.sides.items()
-        if found.noise
+        side: curve(found.noise, floors.repeat_kl, plan.seed) for side, found in runs.sides.items() if found.noise
     }
     specs = {"reference": plan.reference, "candidate": plan.candidate}
     facts = {side: bench.facts.get(spec, {}) for side, spec in specs.items()}
@@ -277,9 +271,7 @@ def _sums(runs: Runs) -> dict[str, WindowSums]:
     return aligned(seen | ({"total": runs.total.seen} if runs.total else {}))
 
 
-def _decomposition(
-    plan: GapPlan, corners: Corners, runs: Runs, sums: Mapping[str, WindowSums]
-) -> Decomposition:
+def _decomposition(plan: GapPlan, corners: Corners, runs: Runs, sums: Mapping[str, WindowSums]) -> Decomposition:
     notes = {}
     if plan.codec and plan.mode == plan.base:
         notes["harness"] = "zero by construction: one mode"
@@ -305,9 +297,7 @@ def _checks(runs: Runs, d: Decomposition, floors: Floors) -> list[Check]:
     if runs.steps:
         against[runs.steps[-1].name] = path["candidate"].seen
     found = [
-        check_step(
-            after.name, runs.direct[after.name].seen, against[before.name], against[after.name], d, floors
-        )
+        check_step(after.name, runs.direct[after.name].seen, against[before.name], against[after.name], d, floors)
         for before, after in pairwise(runs.steps)
         if after.name in runs.direct
     ]

@@ -156,13 +156,7 @@ def check_sum(d: Decomposition, fresh: Seen, floors: Floors) -> Check:
     bound = max(FORETOLD_SHARE * abs(measured.value), floors.repeat_kl)
     holds = abs(off) <= max(bound, half)
     return Check(
-        "sum on fresh windows",
-        "kl",
-        predicted,
-        measured,
-        Amount(off, off - half, off + half, 1.0),
-        bound,
-        holds,
+        "sum on fresh windows", "kl", predicted, measured, Amount(off, off - half, off + half, 1.0), bound, holds
     )
 
 
@@ -219,11 +213,7 @@ class Outcome:
         """
         floor = 2 * self.floors.repeat_kl
         every = [b for top in self.decomposition.buckets for b in (top, *top.parts)]
-        found = [
-            b
-            for b in every
-            if b.separated and b.effect.kl.value > floor and (b.share_kl or 0.0) >= CAUSE_SHARE
-        ]
+        found = [b for b in every if b.separated and b.effect.kl.value > floor and (b.share_kl or 0.0) >= CAUSE_SHARE]
         return [b.name for b in sorted(found, key=lambda b: -b.effect.kl.value)]
 
     @property
@@ -247,11 +237,7 @@ class Outcome:
             "base_mode": self.plan.base,
             "windows": d.windows,
             "tokens": d.tokens,
-            "total": {
-                **d.total.to_json(),
-                "dppl_pct": dppl(d.total.dnll),
-                "measured_apart": left is not None,
-            },
+            "total": {**d.total.to_json(), "dppl_pct": dppl(d.total.dnll), "measured_apart": left is not None},
             "total_by_path": d.by_path,
             "buckets": d.buckets,
             "repeatability": left,
@@ -303,9 +289,7 @@ class Proposal:
     config: Configuration
 
 
-def proposals(
-    corners: Corners, alone: Mapping[str, Measured], joint: Measured, layers: int
-) -> list[Proposal]:
+def proposals(corners: Corners, alone: Mapping[str, Measured], joint: Measured, layers: int) -> list[Proposal]:
     """From the hottest groups of layers on the candidate, from the codec's bits, and another codec."""
     engine, codec = corners.plan.candidate, corners.plan.codec
     found: list[Proposal] = []
@@ -313,24 +297,19 @@ def proposals(
     if len(alone) > 1:
         hot = hot_layers(attribute(layers, corners.plan.groups, alone, joint), layers)
         found.append(
-            Proposal(
-                f"keep layers {span(hot)} exact", corners.with_codec(engine, skip_layers=hot, measured=2)
-            )
+            Proposal(f"keep layers {span(hot)} exact", corners.with_codec(engine, skip_layers=hot, measured=2))
         )
         if more:
             special = tuple((layer, more) for layer in hot)
             found.append(
                 Proposal(
-                    f"one bit more in layers {span(hot)}",
-                    corners.with_codec(engine, layer_codecs=special, measured=2),
+                    f"one bit more in layers {span(hot)}", corners.with_codec(engine, layer_codecs=special, measured=2)
                 )
             )
     if more:
         found.append(Proposal("one bit more everywhere", corners.with_codec(engine, codec=more, measured=2)))
     if "fp8" not in codec:
-        found.append(
-            Proposal("fp8 instead", corners.with_codec(engine, codec="fp8", calibration=None, measured=2))
-        )
+        found.append(Proposal("fp8 instead", corners.with_codec(engine, codec="fp8", calibration=None, measured=2)))
     return found
 
 

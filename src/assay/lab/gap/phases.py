@@ -49,9 +49,7 @@ def measure_direct(bench: Bench, steps: Sequence[Step], found: dict[str, Measure
     mode = bench.plan.base
     for before, step in pairwise(steps):
         if step.name not in found:
-            found[step.name] = bench.measure(
-                Configuration(step.engine, mode), Configuration(before.engine, mode)
-            )
+            found[step.name] = bench.measure(Configuration(step.engine, mode), Configuration(before.engine, mode))
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,7 @@ def switches(
     """The attention kernels of both engines; for transformers in the number format in which the engines meet."""
     found: dict[str, Switch] = {}
     meeting = [reference, *(s.engine for s in steps)]
-    for spec in (
-        *[s for s in meeting if engine_name(s, codec=False).kind == "hf"][-1:],
-        candidate,
-        reference,
-    ):
+    for spec in (*[s for s in meeting if engine_name(s, codec=False).kind == "hf"][-1:], candidate, reference):
         engine = engine_name(spec, codec=False)
         option, value = _attention(engine, facts.get(spec, {}))
         if value and f"{engine.kind}.attention" not in found:
@@ -88,9 +82,7 @@ def _attention(engine: EngineName, facts: Mapping[str, Any]) -> tuple[str, str |
         return "attention", "sdpa" if engine.get("attention") == "eager" else "eager"
     if engine.kind != "vllm" or not str(facts.get("device", "")).startswith("cuda"):
         return "attention_backend", None  # vLLM has one kernel on a CPU, llama.cpp none to choose
-    return "attention_backend", "FLASH_ATTN" if "TRITON" in str(
-        facts.get("attention_backend")
-    ) else "TRITON_ATTN"
+    return "attention_backend", "FLASH_ATTN" if "TRITON" in str(facts.get("attention_backend")) else "TRITON_ATTN"
 
 
 def measure_switches(
@@ -167,9 +159,7 @@ def residuals(reference: Measured, candidate: Measured) -> list[StreamResidual]:
 
 def relative_error(measured: Measured) -> float:
     """√(Σ error / Σ power) over all coded streams: the codec as noise of this size. 0 where nothing was looked at."""
-    facts = [
-        f for found in stream_facts(measured.engagement).values() for f in found if f.sha256 and f.power > 0
-    ]
+    facts = [f for found in stream_facts(measured.engagement).values() for f in found if f.sha256 and f.power > 0]
     # Noise is as large as each stream's own power allows, so streams count alike.
     return (sum(f.error / f.power for f in facts) / len(facts)) ** 0.5 if facts else 0.0
 
@@ -268,9 +258,7 @@ def curve(measured: Mapping[float, Measured], floor: float, seed: int = 0) -> No
 def kl_at(found: NoiseCurve, sigma: float) -> float | None:
     """KL of noise of this size, read off the curve (log–log, no further out than its ends)."""
     points = [
-        (math.log(s), math.log(e.kl.value))
-        for s, e in zip(found.sigmas, found.effects, strict=True)
-        if e.kl.value > 0
+        (math.log(s), math.log(e.kl.value)) for s, e in zip(found.sigmas, found.effects, strict=True) if e.kl.value > 0
     ]
     if not points or not sigma > 0 or not points[0][0] - 1e-9 <= math.log(sigma) <= points[-1][0] + 1e-9:
         return None
@@ -324,9 +312,7 @@ def group_name(group: Sequence[int]) -> str:
     return f"codec.layers.{group[0]:02d}-{group[-1]:02d}"
 
 
-def measure_layers(
-    bench: Bench, corners: Corners, engine: str, layers: int, found: dict[str, Measured]
-) -> None:
+def measure_layers(bench: Bench, corners: Corners, engine: str, layers: int, found: dict[str, Measured]) -> None:
     """Each group alone against the engine without codec, by name."""
     for group in grouped(layers, bench.plan.groups):
         config = corners.with_codec(engine, layers=group)
@@ -350,9 +336,7 @@ def attribute(layers: int, groups: int, alone: Mapping[str, Measured], joint: Me
 _SKIPPED = ("fidelity.not_engaged", "kv.unsupported", "kv.usage")
 
 
-def measure_harness(
-    bench: Bench, corners: Corners, engine: str, found: dict[str, Measured]
-) -> dict[str, str]:
+def measure_harness(bench: Bench, corners: Corners, engine: str, found: dict[str, Measured]) -> dict[str, str]:
     """Every mode, an identity as the control, keys or values alone, and the prefix alone; returns why some were not.
 
     Each against the engine without codec on the same path.

@@ -95,9 +95,7 @@ def planned_runs(plan: GapPlan) -> tuple[int, int]:
 def _layers(spec: str) -> int:
     """Layers of a model as its config.json has them; 24 where that says nothing."""
     try:
-        config = json.loads(
-            (Path(engine_name(spec, codec=False).model) / "config.json").read_text(encoding="utf-8")
-        )
+        config = json.loads((Path(engine_name(spec, codec=False).model) / "config.json").read_text(encoding="utf-8"))
         return int(config.get("text_config", config)["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 24
@@ -209,9 +207,7 @@ class Corners:
     @property
     def same_engine(self) -> bool:
         """Whether both sides are one engine with one set of options."""
-        names = [
-            engine_name(s, codec=bool(self.plan.codec)) for s in (self.plan.reference, self.plan.candidate)
-        ]
+        names = [engine_name(s, codec=bool(self.plan.codec)) for s in (self.plan.reference, self.plan.candidate)]
         return str(names[0]) == str(names[1])
 
     @property
@@ -235,9 +231,7 @@ class Corners:
 def with_placement(codec: str, placement: str) -> str:
     """A SPEC with a placement (`recent(n=8)`) around both streams."""
     spec = parse_spec(codec)
-    return ";".join(
-        f"{s}:{placement}+{r}" for s, r in zip("kv", (spec.k, spec.v), strict=True) if r is not None
-    )
+    return ";".join(f"{s}:{placement}+{r}" for s, r in zip("kv", (spec.k, spec.v), strict=True) if r is not None)
 
 
 def span(layers: Sequence[int]) -> str:
@@ -299,17 +293,11 @@ def engine_name(spec: str, *, codec: bool = True, reference: bool = False) -> En
     known = ("hf", "vllm") if codec or reference else ("hf", "vllm", "gguf")
     if kind not in known:
         if codec:
-            why, remedy = (
-                "takes no codec in its KV cache",
-                "write hf:MODEL or vllm:MODEL, or leave --codec out",
-            )
+            why, remedy = ("takes no codec in its KV cache", "write hf:MODEL or vllm:MODEL, or leave --codec out")
         elif kind == "gguf":
             why, remedy = "gives no states that could be kept as a reference", "name it second"
         else:
-            why, remedy = (
-                "does not run in process",
-                "write hf:MODEL, vllm:MODEL or gguf:FILE, or use assay compare",
-            )
+            why, remedy = ("does not run in process", "write hf:MODEL, vllm:MODEL or gguf:FILE, or use assay compare")
         raise UsageError(f"{spec!r} {why}", remedy=remedy, finding_id="gap.usage")
     if not model:
         raise UsageError(f"{spec!r} names no model", remedy=f"write {kind}:PATH", finding_id="gap.usage")
@@ -324,9 +312,7 @@ class Step:
     engine: str
 
 
-def engine_steps(
-    reference: str, candidate: str, dtypes: tuple[str | None, str | None] = (None, None)
-) -> list[Step]:
+def engine_steps(reference: str, candidate: str, dtypes: tuple[str | None, str | None] = (None, None)) -> list[Step]:
     """Steps from the reference to the candidate; the last leads to the candidate as it was written.
 
     Within one kind of engine every option that differs is a step of its own. Between kinds the number format is changed

@@ -49,15 +49,11 @@ def measured_table(measured: Mapping[str, Effect]) -> Table:
     return Table("What was measured", ("configuration", "KL (nats)", "ΔNLL (nats)"), rows)
 
 
-def _span(
-    found: Amount | Interval | Mapping[str, float] | None, *, plus: bool = False, digits: str = ".3g"
-) -> str:
+def _span(found: Amount | Interval | Mapping[str, float] | None, *, plus: bool = False, digits: str = ".3g") -> str:
     if found is None:
         return "–"
     value, lo, hi = (
-        (found["value"], found["lo"], found["hi"])
-        if isinstance(found, Mapping)
-        else (found.value, found.lo, found.hi)
+        (found["value"], found["lo"], found["hi"]) if isinstance(found, Mapping) else (found.value, found.lo, found.hi)
     )
     form = ("+" if plus else "") + digits
     return f"{value:{form}} [{lo:{form}}, {hi:{form}}]"
@@ -125,11 +121,7 @@ def _checks(outcome: Outcome) -> list[Block]:
 
 
 def _held(check: Check) -> str:
-    return (
-        "yes"
-        if check.holds
-        else f"no: off by {_span(check.difference, plus=True)}, allowed {check.bound:.2g}"
-    )
+    return "yes" if check.holds else f"no: off by {_span(check.difference, plus=True)}, allowed {check.bound:.2g}"
 
 
 def _waterfall(outcome: Outcome) -> list[Block]:
@@ -161,11 +153,7 @@ def _orders(outcome: Outcome) -> list[Block]:
         "shapley": "mean of both (Shapley)",
     }
     rows = [
-        [
-            title,
-            *(_span(found[f].kl, plus=True) for f in factors),
-            *(_span(found[f].dnll, plus=True) for f in factors),
-        ]
+        [title, *(_span(found[f].kl, plus=True) for f in factors), *(_span(found[f].dnll, plus=True) for f in factors)]
         for order, title in names.items()
         if (found := outcome.decomposition.orders.get(order)) and (factors := ("engine", "codec"))
     ]
@@ -187,12 +175,8 @@ def _floors(outcome: Outcome) -> list[Block]:
     rows += [[f"switched alone: {s['name']}", _span(s["kl"]), _span(s)] for s in outcome.switches]
     if not rows:
         return []
-    note = (
-        "Each engine scored again, under noise, or with one option switched; none of it is part of the sum."
-    )
-    return [
-        Table("What would be there anyway", ("against itself", "KL (nats)", "ΔNLL (nats)"), rows, note=note)
-    ]
+    note = "Each engine scored again, under noise, or with one option switched; none of it is part of the sum."
+    return [Table("What would be there anyway", ("against itself", "KL (nats)", "ΔNLL (nats)"), rows, note=note)]
 
 
 def _layers(outcome: Outcome) -> list[Block]:
@@ -228,28 +212,15 @@ def _noise(outcome: Outcome) -> list[Block]:
     if not outcome.noise:
         return []
     series = [
-        Series(
-            side,
-            [
-                Point(s, e.kl.value, e.kl.lo, e.kl.hi)
-                for s, e in zip(found.sigmas, found.effects, strict=True)
-            ],
-        )
+        Series(side, [Point(s, e.kl.value, e.kl.lo, e.kl.hi) for s, e in zip(found.sigmas, found.effects, strict=True)])
         for side, found in outcome.noise.items()
     ]
     ranges = {
-        side: f"linear from σ {found.linear[0]:g} to {found.linear[1]:g}"
-        if found.linear
-        else "no linear range"
+        side: f"linear from σ {found.linear[0]:g} to {found.linear[1]:g}" if found.linear else "no linear range"
         for side, found in outcome.noise.items()
     }
     rows = [
-        [
-            side,
-            f"{m['sigma']:.3g}",
-            f"{m['codec_kl']:.3g}",
-            "–" if m["noise_kl"] is None else f"{m['noise_kl']:.3g}",
-        ]
+        [side, f"{m['sigma']:.3g}", f"{m['codec_kl']:.3g}", "–" if m["noise_kl"] is None else f"{m['noise_kl']:.3g}"]
         for side, m in outcome.matched.items()
     ]
     return [
@@ -322,19 +293,12 @@ def _tables(outcome: Outcome) -> list[Block]:
     return _effects(
         "The codec with the tables of either engine",
         "tables",
-        [
-            (side, _TABLES[n], found[n])
-            for side, found in outcome.calibration.items()
-            for n in _TABLES
-            if n in found
-        ],
+        [(side, _TABLES[n], found[n]) for side, found in outcome.calibration.items() for n in _TABLES if n in found],
         "Each against the same engine without codec; the difference is paired by window.",
     )
 
 
-def _effects(
-    title: str, what: str, entries: Sequence[tuple[str, str, Mapping[str, Any]]], note: str
-) -> list[Block]:
+def _effects(title: str, what: str, entries: Sequence[tuple[str, str, Mapping[str, Any]]], note: str) -> list[Block]:
     """A table of effects by engine and by `what`; none where nothing was measured."""
     rows = [[side, name, _span(entry["kl"]), _span(entry)] for side, name, entry in entries]
     return [Table(title, ("engine", what, "KL (nats)", "ΔNLL (nats)"), rows, note=note)] if rows else []
@@ -376,17 +340,9 @@ def verdict_of(outcome: Outcome) -> Verdict:
 
 def findings_of(outcome: Outcome) -> list[Finding]:
     """Gravest first."""
-    found = [
-        *_setup(outcome),
-        *_margin(outcome),
-        *_repeatability(outcome),
-        *_foretold(outcome),
-        *_kernels(outcome),
-    ]
+    found = [*_setup(outcome), *_margin(outcome), *_repeatability(outcome), *_foretold(outcome), *_kernels(outcome)]
     if outcome.same:
-        title = (
-            "reference and candidate are one engine and no codec changes anything: this tests the instrument"
-        )
+        title = "reference and candidate are one engine and no codec changes anything: this tests the instrument"
         found.append(Finding("gap.self_test", Severity.INFO, title))
     available, wanted = outcome.text["windows_available"], outcome.plan.windows + outcome.plan.fresh
     if available < wanted:
@@ -445,9 +401,7 @@ def _margin(outcome: Outcome) -> list[Finding]:
         for r in outcome.recommendations
         if r["helps"]
     ]
-    otherwise = (
-        "use a finer codec" if plan.codec else "switch the settings that are named as causes, one by one"
-    )
+    otherwise = "use a finer codec" if plan.codec else "switch the settings that are named as causes, one by one"
     return [
         Finding(
             "gap.outside_margin",
@@ -462,9 +416,7 @@ def _margin(outcome: Outcome) -> list[Finding]:
 
 def _more(total: Amount, margin: float, windows: int) -> str:
     needed = windows_needed(total.value, total.hi - total.value, windows, -margin, margin)
-    return (
-        f"run again with --windows {needed}" if needed and needed > windows else "run again with more windows"
-    )
+    return f"run again with --windows {needed}" if needed and needed > windows else "run again with more windows"
 
 
 def _repeatability(outcome: Outcome) -> list[Finding]:
@@ -473,10 +425,7 @@ def _repeatability(outcome: Outcome) -> list[Finding]:
         return []
     open_ = [
         f"{name} {_span(amount, plus=True)} nats, allowed ±{state.bound:.3g}"
-        for name, amount, state in (
-            ("KL", left.kl, outcome.closed_kl),
-            ("ΔNLL", left.dnll, outcome.closed_nll),
-        )
+        for name, amount, state in (("KL", left.kl, outcome.closed_kl), ("ΔNLL", left.dnll, outcome.closed_nll))
         if state and not state.ok
     ]
     return [

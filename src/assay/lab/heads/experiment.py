@@ -125,9 +125,7 @@ def changed(target: Any, name: str) -> Iterator[None]:
     """
     weights, _, cache = name.partition("+kv-")
     if weights not in {"bf16", *WEIGHTS} or (cache and cache not in CACHES):
-        raise UsageError(
-            f"unknown target {name!r}", remedy=", ".join(TARGETS), finding_id="speculation.usage"
-        )
+        raise UsageError(f"unknown target {name!r}", remedy=", ".join(TARGETS), finding_id="speculation.usage")
     kept = {n: p.detach().clone() for n, p in target.named_parameters()} if weights != "bf16" else {}
     before = target.config._attn_implementation
     AttentionInterface.register("assay_read", _attention)
@@ -282,9 +280,7 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
     head = read_head(plan.head, Path(spec.model))
     unknown = [n for n in plan.heads if n not in HEADS]
     if unknown:
-        raise UsageError(
-            f"unknown head {unknown[0]!r}", remedy=", ".join(HEADS), finding_id="speculation.usage"
-        )
+        raise UsageError(f"unknown head {unknown[0]!r}", remedy=", ".join(HEADS), finding_id="speculation.usage")
     facts = plan.facts() | {"model": target_facts(Path(spec.model)), "head": plan.head.name}
     for name in ("targets", "heads"):
         facts.pop(name, None)
@@ -296,11 +292,7 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
         head = head.to(target.device).eval()
         if target.dtype == torch.bfloat16:
             head = head.to(torch.bfloat16)
-        asked = [
-            p
-            for i, p in enumerate(prompts(tokenizer, plan.prompts, plan.text, plan.seed))
-            if i % HELD_OUT == 0
-        ]
+        asked = [p for i, p in enumerate(prompts(tokenizer, plan.prompts, plan.text, plan.seed)) if i % HELD_OUT == 0]
         asked = asked[: plan.texts]
         own = with_transformers(target, tokenizer)
         chunk = CHUNK.get(target.device.type, 64)
@@ -323,9 +315,7 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
                     apart = distance(target, before, last_states(target, on, plan.batch_tokens))
                     for state in wanted:
                         key = f"{name}|{state}|{temperature:g}"
-                        rows[key] = kept.have(
-                            key, partial(_row, plan, head, target, state, texts, apart, name)
-                        )
+                        rows[key] = kept.have(key, partial(_row, plan, head, target, state, texts, apart, name))
                 advance()
     return _report(plan, rows)
 

@@ -120,9 +120,7 @@ class Attention(nn.Module):  # type: ignore[misc]
         c, (batch, length, _) = self.config, x.shape
         groups = c.num_attention_heads // c.num_key_value_heads
         q = self.q_proj(x).view(batch, length, c.num_key_value_heads, groups, c.head_dim)
-        k, v = (
-            p(x).view(batch, length, c.num_key_value_heads, c.head_dim) for p in (self.k_proj, self.v_proj)
-        )
+        k, v = (p(x).view(batch, length, c.num_key_value_heads, c.head_dim) for p in (self.k_proj, self.v_proj))
         cos, sin = _rotary(c, torch.arange(length, device=x.device) + step, x.dtype)
         q = _rotated(q.permute(0, 2, 3, 1, 4), cos, sin)  # [B, K, G, T, D]
         cache.append((self.stored(_rotated(k.transpose(1, 2), cos, sin)), self.stored(v.transpose(1, 2))))
@@ -244,9 +242,7 @@ class Observed:
 def observe(target: Any, ids: torch.Tensor, mask: torch.Tensor, aux_layers: tuple[int, ...]) -> Observed:
     """One pass of the target over texts that are padded on the right; states are used at once and never stored."""
     out = target.base_model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    return Observed(
-        ids, mask, torch.cat([out.hidden_states[i] for i in aux_layers], -1), out.last_hidden_state
-    )
+    return Observed(ids, mask, torch.cat([out.hidden_states[i] for i in aux_layers], -1), out.last_hidden_state)
 
 
 def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -293,9 +289,7 @@ def losses(head: Head, target: Any, seen: Observed, depth: int, decay: float = 0
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def draft(
-    head: Head, embed: Callable[[torch.Tensor], torch.Tensor], seen: Observed, depth: int
-) -> torch.Tensor:
+def draft(head: Head, embed: Callable[[torch.Tensor], torch.Tensor], seen: Observed, depth: int) -> torch.Tensor:
     """The greedy drafts of every row, [B, T, depth]: entry [b, p, j] guesses token p + 2 + j after text up to p + 1."""
     hidden, cache, drafts = head.fc(seen.aux), Cache(), []
     token = shifted(seen.ids, 1)
@@ -385,9 +379,7 @@ def target_facts(folder: Path) -> dict[str, str]:
     return {"sizes": json.dumps(sizes, sort_keys=True), "vocabulary": digest, "name": folder.name}
 
 
-def write_head(
-    folder: Path, head: Head, training: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
-) -> int:
+def write_head(folder: Path, head: Head, training: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> int:
     """Write the files; returns the bytes of the weights. AssayError where they cannot be written."""
     c = head.config
     config = {
@@ -450,9 +442,7 @@ def read_head(folder: Path, target: Path | None = None) -> Head:
         tensors.pop("t2d", None)
         missing, extra = head.load_state_dict({n: t.float() for n, t in tensors.items()}, strict=False)
     except (KeyError, TypeError, RuntimeError) as error:
-        raise _no_head(
-            folder, f"does not fit its own config: {' '.join(str(error).split())[:200]}"
-        ) from error
+        raise _no_head(folder, f"does not fit its own config: {' '.join(str(error).split())[:200]}") from error
     if lost := [n for n in missing if n != "d2t"]:
         raise _no_head(folder, f"has no {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
     if extra:
@@ -475,9 +465,7 @@ def _same_target(folder: Path, config: Mapping[str, Any], target: Path) -> None:
         return
     own_vocabulary = target_facts(target)["vocabulary"]
     if own_vocabulary and trained.get("vocabulary") not in (None, "", own_vocabulary):
-        raise _no_head(
-            folder, f"was trained with the tokenizer of {trained['name']}, and {target.name} has another"
-        )
+        raise _no_head(folder, f"was trained with the tokenizer of {trained['name']}, and {target.name} has another")
 
 
 def _no_head(folder: Path, why: str) -> AssayError:

@@ -121,9 +121,7 @@ class Run:
 def _save(path: Path, run: Run, head: Head, optimizer: torch.optim.Optimizer) -> None:
     partial = path.with_suffix(".partial")
     try:
-        torch.save(
-            {"run": vars(run), "head": head.state_dict(), "optimizer": optimizer.state_dict()}, partial
-        )
+        torch.save({"run": vars(run), "head": head.state_dict(), "optimizer": optimizer.state_dict()}, partial)
         partial.replace(path)
     except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError for a full disk
         partial.unlink(missing_ok=True)
@@ -273,9 +271,7 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
         HeadConfig.of_target(target, plan.draft_vocab)  # refuse before text is written
         source = target_facts(folder)
         texts, held, kept = _texts(plan, out, spec.model, target, tokenizer, source, progress)
-        ids, covered = draft_vocabulary(
-            texts, target.config.vocab_size, plan.draft_vocab or target.config.vocab_size
-        )
+        ids, covered = draft_vocabulary(texts, target.config.vocab_size, plan.draft_vocab or target.config.vocab_size)
         torch.manual_seed(plan.seed)
         config = HeadConfig.of_target(target, len(ids), plan.intermediate)
         head = Head(config, ids)
@@ -293,10 +289,7 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
         }  # fmt: skip
         greedy = [t for t in held if not t.temperature]
         walks = accepted(head, target, greedy, plan.depth, plan.batch_tokens)
-    by = {
-        kind: Acceptance.of([w for w, t in zip(walks, greedy, strict=True) if t.kind == kind])
-        for kind in KINDS
-    }
+    by = {kind: Acceptance.of([w for w, t in zip(walks, greedy, strict=True) if t.kind == kind]) for kind in KINDS}
     by = {"all": Acceptance.of(walks)} | by
     training["acceptance"] = {k: vars(a) for k, a in by.items() if a is not None}
     size = write_head(out, head, _plain(training))
@@ -313,13 +306,7 @@ def _plain(training: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(
-    plan: HeadTrainPlan,
-    out: Path,
-    model: str,
-    target: Any,
-    tokenizer: Any,
-    source: dict[str, str],
-    progress: Progress,
+    plan: HeadTrainPlan, out: Path, model: str, target: Any, tokenizer: Any, source: dict[str, str], progress: Progress
 ) -> tuple[list[Written], list[Written], Kept]:
     """(texts to train on, texts held out, where they are kept)."""
     asked = prompts(tokenizer, plan.prompts, plan.text, plan.seed)
@@ -333,13 +320,7 @@ def _texts(
     limit = time.monotonic() + (plan.text_minutes * 60 if plan.text_minutes else math.inf)
     with progress("the target writes text", -(-len(rest) // chunk) + 1) as advance:
         held = written(
-            apart,
-            with_transformers(target, tokenizer),
-            plan.tokens,
-            (0.0,),
-            kept,
-            advance=advance,
-            chunk=chunk,
+            apart, with_transformers(target, tokenizer), plan.tokens, (0.0,), kept, advance=advance, chunk=chunk
         )
         texts = written(
             rest, write, plan.tokens, TEMPERATURES, kept, lambda n: time.monotonic() > limit, advance, chunk
@@ -387,9 +368,7 @@ def _report(
         ]
     columns = ["text", *(f"position {j}" for j in range(plan.depth)), "tokens per step", "prompts"]
     note = "Share of all steps whose drafts were right up to this position; intervals by prompt."
-    blocks: list[Any] = [
-        Table("Accepted of greedy text", columns, rows, frozenset(range(1, len(columns))), note)
-    ]
+    blocks: list[Any] = [Table("Accepted of greedy text", columns, rows, frozenset(range(1, len(columns))), note)]
     if run.curve:
         blocks += [
             Chart(
@@ -467,9 +446,7 @@ def _listed(text: str) -> list[str]:
     return [part.strip() for part in text.split("|")]
 
 
-def prompts(
-    tokenizer: Any, count: int, sources: Sequence[str] = (), seed: int = 0
-) -> list[tuple[str, list[int]]]:
+def prompts(tokenizer: Any, count: int, sources: Sequence[str] = (), seed: int = 0) -> list[tuple[str, list[int]]]:
     """`count` different prompts as (kind, token ids), the kinds in turn; half are chat. `sources`: text for prose."""
     rng = random.Random(seed)
 
@@ -539,9 +516,7 @@ def written(
             flat = np.array([i for ids in out for i in ids], dtype=np.int32)
             return {"ids": flat, "lengths": np.array([len(ids) for ids in out], dtype=np.int32)}
 
-        rows = (
-            measure() if kept is None else kept.have(["text", t, tokens, [ids for _, ids in part]], measure)
-        )
+        rows = measure() if kept is None else kept.have(["text", t, tokens, [ids for _, ids in part]], measure)
         ends = np.cumsum(rows["lengths"])
         for (kind, ids), own in zip(part, np.split(rows["ids"], ends[:-1]), strict=True):
             if len(own) > 8:
@@ -618,11 +593,7 @@ def vllm_child(job: str) -> None:
 
     plan: Mapping[str, Any] = json.loads(Path(job).read_text())
     longest = max(map(len, plan["prompts"])) + plan["tokens"] + 8
-    options: dict[str, Any] = {
-        "model": plan["model"],
-        "max_model_len": longest,
-        "enable_prefix_caching": False,
-    }
+    options: dict[str, Any] = {"model": plan["model"], "max_model_len": longest, "enable_prefix_caching": False}
     if torch.cuda.is_available():
         options["gpu_memory_utilization"] = plan["share"]
     engine = LLM(**options)

@@ -120,16 +120,12 @@ class CacheBytes:
         }
 
 
-def streams_note(
-    facts: Mapping[Key, Sequence[StreamFacts]], coders: Coders, shape: CacheShape
-) -> dict[str, Any]:
+def streams_note(facts: Mapping[Key, Sequence[StreamFacts]], coders: Coders, shape: CacheShape) -> dict[str, Any]:
     """What a hook measured, as plain JSON: facts of the measured windows' streams by `layer.stream`."""
     whole = sum(int(t.nbytes) for c in coders.values() for t in getattr(c, "tables", {}).values())
     tables = sum(coder.table_bytes for coder in coders.values())
     return {
-        "streams": {
-            f"{layer}.{stream}": [asdict(f) for f in found] for (layer, stream), found in facts.items()
-        },
+        "streams": {f"{layer}.{stream}": [asdict(f) for f in found] for (layer, stream), found in facts.items()},
         "tables": tables,
         "encoder_tables": whole - tables,
         "lossless": all(coder.lossless for coder in coders.values()),
@@ -169,14 +165,10 @@ def stream_facts(engagement: Engagement) -> dict[Key, list[StreamFacts]]:
         note = engagement.notes[NOTE]["streams"]
     except KeyError as error:
         raise AssayError(
-            "no codec was in the KV cache, so that there are no streams to count",
-            finding_id="fidelity.not_engaged",
+            "no codec was in the KV cache, so that there are no streams to count", finding_id="fidelity.not_engaged"
         ) from error
     keys = {name: name.partition(".") for name in note}
-    return {
-        (int(layer), stream): [StreamFacts(**f) for f in note[name]]
-        for name, (layer, _, stream) in keys.items()
-    }
+    return {(int(layer), stream): [StreamFacts(**f) for f in note[name]] for name, (layer, _, stream) in keys.items()}
 
 
 def measured_bytes(engagement: Engagement, tokens: int, table_tokens: int = TABLE_TOKENS) -> CacheBytes:

@@ -211,10 +211,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     return Table(
         "Bits",
         ("layer", "stream", "bits"),
-        [
-            [str(r["layer"]), r["stream"], "exact" if r["bits"] >= EXACT_BITS else f"{r['bits']:g}"]
-            for r in rows
-        ],
+        [[str(r["layer"]), r["stream"], "exact" if r["bits"] >= EXACT_BITS else f"{r['bits']:g}"] for r in rows],
         numeric=frozenset({0, 2}),
     )
 

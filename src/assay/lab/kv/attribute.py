@@ -39,9 +39,7 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
             lab.expect(1 + count_alone(lab, spec, plan.each, plan.skip_layers))
             for part in alone(lab, spec, plan.each, plan.skip_layers):
                 parts.append(part)
-            measured = lab.measure(
-                plan.codec, skip_layers=plan.skip_layers, label="all together", measure_windows=1
-            )
+            measured = lab.measure(plan.codec, skip_layers=plan.skip_layers, label="all together", measure_windows=1)
             joint = figures(measured)
         text, notices = lab.text, lab.notices()
     total = sum(p["kld"]["value"] for p in parts)
@@ -115,10 +113,7 @@ def parts_table(parts: list[dict[str, Any]]) -> Table:
     """The twenty parts with the largest KL."""
     ranked = sorted(parts, key=lambda p: -p["kld"]["value"])
     total = sum(p["kld"]["value"] for p in parts) or 1.0
-    rows = [
-        [str(p["layer"]), p["stream"], kl_text(p), f"{100 * p['kld']['value'] / total:.1f}"]
-        for p in ranked[:20]
-    ]
+    rows = [[str(p["layer"]), p["stream"], kl_text(p), f"{100 * p['kld']['value'] / total:.1f}"] for p in ranked[:20]]
     return Table(
         "What hurts most, coded alone",
         ("layer", "stream", "KL (nats)", "% of the sum"),
@@ -131,12 +126,7 @@ def _chart(parts: list[dict[str, Any]]) -> Chart:
     streams = dict.fromkeys(p["stream"] for p in parts)
     series = [
         Series(
-            s,
-            [
-                Point(p["layer"], p["kld"]["value"], p["kld"]["lo"], p["kld"]["hi"])
-                for p in parts
-                if p["stream"] == s
-            ],
+            s, [Point(p["layer"], p["kld"]["value"], p["kld"]["lo"], p["kld"]["hi"]) for p in parts if p["stream"] == s]
         )
         for s in streams
     ]

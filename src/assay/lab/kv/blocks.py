@@ -125,9 +125,7 @@ def check_codec(spec: KvSpec) -> None:
         elif getattr(recipe.codec, "coding", "") != "range":
             why = f"{recipe.codec.name} is not entropy-coded"
         elif getattr(recipe.codec, "trellis", 0):
-            why = (
-                "with a trellis each number hangs on those before it, which four states at once cannot follow"
-            )
+            why = "with a trellis each number hangs on those before it, which four states at once cannot follow"
         elif any(part.name not in ("prerope", "sinks") for part in recipe.around):
             why = f"{recipe.around[0].name if len(recipe.around) == 1 else str(recipe)} is around the codec"
         elif recipe.exact_last:
@@ -157,9 +155,7 @@ class BlockTables:
         first = before = None
         for (layer, stream), fitted in coders.by_stream.items():
             if not isinstance(fitted.coder, RangeCoder):
-                raise AssayError(
-                    f"layer {layer}, stream {stream}, is not range-coded", finding_id="kv.unsupported"
-                )
+                raise AssayError(f"layer {layer}, stream {stream}, is not range-coded", finding_id="kv.unsupported")
             first = max(first or 0, fitted.exact_first)
             before = fitted.before_rope if stream == "k" else before
             tensors |= {f"{layer}.{stream}.{name}": table for name, table in fitted.coder.tables.items()}
@@ -263,9 +259,7 @@ def _digests(files: Sequence[Path], cache: DigestCache) -> str:
     hash_files([(path.name, path, path.stat().st_size) for path in files], cache, found)
     if wrong := next((name for name, digest in found.items() if digest.problem), None):
         raise AssayError(
-            f"cannot read {wrong}: {found[wrong].problem}",
-            finding_id="kv.unreadable",
-            remedy="check the path",
+            f"cannot read {wrong}: {found[wrong].problem}", finding_id="kv.unreadable", remedy="check the path"
         )
     text = "".join(f"{name} {found[name].sha256}\n" for name in sorted(found))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -416,16 +410,7 @@ class BlockCodec:
             rest = rest - stream.weight[:, rank + 2 :] @ inputs[rank + 2 :]
         c = np.ascontiguousarray((stream.analysis @ rest).numpy().T)
         numbers, kinds = np.empty(c.shape[::-1], np.int16), np.empty(len(c), np.uint8)
-        rans.choose(
-            c,
-            _lengths(),
-            stream.zero,
-            stream.radius,
-            stream.kind_bits,
-            np.float32(stream.rdo),
-            numbers,
-            kinds,
-        )
+        rans.choose(c, _lengths(), stream.zero, stream.radius, stream.kind_bits, np.float32(stream.rdo), numbers, kinds)
         states, words = rans.encode(numbers, kinds, stream.laws, stream.classes[1])
         escaped = np.ascontiguousarray(c.T)[numbers == ESCAPE].astype("<f4")
         section = b"".join(
@@ -461,9 +446,7 @@ class BlockCodec:
             raise BlockOfOtherTokens("a block is of other tokens than those that were asked for")
         facts = self.facts
         count = 2 * facts.layers
-        sizes = (
-            struct.unpack_from(f"<{count}I", data, _HEAD.size) if len(data) >= _HEAD.size + 4 * count else ()
-        )
+        sizes = struct.unpack_from(f"<{count}I", data, _HEAD.size) if len(data) >= _HEAD.size + 4 * count else ()
         start = _HEAD.size + 4 * count
         if kind < len(_TYPES):
             raw = count * exact * facts.width * _TYPES[kind].itemsize
@@ -495,9 +478,7 @@ class BlockCodec:
         def one(part: tuple[list[int], int]) -> None:
             some, start = part
             tokens = sum(heads[i].tokens for i in some)
-            self._decode(
-                [blocks[i] for i in some], [heads[i] for i in some], out[:, :, start : start + tokens]
-            )
+            self._decode([blocks[i] for i in some], [heads[i] for i in some], out[:, :, start : start + tokens])
 
         if self._pool is None or len(parts) == 1:
             for part in parts:
@@ -544,9 +525,7 @@ class BlockCodec:
                 done += tokens
             decoded.pop((layer - 2, name), None)
 
-    def _read(
-        self, stream: _Stream, section: memoryview, tokens: int, out: NDArray[np.uint16], column: int
-    ) -> None:
+    def _read(self, stream: _Stream, section: memoryview, tokens: int, out: NDArray[np.uint16], column: int) -> None:
         """Decode the coefficients of one section, scaled, into the first rows of `out` from `column` on."""
         (count,) = struct.unpack_from("<I", section) if len(section) >= 4 else (1 << 31,)
         start = 4 + 4 * count

@@ -253,9 +253,7 @@ class CodecHook:
         # A sliding layer may have let go of the start of a block.
         visible = max(lo, start)
         if visible < hi:
-            held[..., visible - start : hi - start, :] = cast(
-                result[..., visible - lo : hi - lo, :], held.dtype
-            )
+            held[..., visible - start : hi - start, :] = cast(result[..., visible - lo : hi - lo, :], held.dtype)
 
     def _track(self, layer: int, stream: str) -> Track:
         key = (layer, stream)
@@ -412,9 +410,7 @@ def for_transformers(**config: Any) -> PlannedHook:
     return PlannedHook(HookPlan.from_config(config))
 
 
-def bench_of(
-    shape: CacheShape, plan: HookPlan, rotary: Rotary | None, share: tuple[int, int] = (0, 1)
-) -> Bench:
+def bench_of(shape: CacheShape, plan: HookPlan, rotary: Rotary | None, share: tuple[int, int] = (0, 1)) -> Bench:
     """The bench of a model and calibration; AssayError where the calibration is of another model.
 
     `share` is the number of a rank and how many there are: its bench has its heads alone. The last few are kept, so that coders which many plans share are fitted once.

@@ -175,8 +175,7 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
     """Run the text through the model, and write one calibration file."""
     if plan.sensitivity and plan.model.startswith("vllm:"):
         raise plan.usage(
-            "the sensitivity of layers is measured with transformers",
-            "calibrate hf:MODEL; the file serves vLLM too",
+            "the sensitivity of layers is measured with transformers", "calibrate hf:MODEL; the file serves vLLM too"
         )
     if plan.model.startswith("vllm:") and (ranks := parse_vllm(plan.model).ranks) > 1:
         raise plan.usage(

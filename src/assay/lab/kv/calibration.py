@@ -209,9 +209,7 @@ def read_calibration(path: Path) -> Calibration:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
-        raise _unreadable(
-            f"cannot read the calibration {path}: {str(error).removesuffix(f': {path}')}"
-        ) from error
+        raise _unreadable(f"cannot read the calibration {path}: {str(error).removesuffix(f': {path}')}") from error
     if metadata.get("format") != FORMAT or metadata.get("version") not in READ:
         raise _unreadable(
             f"{path} is no calibration of assay (format {metadata.get('format')!r}, version {metadata.get('version')!r})"

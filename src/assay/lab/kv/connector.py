@@ -104,9 +104,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         ):
             return 0, False  # token ids do not say all of what such a cache is made of
         salt = request.cache_salt or ""
-        return self._planner.match(
-            request.request_id, request.all_token_ids, num_computed_tokens, salt
-        ), False
+        return self._planner.match(request.request_id, request.all_token_ids, num_computed_tokens, salt), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Remember what is loaded in the next step."""
@@ -145,9 +143,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The caches of all layers, by name."""
         modules = self._vllm_config.compilation_config.static_forward_context
         facts = self._codec.facts
-        pages = VllmPages(
-            {_layer_of(n): (modules[n], c) for n, c in kv_caches.items()}, self._spec, facts.layers
-        )
+        pages = VllmPages({_layer_of(n): (modules[n], c) for n, c in kv_caches.items()}, self._spec, facts.layers)
         self._mover = Mover(self._store, self._codec, pages, self._block, self._spec.block_size)
         self._tell(now=True)
 
@@ -162,9 +158,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything was loaded before the step."""
 
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks leave after the step, all layers together."""
 
     def wait_for_save(self) -> None:
@@ -197,16 +191,10 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def _tell(self, *, now: bool = False) -> None:
         """Write the counters, at most once a second."""
-        if (
-            self._report is not None
-            and self._mover is not None
-            and (now or time.monotonic() > self._told + 1)
-        ):
+        if self._report is not None and self._mover is not None and (now or time.monotonic() > self._told + 1):
             self._told = time.monotonic()
             facts = self._codec.facts
-            write_counters(
-                self._report, self._store, layers=facts.layers, spec=facts.spec, block_tokens=self._block
-            )
+            write_counters(self._report, self._store, layers=facts.layers, spec=facts.spec, block_tokens=self._block)
 
 
 class VllmPages:
@@ -215,8 +203,7 @@ class VllmPages:
     def __init__(self, layers: Mapping[int, tuple[Any, torch.Tensor]], spec: Any, count: int) -> None:
         if sorted(layers) != list(range(count)):
             raise _refused(
-                f"vLLM has caches of layers {sorted(layers)}, the tables are of {count}",
-                "calibrate this model",
+                f"vLLM has caches of layers {sorted(layers)}, the tables are of {count}", "calibrate this model"
             )
         self._layers = [layers[i] for i in range(count)]
         self._heads, self._dim, self._size = spec.num_kv_heads, spec.head_size, spec.block_size
@@ -237,9 +224,7 @@ class VllmPages:
         places = torch.empty_like(found)
         places[found] = torch.arange(count, device=cache.device)
         if len(found.unique()) != count:
-            raise _refused(
-                "vLLM's attention backend keeps a page in a way that cannot be read back", "choose another"
-            )
+            raise _refused("vLLM's attention backend keeps a page in a way that cannot be read back", "choose another")
         return places
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
@@ -262,14 +247,10 @@ class VllmPages:
 def _check(vllm_config: Any, kv_cache_config: Any, codec: BlockCodec) -> Any:
     """The cache's specification; AssayError for one that blocks of these tables do not fit."""
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        raise _refused(
-            "a block that is not believed must be computed again", '"kv_load_failure_policy": "recompute"'
-        )
+        raise _refused("a block that is not believed must be computed again", '"kv_load_failure_policy": "recompute"')
     parallel = vllm_config.parallel_config
     if parallel.world_size != 1 or (parallel.distributed_executor_backend or "uni") != "uni":
-        raise _refused(
-            "the tier needs scheduler and worker in one process", "leave out the options of parallelism"
-        )
+        raise _refused("the tier needs scheduler and worker in one process", "leave out the options of parallelism")
     if vllm_config.speculative_config is not None:
         raise _refused("drafted tokens that are rejected would be stored", "leave out --speculative-config")
     groups = kv_cache_config.kv_cache_groups

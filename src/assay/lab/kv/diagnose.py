@@ -39,9 +39,7 @@ if TYPE_CHECKING:
 # The diagnosis of one stream (K or V) of one layer, as plain JSON.
 
 
-def diagnose_stream(
-    fitted: FittedCodec, traffic: Traffic, decoded: Decoded, layer: int, stream: str
-) -> dict[str, Any]:
+def diagnose_stream(fitted: FittedCodec, traffic: Traffic, decoded: Decoded, layer: int, stream: str) -> dict[str, Any]:
     """`results.layers[]` of one stream: figures over all heads, then those of each, then the stages.
 
     `decoded` gives what the codec predicts from, and takes what came back.
@@ -75,9 +73,7 @@ def diagnose_stream(
         "coded_tokens": hi - lo,
         "relative_mse": _mean(heads, "relative_mse"),
         "outlier_share": _mean(heads, "outlier_share"),
-        "attention": {
-            name: sum(h["attention"][name] for h in heads) / len(heads) for name in heads[0]["attention"]
-        },
+        "attention": {name: sum(h["attention"][name] for h in heads) / len(heads) for name in heads[0]["attention"]},
         "residual": to_json(distribution(outside - inside)),
         "bits_per_value": 8 * len(fitted.encode(x[0], None if side is None else side[0])) / x[0].numel(),
         "rank": next((s.figures["rank"] for s in stages if "rank" in s.figures), None),
@@ -102,10 +98,7 @@ def _attention(
         return [{"output_error": float(value)} for value in lost]
     # Rotated again only where it was coded before RoPE, so that an exact cache differs by nothing.
     found = score_error(reads, keys, traffic.rotated(layer, back) if fitted.before_rope else back)
-    return [
-        {"score_error": float(rms), "attention_kl": float(kl)}
-        for rms, kl in zip(found.rms, found.kl, strict=True)
-    ]
+    return [{"score_error": float(rms), "attention_kl": float(kl)} for rms, kl in zip(found.rms, found.kl, strict=True)]
 
 
 def to_json(found: Distribution | None) -> dict[str, Any] | None:
@@ -140,24 +133,12 @@ def run_diagnose(plan: DiagnosisPlan, progress: Progress = NO_PROGRESS) -> Repor
     spec = parse_spec(plan.codec)
     spec.require(plan.streams)
     with open_lab(
-        plan.model,
-        plan.text,
-        windows=plan.windows,
-        length=plan.length,
-        calibration=plan.calibration,
-        progress=progress,
+        plan.model, plan.text, windows=plan.windows, length=plan.length, calibration=plan.calibration, progress=progress
     ) as lab:
         shape, text = lab.bench.shape, lab.text
         layers = kept_layers(shape, plan.skip_layers)
         coders = lab.bench.fit_all(lambda _, stream: spec.of(stream), layers, plan.streams).by_stream
-        traffic = watch(
-            lab.engine,
-            lab.windows,
-            shape,
-            queries=plan.queries,
-            batch=plan.batch,
-            progress=progress,
-        )
+        traffic = watch(lab.engine, lab.windows, shape, queries=plan.queries, batch=plan.batch, progress=progress)
     found = []
     decoded = Decoded(traffic, last_readers(coders))
     with progress("diagnosing", len(coders)) as advance:
@@ -187,9 +168,7 @@ def collapsed(found: Sequence[Mapping[str, Any]], head_dim: int, heads: int) -> 
         width = head_dim if f["rank"] <= head_dim and f["stages"][0]["stage"] == "pca" else head_dim * heads
         share = f["stages"][0]["relative_mse"] / max(f["stages"][-1]["relative_mse"], 1e-30)
         if share > 0.5 and f["rank"] < width / 2:
-            where.append(
-                {"layer": f["layer"], "stream": f["stream"], "rank": f["rank"], "of": width, "share": share}
-            )
+            where.append({"layer": f["layer"], "stream": f["stream"], "rank": f["rank"], "of": width, "share": share})
     if not where:
         return []
     worst = max(where, key=lambda w: w["share"])
@@ -201,9 +180,7 @@ def collapsed(found: Sequence[Mapping[str, Any]], head_dim: int, heads: int) -> 
             f"layer {worst['layer']}, {worst['stream'].upper()}: rank {worst['rank']:.0f} of {worst['of']}, "
             f"{100 * worst['share']:.0f} % of the error",
             evidence={"streams": where},
-            causes=(
-                "a share of variance sets the rank where the spectrum is steep, as it is after whitening",
-            ),
+            causes=("a share of variance sets the rank where the spectrum is steep, as it is after whitening",),
             remedies=("keep all the variance (variance=1) or set the rank itself",),
         )
     ]
@@ -234,10 +211,7 @@ def _blocks(found: Sequence[Mapping[str, Any]]) -> list[Block]:
     )
     names = {"k": "attention KL (nats)", "v": "error of attention's output / its power"}
     for s in streams:
-        title = {
-            "k": "What the keys' error does to attention",
-            "v": "What the values' error does to attention",
-        }
+        title = {"k": "What the keys' error does to attention", "v": "What the values' error does to attention"}
         blocks.append(_chart(found, [s], title[s], lambda f: f["attention"][HARM[f["stream"]]], names[s]))
     return blocks
 
@@ -303,9 +277,7 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"
 
 
-def _chart(
-    found: Sequence[Mapping[str, Any]], streams: Sequence[str], title: str, of: Any, label: str
-) -> Chart:
+def _chart(found: Sequence[Mapping[str, Any]], streams: Sequence[str], title: str, of: Any, label: str) -> Chart:
     series = [Series(s, [Point(f["layer"], of(f)) for f in found if f["stream"] == s]) for s in streams]
     positive = all(p.y > 0 for s in series for p in s.points)
     return Chart(title, "line", series, x_label="layer", y_label=label, log_y=positive)

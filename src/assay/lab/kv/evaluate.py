@@ -106,10 +106,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         if plan.control and not cut:
             with Unfinished(lambda: measured) as cut:
                 lab.measure(
-                    plan.control,
-                    streams=plan.streams,
-                    skip_layers=plan.skip_layers,
-                    table_tokens=plan.table_tokens,
+                    plan.control, streams=plan.streams, skip_layers=plan.skip_layers, table_tokens=plan.table_tokens
                 )
         control = lab.partial if plan.control and measured is not lab.partial else None
         note = measured.engagement.notes.get(NOTE, {}) if measured else {}
@@ -176,10 +173,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     against = None
     if control:
         against = against_control(
-            result,
-            replace(result, label=plan.control, seen=control.seen),
-            plan.control_margin,
-            plan.margin_ppl,
+            result, replace(result, label=plan.control, seen=control.seen), plan.control_margin, plan.margin_ppl
         )
     if against:
         body["control"] = against.to_json()
@@ -196,11 +190,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         findings=found,
         results=body,
         environment=describe(),
-        headline=[
-            *headline([result]),
-            *cache_figures(measured.bytes),
-            *control_metrics([against] if against else []),
-        ],
+        headline=[*headline([result]), *cache_figures(measured.bytes), *control_metrics([against] if against else [])],
         blocks=blocks([result], compared),
         interrupted=cut.interrupted,
         summary=f"{label_of(compared.reference)} with {plan.codec}",
@@ -216,13 +206,7 @@ def _run_packed(plan: EvalPlan, progress: Progress) -> Report:
             remedy=f"assay kv eval vllm:MODEL --codec {CODEC} --calibration FILE",
             finding_id="kv.usage",
         )
-    if (
-        plan.streams != "kv"
-        or plan.skip_layers
-        or plan.control
-        or plan.mode != Mode.DECODE
-        or plan.block != 1
-    ):
+    if plan.streams != "kv" or plan.skip_layers or plan.control or plan.mode != Mode.DECODE or plan.block != 1:
         raise UsageError(
             "packed pages hold keys and values of all layers and are graded token by token",
             remedy="leave out --streams, --skip-layers, --control, --mode and --block",
@@ -231,13 +215,9 @@ def _run_packed(plan: EvalPlan, progress: Progress) -> Report:
     calibration, model = read_calibration(Path(plan.calibration)), rest.partition("?")[0]
     cache = calibration.provenance["cache"]
     layout = layout_of(int(cache["kv_heads"]), int(cache["head_dim"]), BLOCK)
-    candidate = (
-        f"{plan.model}{'&' if '?' in rest else '?'}kv_pages={quote(str(Path(plan.calibration).resolve()))}"
-    )
+    candidate = f"{plan.model}{'&' if '?' in rest else '?'}kv_pages={quote(str(Path(plan.calibration).resolve()))}"
     source_of(plan.calibration, model)  # refused before the engine starts
-    compared = replace(
-        comparison(plan), candidates=(candidate,), budget=plan.budget, quick=plan.quick, all=plan.all
-    )
+    compared = replace(comparison(plan), candidates=(candidate,), budget=plan.budget, quick=plan.quick, all=plan.all)
     found = run_compare(compared, progress)
     calibration.check_text(found.results.get("text", {}), ())
     pages = {"bytes_per_token_and_head": layout.slot, "ratio": layout.ratio, "tokens": BLOCK}
@@ -246,12 +226,7 @@ def _run_packed(plan: EvalPlan, progress: Progress) -> Report:
         found,
         command="kv eval",
         subject={"model": plan.model, "plan": plan.facts()},
-        results={
-            **found.results,
-            "codec": CODEC,
-            "calibration": dict(calibration.provenance),
-            "pages": pages,
-        },
+        results={**found.results, "codec": CODEC, "calibration": dict(calibration.provenance), "pages": pages},
         headline=[*found.headline, size],
         summary=f"{label_of(compared.reference)} with packed pages",
     )

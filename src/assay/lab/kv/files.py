@@ -64,9 +64,7 @@ def write_kktv(path: Path, vectors: np.ndarray[Any, Any]) -> None:
 
 def _wrong(path: Path, why: str) -> AssayError:
     return AssayError(
-        f"{path} {why}",
-        finding_id="kv.kktv",
-        remedy="write the tensor again as KKTV, or give it as safetensors",
+        f"{path} {why}", finding_id="kv.kktv", remedy="write the tensor again as KKTV, or give it as safetensors"
     )
 
 
@@ -83,9 +81,7 @@ def run_encode(plan: EncodePlan) -> Report:
     recipe = parse_recipe(plan.codec)
     x = read_tensor(source, plan.heads, plan.tensor)
     if not x.numel():
-        raise _usage(
-            f"{source.name} holds no values: its shape is {list(x.shape)}", "encode a tensor with tokens"
-        )
+        raise _usage(f"{source.name} holds no values: its shape is {list(x.shape)}", "encode a tensor with tokens")
     fitted = _fitted(str(recipe), plan, x.shape[0], x.shape[2])
     stream = fitted.encode(x)
     _write(out, stream)
@@ -147,9 +143,7 @@ def read_tensor(path: Path, heads: int, name: str | None) -> torch.Tensor:
     if path.suffix != SAFETENSORS:
         rows = torch.from_numpy(read_kktv(path))
         if heads < 1 or rows.shape[0] % heads:
-            raise _usage(
-                f"{rows.shape[0]} vectors are no whole number of tokens of {heads} heads", "set --heads"
-            )
+            raise _usage(f"{rows.shape[0]} vectors are no whole number of tokens of {heads} heads", "set --heads")
         return rows.reshape(-1, heads, rows.shape[1]).transpose(0, 1).contiguous()
     from safetensors import SafetensorError, safe_open
 
@@ -158,8 +152,7 @@ def read_tensor(path: Path, heads: int, name: str | None) -> torch.Tensor:
             names = list(file.keys())
             if name is None and len(names) != 1:
                 raise _usage(
-                    f"{path.name} holds {len(names)} tensors",
-                    f"name one with --tensor: {', '.join(names[:6])}",
+                    f"{path.name} holds {len(names)} tensors", f"name one with --tensor: {', '.join(names[:6])}"
                 )
             if name is not None and name not in names:
                 raise _usage(f"{path.name} has no tensor {name!r}", f"it has {', '.join(names[:6])}")
@@ -184,9 +177,7 @@ def write_tensor(path: Path, x: torch.Tensor) -> None:
 def _fitted(spec: str, place: Place, heads: int, head_dim: int) -> FittedCodec:
     recipe = parse_recipe(spec)
     if place.calibration is None:
-        return recipe.fit(
-            Samples(_alone(recipe, Site(place.stream, place.layer, place.layer + 1, heads, head_dim)))
-        )
+        return recipe.fit(Samples(_alone(recipe, Site(place.stream, place.layer, place.layer + 1, heads, head_dim))))
     calibration = read_calibration(Path(place.calibration))
     cache = calibration.provenance["cache"]
     if (cache["kv_heads"], cache["head_dim"]) != (heads, head_dim) or not 0 <= place.layer < cache["layers"]:
@@ -224,9 +215,7 @@ def _write(path: Path, data: bytes) -> None:
         part.replace(path)
     except OSError as error:
         raise AssayError(
-            f"cannot write {path}: {error.strerror}",
-            finding_id="kv.unwritable",
-            remedy="check folder and rights",
+            f"cannot write {path}: {error.strerror}", finding_id="kv.unwritable", remedy="check folder and rights"
         ) from error
 
 

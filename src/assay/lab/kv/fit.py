@@ -50,9 +50,7 @@ class Bench:
     rotary: Rotary | None = None
     calibration: Calibration | None = None
     _fitted: dict[Any, FittedCodec] = field(default_factory=dict, compare=False, repr=False)
-    _decoded: dict[Key, tuple[FittedCodec, torch.Tensor]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
+    _decoded: dict[Key, tuple[FittedCodec, torch.Tensor]] = field(default_factory=dict, compare=False, repr=False)
     """Reconstructed samples of the latest layers, which coders after them predict from."""
 
     def fit(
@@ -71,9 +69,7 @@ class Bench:
             self._fitted[key] = fitted
         return self._fitted[key]
 
-    def _samples(
-        self, recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]
-    ) -> Samples:
+    def _samples(self, recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], sides: Sequence[Key]) -> Samples:
         if not self.calibration:
             return Samples(site)
         found = self.calibration.samples(site, before_rope=recipe.before_rope, rotary=self.rotary)
@@ -110,9 +106,7 @@ class Bench:
     def _site(self, layer: int, stream: str) -> Site:
         return Site(stream, layer, self.shape.layers, self.shape.kv_heads, self.shape.head_dim)
 
-    def fit_all(
-        self, recipe_of: RecipeOf, layers: Iterable[int] | None = None, streams: str = "kv"
-    ) -> CoderSet:
+    def fit_all(self, recipe_of: RecipeOf, layers: Iterable[int] | None = None, streams: str = "kv") -> CoderSet:
         """Coders of the given layers (all by default) and streams, in an order in which each may predict from those before."""
         found: dict[Key, FittedCodec] = {}
         for layer in sorted(range(self.shape.layers) if layers is None else layers):
@@ -220,9 +214,7 @@ class _Refused:
     evidence: Mapping[str, Any]
 
     def error(self) -> AssayError:
-        return AssayError(
-            self.message, finding_id=self.finding_id, remedy=self.remedy, evidence=self.evidence
-        )
+        return AssayError(self.message, finding_id=self.finding_id, remedy=self.remedy, evidence=self.evidence)
 
 
 _BENCH: list[Bench] = []
@@ -275,9 +267,7 @@ def _refused(error: AssayError) -> _Refused:
 # What a coder predicts from: streams that the decoder has before it comes to the coder's own.
 
 
-def sides_of(
-    recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], shape: CacheShape
-) -> tuple[Key, ...]:
+def sides_of(recipe: Recipe, site: Site, coded: Mapping[Key, FittedCodec], shape: CacheShape) -> tuple[Key, ...]:
     """The streams that a site's coder predicts from, given the coders before it.
 
     UsageError where one of them is coded so that the decoder would not have it in time.
@@ -316,9 +306,7 @@ def check_alone(fitted: FittedCodec, coded: Mapping[Key, FittedCodec]) -> None:
 
 
 def _check(recipe: Recipe, site: Site, key: Key, side: FittedCodec) -> None:
-    here = (
-        f"{recipe} in layer {site.layer}, stream {site.stream}, predicts from layer {key[0]}, stream {key[1]}"
-    )
+    here = f"{recipe} in layer {site.layer}, stream {site.stream}, predicts from layer {key[0]}, stream {key[1]}"
     ends = (side.exact_first, side.exact_last), (recipe.exact_first, recipe.exact_last)
     if side.granularity != 1 or ends[0] != ends[1]:
         raise UsageError(

@@ -80,11 +80,7 @@ class Klt:
 
     def tables(self) -> Tables:
         """What a decoder needs; `analysis` it does not."""
-        return {
-            "mean": self.mean.numpy(),
-            "synthesis": self.synthesis.numpy(),
-            "synthesis_scale": self.scale.numpy(),
-        }
+        return {"mean": self.mean.numpy(), "synthesis": self.synthesis.numpy(), "synthesis_scale": self.scale.numpy()}
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,7 @@ from assay.engines.base import full_spec
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.machine import begin_run, interrupt_run, memory_error, out_of_memory
 from assay.engines.ray_scorer import RayScorer
-from assay.engines.scoring import (
-    Engagement,
-    EngineHook,
-    HookSpec,
-    ScoreJob,
-    ScoringEngine,
-    ScoringPath,
-    Window,
-)
+from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, ScoringEngine, ScoringPath, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
@@ -278,10 +270,7 @@ class Lab:
         missing = len(self.reference.read()) * self.length
         a_codec = (CODEC_COST * pace.score + pace.compare) * tokens
         exact = missing * pace.score
-        expected = {
-            "the exact cache": exact,
-            self._stage: min(count * a_codec, max(0.0, budget.left() - exact)),
-        }
+        expected = {"the exact cache": exact, self._stage: min(count * a_codec, max(0.0, budget.left() - exact))}
         budget.tell(expected, self.progress)
 
     def _left(self) -> str:
@@ -318,12 +307,7 @@ class Lab:
         by default as many as the model's context, up to 32,768. `enough` ends it between two batches.
         """
         plan = HookPlan(
-            codec,
-            self.mode.value,
-            self.length,
-            calibration=self.calibration,
-            measure_windows=measure_windows,
-            **placed,
+            codec, self.mode.value, self.length, calibration=self.calibration, measure_windows=measure_windows, **placed
         )
         about = {**plan.to_config(), "calibration": None, "job": asdict(self.job)}
         share = table_tokens or min(TABLE_TOKENS, self.context or TABLE_TOKENS)
@@ -338,9 +322,7 @@ class Lab:
                 hook = hook_spec(self.spec, **plan.to_config() | {"windows": windows})
             else:
                 fitted = (coders() if coders else plan.coders(self._bench)).by_stream
-                hook = CodecHook(
-                    fitted, self.mode, self.length, measure_windows=measure_windows, windows=windows
-                )
+                hook = CodecHook(fitted, self.mode, self.length, measure_windows=measure_windows, windows=windows)
             with self._budget.stage("the exact cache"):
                 self.score_reference()
             began = time.monotonic()
@@ -445,9 +427,7 @@ def open_lab(
             pace = None
             if budget and budget.seconds is not None:
                 plan = replace(plan, path=path_of(mode).value, batch=batch)
-                windows, length, pace = _fitting(
-                    plan, windows, engine, budget, codecs, least_codecs or codecs
-                )
+                windows, length, pace = _fitting(plan, windows, engine, budget, codecs, least_codecs or codecs)
                 plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
             if known:
@@ -498,9 +478,7 @@ def _fitting(
         nonlocal pace
         pace = measure_pace(engine, plan, read_text(plan.text).text)
         share = plan.windows / windows  # with those that take no part in the choice
-        costs = [
-            share * (1 + n * CODEC_COST) * pace.score + n * pace.compare for n in range(codecs, least - 1, -1)
-        ]
+        costs = [share * (1 + n * CODEC_COST) * pace.score + n * pace.compare for n in range(codecs, least - 1, -1)]
         # Where not all of a sweep's codecs fit, the first ones are measured, and the others are left out by name.
         fits = (c for c in costs if size_for(budget.left(), c, windows, plan.length, LEAST_CODED))
         return budget.size(next(fits, costs[-1]), windows, plan.length, least=LEAST_CODED)
@@ -511,9 +489,7 @@ def _fitting(
     return found[0], found[1], pace
 
 
-def _looked_at(
-    engine: ScoringEngine, length: int, calibration: str | None
-) -> tuple[CacheShape, int | None] | None:
+def _looked_at(engine: ScoringEngine, length: int, calibration: str | None) -> tuple[CacheShape, int | None] | None:
     """`look_at` of a model of transformers in the workers of a cluster; None for any other."""
     if not (isinstance(engine, RayScorer) and engine.spec.startswith("hf:")):
         return None

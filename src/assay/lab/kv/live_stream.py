@@ -114,9 +114,7 @@ class Track:
     def codes_at_once(self, position: int) -> bool:
         """Whether a token at `position` is coded as it comes."""
         coder = self.coder
-        return bool(
-            coder and coder.granularity == 1 and coder.exact_last == 0 and position >= coder.exact_first
-        )
+        return bool(coder and coder.granularity == 1 and coder.exact_last == 0 and position >= coder.exact_first)
 
     def check_together(self, position: int, tokens: int) -> None:
         """UsageError where `tokens` that are fed at once from `position` on would not see what each would see alone."""
@@ -162,9 +160,7 @@ class Track:
         self.mark(hi)
         return result
 
-    def _coded(
-        self, x: torch.Tensor, lo: int, side: torch.Tensor | None, *, keep: bool = False
-    ) -> torch.Tensor:
+    def _coded(self, x: torch.Tensor, lo: int, side: torch.Tensor | None, *, keep: bool = False) -> torch.Tensor:
         """Exact states [B, h, n, d] from position `lo` on as the codec gives them back, in their type."""
         if self.coder is None or self.coder.lossless:
             return x
@@ -229,12 +225,7 @@ class Track:
         return found, back if self.coder.before_rope else self._before_rope(back, start)
 
     def _apart(
-        self,
-        window: int,
-        start: int,
-        back: torch.Tensor,
-        read: torch.Tensor | None,
-        side: torch.Tensor | None,
+        self, window: int, start: int, back: torch.Tensor, read: torch.Tensor | None, side: torch.Tensor | None
     ) -> float:
         """Σ(r − x̂)² of the tokens whose stream can be compared with what attention read.
 
@@ -261,17 +252,12 @@ class Track:
         parts = [(from_, done), (max(done, tokens - coder.exact_last), tokens)]
         wanted = back.to(x.dtype).to(read.dtype)
         return sum(
-            float((read[:, lo:hi].float() - wanted[:, lo:hi].float()).square().sum())
-            for lo, hi in parts
-            if lo < hi
+            float((read[:, lo:hi].float() - wanted[:, lo:hi].float()).square().sum()) for lo, hi in parts if lo < hi
         )
 
 
 def facts_of_window(
-    tracks: Mapping[Key, Track],
-    window: int,
-    starts: Mapping[Key, int],
-    read: Mapping[Key, torch.Tensor] | None = None,
+    tracks: Mapping[Key, Track], window: int, starts: Mapping[Key, int], read: Mapping[Key, torch.Tensor] | None = None
 ) -> Iterator[tuple[Key, StreamFacts]]:
     """The real streams of one window, each stream's tokens from its start on, predicted from what came back of others.
 

@@ -76,12 +76,7 @@ def noise_growth(
     inside = slice(first, last + 2)
     level = (y - QUADRATIC * x)[inside].mean()
     drawn = np.exp((draws - QUADRATIC * x)[:, inside].mean(axis=1))
-    return NoiseGrowth(
-        slope,
-        math.exp(x[first]),
-        math.exp(x[last + 1]),
-        between(math.exp(float(level)), drawn),
-    )
+    return NoiseGrowth(slope, math.exp(x[first]), math.exp(x[last + 1]), between(math.exp(float(level)), drawn))
 
 
 def longest_run(good: Sequence[bool]) -> tuple[int, int] | None:
@@ -98,9 +93,7 @@ def longest_run(good: Sequence[bool]) -> tuple[int, int] | None:
     return best
 
 
-def _logs(
-    counts: NDArray[np.float64], sums: NDArray[np.float64], weights: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def _logs(counts: NDArray[np.float64], sums: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """Log of the mean KL of every size in each draw [draws, sigmas]."""
     found: NDArray[np.float64] = np.log(np.maximum(counts @ sums.T, 1e-300) / (counts @ weights)[:, None])
     return found
@@ -196,10 +189,7 @@ def _point(measured: Measured) -> dict[str, Any]:
 
 def _curve(part: _Part, points: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     found = noise_growth(
-        [p["sigma"] for p in points],
-        [p["kl_sums"] for p in points],
-        points[0]["tokens"],
-        Resampling(2000, seed),
+        [p["sigma"] for p in points], [p["kl_sums"] for p in points], points[0]["tokens"], Resampling(2000, seed)
     )
     shown = [{k: p[k] for k in ("sigma", "kld", "dppl_pct")} for p in points]
     return {
@@ -265,13 +255,7 @@ def _chart(curves: Sequence[Mapping[str, Any]]) -> Chart:
         for c in sorted(curves, key=_harm, reverse=True)[:6]
     ]
     return Chart(
-        "KL by size of the noise",
-        "line",
-        series,
-        x_label="σ / rms",
-        y_label="KL (nats)",
-        log_x=True,
-        log_y=True,
+        "KL by size of the noise", "line", series, x_label="σ / rms", y_label="KL (nats)", log_x=True, log_y=True
     )
 
 

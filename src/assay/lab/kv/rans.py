@@ -211,12 +211,7 @@ def read(states, words, laws, slots, codes, shifts, class_slots, class_codes, nu
         row = numbers[c]
         first = 0 if wide else full
         for t in range(0, 0 if wide else full, 4):
-            l0, l1, l2, l3 = (
-                starts[kinds[t]],
-                starts[kinds[t + 1]],
-                starts[kinds[t + 2]],
-                starts[kinds[t + 3]],
-            )
+            l0, l1, l2, l3 = (starts[kinds[t]], starts[kinds[t + 1]], starts[kinds[t + 2]], starts[kinds[t + 3]])
             n0 = flat[l0 + np.uint64(s0 & 4095)]
             n1 = flat[l1 + np.uint64(s1 & 4095)]
             n2 = flat[l2 + np.uint64(s2 & 4095)]
@@ -289,9 +284,7 @@ def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyp
         to = out[c]
         for t in range(tokens):
             b = bits[t]
-            to[column + t] = np.uint16(
-                (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-            )
+            to[column + t] = np.uint16((b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
     return used == escaped.size
 
 

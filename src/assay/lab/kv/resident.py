@@ -256,9 +256,7 @@ class HeldStream:
             parts.append(tail[..., :skip, :])
             if coded:
                 fresh = tail[..., skip : skip + coded, :]
-                parts.append(
-                    self._given(self._round_trip(coder, fresh, first + skip, seen_from), first + skip)
-                )
+                parts.append(self._given(self._round_trip(coder, fresh, first + skip, seen_from), first + skip))
             parts.append(tail[..., skip + coded :, :])
         return torch.cat([part.to(tail.dtype) for part in parts], dim=-2)
 
@@ -408,9 +406,7 @@ def _resident(base: type) -> type:
 
         def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> Any:
             self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
-            seen = tuple(
-                s.update(x) for s, x in zip(self.assay_streams, (key_states, value_states), strict=True)
-            )
+            seen = tuple(s.update(x) for s, x in zip(self.assay_streams, (key_states, value_states), strict=True))
             for handover in self.assay_done:
                 handover.clear()
             if hasattr(self, "cumulative_length"):

@@ -105,9 +105,7 @@ class Rotary:
         return Rotation(whole.cos[lo:hi], whole.sin[lo:hi])
 
 
-def _rotations(
-    module: Any, config: Any, length: int, device: torch.device
-) -> tuple[dict[str, Rotation], list[str]]:
+def _rotations(module: Any, config: Any, length: int, device: torch.device) -> tuple[dict[str, Rotation], list[str]]:
     """The rotations of each type of layer, and the type of every layer."""
     import torch
 

@@ -80,9 +80,7 @@ def needs_history(codec: str, mode: str) -> bool:
             return True
         try:
             coder = recipe.fit(Samples(Site(stream, 0, 1, 1, 64)))
-        except (
-            AssayError
-        ):  # it must be calibrated, which is no matter of its blocks; suppose that it has some
+        except AssayError:  # it must be calibrated, which is no matter of its blocks; suppose that it has some
             return True
         if coder.granularity > 1 or coder.exact_last:
             return True
@@ -210,14 +208,7 @@ def launch_of(plan: ServePlan) -> Launch:
         HOOK: json.dumps({"target": hook.target, "config": dict(hook.config)}),
     }
     _check_plugin(python, environment)
-    command = [
-        str(python),
-        "-m",
-        "vllm.entrypoints.openai.api_server",
-        "--model",
-        plan.model,
-        "--enforce-eager",
-    ]
+    command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model, "--enforce-eager"]
     command += ["--no-async-scheduling"]
     if history:
         command.append("--no-enable-prefix-caching")
@@ -241,13 +232,9 @@ def _packed(plan: ServePlan) -> Launch:
             raise _refused(f"{name}: {why}", f"leave {name} out")
     for name, only in (("--block-size", str(BLOCK)), ("--kv-cache-dtype", "auto")):
         if option(plan.options, name) not in (None, only):
-            raise _refused(
-                f"{name} {option(plan.options, name)}: packed pages take {only}", f"leave {name} out"
-            )
+            raise _refused(f"{name} {option(plan.options, name)}: packed pages take {only}", f"leave {name} out")
     if plan.skip_layers or plan.streams != "kv":
-        raise _refused(
-            "packed pages hold keys and values of all layers", "leave out --skip-layers and --streams"
-        )
+        raise _refused("packed pages hold keys and values of all layers", "leave out --skip-layers and --streams")
     if plan.calibration is None:
         raise AssayError(
             "packed pages need a calibration",
@@ -312,9 +299,7 @@ def _tiered(plan: ServePlan) -> Launch:
             remedy="give more by --tier-size",
         )
     python = find_python(plan.python) or Path(sys.executable)
-    environment = {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH"))))
-    }
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH"))))}
     _check_plugin(python, environment, "numba", "safetensors")
     extra = {
         "tables": str(tables.write(folder or cache_dir("kv-tables"))),
@@ -375,11 +360,7 @@ def run_serve(plan: ServePlan, say: Callable[[str], None]) -> Report:
     return Report(
         command="kv serve",
         verdict=Verdict.PASS,
-        subject={
-            "model": plan.model,
-            "command": list(launch.command),
-            "environment": dict(launch.environment),
-        },
+        subject={"model": plan.model, "command": list(launch.command), "environment": dict(launch.environment)},
         results=results,
         environment=describe(),
         headline=headline,
@@ -389,9 +370,7 @@ def run_serve(plan: ServePlan, say: Callable[[str], None]) -> Report:
 
 def _tier_lines(tier: Mapping[str, Any]) -> list[Metric]:
     lost = {
-        n: tier[n]
-        for n in ("refused", "missing", "dropped", "too_large", "write_failed", "not_encoded")
-        if tier[n]
+        n: tier[n] for n in ("refused", "missing", "dropped", "too_large", "write_failed", "not_encoded") if tier[n]
     }
     return [
         Metric("stored", f"{tier['stored_blocks']:,} blocks, {tier['ratio']:.2f}× smaller than bf16; {tier['evicted']:,} evicted"),
@@ -412,9 +391,7 @@ def plugin_folder() -> Path:
     metadata = folder / f"assay-{VERSION}.dist-info"
     metadata.mkdir(exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: assay\nVersion: {VERSION}\n")
-    (metadata / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nassay = assay.engines.vllm.hooks:register\n"
-    )
+    (metadata / "entry_points.txt").write_text("[vllm.general_plugins]\nassay = assay.engines.vllm.hooks:register\n")
     return folder
 
 

@@ -171,14 +171,14 @@ class KvSpec:
         for recipe in filter(None, (self.k, self.v)):
             joint = next((part for part in (recipe.codec, *recipe.around) if part.joins_heads), None)
             across = any(
-                layer != 1
-                for stream in ("k", "v")
-                for layer, _ in recipe.codec.sides(Site(stream, 1, 2, 1, 1))
+                layer != 1 for stream in ("k", "v") for layer, _ in recipe.codec.sides(Site(stream, 1, 2, 1, 1))
             )
             if tensor > 1 and joint is not None:
                 what = f"{joint} codes all KV heads of a layer together, and each of {tensor} ranks has a part of them"
             elif stages > 1 and across:
-                what = f"{recipe.codec} predicts from the layer before, which another of {stages} pipeline stages may have"
+                what = (
+                    f"{recipe.codec} predicts from the layer before, which another of {stages} pipeline stages may have"
+                )
             else:
                 continue
             raise UsageError(
@@ -191,9 +191,7 @@ class KvSpec:
         """UsageError where it codes none of `streams` (`kv`, `k` or `v`): all would stay exact."""
         if not any(self.of(stream) for stream in streams):
             raise UsageError(
-                f"{self} codes nothing of the stream {streams}",
-                remedy="name another --stream",
-                finding_id="kv.usage",
+                f"{self} codes nothing of the stream {streams}", remedy="name another --stream", finding_id="kv.usage"
             )
 
     def __str__(self) -> str:
@@ -243,9 +241,7 @@ def with_parameters(codec: Codec, parameters: Mapping[str, Any]) -> Codec:
 
 
 def _without_prerope(recipe: Recipe) -> Recipe:
-    return Recipe(
-        tuple(w for w in recipe.around if not (isinstance(w, Placement) and w.before_rope)), recipe.codec
-    )
+    return Recipe(tuple(w for w in recipe.around if not (isinstance(w, Placement) and w.before_rope)), recipe.codec)
 
 
 def _without_first(samples: Samples, first: int) -> Samples:
@@ -350,7 +346,6 @@ def _entry(kind: Any) -> dict[str, Any]:
 
 def _table(title: str, entries: list[dict[str, Any]]) -> Table:
     rows = [
-        [e["name"], ", ".join(f"{k}={v}" for k, v in e["parameters"].items()) or "–", e["summary"]]
-        for e in entries
+        [e["name"], ", ".join(f"{k}={v}" for k, v in e["parameters"].items()) or "–", e["summary"]] for e in entries
     ]
     return Table(title, ("name", "parameters", "what it does"), rows)

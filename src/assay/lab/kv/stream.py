@@ -70,8 +70,7 @@ def to_bytes(stream: Stream) -> bytes:
     count = len(stream.blocks)
     head = _HEAD.pack(MAGIC, VERSION, len(spec), stream.heads, stream.head_dim, count, stream.tables)
     index = b"".join(
-        _ENTRY.pack(b.tokens | (_EXACT if b.exact else 0), len(b.payload), crc32(b.payload))
-        for b in stream.blocks
+        _ENTRY.pack(b.tokens | (_EXACT if b.exact else 0), len(b.payload), crc32(b.payload)) for b in stream.blocks
     )
     front = head + spec + index
     return b"".join([front, struct.pack("<I", crc32(front)), *(b.payload for b in stream.blocks)])
@@ -82,9 +81,7 @@ def from_bytes(data: bytes) -> Stream:
     if len(data) < _HEAD.size or data[:4] != MAGIC:
         if data[: len(MAGIC)] == MAGIC:
             raise damaged(f"it ends after {len(data)} bytes, inside its header")
-        raise AssayError(
-            "this is no KV stream of assay (it does not begin with AKVS)", finding_id="kv.stream_unknown"
-        )
+        raise AssayError("this is no KV stream of assay (it does not begin with AKVS)", finding_id="kv.stream_unknown")
     _, version, spec_bytes, heads, head_dim, count, tables = _HEAD.unpack_from(data)
     if version != VERSION:
         raise AssayError(

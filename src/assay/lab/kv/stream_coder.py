@@ -112,9 +112,7 @@ class FittedCodec:
             parts.append(_joined(self.coder.reconstruct(blocks, near)))
         return torch.cat(parts, dim=1) if parts else x.float().reshape(heads, 0, width)
 
-    def _decoded(
-        self, payloads: list[bytes], tokens: int, exact: bool, side: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _decoded(self, payloads: list[bytes], tokens: int, exact: bool, side: torch.Tensor | None) -> torch.Tensor:
         if exact:
             shape = (self.site.heads, tokens, self.site.head_dim)
             return torch.cat([exact_from_bytes(payload, shape) for payload in payloads], dim=1)
@@ -161,9 +159,7 @@ class StreamWriter:
         first = max(0, min(fitted.exact_first - self._seen, x.shape[1]))
         self._seen += x.shape[1]
         if first:
-            self._sinks = (
-                x[:, :first] if self._sinks is None else torch.cat([self._sinks, x[:, :first]], dim=1)
-            )
+            self._sinks = x[:, :first] if self._sinks is None else torch.cat([self._sinks, x[:, :first]], dim=1)
         if self._sinks is not None and self._seen >= fitted.exact_first:
             self._keep(self._sinks)
             self._sinks = None
@@ -185,13 +181,7 @@ class StreamWriter:
         self._code(1, tokens - fitted.exact_last)
         if self._pending is not None and self._pending.shape[1]:
             self._keep(self._pending)
-        stream = Stream(
-            fitted.spec,
-            fitted.site.heads,
-            fitted.site.head_dim,
-            fitted._tables_crc,
-            tuple(self._blocks),
-        )
+        stream = Stream(fitted.spec, fitted.site.heads, fitted.site.head_dim, fitted._tables_crc, tuple(self._blocks))
         # The unfinished block goes on where it was, so that nothing is coded twice.
         self._blocks, self._pending, self._side = kept, pending, near
         return to_bytes(stream)

@@ -89,9 +89,7 @@ def specs_in(path: Path) -> tuple[str, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise _usage(
-            f"cannot read the SPECs in {path}: {why}", "give a text file, one SPEC a line"
-        ) from error
+        raise _usage(f"cannot read the SPECs in {path}: {why}", "give a text file, one SPEC a line") from error
     return tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
 
 
@@ -222,12 +220,7 @@ def _fitters(lab: Lab, jobs: int) -> AbstractContextManager[Fitters | None]:
 
 
 def _measure_side_by_side(
-    lab: Lab,
-    specs: Sequence[KvSpec],
-    plan: SweepPlan,
-    layers: Sequence[int],
-    file: KeptFile | None,
-    budget: Budget,
+    lab: Lab, specs: Sequence[KvSpec], plan: SweepPlan, layers: Sequence[int], file: KeptFile | None, budget: Budget
 ) -> None:
     """On a cluster: have all rows measured and kept, several at once, so that no worker waits for the end of a row.
 
@@ -257,12 +250,7 @@ def _measure_side_by_side(
 
 
 def _measured(
-    lab: Lab,
-    spec: KvSpec,
-    plan: SweepPlan,
-    pool: Fitters | None,
-    layers: Sequence[int],
-    late: Callable[[], bool],
+    lab: Lab, spec: KvSpec, plan: SweepPlan, pool: Fitters | None, layers: Sequence[int], late: Callable[[], bool]
 ) -> Measured:
     return lab.measure(
         str(spec),
@@ -284,16 +272,7 @@ def _row(measured: Measured, plan: SweepPlan, blocks: Sequence[int] | None) -> d
         "bytes": measured.bytes.to_json() if measured.bytes else None,
         **{
             k: figures[k]
-            for k in (
-                "grade",
-                "dppl_pct",
-                "kld",
-                "tv",
-                "top1_pct",
-                "top1_beyond_rounding_pct",
-                "tokens",
-                "windows",
-            )
+            for k in ("grade", "dppl_pct", "kld", "tv", "top1_pct", "top1_beyond_rounding_pct", "tokens", "windows")
         },
         "kld_se": summary.kl.se,
         "fires": measured.engagement.fires,
@@ -305,15 +284,11 @@ def _row(measured: Measured, plan: SweepPlan, blocks: Sequence[int] | None) -> d
 def _winner(row: Mapping[str, Any], again: Mapping[str, Any] | None) -> dict[str, Any]:
     found: dict[str, Any] = {"codec": row["codec"], "same_windows": row, "fresh_windows": again}
     if again:
-        found["winners_curse"] = curse(
-            (row["kld"]["mean"], row["kld_se"]), (again["kld"]["mean"], again["kld_se"])
-        )
+        found["winners_curse"] = curse((row["kld"]["mean"], row["kld_se"]), (again["kld"]["mean"], again["kld_se"]))
     return found
 
 
-def _judged(
-    rows: Sequence[Mapping[str, Any]], winner: Mapping[str, Any] | None
-) -> tuple[Verdict, list[Finding]]:
+def _judged(rows: Sequence[Mapping[str, Any]], winner: Mapping[str, Any] | None) -> tuple[Verdict, list[Finding]]:
     """PASS needs a codec with a grade that fresh windows confirm; where all are rejected the sweep fails."""
     if winner is None:
         grades = [row["grade"] for row in rows]
@@ -322,18 +297,14 @@ def _judged(
             title = f"none of the {len(rows)} codecs is within the margins: every one is REJECT"
             remedies = ("sweep codecs with more bits, or keep first tokens and boundary layers exact",)
             return Verdict.FAIL, [Finding("kv.none_accepted", Severity.ERROR, title, remedies=remedies)]
-        title = (
-            f"nothing is chosen: {len(undecided)} of {len(rows)} codecs are undecided, and none is accepted"
-        )
+        title = f"nothing is chosen: {len(undecided)} of {len(rows)} codecs are undecided, and none is accepted"
         remedies = ("run again with more windows (--windows)",)
         return Verdict.INCONCLUSIVE, [Finding("kv.undecided", Severity.WARNING, title, remedies=remedies)]
     again = winner["fresh_windows"]
     if again and again["grade"] not in GRADES:
         title = f"fresh windows do not confirm {winner['codec']}: {again['grade']} on them"
         remedies = ("run again with more windows (--windows, --fresh), or take a codec with more bits",)
-        return Verdict.INCONCLUSIVE, [
-            Finding("kv.choice_unconfirmed", Severity.WARNING, title, remedies=remedies)
-        ]
+        return Verdict.INCONCLUSIVE, [Finding("kv.choice_unconfirmed", Severity.WARNING, title, remedies=remedies)]
     return Verdict.PASS, []
 
 
@@ -359,8 +330,7 @@ def _headline(rows: Sequence[Mapping[str, Any]], winner: Mapping[str, Any] | Non
         found += [
             Metric("fresh windows", _said(again)),
             Metric(
-                "winner's curse",
-                f"{difference['value']:+.2g} nats [{difference['lo']:+.2g}, {difference['hi']:+.2g}]",
+                "winner's curse", f"{difference['value']:+.2g} nats [{difference['lo']:+.2g}, {difference['hi']:+.2g}]"
             ),
         ]
     return found

@@ -459,9 +459,7 @@ class LmcacheSerde:
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
         """Bytes that LMCache gives a chunk of this layout."""
-        exact: int = sum(
-            math.prod(s) * d.itemsize for s, d in zip(layout_desc.shapes, layout_desc.dtypes, strict=True)
-        )
+        exact: int = sum(math.prod(s) * d.itemsize for s, d in zip(layout_desc.shapes, layout_desc.dtypes, strict=True))
         return math.ceil(exact / self._ratio)
 
     def serialize(self, src: Any, dst: Any, key: Any) -> int:

@@ -154,9 +154,7 @@ class VllmCodecHook:
         fires: dict[int, int] = {}
         for layer, stream in self._coders:
             fires[layer] = fires.get(layer, 0) + self._lanes[layer, stream].fires
-        return Engagement(
-            sum(fires.values()), None, fires, {NOTE: streams_note(self.facts, self._coders, self._whole)}
-        )
+        return Engagement(sum(fires.values()), None, fires, {NOTE: streams_note(self.facts, self._coders, self._whole)})
 
     @staticmethod
     def merged(parts: Sequence[Engagement]) -> Engagement:
@@ -281,8 +279,7 @@ class VllmCapture:
         self._sampler = Sampler(shape, self._length, self._keep)
         self._rotary = Rotary.of_config(model.config, self._length)
         self._output = {
-            layer: _weight(module, shape.query_heads * shape.head_dim)
-            for layer, module in context.attentions.items()
+            layer: _weight(module, shape.query_heads * shape.head_dim) for layer, module in context.attentions.items()
         }
 
     def on_query(self, layer: int, q: torch.Tensor, positions: torch.Tensor) -> None:
@@ -339,12 +336,7 @@ class VllmCapture:
 
 
 def capture_in_vllm(
-    engine: ScoringEngine,
-    windows: Sequence[Window],
-    *,
-    tokens: int,
-    batch: int,
-    progress: Progress = NO_PROGRESS,
+    engine: ScoringEngine, windows: Sequence[Window], *, tokens: int, batch: int, progress: Progress = NO_PROGRESS
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors of a calibration of about `tokens` samples, and the shape of the cache as JSON."""
     length = len(windows[0].tokens)
@@ -382,6 +374,4 @@ def _weight(attention: Any, width: int) -> torch.Tensor:
 def _floating(parameter: torch.Tensor) -> torch.dtype:
     import torch
 
-    return (
-        parameter.dtype if parameter.dtype in (torch.bfloat16, torch.float16) else torch.get_default_dtype()
-    )
+    return parameter.dtype if parameter.dtype in (torch.bfloat16, torch.float16) else torch.get_default_dtype()

@@ -161,11 +161,7 @@ class Lane:
         if self.coder is None:
             return True
         found = self.histories.get(request.key)
-        return (
-            found is not None
-            and found.track.done == request.start
-            and request.start >= self.coder.exact_first
-        )
+        return found is not None and found.track.done == request.start and request.start >= self.coder.exact_first
 
     def _settled(self, requests: Sequence[Request], x: torch.Tensor, *, everyone: bool) -> torch.Tensor:
         """Code the new tokens of settled requests, `everyone` where the step has no others."""
@@ -233,17 +229,10 @@ class Lane:
         """Code what has become due of each request, in the cache and in the step."""
         import torch
 
-        due = [
-            (r, lo, hi)
-            for r in requests
-            for lo, hi in self._ranges(r, self.histories[r.key].track)
-            if lo < hi
-        ]
+        due = [(r, lo, hi) for r in requests for lo, hi in self._ranges(r, self.histories[r.key].track) if lo < hi]
         if not due:
             return x, {}
-        results = self._code(
-            torch.cat([self.histories[r.key].track.exact[0, :, lo:hi] for r, lo, hi in due], 1), due
-        )
+        results = self._code(torch.cat([self.histories[r.key].track.exact[0, :, lo:hi] for r, lo, hi in due], 1), due)
         out, changed, done = x.clone(), dict[str, tuple[int, int]](), 0
         for request, lo, hi in due:
             result = results[:, done : done + hi - lo]
@@ -315,7 +304,5 @@ def _rows_from(requests: tuple[Request, ...], first: int, device: torch.device) 
     import numpy as np
     import torch
 
-    spans = [
-        np.arange(r.offset + min(r.count, max(0, first - r.start)), r.offset + r.count) for r in requests
-    ]
+    spans = [np.arange(r.offset + min(r.count, max(0, first - r.start)), r.offset + r.count) for r in requests]
     return torch.from_numpy(np.concatenate(spans)).to(device)

@@ -190,8 +190,7 @@ def unpack(data: torch.Tensor, width: int, count: int) -> torch.Tensor:
     _check(width)
     if data.shape[-1] < packed_bytes(count, width):
         raise UsageError(
-            f"{data.shape[-1]} bytes hold less than {count} values of {width} bits",
-            finding_id="kv.packing",
+            f"{data.shape[-1]} bytes hold less than {count} values of {width} bits", finding_id="kv.packing"
         )
     kind = torch.uint8 if width <= 8 else torch.int32
     if not count:
@@ -395,9 +394,7 @@ def linear_layers(model: Any) -> list[Any]:
 
 
 def replace_weights(
-    model: Any,
-    round_trip: Callable[[torch.Tensor], torch.Tensor],
-    stored_bytes: Callable[[torch.Tensor], int],
+    model: Any, round_trip: Callable[[torch.Tensor], torch.Tensor], stored_bytes: Callable[[torch.Tensor], int]
 ) -> int:
     """Put every linear layer's weight through `round_trip` in place.
 
@@ -470,8 +467,7 @@ def polar_weights(model: Any, bits: int, block: int = 128, seed: int = 1) -> Ite
 def _check_format(bits: int, block: int) -> None:
     if not 2 <= bits <= 8 or block < 2 or block & (block - 1):
         raise UsageError(
-            f"polar(bits={bits}, block={block}): bits is 2 to 8 and block a power of two",
-            finding_id="fidelity.usage",
+            f"polar(bits={bits}, block={block}): bits is 2 to 8 and block a power of two", finding_id="fidelity.usage"
         )
 
 
@@ -493,9 +489,7 @@ def quantise_dequantise(
     padded = torch.nn.functional.pad(weight.float(), (0, -width % group))
     grouped = padded.reshape(rows, -1, group)
     # Padding must not widen the range of the last group.
-    real = torch.nn.functional.pad(
-        torch.ones(width, dtype=torch.bool, device=weight.device), (0, -width % group)
-    )
+    real = torch.nn.functional.pad(torch.ones(width, dtype=torch.bool, device=weight.device), (0, -width % group))
     real = real.reshape(1, -1, group).expand(grouped.shape)
     levels = 2**bits - 1
     if symmetric:
@@ -518,9 +512,7 @@ def quantise_dequantise(
     return result.reshape(rows, -1)[:, :width].to(weight.dtype)
 
 
-def stored_bytes(
-    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool = False, minimum: bool = False
-) -> int:
+def stored_bytes(weight: torch.Tensor, bits: int, group: int, *, symmetric: bool = False, minimum: bool = False) -> int:
     """Bytes of the codes, packed, with an fp16 scale a group and, asymmetric, a zero point of `bits` or an fp16 minimum."""
     rows, width = weight.shape
     groups = -(-width // group)
@@ -529,9 +521,7 @@ def stored_bytes(
     return size
 
 
-def quantise_model(
-    model: Any, bits: int = 4, group: int = 128, symmetric: bool = False, minimum: bool = False
-) -> int:
+def quantise_model(model: Any, bits: int = 4, group: int = 128, symmetric: bool = False, minimum: bool = False) -> int:
     """Round every linear layer but the output head of `model` in place; returns the bytes of all its parameters.
 
     UsageError for a width that is not 1 … 8 bits, a group below 1, or a symmetric grid with a minimum.

@@ -68,11 +68,7 @@ def _step(  # type: ignore[no-untyped-def]
     found = ()
     for t in tl.static_range(2 * half):
         total, is_high = _arrival(
-            sums,
-            costs,
-            t,
-            4 * k + 2 * ((quantisers >> (t >> 1)) & 1) + (((parities >> (t >> 1)) ^ t) & 1),
-            half,
+            sums, costs, t, 4 * k + 2 * ((quantisers >> (t >> 1)) & 1) + (((parities >> (t >> 1)) ^ t) & 1), half
         )
         found = found + (total,)  # noqa: RUF005
         word |= tl.where(is_high, tl.full((lanes,), 1 << t, tl.uint32), none)

@@ -70,9 +70,7 @@ def _butterfly(typing, sums, costs, words, low, high, x, y, even, word, bit):  #
             builder.store(builder.select(is_high, by_high, by_low), tile(arrays[0], place, _SUMS)).align = 4
             shifted = builder.shl(ir.Constant(first.type, value), first)
             single = builder.insert_element(none, shifted, ir.Constant(ir.IntType(32), 0))
-            bits = builder.or_(
-                bits, builder.select(is_high, builder.shuffle_vector(single, none, none), none)
-            )
+            bits = builder.or_(bits, builder.select(is_high, builder.shuffle_vector(single, none, none), none))
         builder.store(bits, word_at).align = 4
         return context.get_dummy_value()
 

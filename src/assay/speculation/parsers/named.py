@@ -146,9 +146,7 @@ class Figures:
             return None  # whatever these count, it is not this
         block = self.count("block")
         depth = self.count("depth") or (block - 1 if block else None)
-        if depth is not None and (
-            depth > MOST_POSITIONS or (drafts and drafted and drafted > drafts * depth)
-        ):
+        if depth is not None and (depth > MOST_POSITIONS or (drafts and drafted and drafted > drafts * depth)):
             depth = None
         length, rate, multiplier = (self.own.get(name) for name in ("length", "rate", "multiplier"))
         if length is not None and not 1 <= length <= MOST_POSITIONS:
@@ -188,10 +186,7 @@ def figures_in(text: str) -> Figures:
         found.put("drafted" if noun.lower() == "proposed" else noun.lower(), count(value))
     depths = [(int(i), count(a), count(n)) for i, a, n in _DEPTHS.findall(text)]
     if depths and [i for i, _, _ in depths] == list(range(1, len(depths) + 1)):
-        found.at = {
-            "accepted": tuple(a or 0 for _, a, _ in depths),
-            "drafted": tuple(n or 0 for *_, n in depths),
-        }
+        found.at = {"accepted": tuple(a or 0 for _, a, _ in depths), "drafted": tuple(n or 0 for *_, n in depths)}
     for key, value in _LIST.findall(text):
         _by_position(found, key, value.replace(" ", "").strip(",").split(","))
     if shares := _SHARES.search(text):
@@ -232,9 +227,7 @@ class NamedParser(Parser):
         text = line.text[:_LONGEST]
         if _PROMPT.search(text):
             return None  # what a user wrote is no evidence
-        engine, kind = next(
-            ((e, kind) for e, form, kind in FORMS if form.search(text)), (UNKNOWN, Kind.REQUEST)
-        )
+        engine, kind = next(((e, kind) for e, form, kind in FORMS if form.search(text)), (UNKNOWN, Kind.REQUEST))
         # Lines of one shape come from one place: whether they count since start shows when all are there.
         shape = re.sub(r"\d[\d.,:%]*", "0", text[:200]) if engine == UNKNOWN else ""
         found = figures_in(text).observation(
@@ -255,9 +248,7 @@ class NamedParser(Parser):
             name = sample.name.lower()
             if not NAMES_DRAFTING.search(name) or _OTHERS.match(name) or name.endswith(("_bucket", "_sum")):
                 continue
-            group = tuple(
-                v for k, v in sorted(sample.labels.items()) if k not in ("depth", "position", "pos", "k")
-            )
+            group = tuple(v for k, v in sorted(sample.labels.items()) if k not in ("depth", "position", "pos", "k"))
             place = count(sample.labels.get("depth", sample.labels.get("position")))
             role, by = role_of(name.rpartition(":")[2]), _AT.search(name)
             if by and place is not None and count(sample.value) is not None:
@@ -268,9 +259,7 @@ class NamedParser(Parser):
             for role, by_place in at[group].items():
                 own.at[role] = tuple(by_place[i] for i in sorted(by_place))
             where = "/".join(group)
-            found = own.observation(
-                UNKNOWN, Kind.TOTAL, stream=where, replica=where if len(groups) > 1 else None
-            )
+            found = own.observation(UNKNOWN, Kind.TOTAL, stream=where, replica=where if len(groups) > 1 else None)
             if found is not None:
                 yield found
 
@@ -316,14 +305,10 @@ def _repeats(o: Observation, of: Sequence[Observation]) -> bool:
     if o.kind is not Kind.REQUEST or not o.drafted or len(of) < 3:
         return False
     others = [p for p in of if p is not o]
-    return all(
-        getattr(o, name) == sum(getattr(p, name) or 0 for p in others) for name in ("drafted", "accepted")
-    )
+    return all(getattr(o, name) == sum(getattr(p, name) or 0 for p in others) for name in ("drafted", "accepted"))
 
 
-_FIGURE = re.compile(
-    rf"^\W*([A-Za-z#][\w /()%#.-]{{0,60}}?)[\"']?\s*[:=]\s*[\"']?({_NUMBER})\s*(%?)[\"',]*\s*$", re.I
-)
+_FIGURE = re.compile(rf"^\W*([A-Za-z#][\w /()%#.-]{{0,60}}?)[\"']?\s*[:=]\s*[\"']?({_NUMBER})\s*(%?)[\"',]*\s*$", re.I)
 _POSITION = re.compile(
     r"^\W*(?:(pos(?:ition)?)|acceptance (?:rate )?at token) (\d{1,3}):\s*(\d[\d.]*)\s*%?\s*(?:\((\d+)/(\d+)\))?\s*$",
     re.I,
@@ -400,9 +385,7 @@ class SummaryParser(Parser):
 
 
 def _summary(block: _Block, index: int) -> Observation | None:
-    found = block.figures.observation(
-        "sglang" if block.sglang else "vllm", Kind.SUMMARY, stream=f"run {index}"
-    )
+    found = block.figures.observation("sglang" if block.sglang else "vllm", Kind.SUMMARY, stream=f"run {index}")
     if found is None or not found.drafts or not found.drafted:
         return found
     k = found.drafted // found.drafts if found.drafted % found.drafts == 0 else None
@@ -410,8 +393,5 @@ def _summary(block: _Block, index: int) -> Observation | None:
     exact = tuple(block.exact[i] for i in range(len(block.exact)) if i in block.exact)
     positions = exact or position_counts(found.drafts, rates, found.accepted, complete=len(rates) == k)
     return replace(
-        found,
-        definition=f"{found.engine}_summary",
-        num_speculative_tokens=k,
-        accepted_per_position=positions or None,
+        found, definition=f"{found.engine}_summary", num_speculative_tokens=k, accepted_per_position=positions or None
     )

@@ -288,9 +288,7 @@ class LlamaCppParser(Parser):
                 found[match[1]] = value
         if not found:
             return
-        generated = [
-            count(s.value) for s in samples if re.fullmatch(r"llamacpp[:_]tokens_predicted_total", s.name)
-        ]
+        generated = [count(s.value) for s in samples if re.fullmatch(r"llamacpp[:_]tokens_predicted_total", s.name)]
         complete = len(positions) <= MOST_POSITIONS and sorted(positions) == list(range(len(positions)))
         yield Observation(
             engine=self.engine, kind=Kind.TOTAL, definition="llamacpp_counters", drafts=found.get("drafts"),

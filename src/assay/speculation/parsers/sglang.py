@@ -127,11 +127,7 @@ class SglangParser(Parser):
 
     def settle(self, observations: Sequence[Observation]) -> Sequence[Observation]:
         """Decide what the printed rate means, and turn a run in which nothing was accepted into counts."""
-        values = [
-            o
-            for o in observations
-            if o.kind is Kind.VALUE and not o.idle and o.definition != "sglang_average"
-        ]
+        values = [o for o in observations if o.kind is Kind.VALUE and not o.idle and o.definition != "sglang_average"]
         if not values:
             return observations
         depth = self._steps or _known_depth(values)
@@ -153,9 +149,7 @@ class SglangParser(Parser):
             else:
                 rate = _true_rate(o, depth)
                 settled.append(
-                    replace(
-                        o, acceptance_rate=rate, reported_rate=o.acceptance_rate, num_speculative_tokens=depth
-                    )
+                    replace(o, acceptance_rate=rate, reported_rate=o.acceptance_rate, num_speculative_tokens=depth)
                 )
         return settled
 

@@ -12,14 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from assay.speculation.parsers import Line, Parser, Sample, count, counts, number, positions_from
-from assay.speculation.record import (
-    MOST_POSITIONS,
-    Kind,
-    Observation,
-    exact_counts,
-    infer_drafts,
-    position_counts,
-)
+from assay.speculation.record import MOST_POSITIONS, Kind, Observation, exact_counts, infer_drafts, position_counts
 
 # 0.8.2 wrote "Speculative metrics:" like V0, but without the V0 figures; later versions "SpecDecoding metrics:".
 _HEADS = ("SpecDecoding metrics:", "Speculative metrics:")
@@ -67,9 +60,7 @@ class VllmV1Parser(Parser):
                 rates = tuple(map(float, usual[6].split(", ")))
                 seconds = _seconds((accepted, usual[2]), (drafted, usual[3]))
                 return (self._window(float(usual[1]), accepted, drafted, rates, line, seconds),)
-            return (
-                None if "efficiency" in body or "emitted" in body else list(self._other(_fields(body), line))
-            )
+            return None if "efficiency" in body or "emitted" in body else list(self._other(_fields(body), line))
         engine = _ENGINE.search(text) if "Avg generation throughput" in text else None
         if engine is None:
             return None

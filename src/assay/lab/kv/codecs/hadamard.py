@@ -61,11 +61,7 @@ class HadamardCoder(BlockCoder):
         z, low, high, factor = self._analysed(x.float())
         levels = self._rotation.inverse(self._shape(low, high)) * factor[..., None]
         whole = self.dequantise((low, high, *to_halves(factor)))
-        return [
-            Stage("rotation", x.float(), z.flatten(2)),
-            Stage("levels", levels),
-            Stage("factor", whole),
-        ]
+        return [Stage("rotation", x.float(), z.flatten(2)), Stage("levels", levels), Stage("factor", whole)]
 
     def _analysed(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotated vectors of variance 1, their narrow and wide levels, and the factor, not yet rounded."""

@@ -61,8 +61,7 @@ class Kakeya(Codec):
     def __post_init__(self) -> None:
         if not (1 <= self.bits <= 8 and 1 <= self.k <= 65536 and 0 < self.variance <= 1 and self.rank >= 0):
             raise UsageError(
-                f"{self}: bits is 1 to 8, k at least 1, variance in (0, 1], rank not negative",
-                finding_id="kv.spec",
+                f"{self}: bits is 1 to 8, k at least 1, variance in (0, 1], rank not negative", finding_id="kv.spec"
             )
         if self.block < 1 or (self.outlier and self.outlier < 1):
             raise UsageError(
@@ -137,11 +136,7 @@ def pack_set(parts: Sequence[torch.Tensor], codec: Kakeya) -> bytes:
 
 
 def unpack_blocks(
-    payloads: Sequence[bytes],
-    tokens: int,
-    site: Site,
-    codec: Kakeya,
-    shared: tuple[torch.Tensor, torch.Tensor] | None,
+    payloads: Sequence[bytes], tokens: int, site: Site, codec: Kakeya, shared: tuple[torch.Tensor, torch.Tensor] | None
 ) -> Parts:
     """The codes of all blocks; AssayError where a payload is too short, too long or contradicts itself."""
     sets = []
@@ -305,9 +300,7 @@ class KakeyaCoder(BlockCoder):
         rows = x.float().flatten(0, 1)
         a = self._analysed(rows)
         codes = nearest_level(a.z, self._levels.to(a.z.device))
-        apart = (
-            a.z.abs() > self.codec.outlier if self.codec.outlier else torch.zeros_like(a.z, dtype=torch.bool)
-        )
+        apart = a.z.abs() > self.codec.outlier if self.codec.outlier else torch.zeros_like(a.z, dtype=torch.bool)
         kept = torch.where(apart, a.z, 0.0).half()
         told = _length(rows) if self.codec.published_norm else a.size
         norm = to_halves(told[..., 0])

@@ -43,9 +43,7 @@ def random_basis(centred: torch.Tensor, rank: int, seed: int) -> tuple[torch.Ten
     return rows[:, :rank].contiguous(), (singular.square() / n)[:, :rank]
 
 
-def random_basis_of_grams(
-    centred: torch.Tensor, omega: torch.Tensor, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def random_basis_of_grams(centred: torch.Tensor, omega: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`random_basis` by products and [d, d] matrices alone: the form for a GPU, where batched QR and SVD are loops.
 
     With A the centred rows and S = Aᵀ A, one power iteration takes the span of Z to that of S Z, and the SVD of A Q is

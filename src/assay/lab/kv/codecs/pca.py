@@ -74,8 +74,7 @@ class Pca(Codec):
     def __post_init__(self) -> None:
         if not 0.05 <= self.bits <= 10 or self.step < 0 or not 1 <= self.classes <= 16 or self.rdo < 0:
             raise UsageError(
-                f"{self}: bits is 0.05 to 10, classes 1 to 16, step and rdo not negative",
-                finding_id="kv.spec",
+                f"{self}: bits is 0.05 to 10, classes 1 to 16, step and rdo not negative", finding_id="kv.spec"
             )
         if self.trellis not in (0, *STATES):
             raise UsageError(
@@ -285,9 +284,7 @@ class FixedCoder(TransformCoder):
         widths = own["widths"].tolist()
         self._spans = [(w, widths.index(w), widths.count(w)) for w in sorted(set(widths), reverse=True) if w]
         flat = own["levels"].astype("float32")
-        self._levels = {
-            w: torch.from_numpy(flat[2**w - 2 : 2 ** (w + 1) - 2].copy()) for w, _, _ in self._spans
-        }
+        self._levels = {w: torch.from_numpy(flat[2**w - 2 : 2 ** (w + 1) - 2].copy()) for w, _, _ in self._spans}
 
     def to(self, device: torch.device) -> None:
         """Move deviations and levels."""

@@ -60,9 +60,7 @@ def _cut(edge: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.int
     """Probabilities of all densities cut at ±`edge` [RADIUS + 1], and their radii."""
     scale = 2.0 ** (np.arange(SCALES) / 6 - 4)[:, None]
     # Upper tails P(X > edge): they do not cancel.
-    tails = np.concatenate(
-        [ndtr(-edge / scale), expit(-edge / (scale * 0.5513)), 0.5 * np.exp(-edge * 2**0.5 / scale)]
-    )
+    tails = np.concatenate([ndtr(-edge / scale), expit(-edge / (scale * 0.5513)), 0.5 * np.exp(-edge * 2**0.5 / scale)])
     side = tails[:, :-1] - tails[:, 1:]
     radius = np.clip((tails > _TAIL).sum(axis=1), 1, RADIUS)
     numbers = np.arange(1, RADIUS + 1)
@@ -86,9 +84,7 @@ def code_lengths() -> NDArray[np.float32]:
     escape = ESCAPE_BITS - np.log2(laws[:, -1:])
     with np.errstate(divide="ignore"):
         bits = -np.log2(laws[:, :-1])
-    result: NDArray[np.float32] = np.concatenate([np.minimum(bits, escape), escape], axis=1).astype(
-        np.float32
-    )
+    result: NDArray[np.float32] = np.concatenate([np.minimum(bits, escape), escape], axis=1).astype(np.float32)
     return result
 
 
@@ -223,12 +219,7 @@ def nearest(c: torch.Tensor, most: int, code: Trellis) -> torch.Tensor:
 
 
 def cheapest(
-    c: torch.Tensor,
-    lengths: torch.Tensor,
-    zero: torch.Tensor,
-    radius: torch.Tensor,
-    rdo: float,
-    code: Trellis,
+    c: torch.Tensor, lengths: torch.Tensor, zero: torch.Tensor, radius: torch.Tensor, rdo: float, code: Trellis
 ) -> torch.Tensor:
     """Numbers [rows, n] with the least Σ error² + rdo · bits; bank.ESCAPE where c lies beyond what its law knows.
 
@@ -290,12 +281,7 @@ class RangeSettings:
 
 
 def fit_range(
-    site: Site,
-    found: Spectrum,
-    rows: torch.Tensor,
-    step: float,
-    settings: RangeSettings,
-    predictor: Predictor | None,
+    site: Site, found: Spectrum, rows: torch.Tensor, step: float, settings: RangeSettings, predictor: Predictor | None
 ) -> RangeCoder:
     """Laws, classes and decoded values from sampled rows [n, width]."""
     classes, states = settings.classes, settings.states
@@ -394,13 +380,7 @@ class RangeCoder(TransformCoder):
     """
 
     def __init__(
-        self,
-        site: Site,
-        transform: Klt,
-        predictor: Predictor | None,
-        own: Tables,
-        rdo: float,
-        states: int,
+        self, site: Site, transform: Klt, predictor: Predictor | None, own: Tables, rdo: float, states: int
     ) -> None:
         super().__init__(site, transform, predictor, own)
         self._rdo = rdo

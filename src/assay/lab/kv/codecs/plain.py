@@ -13,14 +13,7 @@ from assay.engines.hf.cache import Format, cast, fp8_dtype
 from assay.errors import UsageError
 from assay.lab.kv.codec import BLOCK_TOKENS, BlockCoder, Codec, Parts, Samples, Site, Tables, need_table
 from assay.lab.kv.klt import rows_of
-from assay.lab.kv.stream import (
-    EXPONENT,
-    Field,
-    exact_from_bytes,
-    exact_to_bytes,
-    from_halves,
-    to_halves,
-)
+from assay.lab.kv.stream import EXPONENT, Field, exact_from_bytes, exact_to_bytes, from_halves, to_halves
 from assay.lab.quant.scalar import normal_of_words, random_words, words_of_keys
 
 
@@ -171,9 +164,7 @@ class IntGroups(Codec):
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8 or self.group < 1 or self.residual < 0:
-            raise UsageError(
-                f"{self}: bits is 1 to 8, group at least 1, residual at least 0", finding_id="kv.spec"
-            )
+            raise UsageError(f"{self}: bits is 1 to 8, group at least 1, residual at least 0", finding_id="kv.spec")
 
     def fit(self, samples: Samples) -> BlockCoder:
         return IntCoder(samples.site, self)

@@ -23,15 +23,7 @@ from assay.lab.kv.codec import (
     inner_tables,
     need_table,
 )
-from assay.lab.kv.stream import (
-    EXPONENT,
-    Field,
-    damaged,
-    from_halves,
-    join_fields,
-    split_fields,
-    to_halves,
-)
+from assay.lab.kv.stream import EXPONENT, Field, damaged, from_halves, join_fields, split_fields, to_halves
 
 
 class Around(BlockCoder):

@@ -265,13 +265,7 @@ def _flash() -> Any:
         return None
 
     def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        starts: torch.Tensor,
-        longest: int,
-        scale: float,
-        d: int,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, scale: float, d: int
     ) -> torch.Tensor:
         version = fa_utils.get_flash_attn_version(head_size=d)
         found: torch.Tensor = fa_utils.flash_attn_varlen_func(

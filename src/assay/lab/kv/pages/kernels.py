@@ -81,9 +81,7 @@ def store_kernel(
     gain = tl.full([ROWS], 1.0, tl.float32)
     for i in tl.static_range(4):
         # In parts of 20: 1, 0.85, 0.7 and 0.6, as the reference tries them.
-        g = tl.maximum(
-            (top * ((20 - 3 * i + i // 3) / 20)).to(tl.float16).to(tl.float32), 5.9604644775390625e-08
-        )
+        g = tl.maximum((top * ((20 - 3 * i + i // 3) / 20)).to(tl.float16).to(tl.float32), 5.9604644775390625e-08)
         near = _error(low, _code(low, g, 4.0, 63), g, tl.where(c < WIDE, weight1, 0.0), 4.0, 63)
         near += _error(low, _code(low, g, 1.0, 15), g, tl.where(c < WIDE, 0.0, weight1), 1.0, 15)
         near += _error(high, _code(high, g, 1.0, 15), g, weight2, 1.0, 15)
@@ -95,11 +93,7 @@ def store_kernel(
     highs = _code(high, gain, 1.0, 15).to(tl.int32)
     page = pages_ptr + (slot // BLOCK) * page_bytes + head * (BLOCK * SLOT)
     place = slot % BLOCK
-    tl.store(
-        (page + OFF_N + place * HALF)[:, None] + c[None, :],
-        (lows | highs << 4).to(tl.uint8),
-        mask=live[:, None],
-    )
+    tl.store((page + OFF_N + place * HALF)[:, None] + c[None, :], (lows | highs << 4).to(tl.uint8), mask=live[:, None])
     # Four codes of two bits to a byte: the others of a byte are added as 0.
     rest = tl.where(wide, (fine & 3) << (2 * (c % 4))[None, :], 0)
     packed = tl.sum(tl.reshape(rest, (ROWS, HALF // 4, 4)), axis=2)
@@ -157,10 +151,7 @@ def attend_kernel(
 
     # What depends on the query alone: q Sᵀ, and its products with cosines and sines.
     at = (
-        q_ptr
-        + (begin + query).to(tl.int64)[:, None] * q_token
-        + (head * GROUP + row % GROUP)[:, None] * D
-        + c[None, :]
+        q_ptr + (begin + query).to(tl.int64)[:, None] * q_token + (head * GROUP + row % GROUP)[:, None] * D + c[None, :]
     )
     q1 = (tl.load(at, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
     q2 = (tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
@@ -320,12 +311,7 @@ class LayerTables:
 
 
 def store(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: torch.Tensor,
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    t: LayerTables,
+    k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, t: LayerTables
 ) -> None:
     """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous)."""
     layout, tokens = t.layout, slots.shape[0]
@@ -371,9 +357,7 @@ def attend(
     if one:
         part, sums = (q.new_empty(lines, size, dtype=torch.float32) for size in (width, 2))
     grid = (
-        (requests, layout.heads, splits)
-        if one
-        else (triton.cdiv(longest_query, rows // group), layout.heads, requests)
+        (requests, layout.heads, splits) if one else (triton.cdiv(longest_query, rows // group), layout.heads, requests)
     )
     attend_kernel[grid](
         q, q.stride(0), out, out.stride(0), part, sums, pages, layout.heads * layout.block * layout.slot,

@@ -99,9 +99,7 @@ def rotated_mean(mean: torch.Tensor, cosines: torch.Tensor) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def fit_stream(
-    calibration: Calibration, shape: CacheShape, layer: int, stream: str, rotary: Rotary
-) -> StreamTables:
+def fit_stream(calibration: Calibration, shape: CacheShape, layer: int, stream: str, rotary: Rotary) -> StreamTables:
     """Tables of one stream of a layer, from sampled tokens and the metric of the calibration."""
     samples = calibration.samples(
         Site(stream, layer, shape.layers, shape.kv_heads, shape.head_dim), before_rope=True, rotary=None
@@ -194,9 +192,7 @@ def write(
                     pages[slot // layout.block, at : at + size] = value[n, head]
 
 
-def read(
-    pages: torch.Tensor, layout: Layout, slots: torch.Tensor, stream: str, t: StreamTables
-) -> torch.Tensor:
+def read(pages: torch.Tensor, layout: Layout, slots: torch.Tensor, stream: str, t: StreamTables) -> torch.Tensor:
     """Residuals [n, h, d], float32, of slots [n]."""
     found = {}
     for name in "ntg":

@@ -78,9 +78,7 @@ def _source(path: str, stamp: int, model: str, what: str) -> Source:
         skeleton = AutoModelForCausalLM.from_config(config)
     module = type(skeleton.get_decoder().rotary_emb)(config=text)
     rotary = Rotary.of_config(config, min(SPAN, int(getattr(text, "max_position_embeddings", SPAN))))
-    return Source(
-        found, shape, rotary, module.inv_freq.cpu(), float(getattr(module, "attention_scaling", 1.0))
-    )
+    return Source(found, shape, rotary, module.inv_freq.cpu(), float(getattr(module, "attention_scaling", 1.0)))
 
 
 def shape_of(config: Any) -> CacheShape:
