@@ -87,10 +87,7 @@ def test_windows_are_those_that_the_engine_will_run_together(
 
 
 def test_mixtures_and_tied_heads_count_once(tmp_path: Path) -> None:
-    for folder in (
-        make_experts(tmp_path / "moe", "mixtral"),
-        make_target(tmp_path / "dense", hidden=32, layers=1),
-    ):
+    for folder in (make_experts(tmp_path / "moe", "mixtral"), make_target(tmp_path / "dense", hidden=32, layers=1)):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         found = read_checkpoint(str(folder))
         assert found is not None and found.weights == 4 * sum(p.numel() for p in model.parameters())
@@ -127,15 +124,11 @@ def test_what_does_not_fit_is_refused_before_it_is_opened(
     assert invoke(["compare", f"hf:{folder}?device=cpu", f"vllm:{folder}", "--json"]) == 2
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["id"] == "fidelity.memory" and "\n" not in finding["title"]
-    assert "weights 131.4 GiB" in finding["title"] and re.search(
-        r"6\d\.\d GiB can be taken", finding["title"]
-    )
+    assert "weights 131.4 GiB" in finding["title"] and re.search(r"6\d\.\d GiB can be taken", finding["title"])
     assert "tensor_parallel=N" in finding["remedies"][0]
 
 
-@pytest.mark.parametrize(
-    "fault", ["no config", "config is a list", "no weights", "damaged", "hub", "other names"]
-)
+@pytest.mark.parametrize("fault", ["no config", "config is a list", "no weights", "damaged", "hub", "other names"])
 def test_what_cannot_be_read_is_not_known_and_left_to_the_engine(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,9 +22,7 @@ CPU = "(Worker pid=1) INFO 11-29 [cpu.py:178] Cannot use FLASH_ATTN backend on C
 GPU = "(EngineCore pid=2) INFO 11-29 [cuda.py:446] Using FLASH_ATTN backend."
 
 
-@pytest.mark.parametrize(
-    ("log", "took"), [(CPU, False), (GPU, True), ("Using TRITON_ATTN backend.", None), ("", None)]
-)
+@pytest.mark.parametrize(("log", "took"), [(CPU, False), (GPU, True), ("Using TRITON_ATTN backend.", None), ("", None)])
 def test_an_attention_backend_is_taken_refused_or_not_named(log: str, took: bool | None) -> None:
     command = read_command(["vllm", "serve", "m", "--attention-backend", "FLASH_ATTN"])
     assert engaged(command.settings[0], Observation(log=log), None).yes is took
@@ -92,9 +90,7 @@ def test_a_command_is_read_without_what_asks_a_server(tmp_path: Path) -> None:
         "print([name for name in slow if name in sys.modules])"
     )
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 

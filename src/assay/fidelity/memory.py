@@ -158,9 +158,7 @@ def resident() -> int:
 def _held(key: str) -> int:
     """Bytes of memory by Linux's name: VmRSS now, VmHWM at most. Elsewhere the most, which a parent's may hide."""
     try:
-        return 1024 * int(
-            Path("/proc/self/status").read_text(encoding="ascii").split(f"{key}:")[1].split()[0]
-        )
+        return 1024 * int(Path("/proc/self/status").read_text(encoding="ascii").split(f"{key}:")[1].split()[0])
     except (OSError, ValueError, IndexError):
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most * (1 if sys.platform == "darwin" else 1024)
@@ -177,13 +175,7 @@ def predict(plan: Plan) -> Memory:
         label = label_of(spec, plan.sides)
         try:
             side = _side(spec, label, plan, head, free)
-        except (
-            AttributeError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            RuntimeError,
-        ):  # GPT-2's names, no such GPU
+        except (AttributeError, TypeError, ValueError, ArithmeticError, RuntimeError):  # GPT-2's names, no such GPU
             side = None
         if side is None:
             unknown.append(label)
@@ -224,9 +216,7 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
         cache = int(parsed.kv_cache_gib * 2**30) or (2**30 if place == "cpu" else 0)
         if place == "cuda" and not cache:  # vLLM takes its share of the GPU whole
             cache = max(0, int(parsed.gpu_memory_utilization * there) - weights)
-        return Side(
-            label, device, weights, head=(head or checkpoint.head) // ranks, logits=logits, cache=cache
-        )
+        return Side(label, device, weights, head=(head or checkpoint.head) // ranks, logits=logits, cache=cache)
     prefill = plan.job.path is ScoringPath.PREFILL
     config, size = checkpoint.config, checkpoint.size
     window = window_bytes(
@@ -307,9 +297,7 @@ def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
                     part = tensors.get_slice(name)
                     kind, count = part.get_dtype(), prod(part.get_shape())
                     own = count * _FLOATS[kind] if kind in _FLOATS else (count * _bits(kind) + 7) // 8
-                    if (
-                        not size and kind in _FLOATS
-                    ):  # a configuration that names no type: that of the weights
+                    if not size and kind in _FLOATS:  # a configuration that names no type: that of the weights
                         size, wanted = _FLOATS[kind], _NAMES[kind]
                     held = count * size if kind in _FLOATS else own
                     converted |= kind in _FLOATS and _NAMES.get(kind) != wanted

@@ -29,13 +29,9 @@ class DoctorOptions(Options):
     VERB, AREA = "doctor", "server"
 
     symptom: tuple[str, ...] = option(
-        (),
-        "Look for this symptom only; may be given again. Default: what the first bad start shows.",
-        choices=SYMPTOMS,
+        (), "Look for this symptom only; may be given again. Default: what the first bad start shows.", choices=SYMPTOMS
     )
-    budget: float = option(
-        60.0, "Time that the doctor may take.", lo=0.05, hi=100_000, metavar="MINUTES", apart=True
-    )
+    budget: float = option(60.0, "Time that the doctor may take.", lo=0.05, hi=100_000, metavar="MINUTES", apart=True)
     seconds: float = option(60.0, "Seconds of questions for each start.", lo=3, hi=3600)
     concurrency: int = option(24, "Requests at once in the burst.", lo=2, hi=512)
     fault_rate: float = option(
@@ -52,12 +48,8 @@ class DoctorOptions(Options):
     reference_engine: str | None = option(
         None, "Trusted model to compare with where the baseline fails: hf:PATH.", metavar="ENGINE", apart=True
     )
-    api_key_env: str | None = option(
-        None, "Environment variable that holds the API key.", metavar="NAME", apart=True
-    )
-    health: str = option(
-        "/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True
-    )
+    api_key_env: str | None = option(None, "Environment variable that holds the API key.", metavar="NAME", apart=True)
+    health: str = option("/health", "Path that answers 200 once the server is ready.", metavar="PATH", apart=True)
     start_timeout: float = option(600.0, "Seconds that a start may take.", lo=1, hi=86_400, apart=True)
     start_lock: Path | None = option(
         None, "File to lock while a server starts or ends, where other servers use the device.", apart=True
@@ -66,10 +58,7 @@ class DoctorOptions(Options):
     tools: bool = option(True, "Do not ask tool calls under load.")
     lint: bool = option(False, "Read the command and the checkpoint only; launch nothing.", apart=True)
     engine_version: str | None = option(
-        None,
-        "Engine that the command runs, for --lint, e.g. vllm==0.32.0.",
-        metavar="ENGINE==VERSION",
-        apart=True,
+        None, "Engine that the command runs, for --lint, e.g. vllm==0.32.0.", metavar="ENGINE==VERSION", apart=True
     )
     bundle: Path | None = option(None, "Write the evidence to this file (.tar.zst).", apart=True)
     issue: bool = option(False, "Print a bug report with the minimal command.", apart=True)
