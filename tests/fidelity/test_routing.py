@@ -18,7 +18,7 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.errors import AssayError
 from assay.fidelity.metrics import window_statistics
-from assay.fidelity.routing import Routed, RoutingHook, _changed, _moved, expert_layers, routed_rows
+from assay.fidelity.routing import Routed, RoutingHook, _changed, _moved, check_engines, expert_layers, routed_rows
 from tiny_target import make_experts, make_target
 
 DOCS = Path(__file__).parents[2] / "docs" / "compare.md"
@@ -234,6 +234,8 @@ def test_what_has_no_experts_or_cannot_be_read_is_one_line(
     for spec in (f"vllm:{models / 'mixtral'}", "http://localhost:9"):
         code, body = compare(monkeypatch, models, tmp_path, "mixtral", spec)
         assert code == 2 and "--routing reads and replaces" in body["findings"][0]["title"]
+    with pytest.raises(AssayError, match="which --ray opens elsewhere"):
+        check_engines(["hf:a"], "auto")
     monkeypatch.setattr("assay.fidelity.routing._CHOSEN", set())
     code, body = compare(monkeypatch, models, tmp_path, "mixtral", "mixtral-router")
     assert code == 2 and "MixtralForCausalLM has 4 experts, but routes in a way" in body["findings"][0]["title"]

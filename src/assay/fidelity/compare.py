@@ -79,7 +79,7 @@ def run_compare(
     for spec in plan.sides:
         check_spec(spec, ScoringPath(plan.path))
     if plan.routing:
-        check_engines((plan.reference, *plan.sides))
+        check_engines((plan.reference, *plan.sides), plan.ray)
     memory = predict(plan)
     memory.require()
     with progress(memory.line(), 0) if memory.sides else nullcontext():

@@ -169,6 +169,8 @@ def predict(plan: Plan) -> Memory:
     sides, unknown = [], []
     free: dict[str, int] = {}
     head = _stored_head(plan.reference)
+    if plan.ray:  # whose nodes hold the engines
+        return Memory((), resident(), {}, unknown=[label_of(s, plan.sides) for s in plan.sides], elsewhere=True)
     for spec in (plan.reference, *plan.sides):
         if spec.startswith(("run:", "pack:", "http://", "https://")):
             continue

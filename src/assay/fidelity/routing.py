@@ -35,8 +35,14 @@ Routed = Mapping[str, NDArray[Any]]
 """Of one window: `index` [layers, tokens, k], the chosen experts, and `weight` of the same shape, their gate weights."""
 
 
-def check_engines(specs: Sequence[str]) -> None:
-    """UsageError unless all are engines whose routers can be read and replaced."""
+def check_engines(specs: Sequence[str], ray: str = "") -> None:
+    """UsageError unless all are engines whose routers can be read and replaced: in this process, not on a cluster."""
+    if ray:
+        raise UsageError(
+            "--routing reads and replaces what the routers of a model in this process choose, which --ray opens elsewhere",
+            remedy="leave one of the two out",
+            finding_id="fidelity.usage",
+        )
     if other := next((s for s in specs if not s.startswith("hf:")), None):
         kind = other.partition(":")[0]
         raise UsageError(
