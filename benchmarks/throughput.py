@@ -105,11 +105,7 @@ class Worker:
         if gpus:
             env["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         self.process = subprocess.Popen(
-            [args.python, __file__, *map(str, flags)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=env,
+            [args.python, __file__, *map(str, flags)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
         )
         self.facts = self.read()
 
@@ -159,9 +155,7 @@ def summary(rounds: list[dict[str, Any]], counts: list[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine")
     for name, default in (("windows", 8), ("length", 256), ("batch", 4), ("rounds", 6), ("threads", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
