@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Several workers and hundreds of processes would compile the same files anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install system demo test test-fast test-slow lint types docs clean
 

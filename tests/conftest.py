@@ -43,6 +43,7 @@ LONG = (
 WAITING = (
     "tests/serving/test_doctor.py", "tests/serving/test_doctor_bad_input.py", "tests/cli/test_check_time.py",
     "tests/demo/test_servers.py", "tests/cli/test_check_faults.py", "tests/coherence/test_sandbox.py",
+    "tests/monitor/test_watch.py", "tests/monitor/test_exporter.py", "tests/gates/test_in_ci.py", "tests/gates/test_gate.py",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from assay.monitor.canary import Canary, State
 from assay.monitor.watch import Watch, WatchOptions
 from assay.runs import cache_dir
 from assay.serving.launch import free_port
+from monitor.watched import impatient
 
 pytestmark = pytest.mark.engine
 BINARY = cache_dir("llama.cpp") / "bin" / "llama-server"
@@ -37,9 +38,9 @@ def served(port: int, *more: str, alias: str = "day") -> Iterator[Server]:
         yield server
 
 
-def watch(port: int, timeout: float = 60.0) -> Watch:
+def watch(port: int) -> Watch:
     url = f"http://127.0.0.1:{port}"
-    return Watch(url, WatchOptions(listen="none"), Canary(url, timeout=timeout))  # asks least rounds
+    return Watch(url, WatchOptions(listen="none"), Canary(url, timeout=60))  # asks least rounds
 
 
 def texts(watched: Watch, kind: str) -> list[str]:
@@ -87,15 +88,17 @@ def test_another_name_behind_the_address_is_told_at_once(port: int) -> None:
 
 
 def test_a_process_that_sleeps_is_broken_and_wakes_up(port: int) -> None:
-    watched = watch(port, timeout=10)
+    watched = watch(port)
     with served(port) as server:
         assert watched.step().state in (State.OK, State.BUSY)
+        impatient(watched)
         os.killpg(server.pid, signal.SIGSTOP)
         try:
             states = [watched.step().state for _ in range(2)]
         finally:
             os.killpg(server.pid, signal.SIGCONT)
         assert states == [State.BROKEN] * 2 and "hangs" in watched.alarms["broken"]["why"]
+        watched.canary.close()
         for _ in range(5):
             if watched.step().state is State.OK:
                 break

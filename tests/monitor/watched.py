@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from assay.monitor.canary import Budget, Canary, Round, State
@@ -72,6 +72,14 @@ def asked(watch: Watch, rounds: int) -> list[State]:
         states.append(watch.step().state)
         watch.clock.sleep(watch.wait())  # type: ignore[attr-defined]
     return states
+
+
+def impatient(watch: Watch, seconds: float = 2.0) -> None:
+    """From now on the open connection waits so long only; a server that is connected to anew is waited for as before."""
+    engine = watch.canary.engine
+    assert engine is not None
+    limits = engine._transport.limits
+    engine._transport.limits = replace(limits, connect_s=seconds, silence_s=seconds, total_s=seconds)
 
 
 class Replayed:
