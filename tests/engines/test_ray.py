@@ -24,8 +24,8 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH
 os.environ.update(QUIET)
 ray = pytest.importorskip("ray")
 from assay.cli.main import _json_in_one_word
-from assay.engines.ray_scorer import Needs, _joined
-from assay.engines.scoring import Engagement
+from assay.engines.ray_scorer import Needs, RayScorer, _joined
+from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan, is_address
@@ -75,6 +75,19 @@ def test_what_took_part_in_batches_adds_up_in_their_order() -> None:
     found = _joined(_joined(Engagement(), part(1, 2)), part(3))
     assert (found.fires, found.bytes_read, found.per_layer) == (4, 20, {0: 2, 1: 2})
     assert found.notes == {"kv": {"tables": 7, "streams": {"0.k": [1, 2, 3]}}}
+
+
+def test_the_batch_of_a_run_is_the_least_that_any_worker_chooses() -> None:
+    class Pool:
+        def all(self, *asked: Any) -> list[int]:
+            return [8, 4, 16]
+
+    scorer = object.__new__(RayScorer)
+    scorer._pool, scorer.spec, scorer._sizes = Pool(), "hf:a", {}  # type: ignore[assignment]
+    windows = [Window(0, (1, 2, 3))]
+    noise = HookSpec("assay.fidelity.floors:RoundingNoise", {"sigma": 0.1, "seed": 0})
+    assert scorer._together(windows, ScoreJob(batch=0)) == scorer._together(windows, ScoreJob(batch=0, hook=noise)) == 4
+    assert scorer._together(windows, ScoreJob(batch=2)) == 2
 
 
 # A cluster of two nodes.
@@ -333,7 +346,7 @@ def test_a_node_of_another_set_up_is_refused_by_name(
     assert "\n" not in error.value.message
     cluster.stop(node)
     wait_for_nodes(cluster, 1)
-    with pytest.raises(UsageError, match="room for 1 workers"):
+    with pytest.raises(UsageError, match="room for 1 worker with 1 thread each, not for 2"):
         run_compare(replace(plan, ray=cluster.address, workers=2))
 
 

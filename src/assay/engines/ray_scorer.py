@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from importlib.util import find_spec
+from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -189,15 +190,17 @@ class Pool:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         room = sum(needs.fits(node["Resources"]) for node in nodes)
         self._count = self.wanted or room
-        what = f"{needs.gpus} GPUs" if needs.gpus > 1 else "1 GPU" if needs.gpus else f"{needs.threads} threads"
+        what = _counted(needs.gpus, "GPU") if needs.gpus else _counted(needs.threads, "thread")
         if self._count > room or not room:
             raise UsageError(
-                f"the cluster has room for {room} workers with {what} each, not for {max(1, self._count)}",
+                f"the cluster has room for {_counted(room, 'worker')} with {what} each, not for {max(1, self._count)}",
                 remedy="give --workers fewer, more nodes"
                 + ("" if needs.gpus else ", or fewer threads (--threads 1, or ?threads=1 behind the engine)"),
                 finding_id="fidelity.ray",
             )
-        with self._said(f"starting {self._count} workers with {what} each on {len(nodes)} nodes"):
+        with self._said(
+            f"starting {_counted(self._count, 'worker')} with {what} each on {_counted(len(nodes), 'node')}"
+        ):
             for _ in range(self._count):
                 self._hire()
             until = time.monotonic() + HELLO_S
@@ -276,7 +279,7 @@ class Pool:
     def each(self, spec: str) -> Opened:
         """Open the engine in all workers that have not; what it is. AssayError where set-ups differ, or one cannot open it."""
         found: Opened | None = None
-        with self._said(f"opening {spec.partition('?')[0].rpartition('/')[2]} in {self.size} workers"):
+        with self._said(f"opening {spec.partition('?')[0].rpartition('/')[2]} in {_counted(self.size, 'worker')}"):
             while True:
                 todo = [actor for actor in self._actors if spec not in actor.opened]
                 asked = [(actor, actor.handle.open.remote(spec)) for actor in todo]
@@ -460,6 +463,18 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}"
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
+def _from_root(spec: str) -> str:
+    """`spec` with the whole path of a model on this machine: a worker may be in another folder."""
+    kind, colon, rest = spec.partition(":")
+    name, mark, options = rest.partition("?")
+    path = Path(name).expanduser()
+    return f"{kind}{colon}{path.resolve()}{mark}{options}" if path.exists() else spec
+
+
 def _cause(error: Any) -> BaseException:
     """What was raised in a worker."""
     cause = error.cause
@@ -480,8 +495,8 @@ class RayScorer:
     """An engine that scores windows in all workers of a pool, batch by batch."""
 
     def __init__(self, pool: Pool, spec: str) -> None:
-        self._pool, self.spec = pool, spec
-        about = pool.each(spec)
+        self._pool, self.spec = pool, _from_root(spec)
+        about = pool.each(self.spec)
         self.ability = about.ability
         self._facts = dict(about.facts)
         self._engagement = Engagement()
@@ -598,7 +613,7 @@ class RayScorer:
         """How many windows run together: of engines that choose, the least that any worker chooses."""
         if job.batch:
             return job.batch
-        key = (len(windows[0].tokens), job)
+        key = (len(windows[0].tokens), job.path, job.scored_from, job.chunk, job.hook is None)
         if key not in self._sizes:
             found = self._pool.all(self.spec, f"{_WORKER}:batch_of", windows[:1], job)
             self._sizes[key] = max(1, min(found))
