@@ -4,7 +4,7 @@
     python benchmarks/users_day.py --collect FOLDER
     python benchmarks/users_day.py --page
 
-Verbs are compare, kv-eval, sweep, calibrate, gap, verify, threads (a small comparison beside a busy program), and server (starts
+Verbs are compare, kv-eval, sweep, sweep-smollm2, calibrate, gap, verify, threads (a small comparison beside a busy program), and server (starts
 vLLM's CPU build, then check --quick and spec URL).
 Each is a process of its own with an empty cache, and adds its rows to the results file, which keeps the machine's load of that
 time. `--collect` takes reports that were written on a GPU (NAME.json beside times.txt, lines of `NAME: exit 0, 41 s, …`) and rows
@@ -34,6 +34,7 @@ BEFORE = {
     "compare --quick": "480 s, killed; showed nothing of 443 s of scoring",
     "kv eval --quick": "139 s for 8 × 256",
     "kv sweep --quick": "373 s, every row undecided, called PASS",
+    "kv sweep --quick, SmolLM2": "–",
     "kv calibrate": "72 s",
     "gap --quick": "not finished after 28 min, shows nothing",
     "gap --quick, SmolLM2": "–",
@@ -246,7 +247,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    verbs = ["verify", "server", "compare", "kv-eval", "sweep", "calibrate", "gap", "threads"]
+    verbs = ["verify", "server", "compare", "kv-eval", "sweep", "sweep-smollm2", "calibrate", "gap", "threads"]
     parser.add_argument("verbs", nargs="*", default=verbs)
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
     parser.add_argument("--collect", type=Path, help="folder of reports from another machine")
@@ -263,6 +264,9 @@ def main() -> None:
         "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", "--quick")],
         "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick", *gap_budget)],
         "sweep": lambda: [run("kv sweep --quick", "kv", "sweep", model, *codecs, "--quick")],
+        "sweep-smollm2": lambda: [
+            run("kv sweep --quick, SmolLM2", "kv", "sweep", str(build_smollm2()), *codecs, "--quick")
+        ],
         "calibrate": lambda: [run("kv calibrate", "kv", "calibrate", model, *tables)],
         "threads": threads,
         "verify": lambda: [run("verify", "verify", model)],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,3 +96,27 @@ def test_code_said_for_the_third_time() -> None:
     again = other + item * 5
     assert recycled_tail.detect_recycled_tail(TextView(again[:-9], Ending.CUT)) is not None
     assert recycled_tail.detect_recycled_tail(TextView(other + item, Ending.CUT)) is None
+
+
+def test_the_padding_of_a_wide_table_and_the_line_under_a_title_are_no_floods() -> None:
+    cells = [
+        ("Option", "Default"),
+        ("-" * 300, "-" * 7),
+        ("flash attention, see the page of the backend for the types that it takes", "off"),
+        ("all", "on"),
+    ]
+    table = "\n".join(f"| {a:<300} | {b:<7} |" for a, b in cells)
+    assert grade(f"Options of the build:\n\n{table}\n\nBuild it then.").label is Label.OK
+    title = (
+        "Repeated captures (`issue 109 <https://example.org/owner/regex/issues/109>`_) "
+        + "hold each what they matched in the order in which it came, the last one too, unlike those of the standard library"
+    )
+    for mark in "^~=":
+        assert grade(f"{title}\n{mark * len(title)}\n\nEvery capture is kept, not only the last one.").label is Label.OK
+
+
+@pytest.mark.parametrize(
+    "text", ["| So the answer is" + " " * 600 + "|", "The answer is here:\n" + "^" * 400, "^" * 200 + "\n" + "^" * 200]
+)
+def test_floods_beside_a_bar_or_below_a_short_line_are_found(text: str) -> None:
+    assert grade(text).label is Label.DEGENERATE

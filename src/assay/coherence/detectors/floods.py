@@ -84,8 +84,15 @@ def _runs(view: TextView) -> Iterator[tuple[int, int]]:
 
 
 def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
-    """Whether the run belongs to a drawing: a wide table, or a block of encoded data in lines of one width."""
+    """Whether the run belongs to a drawing: a wide table, the line under a title, or a block of encoded data in lines of one width."""
     line_start, line_end = view.line_at(start)
+    title = view.line_at(max(line_start - 1, 0))
+    if (
+        view.text[start] in _RULES
+        and (start, end) == (line_start, line_end)
+        and 0 <= end - start - (title[1] - title[0]) <= 2
+    ):
+        return end - start < 8 * limit and len(set(view.text[slice(*title)])) > 4
     around = view.text[max(line_start, start - NEAR) : start] + view.text[end : min(line_end, end + NEAR)]
     if view.text[start] in _RULES and ("|" in around or "+" in around):
         return end - start < 8 * limit
@@ -159,9 +166,18 @@ def _blank_flood(view: TextView) -> Detection | None:
         limit = BLANK_LIMIT // 2 if trailing else BLANK_LIMIT
         if trailing and view.ending is Ending.CUT:
             limit = CUT_BLANKS
-        if match.end() - match.start() >= limit:
+        if match.end() - match.start() >= limit and not _pads_a_cell(view, *match.span()):
             return Detection("blank_flood", match.start(), match.end(), {"blanks": match.end() - match.start()})
     return _mostly_blank(view)
+
+
+def _pads_a_cell(view: TextView, start: int, end: int) -> bool:
+    """Whether the blanks fill up a cell of a table, whose other rows are as wide."""
+    line_start, line_end = view.line_at(start)
+    if view.text[line_start] != "|" or view.text[end : end + 1] != "|" or end - start >= 8 * BLANK_LIMIT:
+        return False
+    beside = {view.line_at(max(line_start - 1, 0)), view.line_at(min(line_end + 1, len(view.text)))}
+    return any(b - a == line_end - line_start for a, b in beside - {(line_start, line_end)})
 
 
 def _mostly_blank(view: TextView) -> Detection | None:
