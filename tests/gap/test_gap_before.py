@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
-from assay.lab.gap import bench as bench_module
-from assay.lab.gap.bench import Bench
+from assay.lab.gap import phases as bench_module
 from assay.lab.gap.gap import Runs, measure_all
+from assay.lab.gap.phases import Bench
 from assay.lab.gap.plan import Configuration, Corners, GapPlan, must_be_tried, preflight
 from assay.progress import NO_PROGRESS
 

@@ -12,7 +12,7 @@ import pytest
 from assay.cli.main import invoke
 from assay.demo.servers import vllm_python
 from assay.engines.vllm.scorer import PYTHON
-from assay.lab.gap import bench
+from assay.lab.gap import phases as bench
 
 pytestmark = pytest.mark.engine
 

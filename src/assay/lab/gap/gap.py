@@ -15,7 +15,6 @@ from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.plan import label_of
 from assay.fidelity.score import pooled
-from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Decomposition, WindowSums, aligned, decompose, effect, own_effect, ratio
 from assay.lab.gap.outcome import (
     Check,
@@ -32,6 +31,7 @@ from assay.lab.gap.outcome import (
     proposals,
 )
 from assay.lab.gap.phases import (
+    Bench,
     NoiseCurve,
     attribute,
     curve,

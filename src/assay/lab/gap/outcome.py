@@ -10,9 +10,8 @@ from typing import Any
 
 from assay.errors import AssayError
 from assay.fidelity.score import WindowObservation
-from assay.lab.gap.bench import Bench
 from assay.lab.gap.buckets import Amount, Decomposition, Effect, aligned, effect, own_effect
-from assay.lab.gap.phases import Attribution, NoiseCurve, StreamResidual, attribute
+from assay.lab.gap.phases import Attribution, Bench, NoiseCurve, StreamResidual, attribute
 from assay.lab.gap.plan import Configuration, Corners, GapPlan, span
 from assay.lab.kv.lab import Measured
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
