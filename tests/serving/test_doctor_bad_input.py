@@ -142,6 +142,30 @@ def test_to_find_out_what_a_server_can_do_takes_nothing_of_the_questions(
     assert {"burst", "france", "story"} <= {p.name for p in seen.record.probes if p.samples}
 
 
+def test_a_baseline_that_is_broken_beyond_doubt_is_asked_no_more(tmp_path: Path) -> None:
+    from assay.serving.symptoms import Measure, Observation, measure, see
+
+    def asked(extra: str) -> Observation:
+        with launched(read_command([], SERVER + extra), frozenset(), tmp_path / "log", timeout=30) as running:
+            return measure(running.url, Measure(20.0, 24, tools=False), 0, (), None, kinds=(), log=running.log)
+
+    broken, whole = asked(" --broken"), asked("")
+    assert see(broken, None).certain and not broken.record.timed and whole.record.timed
+    assert whole.record.prefill_tokens_per_s is None  # which no rule of the doctor looks at
+
+
+def test_the_budget_does_not_run_while_another_doctor_is_waited_for() -> None:
+    from assay.progress import NO_PROGRESS
+    from assay.serving.doctor import Doctor
+    from assay.serving.options import DoctorOptions
+
+    options = DoctorOptions(command_template=SERVER, seconds=3.0, budget=1.0, fault_rate=1.0, ladder=False)
+    doctor = Doctor(read_command(["--harmless-a", "1"], SERVER), options, NO_PROGRESS)
+    doctor.until = 0.0  # as if the wait had taken all of it
+    found = doctor.run()
+    assert not found.out_of_time and found.given_state == "good"
+
+
 def test_a_start_that_is_unclear_is_asked_longer_and_a_clear_one_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

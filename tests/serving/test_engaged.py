@@ -78,6 +78,8 @@ def test_a_failing_baseline_is_laid_to_the_checkpoint_or_to_the_engine(
     assert fault_of(found) == fault
     report = build_report(found)
     (finding,) = (f for f in report.findings if f.id == "server.baseline_fails")
+    named = {"checkpoint": "checkpoint is at fault", "engine": "engine is at fault"}
+    assert named.get(fault, "checkpoint, or the engine, is at fault") in report.summary
     assert report.results["fault"] == (fault or None) and finding.evidence["fault"] == (fault or None)
     if grade:
         assert f"compare with transformers: {grade}, perplexity +0.25 %" in finding.detail

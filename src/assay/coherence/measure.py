@@ -335,7 +335,7 @@ class Measurement:
                 advance()
                 if time.monotonic() > deadline:
                     break
-            else:
+            if stage.prefill and time.monotonic() <= deadline:
                 tokens = min(1024, (self.max_model_len or 2048) // 2)
                 long = [filler(f"{plan.seed}/prefill/{index}", tokens) for index in range(3)]
                 self._add(prefill_tokens_per_s=prefill_speed(self.engine, long, self.chat))

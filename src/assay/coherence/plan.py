@@ -89,6 +89,8 @@ class Stage:
     context: int = 0
     repeats: int = 0
     streams: int = 1
+    prefill: bool = True
+    """Whether a `speed` stage times long prompts too."""
 
     def shorter(self) -> Stage | None:
         """A form of it that takes about half as long; None where there is none."""

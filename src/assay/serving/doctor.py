@@ -287,6 +287,7 @@ class Doctor:
     def run(self) -> Diagnosis:
         """Baseline, given command, guilty sets, acquittal, ladder; what was measured stays when it is cut off."""
         began = time.monotonic()
+        self.until = began + 60 * self.options.budget  # not from when it began to wait for another doctor
         try:
             self._examine()
         except OutOfTime:

@@ -135,7 +135,7 @@ def _summary(found: Diagnosis, verdict: Verdict) -> str:
             else (f"{sets}: guilty as far as it was decided.")
         )
     if verdict is Verdict.FAIL:
-        return "The baseline itself fails: the fault is in the checkpoint or the engine, not in a setting."
+        return f"The baseline itself fails: {_FAULTS[fault_of(found)]}."
     if verdict is Verdict.PASS:
         good = sum(s.configuration == found.all and s.seen.state == "good" for s in found.starts)
         return (
@@ -219,8 +219,8 @@ def _undecided(found: Diagnosis) -> Finding:
 
 _FAULTS = {
     "checkpoint": "the checkpoint is at fault, not a setting and not the engine",
-    "engine": "the engine is at fault: transformers computes something else from the same files",
-    "": "the checkpoint, or the engine, is at fault",
+    "engine": "the engine is at fault, not a setting: transformers computes something else from the same files",
+    "": "the checkpoint, or the engine, is at fault, not a setting",
 }
 
 

@@ -185,8 +185,8 @@ def measure(
         # What a server can do was found out by now, which on a slow one takes as long as the questions.
         asked_since = time.monotonic()
         said, seen = "", Observation()
-        # A baseline is what every other start is judged by: it takes the time that an unclear start gets.
-        limit = how.seconds + (how.longer if baseline is None else 0.0)
+        # A baseline is what every other start is judged by: it is asked for twice as long where a start takes long.
+        limit = how.seconds + (min(how.longer, how.seconds) if baseline is None else 0.0)
         extended, left_out = False, list[Stage]()
         while rest:
             stage, *rest = rest
@@ -205,7 +205,7 @@ def measure(
                     break
                 pace.learn(stage, time.monotonic() - begun, taken.record.written_tokens - written)
                 seen = Observation(record=_without_reasons(taken.record))
-                if baseline is not None and see(seen, baseline, rules).certain:
+                if see(seen, baseline, rules).certain:
                     break
             if rest or baseline is None:
                 continue
@@ -243,6 +243,7 @@ def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, first
                 kinds |= _STAGE_KINDS.get(symptom, {"texts"})
     left_out = ("texts in context", "more texts")
     found = [s for s in stages if s.kind in kinds and s.name not in left_out and not s.name.startswith("needles")]
+    found = [replace(s, prefill=False) for s in found]  # no rule looks at it, and it takes as long as the texts
     order = {"scores": 0, "speed": 2 if first else 3}
     found.sort(key=lambda stage: 1 if stage.name == FIRST else order.get(stage.kind, 3))
     if rules and {"depth"} & set(rules):
