@@ -27,7 +27,7 @@ from assay.fidelity.control import control_findings, control_metrics, controlled
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.margins import all_pairs, margin_tests
-from assay.fidelity.memory import Memory, predict
+from assay.fidelity.memory import Memory, foretell
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference, windows_kept
 from assay.fidelity.report import blocks, headline
@@ -80,10 +80,7 @@ def run_compare(
         check_spec(spec, ScoringPath(plan.path))
     if plan.routing:
         check_engines((plan.reference, *plan.sides), plan.ray)
-    memory = predict(plan)
-    memory.require()
-    with progress(memory.line(), 0) if memory.sides else nullcontext():
-        pass
+    memory = foretell(plan, progress)
     budget = Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     with RowFile(plan.rows) if plan.rows else nullcontext() as rows, RunLock() as lock:
         folder = lock.folder(cache_dir("compare") / (key := plan_key(plan)))

@@ -25,6 +25,7 @@ from assay.errors import AssayError
 from assay.fidelity.metrics import BLOCK_BYTES, CACHE_BYTES
 from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.store import read_manifest, stored_path
+from assay.progress import Progress
 
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
@@ -120,12 +121,13 @@ class Memory:
         if not self.sides:
             return ""
         device = self.tightest
-        parts = ", ".join(f"{side.label} {_gib(side.total)}" for side in self.sides if side.device == device)
-        how = "together" if self.together else "one after the other"
+        own = {side.label: f"{side.label} {_gib(side.total)}" for side in self.sides if side.device == device}
+        how = (", together" if self.together else ", one after the other") if len(own) > 1 else ""
+        parts = ", ".join(own.values())
         unknown = f"; not known before it is opened: {', '.join(self.unknown)}" if self.unknown else ""
         return (
             f"memory: about {_gib(self.peak(device))} at the peak on {device} of {_gib(self.available(device))} that can be taken "
-            f"({parts}, {how}){unknown}"
+            f"({parts}{how}){unknown}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -193,6 +195,16 @@ def predict(plan: Plan) -> Memory:
         unknown=unknown,
         elsewhere=any(spec.startswith("vllm:") for spec in (plan.reference, *plan.sides)),
     )
+
+
+def foretell(plan: Plan, progress: Progress) -> Memory:
+    """Predict what the comparison will take and print it; AssayError where it cannot fit."""
+    memory = predict(plan)
+    memory.require()
+    if memory.sides:
+        with progress(memory.line(), 0):
+            pass
+    return memory
 
 
 def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) -> Side | None:

@@ -19,6 +19,7 @@ from assay.fidelity.budget import WORTH_MEASURING, Budget, measure_pace
 from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
 from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
+from assay.fidelity.memory import foretell
 from assay.fidelity.pack import open_pack
 from assay.fidelity.plan import Plan, available_windows, blocks_of, cut_windows, fingerprint, label_of, places_of
 from assay.fidelity.routing import Routing, read_routing
@@ -184,7 +185,8 @@ def _fitting(
     pace = measure_pace(engine, plan, _words(text))
     here = sum(not is_server(spec) for spec in plan.sides)  # whose opening takes as long as the reference's
     scored = sides if engine.ability.states else 2 * sides - 1
-    a_token = pace.score * (1 + scored) + pace.compare * sides
+    once = int(plan.routing)  # the reference runs once more for its routing, a candidate twice
+    a_token = pace.score * (1 + scored + once * (1 + 2 * sides)) + pace.compare * sides * (1 + once)
     kept = folder / "size.json"
     if budget.seconds is None:
         windows, length, batch = plan.windows, plan.length, plan.batch
@@ -195,8 +197,8 @@ def _fitting(
         batch = plan.batch or budget.together(pace.score * length)
         write_atomically(kept, json.dumps([windows, length, batch]))
     budget.note_size((plan.windows, plan.length), (windows, length))
-    each = pace.score * (1 + (not engine.ability.states)) + pace.compare
-    expected = {"reference": pace.score * (windows - windows_kept(folder)) * length}
+    each = pace.score * (1 + (not engine.ability.states) + 2 * once) + pace.compare * (1 + once)
+    expected = {"reference": pace.score * ((1 + once) * windows - windows_kept(folder)) * length}
     for number, spec in enumerate(plan.sides):
         todo = windows - _scored(folder, number, 1 if is_server(spec) else batch or 4)
         expected[label_of(spec, plan.sides)] = opening * (not is_server(spec)) + each * max(0, todo) * length
@@ -449,6 +451,7 @@ def keep_reference(plan: Plan, out: Path, *, dtype: str, form: str, progress: Pr
             finding_id="fidelity.usage",
         )
     check_spec(plan.reference, ScoringPath(plan.path))
+    foretell(plan, progress)
     text = plan_text(plan)
     engine = open_scorer(plan.reference)
     try:
