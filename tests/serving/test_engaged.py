@@ -29,6 +29,21 @@ def test_an_attention_backend_is_taken_refused_or_not_named(log: str, took: bool
 
 
 @pytest.mark.parametrize(
+    ("line", "ignored"),
+    [
+        ("INFO [model.py:1] using hf_overrides from the command line", False),
+        ("WARNING [model.py:1] hf_overrides is ignored for this model", True),
+        ("WARNING [vllm.py:1727] Inductor compilation was disabled by user settings", False),
+    ],
+)
+def test_an_option_with_override_in_its_name_is_not_ignored_for_that(line: str, ignored: bool) -> None:
+    command = read_command(
+        ["vllm", "serve", "m", "--enforce-eager", "--no-enable-prefix-caching", "--hf-overrides", "{}"]
+    )
+    assert engaged(command.settings[0], Observation(log=line), None).yes is (False if ignored else None)
+
+
+@pytest.mark.parametrize(
     ("facts", "took", "says"),
     [
         ({"prefix_hits": 640.0, "prefix_same": True}, True, "took 640 tokens from the prefix cache and got the same answer"),

@@ -56,7 +56,8 @@ def _ignored(setting: Setting, log: str) -> str:
     names = [n for n in _flag_words(setting) if len(n) > 2]
     pattern = re.compile("|".join(rf"(?<![\w-])-{{0,2}}{re.escape(n)}(?![\w-])" for n in names))
     for line in log.splitlines():
-        if _IGNORED.search(line) and pattern.search(line) and "non-default args" not in line and "config:" not in line:
+        said, named = pattern.subn("", line)  # --hf-overrides and --override-kv have the word in their names
+        if named and _IGNORED.search(said) and "non-default args" not in line and "config:" not in line:
             return line.strip()[:240]
     return ""
 
