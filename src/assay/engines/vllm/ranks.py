@@ -70,11 +70,12 @@ class Failure:
     message: str
     facts: Mapping[str, Any]
 
-    def error(self, ranks: int) -> Exception:
+    def error(self, ranks: int) -> AssayError:
         """The error itself, with the number of the rank in it."""
         message = f"rank {self.rank} of {ranks}: {self.message}"
         if self.kind == "bug":
-            return RuntimeError(message)
+            smaller = "use a smaller --batch or shorter windows, or run it again with --debug"
+            return AssayError(message, finding_id="fidelity.engine_failed", remedy=smaller)
         return (UsageError if self.kind == "UsageError" else AssayError)(message, **self.facts)
 
 
