@@ -118,7 +118,9 @@ class Engine:
         self.steps: list[dict[str, int]] = []
         self.llm_engine = self
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=max_model_len))
-        self.scheduler = SimpleNamespace(scheduler_config=SimpleNamespace(long_prefill_token_threshold=0))
+        self.scheduler = SimpleNamespace(
+            scheduler_config=SimpleNamespace(long_prefill_token_threshold=0), max_num_scheduled_tokens=budget
+        )
         self.engine_core = SimpleNamespace(engine_core=self)
         self.output_processor = SimpleNamespace(request_states={})
         self.force = True
@@ -162,8 +164,9 @@ class Engine:
         del self.runner.requests[name], self.output_processor.request_states[name]
 
     def step(self) -> None:
-        counts, left = {}, self.budget
+        counts, left = {}, min(self.budget, self.scheduler.max_num_scheduled_tokens)
         threshold = self.scheduler.scheduler_config.long_prefill_token_threshold
+        threshold *= len(self.runner.requests) > 1  # as vLLM 0.32 has it
         for name in self.runner.input_batch.req_ids:
             request = self.runner.requests[name]
             wanted = len(request.prompt) + len(request.generated) - request.num_computed_tokens

@@ -61,6 +61,7 @@ class VllmCore:
         self._bytes_read = 0.0
         self._batches: Batches | None = None
         self._run = 0
+        self._step_tokens: int | None = None
         self._heads: list[Head | HeadFile] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._deaths = _Deaths(llm) if spec.ranks > 1 else None
@@ -256,7 +257,7 @@ class VllmCore:
             steps = 0
             while engine.has_unfinished_requests():
                 lo, hi = plan.blocks[min(steps, len(plan.blocks) - 1)]
-                self._cut_prompts_at(hi - lo)
+                self._cut_prompts_at(hi - lo, alone=len(keys) == 1)
                 engine.step()
                 steps += 1
         except BaseException as error:
@@ -271,10 +272,16 @@ class VllmCore:
         self._all("unwatch")
         self._cut_prompts_at(0)
 
-    def _cut_prompts_at(self, tokens: int) -> None:
-        """Let the scheduler take at most so many tokens of every prompt in a step; 0 as many as fit."""
-        config = self._llm.llm_engine.engine_core.engine_core.scheduler.scheduler_config
-        config.long_prefill_token_threshold = tokens
+    def _cut_prompts_at(self, tokens: int, *, alone: bool = False) -> None:
+        """Let the scheduler take at most so many tokens of every prompt in a step; 0 as many as fit.
+
+        vLLM 0.32 cuts no prompt that is `alone`, so that then the whole step is cut.
+        """
+        scheduler = self._llm.llm_engine.engine_core.engine_core.scheduler
+        scheduler.scheduler_config.long_prefill_token_threshold = tokens
+        if self._step_tokens is None:
+            self._step_tokens = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = tokens if alone else self._step_tokens
 
     def _recover(self) -> None:
         """Drop what is left of a batch that failed half-way."""

@@ -163,6 +163,11 @@ class Rank:
         self._buffer: torch.Tensor | None = None
         self._error: AssayError | None = None
         self.gather: Callable[[torch.Tensor], torch.Tensor] = _gather
+        if place.stage and runner.intermediate_tensors is None:
+            # vLLM makes them when it measures memory, which its CPU build leaves out where the cache's size is given.
+            runner.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     @property
     def model(self) -> Any:
@@ -443,7 +448,7 @@ def check_head(model: Any, head: Head, place: Place, states: torch.Tensor) -> No
     rebuilt = head.logits(states)
     finite = torch.isfinite(own)
     largest = float(own[finite].abs().max()) if finite.any() else 0.0
-    tolerance = 4 * float(torch.finfo(states.dtype).eps) * largest
+    tolerance = max(4 * float(torch.finfo(states.dtype).eps), 1e-5) * largest  # float32 sums in another order
     difference = float((own - rebuilt)[finite].abs().max()) if finite.any() else 0.0
     if whole != whole_vocabulary(model) or own.shape != rebuilt.shape or not difference <= tolerance:
         raise AssayError(
