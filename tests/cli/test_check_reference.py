@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from check_servers import Sane, answering, check, ids, save, serving, words
 
 from assay.coherence import reference as reference_module
+from assay.coherence.measure import Measurement
+from assay.coherence.plan import Plan
+from assay.engines.base import GIVEN_UP, Capability, CapabilityReport, Reply, Request
 from assay.engines.hf import spec as packages
 from assay.errors import AssayError
 from stub_server import StubServer
@@ -146,3 +150,40 @@ def test_what_was_measured_stays_where_the_reference_cannot_be_run(
     assert (code, report["verdict"], ids(report)) == (2, "error", {"fidelity.engine_load"})
     assert all(p["samples"] for p in report["results"]["probes"])
     assert report["results"]["throughput"]["samples"] == 3
+
+
+class Slow:
+    """A reference in this process that writes nothing until the deadline, and everything where there is none."""
+
+    capabilities = CapabilityReport(frozenset({Capability.GENERATE, Capability.CHAT}), {})
+
+    def generate_batch(self, requests: list[Request], *, deadline: float = float("inf")) -> list[Reply]:
+        if deadline < float("inf"):
+            time.sleep(max(0.0, deadline - time.monotonic()) + 0.01)
+            return [Reply("The capital", GIVEN_UP) for _ in requests]
+        return [Reply("The capital of France is Paris, on the Seine.", "stop") for _ in requests]
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_budget_ends_a_slow_reference_and_what_it_did_not_say_is_not_kept_as_its_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.setattr(packages, "find_spec", lambda name: object())
+    monkeypatch.setattr(
+        reference_module.EngineReference,
+        "_measurement",
+        lambda self: Measurement(Slow(), Plan()),  # type: ignore[arg-type]
+    )
+    asked = ("--samples", "1", "--probe", "france", "--no-throughput", "--reference-engine", f"hf:{tmp_path}")
+    with serving(Sane()) as stub:
+        began = time.monotonic()
+        code, report = check(capsys, stub.url, *asked, "--budget", "0.05")
+        assert time.monotonic() - began < 20
+        _, whole = check(capsys, stub.url, *asked)
+    assert code in (0, 3)
+    assert "coherence.left_out" in ids(report)
+    assert "reference" in next(f for f in report["findings"] if f["id"] == "coherence.left_out")["evidence"]["stages"]
+    assert whole["results"]["reference"]["probes"]["france"]["samples"] == 2, whole["results"]["reference"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.engines.base import Capability, Message, MissingCapability, Request
+from assay.engines.base import GIVEN_UP, Capability, Message, MissingCapability, Request
 from assay.engines.hf.engine import HfEngine
 from assay.errors import AssayError, UsageError
 
@@ -67,6 +67,18 @@ def test_greedy_in_a_batch_is_greedy_by_transformers(engine: HfEngine, model: An
         assert reply.content.split() == text.split()
         assert (reply.completion_tokens, reply.finish_reason) == (24, "length")
         assert reply.prompt_tokens == len(request.prompt or ())
+
+
+def test_what_is_not_written_by_the_deadline_is_given_up_and_what_ended_before_it_stays(
+    engine: HfEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [Request(prompt=p, max_tokens=n, ignore_eos=True) for p, n in zip(prompts(3), (4, 40, 40), strict=True)]
+    ticks = iter(range(1000))
+    monkeypatch.setattr("assay.engines.hf.engine.time.monotonic", lambda: next(ticks))
+    replies = engine.generate_batch(asked, deadline=8)
+    assert [r.finish_reason for r in replies] == ["length", GIVEN_UP, GIVEN_UP]
+    assert replies[0].completion_tokens == 4 and 4 < (replies[1].completion_tokens or 0) < 12
+    assert [r.finish_reason for r in engine.generate_batch(asked, deadline=8)] == [GIVEN_UP] * 3
 
 
 def test_a_seed_gives_one_text_whatever_shares_the_batch(engine: HfEngine) -> None:

@@ -43,6 +43,7 @@ from assay.verdict import Block, Finding, Metric, Report, Verdict, worst
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
+REFERENCE_CUT = Stage("reference", "texts", "how the reference answers all that the server was asked")
 DECIDED_BY_TEXTS = frozenset({"hard_texts", "degenerate_rate", "stutter", "tool_form"})
 """Rules that further texts make clear."""
 
@@ -305,6 +306,8 @@ class Check:
                 begun = time.monotonic()
                 self.engine.run(stage, self.record, begun + self._left())
                 took += time.monotonic() - begun
+                if self._left() < 0:
+                    self.left_out.append((REFERENCE_CUT, "the budget was spent while the reference answered"))
         except AssayError as error:  # what the server has shown stays, and the server can be asked on
             self.ended, self.engine = error, None
         self.pace.learn_reference(took, sum(self.pace.took[stage.name] for stage in stages))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from assay.coherence.record import AnswerCheck
-from assay.engines.base import Capability, Engine, Message, Reply, Request
+from assay.engines.base import GIVEN_UP, Capability, Engine, Message, Reply, Request
 from assay.errors import AssayError
 
 
@@ -123,8 +123,8 @@ class Outcome:
 class BatchEngine(Protocol):
     """An engine that answers many requests at once faster than one after another."""
 
-    def generate_batch(self, requests: Sequence[Request]) -> list[Reply]:
-        """Answer all requests, in order."""
+    def generate_batch(self, requests: Sequence[Request], *, deadline: float = float("inf")) -> list[Reply]:
+        """Answer all requests, in order; what is not written by `deadline` has the finish reason `GIVEN_UP`."""
 
 
 def run_tasks(
@@ -175,10 +175,13 @@ def side_by_side(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def generate_all(engine: Engine, requests: Sequence[Request], parallel: int) -> list[Reply]:
-    """Answer independent requests, in order, the fastest way the engine has."""
+def generate_all(
+    engine: Engine, requests: Sequence[Request], parallel: int, deadline: float = float("inf")
+) -> list[Reply]:
+    """Answer independent requests, in order, the fastest way the engine has; what takes longer than `deadline` is left out."""
     if isinstance(engine, BatchEngine):
-        return engine.generate_batch(requests)
+        replies = engine.generate_batch(requests, deadline=deadline)
+        return [reply for reply in replies if reply.finish_reason != GIVEN_UP]
     return in_order(engine.generate, requests, parallel)
 
 
@@ -216,7 +219,10 @@ def _batched(engine: BatchEngine, tasks: Sequence[Task], context: Context, deadl
     while open_talks and time.monotonic() < deadline:
         requests = [to_request(step, out.task.sampling, context) for out, _, step in open_talks]
         still_open = []
-        for (outcome, talk, step), reply in zip(open_talks, engine.generate_batch(requests), strict=True):
+        replies = engine.generate_batch(requests, deadline=deadline)
+        for (outcome, talk, step), reply in zip(open_talks, replies, strict=True):
+            if reply.finish_reason == GIVEN_UP:
+                continue
             outcome.add(reply, step)
             try:
                 still_open.append((outcome, talk, talk.send(reply)))

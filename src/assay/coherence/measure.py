@@ -347,7 +347,7 @@ class Measurement:
         streams = self.plan.concurrency
         requests = timed_requests((stage.repeats + 1) * streams, self.plan.seed, self.chat)[streams:]
         with self.progress(what, len(requests)) as advance:
-            for reply in generate_all(self.engine, requests, self.plan.parallel):
+            for reply in generate_all(self.engine, requests, self.plan.parallel, deadline):
                 self._add(timed=(to_timed_text(reply),))
                 advance()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from assay.coherence.conversation import BatchEngine, side_by_side, user
 from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
-from assay.engines.base import Engine, Reply, Request, ToolCall
+from assay.engines.base import GIVEN_UP, Engine, Reply, Request, ToolCall
 from assay.engines.tool_calls import call_remains, read_calls
 from assay.errors import AssayError
 from assay.stats.equivalence import Standing, mcnemar, paired_answers
@@ -70,8 +70,9 @@ def cases() -> tuple[Case, ...]:
 def run_level(engine: Engine, streams: int, on_done: Callable[[], None], deadline: float = float("inf")) -> ToolLevel:
     """Ask all cases, `streams` at once (an engine in this process answers them as one batch)."""
     if isinstance(engine, BatchEngine):
-        replies = engine.generate_batch([case.request() for case in cases()])
-        return ToolLevel(streams, tuple(map(answer_of, cases(), replies)))
+        replies = engine.generate_batch([case.request() for case in cases()], deadline=deadline)
+        whole = [(c, r) for c, r in zip(cases(), replies, strict=True) if r.finish_reason != GIVEN_UP]
+        return ToolLevel(streams, tuple(answer_of(case, reply) for case, reply in whole))
     answers: list[ToolAnswer] = []
     failed, error = 0, ""
     for answer in side_by_side([partial(_asked, engine, case) for case in cases()], streams, deadline):

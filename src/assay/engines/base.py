@@ -108,6 +108,10 @@ class Timing:
         return None if speed is None else 1.0 / speed
 
 
+GIVEN_UP = "given_up"
+"""The finish reason of a reply that was not waited for to its end."""
+
+
 @dataclass(frozen=True)
 class Reply:
     """What an engine answered. Token counts are the engine's own (None where it does not say).

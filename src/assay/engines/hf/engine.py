@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ import transformers
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
 from assay.engines.base import (
+    GIVEN_UP,
     Capability,
     CapabilityReport,
     Message,
@@ -160,14 +162,19 @@ class HfEngine:
         """Answer one request; `generate_batch` is many times faster for many."""
         return self.generate_batch([request])[0]
 
-    def generate_batch(self, requests: Sequence[Request], on_done: Callable[[], None] = lambda: None) -> list[Reply]:
-        """Answer all requests, in order; `on_done` is called once for each as its batch ends."""
+    def generate_batch(
+        self, requests: Sequence[Request], on_done: Callable[[], None] = lambda: None, *, deadline: float = float("inf")
+    ) -> list[Reply]:
+        """Answer all requests, in order; `on_done` is called once for each as its batch ends.
+
+        What is not written by `deadline` (of `time.monotonic`) ends there, with the finish reason `GIVEN_UP`.
+        """
         prompts = [self._prompt_ids(request) for request in requests]
         replies: dict[int, Reply] = {}
 
         def answer(part: Sequence[int]) -> list[Row]:
             rows = [self._row(prompts[i], requests[i]) for i in part]
-            decode_batch(self._model, rows, self._pad_id)
+            decode_batch(self._model, rows, self._pad_id, deadline)
             return rows
 
         def too_large(index: int) -> AssayError:
@@ -510,8 +517,10 @@ class Row:
             self.finish_reason = "length"
 
 
-def decode_batch(model: Any, rows: Sequence[Row], pad_id: int) -> None:
-    """Run all rows to their end. Prompts are padded on the left; finished rows leave the batch as it goes on."""
+def decode_batch(model: Any, rows: Sequence[Row], pad_id: int, deadline: float = float("inf")) -> None:
+    """Run all rows to their end, or until `deadline`. Prompts are padded on the left; finished rows leave the batch as it goes on."""
+    if _given_up(rows, deadline):
+        return
     device = next(model.parameters()).device
     width = max(len(row.prompt) for row in rows)
     ids = torch.tensor([[pad_id] * (width - len(r.prompt)) + list(r.prompt) for r in rows], device=device)
@@ -526,7 +535,7 @@ def decode_batch(model: Any, rows: Sequence[Row], pad_id: int) -> None:
                 if row.finish_reason is None:
                     row.take(token)
             keep = [i for i, row in enumerate(live) if row.finish_reason is None]
-            if not keep:
+            if not keep or _given_up([live[i] for i in keep], deadline):
                 return
             if len(keep) <= 0.8 * len(live):  # selecting copies the cache, so not for every row that ends
                 index = torch.tensor(keep, device=device)
@@ -540,6 +549,15 @@ def decode_batch(model: Any, rows: Sequence[Row], pad_id: int) -> None:
                 **with_cache(model, cache),
                 use_cache=True,
             ).logits[:, -1]
+
+
+def _given_up(rows: Sequence[Row], deadline: float) -> bool:
+    """Whether the time is over; then these rows end where they are."""
+    if time.monotonic() <= deadline:
+        return False
+    for row in rows:
+        row.finish_reason = GIVEN_UP
+    return True
 
 
 def _prefill(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any) -> torch.Tensor:
