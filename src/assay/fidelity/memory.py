@@ -58,15 +58,13 @@ class Side:
     @property
     def total(self) -> int:
         """The peak: while it is loaded, or while it scores."""
-        return self.weights + max(self.stored, self._work(2 * self.head, self.windows))
+        work = 2 * self.head + self.windows * self.window + self.logits + self.cache
+        return self.weights + max(self.stored, work)
 
     @property
     def least(self) -> int:
-        """What it takes with one window at a time."""
-        return self.weights + self._work(self.head, 1)
-
-    def _work(self, head: int, windows: int) -> int:
-        return head + windows * self.window + self.logits + self.cache
+        """What it cannot do without: one window at a time, and no more logits and cache than there is room for."""
+        return self.weights + self.head + self.window
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,7 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
         return None
     there = free.setdefault(device, free_memory(device))
     place = "cuda" if device.startswith("cuda") else "cpu"
-    logits = 2 * BLOCK_BYTES[place] + 4 * CACHE_BYTES[place]
+    logits = 2 * (BLOCK_BYTES[place] + CACHE_BYTES[place])
     if kind == "vllm":
         ranks = int(parsed.ranks) if place == "cuda" else 1  # on a CPU they share its memory
         weights = checkpoint.weights // ranks
