@@ -181,6 +181,15 @@ def test_a_rank_that_fails_in_a_step_says_why_and_ends(
     )
 
 
+def test_an_error_without_words_says_where_it_came_from() -> None:
+    try:
+        raise AssertionError
+    except AssertionError as error:
+        said = ranks_module.words_of(error)
+    assert said.startswith("AssertionError: in test_an_error_without_words") and "test_vllm_ranks.py:" in said
+    assert ranks_module.words_of(ValueError("no room")) == "ValueError: no room"
+
+
 def test_a_replicated_head_is_shared_evenly() -> None:
     model = ToyModel()
     parts = [output_head(model, Place(rank, rank, 3)).weight for rank in range(3)]

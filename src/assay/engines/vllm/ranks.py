@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -132,7 +133,7 @@ class ScoringExtension:
         except Exception as error:
             if name in ("finish", "reduce"):  # the others may wait for it
                 rank.leave(error)
-            return Failure(rank.place.rank, "bug", f"{type(error).__name__}: {error}", {})
+            return Failure(rank.place.rank, "bug", words_of(error), {})
 
 
 def place_of(worker: Any) -> Place:
@@ -359,7 +360,7 @@ class Rank:
         """Say why in a file, and end this process."""
         folder = os.environ.get(REPORTS)
         if folder:
-            told = error.message if isinstance(error, AssayError) else f"{type(error).__name__}: {error}"
+            told = error.message if isinstance(error, AssayError) else words_of(error)
             found = {
                 "message": told,
                 "memory": isinstance(error, RuntimeError) and out_of_memory(error),
@@ -368,6 +369,13 @@ class Rank:
             }
             (Path(folder) / f"{self.place.rank}.json").write_text(json.dumps(found), encoding="utf-8")
         os._exit(1)
+
+
+def words_of(error: BaseException) -> str:
+    """Kind and message of an error; where it came from, if it has no message."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"in {frames[-1].name}, {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {str(error) or where}"
 
 
 def parameters(model: Any) -> Iterable[torch.Tensor]:
