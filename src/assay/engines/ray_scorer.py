@@ -120,7 +120,11 @@ class Pool:
 
         self._ray, self._own = ray, not ray.is_initialized()
         if self._own:
-            self._connect()
+            try:
+                self._connect()
+            except BaseException:  # Ctrl-C while Ray starts
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -395,7 +399,7 @@ class Pool:
             busy = any(spec in actor.opened for actor in self._actors)
             if wait and not busy:
                 until = time.monotonic() + HELLO_S
-                while not self._actors and time.monotonic() < until:
+                while not self._actors and self._starting and time.monotonic() < until:
                     self._welcome(1.0)
                 if not self._actors:
                     raise self._nobody()
