@@ -205,10 +205,11 @@ def plan(models: tuple[Path, Path, Path]) -> Plan:
 
 
 def numbers(report: Any) -> str:
-    """All of a report but what it says of the cluster itself."""
+    """All of a report but what it says of the cluster itself, and of the memory of this process."""
     found = report.to_json() if hasattr(report, "to_json") else report
     found = json.loads(json.dumps(found, default=str))
     found["environment"].pop("cluster", None)
+    found["results"].pop("memory", None)
     found["findings"] = [f for f in found["findings"] if f["id"] != "fidelity.worker_lost"]
     return json.dumps(found, sort_keys=True)
 
