@@ -1,5 +1,6 @@
 """Stored blocks on a CPU: their size and entropy, how fast they are coded, and a stored prefix against prefill in vLLM.
 
+    python benchmarks/kv_tier.py speed LAYERSxHEADSxDIM --out FILE      # drawn tables: needs no model, 20 s of CPU
     python benchmarks/kv_tier.py codec MODEL --calibration FILE --text FILE --out FILE   # ratio, GB/s, entropy
     python benchmarks/kv_tier.py serve MODEL --calibration FILE --text FILE --out FILE   # time to first token, in vLLM
 
@@ -84,8 +85,94 @@ def cached_kv(model: str, text: str, tokens: int) -> Any:
     return torch.stack(rows)
 
 
-def codec(args: argparse.Namespace) -> None:
+def drawn_tables(layers: int, heads: int, dim: int, rank: float, predict: bool) -> Any:
+    """Tables as a calibration makes them, drawn: bases of `rank` · width, laws of falling scale, sides as predict=all has them."""
+    from assay.lab.kv.blocks import BlockTables, Facts
+
+    rng, width = np.random.default_rng(0), heads * dim
+    count = round(rank * width)
+    tensors: dict[str, Any] = {"inv_freq": 10000.0 ** (-np.arange(0, dim, 2) / dim)}
+    deviation = 6 * np.exp(-np.linspace(0, 3.4, count))
+    classes = [72 + np.clip(np.round(6 * (np.log2(deviation * f) + 4)), 0, 71) for f in (0.6, 0.85, 1.1, 1.6)]
+    for layer in range(layers):
+        for stream in "kv":
+            basis = np.linalg.qr(rng.normal(size=(width, width)))[0][:count]
+            top = np.abs(basis).max(axis=1, keepdims=True)
+            sides = [[layer - 1, 0], [layer - 1, 1]] if layer else []
+            sides = (sides + [[layer, 0]] * (stream == "v")) if predict else []
+            own = {
+                "mean": rng.normal(size=width).astype(np.float32),
+                "synthesis": np.round(basis / top * 127).astype(np.int8),
+                "synthesis_scale": (0.3 * top[:, 0] / 127).astype(np.float32),
+                "analysis": np.ascontiguousarray(basis.T / 0.3, np.float32),
+                "inner.laws": np.stack(classes).astype(np.uint8),
+                "inner.odds": np.full(4, 0.25, np.float32),
+                "inner.shrink": np.full((2, count), 12, np.int8),
+                "sides": np.array(sides, np.int32).reshape(-1, 2),
+            }
+            if sides:
+                own["predictor"] = rng.integers(-20, 20, (width * len(sides), width)).astype(np.int8)
+                own["predictor_scale"] = np.full(width, 5e-4, np.float16)
+            tensors |= {f"{layer}.{stream}.{name}": table for name, table in own.items()}
+    spec = f"prerope+sinks(n=4)+pca(bits=2, predict={'all' if predict else 'none'})"
+    return BlockTables(Facts(spec, "drawn", "drawn", layers, heads, dim, 4, True, 1.0), tensors)
+
+
+def drawn_blocks(coder: Any, count: int) -> list[Any]:
+    """Blocks whose coefficients have the tables' deviations, tokens of unequal loudness."""
     import torch
+
+    facts, made = coder.facts, torch.Generator().manual_seed(0)
+    x = torch.zeros(facts.layers, 2, count * BLOCK, facts.width)
+    for (layer, name), stream in coder._streams.items():
+        deviation = 6 * torch.exp(-torch.linspace(0, 3.4, stream.rank)) * torch.from_numpy(stream.scale)
+        loud = torch.exp(0.3 * torch.randn(count * BLOCK, 1, generator=made))
+        c = torch.randn(count * BLOCK, stream.rank, generator=made) * deviation * loud
+        x[layer, "kv".index(name)] = stream.mean + c @ stream.weight[:, : stream.rank].float().T
+    return list(x.bfloat16().split(BLOCK, dim=2))
+
+
+def speeds(tables: Any, blocks: list[Any], keys: list[bytes], rounds: int) -> tuple[dict[str, Any], list[bytes]]:
+    import torch
+
+    from assay.lab.kv.blocks import BlockCodec
+
+    one, two = BlockCodec(tables, 1), BlockCodec(tables, 2)
+
+    def encoded(count: int) -> list[bytes]:
+        return [one.encode(b, first=BLOCK * i, key=keys[i]) for i, b in enumerate(blocks[:count])]
+
+    torch.set_num_threads(1)
+    data = encoded(len(blocks))
+    one.decode(data, keys)
+    times = timed(rounds, lambda: one.decode(data, keys), lambda: two.decode(data, keys), lambda: encoded(2))
+    size = 2 * blocks[0].numel()
+    sizes = (size * len(blocks), size * len(blocks), 2 * size)
+    names = ("decode_gb_s_1", "decode_gb_s_2", "encode_gb_s_1")
+    return {n: rate(of, t) for n, of, t in zip(names, sizes, times, strict=True)}, data
+
+
+def speed(args: argparse.Namespace) -> None:
+    from assay.lab.kv.blocks import BlockCodec
+    from assay.lab.kv.tier import keys_of
+
+    layers, heads, dim = map(int, args.model.split("x"))
+    for predict in (True, False):
+        tables = drawn_tables(layers, heads, dim, 0.6, predict)
+        blocks = drawn_blocks(BlockCodec(tables, 1), 8)
+        keys = keys_of(range(8 * BLOCK), BLOCK, tables.digest)
+        found, data = speeds(tables, blocks, keys, args.rounds)
+        found |= {
+            "machine": machine(),
+            "codec": tables.facts.spec,
+            "rank": 0.6,
+            "bytes_per_token_bf16": tables.facts.token_bytes,
+            "bits_per_value": 8 * len(data[1]) / blocks[1].numel(),
+        }
+        note(args.out, "speed", f"{args.model} predict={'all' if predict else 'none'}", found)
+
+
+def codec(args: argparse.Namespace) -> None:
 
     from assay.lab.kv import rans
     from assay.lab.kv.blocks import BlockCodec, tables_for
@@ -102,19 +189,9 @@ def codec(args: argparse.Namespace) -> None:
                              "bytes_per_token_bf16": facts.token_bytes, "table_bytes": tables.decoder_bytes}  # fmt: skip
     exact = x.numel() * 2
     coder = BlockCodec(tables, 1)
-
-    def encoded(count: int) -> list[bytes]:
-        return [coder.encode(b, first=BLOCK * i, key=keys[i]) for i, b in enumerate(blocks[:count])]
-
-    torch.set_num_threads(1)
-    data = encoded(len(blocks))
-    two = BlockCodec(tables, 2)
-    rounds = timed(args.rounds, lambda: coder.decode(data, keys), lambda: two.decode(data, keys), lambda: encoded(2))
-    size = sum(b.numel() for b in blocks[:2]) * 2
-    for name, of, times in zip(
-        ("decode_gb_s_1", "decode_gb_s_2", "encode_gb_s_1"), (exact, exact, size), rounds, strict=True
-    ):
-        found[name] = rate(of, times)
+    measured, data = speeds(tables, blocks, keys, args.rounds)
+    found |= measured
+    exact = x.numel() * 2
     stored = [len(d) for d in data]
     back = coder.decode(data, keys).float()
     spread = x.float() - x.float().mean(dim=2, keepdim=True)
@@ -175,11 +252,11 @@ def serve(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("codec", "serve"))
+    parser.add_argument("stage", choices=("speed", "codec", "serve"))
     parser.add_argument("model")
     parser.add_argument("--codec", default=SPEC)
-    parser.add_argument("--calibration", required=True)
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--calibration")
+    parser.add_argument("--text")
     parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096])
@@ -190,7 +267,7 @@ def main() -> None:
     args.tables = Path(args.tables)
     if args.stage == "serve":
         args.tables = str(args.tables)
-    {"codec": codec, "serve": serve}[args.stage](args)
+    {"speed": speed, "codec": codec, "serve": serve}[args.stage](args)
 
 
 if __name__ == "__main__":

@@ -312,11 +312,8 @@ class _Stream:
         """What `weight` takes [.., tokens], bf16, but for the coefficients."""
         found = torch.empty(self.weight.shape[1], tokens, dtype=torch.bfloat16)
         found[self.rank : self.rank + 2] = 1
-        at = self.rank + 2
-        for key in self.sides:
-            side = decoded[key]
-            found[at : at + len(side)] = side
-            at += len(side)
+        if self.sides:
+            torch.cat([decoded[key] for key in self.sides], out=found[self.rank + 2 :])
         return found
 
 
@@ -366,6 +363,7 @@ class BlockCodec:
 
     # Encoding.
 
+    @torch.inference_mode(False)  # threads of the pool are not in an engine's inference mode
     def encode(self, x: torch.Tensor, *, first: int, key: bytes, exact: int | None = None) -> bytes:
         """The block of tokens `first` … of a request. The first `exact` stay as they are: by default the sinks.
 
@@ -458,6 +456,7 @@ class BlockCodec:
                 return Header(_TYPES[kind], own, first, tokens, exact, sizes, start)
         raise BlockDamaged("the header of a block contradicts itself")
 
+    @torch.inference_mode(False)
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
         """The tokens of blocks one after the other, in their type; BlockRefused if one of them is not to be believed."""
         heads = [self.check(data, keys[i] if keys is not None else None) for i, data in enumerate(blocks)]
@@ -506,12 +505,13 @@ class BlockCodec:
         total = sum(coded)
         for number, ((layer, name), stream) in enumerate(self._streams.items()):
             inputs, done = stream.inputs(total, decoded), 0
+            bits = _bits(inputs)
             for i, head in enumerate(heads):
                 section = memoryview(blocks[i])[at[i] : at[i] + head.sizes[number]]
                 at[i] += head.sizes[number]
-                self._read(stream, section, coded[i], _bits(inputs), done)
+                self._read(stream, section, coded[i], bits, done)
                 done += coded[i]
-            found = stream.weight @ inputs
+            found = torch.mm(stream.weight, inputs)
             if (layer, name) in self._needed:
                 decoded[layer, name] = found
             rows = found.T
@@ -519,9 +519,9 @@ class BlockCodec:
                 rows = torch.empty(total, facts.width)
                 rows.copy_(found.T)
                 _turn(rows.numpy(), *turn, facts.kv_heads, False)
-            done = 0
-            for place, tokens in whole:
-                out[layer, "kv".index(name), place : place + tokens] = rows[done : done + tokens]
+            place, done = out[layer, "kv".index(name)], 0
+            for start, tokens in whole:
+                place[start : start + tokens].copy_(rows[done : done + tokens])
                 done += tokens
             decoded.pop((layer - 2, name), None)
 
@@ -575,7 +575,7 @@ def _lengths() -> NDArray[np.float32]:
 
 def alone() -> None:
     """Make a thread of its own: one thread for torch's products, and any core, where an engine has bound its own to one."""
-    torch.set_num_threads(1)
+    torch._C.set_num_threads(1)  # vLLM's CPU worker puts a warning in the place of torch.set_num_threads
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
