@@ -105,9 +105,7 @@ def apart(a: dict[str, float], b: dict[str, float]) -> float:
     return max(abs(a[token] - b[token]) for token in both) if len(both) > 9 else float("inf")
 
 
-def test_a_prefix_returns_in_its_engine_and_in_the_next_and_damage_is_computed_again(
-    model: dict[str, Any],
-) -> None:
+def test_a_prefix_returns_in_its_engine_and_in_the_next_and_damage_is_computed_again(model: dict[str, Any]) -> None:
     made = torch.Generator().manual_seed(1)
     p = torch.randint(0, 256, (600,), generator=made).tolist()
     q = p[:400] + torch.randint(0, 256, (100,), generator=made).tolist()
@@ -138,12 +136,7 @@ def test_lmcache_takes_the_serialiser_and_misses_a_damaged_chunk(tmp_path: Path)
     def held(x: torch.Tensor) -> Any:
         raw = x.contiguous().view(torch.uint8).flatten()
         facts = MemoryObjMetadata(
-            shape=x.shape,
-            dtype=x.dtype,
-            address=0,
-            phy_size=raw.numel(),
-            ref_count=1,
-            fmt=MemoryFormat.KV_2LTD,
+            shape=x.shape, dtype=x.dtype, address=0, phy_size=raw.numel(), ref_count=1, fmt=MemoryFormat.KV_2LTD
         )
         return TensorMemoryObj(raw, facts, None)
 
@@ -154,9 +147,7 @@ def test_lmcache_takes_the_serialiser_and_misses_a_damaged_chunk(tmp_path: Path)
 
     path = sample("sinks(n=4)+pca(bits=2)").tables.write(tmp_path)
     register_lmcache("assay-test")
-    processor = serde.create_serde_processor(
-        serde.SerdeConfig("assay-test", {"tables": str(path), "ratio": 3.0})
-    )
+    processor = serde.create_serde_processor(serde.SerdeConfig("assay-test", {"tables": str(path), "ratio": 3.0}))
     x = drawn(256, 4).bfloat16().transpose(0, 1).contiguous()
     room = processor.estimate_serialized_size(MemoryLayoutDesc([x.shape], [x.dtype]))
     source, stored, back = held(x), held(torch.zeros(room, dtype=torch.uint8)), held(torch.zeros_like(x))
