@@ -363,7 +363,8 @@ class BlockCodec:
 
     # Encoding.
 
-    @torch.inference_mode(False)  # threads of the pool are not in an engine's inference mode
+    # Threads of the pool are not in an engine's inference mode.
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def encode(self, x: torch.Tensor, *, first: int, key: bytes, exact: int | None = None) -> bytes:
         """The block of tokens `first` … of a request. The first `exact` stay as they are: by default the sinks.
 
@@ -456,7 +457,7 @@ class BlockCodec:
                 return Header(_TYPES[kind], own, first, tokens, exact, sizes, start)
         raise BlockDamaged("the header of a block contradicts itself")
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
         """The tokens of blocks one after the other, in their type; BlockRefused if one of them is not to be believed."""
         heads = [self.check(data, keys[i] if keys is not None else None) for i, data in enumerate(blocks)]
