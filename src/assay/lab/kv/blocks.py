@@ -504,6 +504,7 @@ class BlockCodec:
             start += head.tokens
         decoded: dict[Key, torch.Tensor] = {}
         total = sum(coded)
+        places = out.view(torch.uint16).numpy() if out.dtype == torch.bfloat16 else np.empty(0)
         for number, ((layer, name), stream) in enumerate(self._streams.items()):
             inputs, done = stream.inputs(total, decoded), 0
             bits = _bits(inputs)
@@ -515,15 +516,18 @@ class BlockCodec:
             found = torch.mm(stream.weight, inputs)
             if (layer, name) in self._needed:
                 decoded[layer, name] = found
-            rows = found.T
-            if name == "k" and facts.before_rope:
-                rows = torch.empty(total, facts.width)
-                rows.copy_(found.T)
-                _turn(rows.numpy(), *turn, facts.kv_heads, False)
-            place, done = out[layer, "kv".index(name)], 0
-            for start, tokens in whole:
-                place[start : start + tokens].copy_(rows[done : done + tokens])
-                done += tokens
+            i, turned, done = "kv".index(name), name == "k" and facts.before_rope, 0
+            if out.dtype == torch.bfloat16:
+                for start, tokens in whole:
+                    _place(_bits(found), done, places[layer, i, start : start + tokens], *turn, facts.kv_heads, turned)
+                    done += tokens
+            else:
+                rows = found.T.float().contiguous()
+                if turned:
+                    _turn(rows.numpy(), *turn, facts.kv_heads, False)
+                for start, tokens in whole:
+                    out[layer, i, start : start + tokens] = rows[done : done + tokens]
+                    done += tokens
             decoded.pop((layer - 2, name), None)
 
     def _read(self, stream: _Stream, section: memoryview, tokens: int, out: NDArray[np.uint16], column: int) -> None:
@@ -596,3 +600,24 @@ def _turn(rows, cos, sin, heads, back):  # type: ignore[no-untyped-def]
                     low[i], high[i] = (a * c + b * s) / size, (b * c - a * s) / size
                 else:
                     low[i], high[i] = a * c - b * s, b * c + a * s
+
+
+@rans.compiled
+def _place(bits, first, out, cos, sin, heads, turned):  # type: ignore[no-untyped-def]
+    """Tokens `first` … of `bits` [width, tokens] into `out` [some tokens, width], both bf16; RoPE put on where `turned`."""
+    width = bits.shape[0]
+    row = np.empty(width, np.uint32)
+    x = row.view(np.float32)
+    half = width // heads // 2
+    for t in range(out.shape[0]):
+        for i in range(width):
+            row[i] = np.uint32(bits[i, first + t]) << np.uint32(16)
+        if turned:
+            for h in range(heads):
+                low, high = x[h * 2 * half : h * 2 * half + half], x[h * 2 * half + half : (h + 1) * 2 * half]
+                for i in range(half):
+                    a, b, c, s = low[i], high[i], cos[first + t, i], sin[first + t, i]
+                    low[i], high[i] = a * c - b * s, b * c + a * s
+        for i in range(width):
+            w = row[i]
+            out[t, i] = np.uint16((w + np.uint32(0x7FFF) + ((w >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
