@@ -24,7 +24,7 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH
 os.environ.update(QUIET)
 ray = pytest.importorskip("ray")
 from assay.cli.main import _json_in_one_word
-from assay.engines.ray_scorer import Needs, RayScorer, _joined
+from assay.engines.ray_scorer import Needs, Pool, RayScorer, _joined
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
@@ -319,6 +319,22 @@ def test_sweeps_and_gaps_give_the_same_numbers(
             cache(f"{run.__name__} {where}")
             found.append(without_seconds(json.loads(numbers(run(replace(asked, ray=where))))))
         assert found[0] == found[1]
+
+
+@pytest.mark.engine
+def test_the_text_of_a_head_is_the_same(cluster: Cluster, models: tuple[Path, Path, Path], cache: Any) -> None:
+    from assay.engines.hf.engine import HfEngine
+    from assay.lab.heads.train import TEMPERATURES, on_workers, prompts, with_transformers, written
+
+    one, _, text = models
+    spec = f"hf:{one}?threads=1"
+    with HfEngine.load(spec) as engine:
+        asked = prompts(engine.tokenizer, 24, [str(text)])
+        expected = written(asked, with_transformers(engine.model, engine.tokenizer), 12, TEMPERATURES, None, chunk=4)
+        with Pool(cluster.address, 0) as pool:
+            spread = on_workers(pool, spec)
+            found = written(asked, lambda *given: [], 12, TEMPERATURES, None, chunk=4, spread=spread)
+    assert found == expected and {t.temperature for t in found} == set(TEMPERATURES)
 
 
 def without_seconds(value: Any) -> Any:

@@ -426,7 +426,7 @@ class GapOptions(RayOptions, RunTime, ThreadOptions):
 
 
 @dataclass(frozen=True)
-class HeadTrainPlan(Options):
+class HeadTrainPlan(RayOptions):
     """`assay heads train`. What is `apart` changes how a run goes; all else names it, and a checkpoint is of one plan."""
 
     VERB, AREA = "heads train", "speculation"

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle, islice, product
 from pathlib import Path
@@ -21,8 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from assay.engines.base import full_spec
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import parse_spec
+from assay.engines.ray_scorer import Pool
 from assay.errors import AssayError, UsageError
 from assay.fidelity.text import read_text
 from assay.lab.heads.model import (
@@ -258,6 +261,10 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
             remedy="train --kind eagle3; MiMo's module is the nearest, and it makes the target another architecture",
             finding_id="speculation.head_layout",
         )
+    if plan.ray and plan.python:
+        raise plan.usage(
+            "--python writes the text with one vLLM, --ray with transformers in workers", "give one of the two"
+        )
     spec = parse_spec(plan.model)
     folder = Path(spec.model)
     out = plan.out or cache_path("heads") / folder.name
@@ -318,12 +325,17 @@ def _texts(
         write, chunk = with_vllm(Path(plan.python), model, ends), -(-len(rest) // len(TEMPERATURES))
     kept = Kept(out / "text", ["heads", source, "vllm" if plan.python else "transformers"])
     limit = time.monotonic() + (plan.text_minutes * 60 if plan.text_minutes else math.inf)
-    with progress("the target writes text", -(-len(rest) // chunk) + 1) as advance:
+    with ExitStack() as stack:
+        spread = None
+        if plan.ray:
+            pool = stack.enter_context(Pool(plan.ray, plan.workers, progress))
+            spread = on_workers(pool, plan.model)
+        advance = stack.enter_context(progress("the target writes text", -(-len(rest) // chunk) + 1))
         held = written(
             apart, with_transformers(target, tokenizer), plan.tokens, (0.0,), kept, advance=advance, chunk=chunk
         )
         texts = written(
-            rest, write, plan.tokens, TEMPERATURES, kept, lambda n: time.monotonic() > limit, advance, chunk
+            rest, write, plan.tokens, TEMPERATURES, kept, lambda n: time.monotonic() > limit, advance, chunk, spread
         )
     if not texts:
         raise AssayError(
@@ -505,9 +517,24 @@ Write = Callable[[list[list[int]], int, float, int], list[list[int]]]
 def written(
     asked: Sequence[tuple[str, list[int]]], write: Write, tokens: int, temperatures: Sequence[float], kept: Kept | None,
     enough: Callable[[int], bool] = lambda tokens: False, advance: Callable[[], None] = lambda: None, chunk: int = 64,
+    spread: Spread | None = None,
 ) -> list[Written]:  # fmt: skip
-    """The answers to all prompts, `kept` in chunks so that an interrupted run goes on; ends early when `enough(tokens)`."""
+    """The answers to all prompts, `kept` in chunks so that an interrupted run goes on; ends early when `enough(tokens)`.
+
+    `spread` writes the chunks that are not kept side by side, and gives them in their order.
+    """
     found: list[Written] = []
+    if spread:
+        todo = []
+        for number, begin in enumerate(range(0, len(asked), chunk)):
+            some, t = [ids for _, ids in asked[begin : begin + chunk]], temperatures[number % len(temperatures)]
+            if kept is None or ["text", t, tokens, some] not in kept:
+                todo.append((some, tokens, t, number))
+        answers = spread(todo)
+
+        def write(ids: list[list[int]], tokens: int, temperature: float, seed: int) -> list[list[int]]:
+            return next(answers)
+
     for number, begin in enumerate(range(0, len(asked), chunk)):
         part, t = asked[begin : begin + chunk], temperatures[number % len(temperatures)]
 
@@ -525,6 +552,25 @@ def written(
         if enough(sum(len(w.ids) for w in found)):
             break
     return found
+
+
+Spread = Callable[[Sequence[tuple[list[list[int]], int, float, int]]], Iterator[list[list[int]]]]
+"""The arguments of several calls of a `Write` → what each of them writes, in order."""
+
+
+def on_workers(pool: Pool, model: str) -> Spread:
+    """Write with the model in every worker of a cluster."""
+    there = pool.scorer(full_spec(model))
+
+    def unit(task: Any) -> Callable[[], tuple[str, tuple[Any, ...]]]:
+        return lambda: ("run", (f"{__name__}:write_there", *task))
+
+    return lambda tasks: pool.map(there.spec, [unit(task) for task in tasks])
+
+
+def write_there(scorer: Any, asked: list[list[int]], tokens: int, temperature: float, seed: int) -> list[list[int]]:
+    """What `with_transformers` writes, by the engine of a worker."""
+    return with_transformers(scorer.engine.model, scorer.engine.tokenizer)(asked, tokens, temperature, seed)
 
 
 def with_transformers(model: Any, tokenizer: Any) -> Write:
