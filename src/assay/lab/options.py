@@ -312,10 +312,19 @@ class ServePlan(KvPlan):
     tier_size: float = option(
         4.0, "--tier: what it may hold; the least recently used blocks go first.", lo=0, metavar="GB"
     )
-    tier_dir: Path | None = option(None, "--tier: folder that keeps it; none: in memory.")
+    tier_dir: Path | None = option(None, "--tier: folder that keeps it; none: in memory.", metavar="DIR")
     python: str = option("", "Python executable with vLLM installed.", metavar="FILE")
     dry_run: bool = option(False, "Print the command and stop.", apart=True)
     options: tuple[str, ...] = option((), listed=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tier == "none" and self.tier_dir is not None:
+            raise self.usage("--tier-dir keeps a tier, and none was asked for", "write --tier stream beside it")
+        if self.tier != "none" and self.mode != "inforward":
+            raise self.usage(
+                "--mode says how a codec works in the cache; with --tier the cache is exact", "leave --mode out"
+            )
 
 
 @dataclass(frozen=True)
