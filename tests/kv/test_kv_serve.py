@@ -330,6 +330,13 @@ def test_a_model_whose_cache_no_block_holds_is_refused_before_the_engine_starts(
         launch_of(tier_plan(checkpoint, calibration, python))
 
 
+def test_options_of_a_tier_without_one_are_refused(python: str, tmp_path: Path) -> None:
+    with pytest.raises(AssayError, match="none was asked for"):
+        ServePlan("m", "fp8", tier_dir=tmp_path)
+    with pytest.raises(AssayError, match="the cache is exact"):
+        ServePlan("m", "fp8", tier="stream", mode="decode")
+
+
 def test_a_tier_needs_a_calibration_and_weights_at_hand(
     calibrated: tuple[Path, Path], checkpoint: Path, python: str
 ) -> None:

@@ -121,6 +121,7 @@ def serve(options: list[str] | None = None, **given: Any) -> Report:
     """Serve a model with vLLM and a codec in its KV cache; refuses what would give wrong numbers.
 
     The command is printed and run: `assay kv serve MODEL --codec SPEC -- --port 8001 --max-model-len 4096`.
+    With --tier stream the cache stays exact, and full blocks leave it in the codec and come back by prefix.
     """
     from assay.lab.kv.serve import run_serve
     from assay.lab.options import ServePlan
