@@ -33,7 +33,7 @@ demo: install    ## Check a real server, whole and broken, side by side
 # tests wait for servers that start, sleep or never answer; without engines most of the time is such waits.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=30
 
-test: install system  ## All tests but the slow ones, real engines included (about 14 minutes on 2 cores)
+test: install system  ## All tests but the slow ones, real engines included
 	$(MAKE) -j 2 lint types
 	$(BIN)/python -m assay.cli.demo
 	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -n 3 -m "not slow"
