@@ -17,6 +17,7 @@ from importlib import import_module
 from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Thread
+from time import sleep
 from typing import Any, TypeVar
 
 import numpy as np
@@ -441,7 +442,11 @@ class _Deaths:
 
     def _wait(self) -> None:
         rank, process = self._processes[wait(list(self._processes))[0]]
-        process.join(1.0)
+        for _ in range(20):  # vLLM's own monitor may have asked for the status just now: then the first try finds none
+            process.join(0.1)
+            if process.exitcode is not None:
+                break
+            sleep(0.05)
         self._first = (rank, process.exitcode)
 
     def happened(self) -> bool:
