@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count, cycle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +26,9 @@ QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_WAIT_POLICY": "PASSIVE", "RAY_AUTH
 os.environ.update(QUIET)
 ray = pytest.importorskip("ray")
 from assay.cli.main import _json_in_one_word
-from assay.engines.ray_scorer import Needs, Pool, RayScorer, _joined
-from assay.engines.scoring import Engagement, HookSpec, ScoreJob, Window
+from assay.engines.ray_scorer import AHEAD, TRIES, Actor, Needs, Pool, RayScorer, _joined
+from assay.engines.ray_worker import Worker
+from assay.engines.scoring import Engagement, HookSpec, ScoreJob, TokenizerFacts, Window
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan, is_address
@@ -88,6 +91,88 @@ def test_the_batch_of_a_run_is_the_least_that_any_worker_chooses() -> None:
     noise = HookSpec("assay.fidelity.floors:RoundingNoise", {"sigma": 0.1, "seed": 0})
     assert scorer._together(windows, ScoreJob(batch=0)) == scorer._together(windows, ScoreJob(batch=0, hook=noise)) == 4
     assert scorer._together(windows, ScoreJob(batch=2)) == 2
+
+
+class Scripted:
+    """Ray, where every answer is there at once: what was asked for, or an error of Ray's own."""
+
+    exceptions = ray.exceptions
+
+    def wait(self, answers: list[Any], **how: Any) -> tuple[list[Any], list[Any]]:
+        return answers, []
+
+    def get(self, answer: Any) -> Any:
+        if isinstance(answer[-1], Exception):
+            raise answer[-1]
+        return answer[-1]
+
+    def kill(self, handle: Any) -> None:
+        pass
+
+
+def scripted_pool(answers: Callable[..., Any]) -> Pool:
+    """A pool of one worker that says what `answers` gives; a lost one is replaced at once."""
+    pool = Pool("local", 1)
+    asked = count()
+    handle = SimpleNamespace(score=SimpleNamespace(remote=lambda *given: (next(asked), answers(*given[1:]))))
+
+    def hire() -> None:
+        pool._actors.append(Actor(handle, "node", opened={"spec"}))
+
+    pool._ray, pool._count, pool._hire = Scripted(), 1, hire  # type: ignore[method-assign]
+    hire()
+    return pool
+
+
+def test_losses_with_work_done_between_them_end_no_run() -> None:
+    lost = ray.exceptions.ActorDiedError()
+    turns = cycle((True, False, False))
+    pool = scripted_pool(lambda unit: lost if next(turns) else unit)
+    units = [lambda unit=unit: ("score", (unit,)) for unit in range(40)]
+    assert list(pool.map("spec", units)) == list(range(40))
+    assert len(pool._lost) > 3 * TRIES
+    with pytest.raises(AssayError, match=r"cannot be kept|was lost"):
+        list(scripted_pool(lambda: lost).map("spec", [lambda: ("score", ())]))
+
+
+def test_a_reference_that_cannot_be_read_occupies_no_worker() -> None:
+    def damaged() -> tuple[str, tuple[Any, ...]]:
+        raise AssayError("the store is damaged", finding_id="fidelity.store_damaged", remedy="score it again")
+
+    pool = scripted_pool(lambda: 1)
+    for _ in range(AHEAD + 1):
+        with pytest.raises(AssayError, match="damaged"):
+            list(pool.map("spec", [damaged]))
+    assert pool._actors[0].load == 0 and list(pool.map("spec", [lambda: ("score", ())])) == [1]
+
+
+def test_what_cannot_be_joined_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssayError, match=r"no Ray cluster can be joined at a\.\.b:80"):
+        Pool("a..b:80", 1)._connect()
+    pool = Pool("auto", 1)
+
+    def init(**how: Any) -> None:
+        raise ray.exceptions.AuthenticationError("a token is asked for\nas follows")
+
+    pool._ray = SimpleNamespace(init=init, exceptions=ray.exceptions)
+    with pytest.raises(AssayError, match="joined at auto: a token is asked for") as error:
+        pool._connect()
+    assert "RAY_AUTH_MODE=token" in error.value.remedy and "\n" not in error.value.message
+
+
+def test_room_that_was_free_is_no_part_of_a_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(tokens: int, dtype: str = "bfloat16") -> Any:
+        facts = {"engine": "vllm", "dtype": dtype, "kv_cache_tokens": tokens}
+        engine = SimpleNamespace(
+            describe=lambda: facts, ability=None, tokenizer=TokenizerFacts("s", 1, None, lambda t: [], lambda i: "")
+        )
+        monkeypatch.setattr("assay.engines.ray_worker.open_scorer", lambda spec: engine)
+        return Worker(1).open("vllm:model")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("assay.engines.ray_worker.model_files", lambda spec: {})
+    one, other, wider = opened(1_000), opened(1_016), opened(1_000, "float16")
+    assert one.setup == other.setup != wider.setup and other.facts["kv_cache_tokens"] == 1_016
 
 
 # A cluster of two nodes.

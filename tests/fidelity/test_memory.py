@@ -97,6 +97,20 @@ def test_mixtures_and_tied_heads_count_once(tmp_path: Path) -> None:
     assert tied is not None and found.weights - tied.weights == tied.head == 4 * 320 * 32
 
 
+def test_a_copy_in_another_layout_counts_once(tmp_path: Path) -> None:
+    one = make_target(tmp_path / "one", hidden=32, layers=1)
+    found = read_checkpoint(str(one))
+    (one / "consolidated.safetensors").write_bytes((one / "model.safetensors").read_bytes())
+    assert read_checkpoint(str(one)) == found and found is not None
+    (one / "model.safetensors").rename(one / "model-00001-of-00001.safetensors")
+    index = one / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}))
+    assert read_checkpoint(str(one)) == found
+    for wrong in ({}, {"weight_map": []}, {"weight_map": {"lm_head.weight": "gone.safetensors"}}, []):
+        index.write_text(json.dumps(wrong))
+        assert read_checkpoint(str(one)) is None
+
+
 def test_sides_are_in_memory_one_after_the_other_and_gguf_beside() -> None:
     sides = [
         Side("a", "cpu", 100, stored=50, head=10, window=3, windows=4, logits=5),

@@ -105,6 +105,15 @@ def test_order_and_form_of_the_rows_change_no_bit(tmp_path: Path) -> None:
     assert table(str(tmp_path / "folder")) == first
 
 
+def test_rows_may_go_into_a_file_that_they_came_from(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    one, two = (stored(tmp_path, f"{run}.json", result(run, "int8")) for run in "ab")
+    file = tmp_path / "all.parquet"
+    table(one, out=file)
+    found = run_table(TableOptions.of({"rows": (str(file), two), "out": file})).results
+    assert found["windows"] == 24 and table(str(file)) == found["rows"] == table(one, two)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [] and not recwarn.list
+
+
 def test_windows_without_tokens_and_infinite_values_are_told_as_such(tmp_path: Path) -> None:
     document = result("a", "int8", "int4")
     one, two = document["results"]["candidates"]

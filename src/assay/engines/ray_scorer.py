@@ -143,13 +143,13 @@ class Pool:
             host, _, port = where.rpartition(":")
             try:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-            except OSError as error:
-                raise self._unreachable(error.strerror or str(error)) from error
+            except (OSError, UnicodeError) as error:  # the second: a name that can be no host's
+                raise self._unreachable(getattr(error, "strerror", None) or str(error)) from error
         try:
             with self._said(f"joining Ray at {where}"):
                 self._ray.init(**(local if where == LOCAL else {"address": where}), **quiet)
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise self._unreachable(str(error).strip().splitlines()[0]) from error
+        except (ConnectionError, RuntimeError, ValueError, OSError, self._ray.exceptions.RayError) as error:
+            raise self._unreachable((str(error).strip() or type(error).__name__).splitlines()[0]) from error
 
     def _unreachable(self, why: str) -> AssayError:
         return AssayError(
@@ -350,10 +350,14 @@ class Pool:
             while next_out < len(units):
                 while todo and todo[0] < next_out + 2 * AHEAD * self.size and (actor := self._free(spec)):
                     unit = todo.popleft()
-                    if unit not in asked:
-                        asked[unit] = units[unit]()
-                    method, given = asked[unit]
-                    under_way[getattr(actor.handle, method).remote(spec, *given)] = unit, actor
+                    try:
+                        if unit not in asked:
+                            asked[unit] = units[unit]()
+                        method, given = asked[unit]
+                        under_way[getattr(actor.handle, method).remote(spec, *given)] = unit, actor
+                    except BaseException:  # the reference cannot be read: the worker has nothing to do
+                        actor.load -= 1
+                        raise
                 if not under_way:
                     self._recruit(spec)
                     continue
@@ -363,6 +367,7 @@ class Pool:
                     actor.load -= 1
                     try:
                         done[unit] = self._checked(actor, self._ray.get(answer))
+                        self._deaths = 0
                     except self._ray.exceptions.RayTaskError as error:
                         raise _cause(error) from None
                     except self._ray.exceptions.RayError as error:

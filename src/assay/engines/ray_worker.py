@@ -33,6 +33,8 @@ from assay.errors import AssayError
 from assay.runs import Kept, cache_path, source_digest
 
 Found = TypeVar("Found")
+_ROOM = {"kv_cache_tokens", "unequal_memory"}
+"""What an engine says of the memory that was free when it started: it differs between sound workers, and changes no number."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,8 @@ class Worker:
             if machine["gpu"]:  # whose host does not matter
                 del machine["cpu"]
             facts = engine.describe()
-            setup = {**software(), **machine, "engine": facts, "files of the model": model_files(spec)}
+            steady = {name: value for name, value in facts.items() if name not in _ROOM}
+            setup = {**software(), **machine, "engine": steady, "files of the model": model_files(spec)}
             tokenizer = engine.tokenizer
             vocabulary = (tokenizer.sha256, tokenizer.vocab_size, tokenizer.bos_id)
             self._opened = Opened(_sendable(tokenizer), vocabulary, engine.ability, facts, setup, there)

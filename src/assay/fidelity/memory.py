@@ -301,7 +301,7 @@ def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
         size = _TYPES.get(wanted, 0)
         converted = False
         tied = bool(getattr(config, "tie_word_embeddings", False))
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in _weight_files(folder):
             with safe_open(file, "np") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 - no mapping
                     if tied and name.endswith("lm_head.weight"):
@@ -317,8 +317,20 @@ def read_checkpoint(model: str, dtype: str = "auto") -> Checkpoint | None:
                     if name.endswith(("lm_head.weight", "embed_tokens.weight", "wte.weight")):
                         head = held
         return Checkpoint(config, size or 2, stored, weights, head, converted) if weights else None
-    except (OSError, ValueError, TypeError, SafetensorError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         return None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that are loaded: `model.safetensors`, else those of the index, else all; a copy in another layout may lie beside."""
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if one.is_file():
+        return [one]
+    if index.is_file():
+        return [
+            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        ]
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _bits(kind: str) -> int:

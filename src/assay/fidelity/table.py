@@ -13,6 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -100,9 +101,9 @@ def run_table(options: TableOptions) -> Report:
                 f"no row is of the candidate {options.against!r}", finding_id="fidelity.usage",
                 remedy=f"one of: {', '.join(sorted({line.candidate for line in lines})[:8])}",
             )  # fmt: skip
+        count = base.execute("SELECT count(*) FROM rows").fetchone()[0]
         if options.out:
             _write_all(base, options.out)
-        count = base.execute("SELECT count(*) FROM rows").fetchone()[0]
     sets = {line.windows_sha256 for line in lines}
     notes = [Metric("window sets", f"{len(sets)}: figures of different sets do not compare")] if len(sets) > 1 else []
     return Report(
@@ -358,18 +359,28 @@ def _estimate(
 
 
 def _write_all(base: Any, out: Path) -> None:
-    """All rows in one file, sorted, in batches."""
+    """All rows in one file, sorted, in batches. It takes its name once it is whole: it may be one of those that are read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     order = ", ".join((*_KEY, '"window"'))
-    reader = base.execute(f"SELECT * FROM rows ORDER BY {order}").to_arrow_reader(65_536)
+    own = base.cursor()
+    found = own.sql(f"SELECT * FROM rows ORDER BY {order}")
+    read = getattr(found, "to_arrow_reader", None) or found.fetch_arrow_reader  # as DuckDB 1 calls it
+    reader = read(65_536)
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
     try:
-        with pq.ParquetWriter(out, schema()) as writer:
+        if out.is_dir():
+            raise IsADirectoryError(None, "it is a folder")
+        with pq.ParquetWriter(part, schema()) as writer:
             for batch in reader:
                 writer.write_table(pa.Table.from_batches([batch]).cast(schema()))
+        part.replace(out)
     except OSError as error:
         raise _unwritable(out, error, "--out") from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 # -----------------------------------------------------------------------------

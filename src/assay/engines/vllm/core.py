@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -41,7 +40,7 @@ from assay.engines.scoring import (
 )
 from assay.engines.vllm.hooks import WINDOW
 from assay.engines.vllm.ranks import Failure, HeadFile, merged
-from assay.engines.vllm.start import REPORTS, VllmSpec, reason_of, start_llm
+from assay.engines.vllm.start import REPORTS, VllmSpec, forget_ranks, reason_of, start_llm
 from assay.engines.vllm.steps import WindowPlan, batch_size, cache_reads, plan_window
 from assay.errors import AssayError, UsageError
 
@@ -360,7 +359,7 @@ class VllmCore:
         if self._folder is not None:
             self._folder.cleanup()
         if self.spec.ranks > 1:
-            shutil.rmtree(os.environ.pop(REPORTS, ""), ignore_errors=True)
+            forget_ranks()
         llm.llm_engine.engine_core.shutdown()
         del llm
         from vllm.distributed import cleanup_dist_env_and_memory

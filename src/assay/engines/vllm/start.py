@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -322,9 +323,12 @@ def start_llm(spec: VllmSpec) -> Any:
             }
         let_numba_be_looked_into()
         return LLM(**arguments | dict(spec.args))
-    except AssayError:
-        raise
-    except Exception as error:  # of several ranks vLLM raises one that is nothing more
+    except Exception as error:
+        if spec.ranks > 1:
+            forget_ranks()
+        if isinstance(error, AssayError):
+            raise
+        # Of several ranks vLLM raises one that is nothing more.
         if spec.ranks == 1 and not isinstance(error, _LOAD_ERRORS):
             raise
         raise AssayError(
@@ -332,6 +336,19 @@ def start_llm(spec: VllmSpec) -> Any:
             finding_id="fidelity.engine_load",
             remedy="give a checkpoint and options that this vLLM can serve: vllm:PATH?dtype=…&kv_cache_dtype=…",
         ) from error
+
+
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_bound: dict[str, str] = {}
+"""What this process has set of it: it is for one number of ranks."""
+
+
+def forget_ranks() -> None:
+    """Take back what `_prepare_ranks` left in this process: the next engine may have another number of ranks."""
+    if folder := os.environ.pop(REPORTS, ""):
+        shutil.rmtree(folder, ignore_errors=True)
+    if _bound and os.environ.get(_BIND) == _bound.pop(_BIND):
+        del os.environ[_BIND]
 
 
 def _prepare_ranks(spec: VllmSpec, platform: Any) -> None:
@@ -346,7 +363,8 @@ def _prepare_ranks(spec: VllmSpec, platform: Any) -> None:
         cores = sorted(os.sched_getaffinity(0))
         each = len(cores) // spec.ranks
         parts = [",".join(map(str, cores[i * each : (i + 1) * each])) for i in range(spec.ranks)]
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(parts) if each else "nobind")
+        if _BIND not in os.environ:
+            os.environ[_BIND] = _bound[_BIND] = "|".join(parts) if each else "nobind"
         if not each:
             os.environ["OMP_NUM_THREADS"] = "1"
     elif (found := torch.cuda.device_count()) < spec.ranks:
