@@ -203,11 +203,10 @@ def table(results: dict[str, Any]) -> str:
     for model, shown in SHOWN.items():
         for pair in filter(None, map(by.get, shown)):
             t, often = pair["tests"]["moved"], pair["resampled"]
-            says = pair["decision"].replace("undecided", "cannot be told apart at this budget")
             counts = ", ".join(str(often.get(k, 0)) for k in ("different", "undecided", "same"))
             lines.append(
                 f"| {model.split('-Inst')[0]} | {words(pair['reference'])} | {words(pair['examined'])} | "
-                f"{t['value']:.4f} ({t['lo']:.4f} to {t['hi']:.4f}) | {says} | {counts} |"
+                f"{t['value']:.4f} ({t['lo']:.4f} to {t['hi']:.4f}) | {pair['decision']} | {counts} |"
             )
     return "\n".join(lines)
 
