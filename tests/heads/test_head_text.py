@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -61,3 +62,32 @@ def test_an_unknown_state_of_a_head_is_refused(target: Path, trained: Any, tmp_p
     given = {"model": str(target), "head": trained[0], "out": tmp_path / "x.json", "heads": ["asleep"]}
     with pytest.raises(UsageError, match="asleep"):
         run_try(HeadTryPlan.of(given))
+
+
+def test_spread_chunks_come_to_their_prompts_whatever_is_kept(tmp_path: Path) -> None:
+    asked = [("code", [i]) for i in range(8)]
+
+    def answer(ids: list[list[int]], tokens: int, temperature: float, seed: int) -> list[list[int]]:
+        return [[own[0], seed] * 5 for own in ids]
+
+    expected = written(asked, answer, 20, (0.0, 1.0), None, chunk=2)
+    kept = Kept(tmp_path)
+    assert written(asked, answer, 20, (0.0, 1.0), kept, chunk=2) == expected
+    keys = [["text", (0.0, 1.0)[i % 2], 20, [[2 * i], [2 * i + 1]]] for i in range(4)]
+    kept._path(keys[0]).write_bytes(b"damaged")
+    kept.forget(keys[1])
+    kept.forget(keys[3])
+    spread_to: list[int] = []
+
+    def spread(tasks: Any) -> Any:
+        spread_to.extend(task[-1] for task in tasks)
+        ids = np.array([2, 1] * 5 + [3, 1] * 5, np.int32)
+        kept.put(keys[1], {"ids": ids, "lengths": np.array([10, 10], np.int32)})  # another run of the same plan
+        for task in tasks:
+            yield answer(*task)
+
+    def never(*given: Any) -> Any:
+        raise AssertionError("written here")
+
+    assert written(asked, never, 20, (0.0, 1.0), kept, chunk=2, spread=spread) == expected
+    assert spread_to == [0, 1, 3]

@@ -525,15 +525,19 @@ def written(
     """
     found: list[Written] = []
     if spread:
-        todo = []
+        todo, here = {}, write
         for number, begin in enumerate(range(0, len(asked), chunk)):
             some, t = [ids for _, ids in asked[begin : begin + chunk]], temperatures[number % len(temperatures)]
-            if kept is None or ["text", t, tokens, some] not in kept:
-                todo.append((some, tokens, t, number))
-        answers = spread(todo)
+            if (
+                kept is None or kept.get(["text", t, tokens, some]) is None
+            ):  # read, as a damaged one is to be written again
+                todo[number] = (some, tokens, t, number)
+        answers = zip(todo, spread([*todo.values()]), strict=True)
 
         def write(ids: list[list[int]], tokens: int, temperature: float, seed: int) -> list[list[int]]:
-            return next(answers)
+            # Another run of the same plan may have kept a chunk meanwhile, whose answer is passed over then.
+            own = (answer for number, answer in answers if number == seed)
+            return next(own) if seed in todo else here(ids, tokens, temperature, seed)
 
     for number, begin in enumerate(range(0, len(asked), chunk)):
         part, t = asked[begin : begin + chunk], temperatures[number % len(temperatures)]
