@@ -175,6 +175,31 @@ def test_room_that_was_free_is_no_part_of_a_set_up(monkeypatch: pytest.MonkeyPat
     assert one.setup == other.setup != wider.setup and other.facts["kv_cache_tokens"] == 1_016
 
 
+@pytest.mark.parametrize(
+    ("facts", "scored"), [({"vllm": "0.1"}, 34), ({"vllm": "0.1", "kv_cache_tokens": 7}, 34), ({"vllm": "0.2"}, 40)]
+)
+def test_a_run_goes_on_with_nothing_that_another_version_scored(
+    cache: Callable[[str], None], plan: Plan, monkeypatch: pytest.MonkeyPatch, facts: dict[str, Any], scored: int
+) -> None:
+    from assay.engines.hf.scorer import HfScorer
+    from assay.fidelity import score
+
+    def of_the_candidate(more: dict[str, Any]) -> None:
+        monkeypatch.setattr(HfScorer, "describe", lambda s: own(s) | (more if own(s)["model"] == "other" else {}))
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    own, statistics, seen = HfScorer.describe, score.window_statistics, list[int]()
+    of_the_candidate({"vllm": "0.1"})
+    plan = replace(plan, floors=False, greedy=0)
+    assert run_compare(plan, Meanwhile({6: interrupt})).interrupted
+    of_the_candidate(facts)
+    monkeypatch.setattr(score, "window_statistics", lambda a, b: seen.append(a.window.index) or statistics(a, b))
+    assert run_compare(plan).results["windows"] == 40
+    assert len(seen) == scored
+
+
 # A cluster of two nodes.
 
 

@@ -86,6 +86,23 @@ def test_windows_are_those_that_the_engine_will_run_together(
     assert side.window > states + (0 if path is ScoringPath.PREFILL else 2048 * cache.token_bytes(model))
 
 
+def test_ranks_share_weights_cache_and_head_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = dummy(tmp_path / "70b", 4)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 80 << 30)
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(memory, "choose_device", lambda wanted, device=device: device)
+        specs = [
+            f"vllm:{folder}?kv_cache_gib=8&{p}"
+            for p in ("tensor_parallel=1", "tensor_parallel=2", "pipeline_parallel=2")
+        ]
+        whole, tensor, stages = predict(Plan(specs[0], tuple(specs[1:]))).sides
+        share = 2 if device == "cuda" else 1  # on a CPU all ranks are in one memory
+        assert whole.head == 2 * 8192 * 128256 and whole.cache == 8 << 30
+        assert [s.weights for s in (tensor, stages)] == [whole.weights // share] * 2
+        assert [s.cache for s in (tensor, stages)] == [whole.cache // share] * 2
+        assert (tensor.head, stages.head) == (whole.head // share, whole.head)
+
+
 def test_mixtures_and_tied_heads_count_once(tmp_path: Path) -> None:
     for folder in (make_experts(tmp_path / "moe", "mixtral"), make_target(tmp_path / "dense", hidden=32, layers=1)):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from assay.engines.scoring import (
+    ROOM_FACTS,
     Engagement,
     GreedyStep,
     Head,
@@ -33,8 +34,6 @@ from assay.errors import AssayError
 from assay.runs import Kept, cache_path, source_digest
 
 Found = TypeVar("Found")
-_ROOM = {"kv_cache_tokens", "unequal_memory"}
-"""What an engine says of the memory that was free when it started: it differs between sound workers, and changes no number."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class Worker:
             if machine["gpu"]:  # whose host does not matter
                 del machine["cpu"]
             facts = engine.describe()
-            steady = {name: value for name, value in facts.items() if name not in _ROOM}
+            steady = {name: value for name, value in facts.items() if name not in ROOM_FACTS}
             setup = {**software(), **machine, "engine": steady, "files of the model": model_files(spec)}
             tokenizer = engine.tokenizer
             vocabulary = (tokenizer.sha256, tokenizer.vocab_size, tokenizer.bos_id)

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from assay.engines.base import Engine
 
 
+ROOM_FACTS = frozenset({"threads", "batch", "kv_cache_tokens", "unequal_memory"})
+"""What an engine says of itself that follows from what a machine had free: it makes no other engine, and no other number but for
+last bits."""
+
+
 @dataclass(frozen=True)
 class GreedyStep:
     """One token of a greedy continuation: the likeliest, the next likeliest, and their log-probabilities in nats."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from assay.engines.machine import begin_run, interrupt_run
 from assay.engines.ray_scorer import on_ray
-from assay.engines.scoring import Engagement, ScoringPath
+from assay.engines.scoring import ROOM_FACTS, Engagement, ScoringPath
 from assay.engines.server.engine import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
@@ -423,8 +423,10 @@ def _candidate(
             reference.find_head(engine)
             if reference.routing:
                 reference.routing.check(engine, label)
-        # When an interrupted run goes on, another server may answer at the same address, another machine may score.
-        who = facts if isinstance(engine, ServerCandidate) else {**describe(), "cpu_count": None}
+        # When an interrupted run goes on, another server may answer at the same address, another machine, or another vLLM in
+        # an environment of its own, may score.
+        steady = {name: value for name, value in facts.items() if name not in ROOM_FACTS}
+        who = facts if isinstance(engine, ServerCandidate) else {**describe(), "cpu_count": None, "engine": steady}
         kept = kept.with_name(f"{kept.name}-{sha256(repr(sorted(who.items())).encode()).hexdigest()[:16]}")
         kept.mkdir(parents=True, exist_ok=True)
         with progress(f"scoring {label}", len(reference.windows)) as advance:

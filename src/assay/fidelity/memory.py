@@ -223,12 +223,13 @@ def _side(spec: str, label: str, plan: Plan, head: int, free: dict[str, int]) ->
     place = "cuda" if device.startswith("cuda") else "cpu"
     logits = 2 * (BLOCK_BYTES[place] + CACHE_BYTES[place])
     if kind == "vllm":
-        ranks = int(parsed.ranks) if place == "cuda" else 1  # on a CPU they share its memory
+        ranks, shards = (int(parsed.ranks), int(parsed.tensor_parallel)) if place == "cuda" else (1, 1)
+        # On a CPU ranks share its memory. A pipeline's last stage has the head alone.
         weights = checkpoint.weights // ranks
-        cache = int(parsed.kv_cache_gib * 2**30) or (2**30 if place == "cpu" else 0)
+        cache = int(parsed.kv_cache_gib * 2**30) // ranks or (2**30 if place == "cpu" else 0)
         if place == "cuda" and not cache:  # vLLM takes its share of the GPU whole
             cache = max(0, int(parsed.gpu_memory_utilization * there) - weights)
-        return Side(label, device, weights, head=(head or checkpoint.head) // ranks, logits=logits, cache=cache)
+        return Side(label, device, weights, head=(head or checkpoint.head) // shards, logits=logits, cache=cache)
     prefill = plan.job.path is ScoringPath.PREFILL
     config, size = checkpoint.config, checkpoint.size
     window = window_bytes(

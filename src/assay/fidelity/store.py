@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from assay.engines.scoring import Head, StateRows, Window
+from assay.engines.scoring import ROOM_FACTS, Head, StateRows, Window
 from assay.errors import AssayError, UsageError
 from assay.fidelity.llama_base import open_base
 from assay.runs import write_atomically
@@ -32,7 +32,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 @dataclass(frozen=True)
 class StoreHeader:
     """What was scored, how, and by what. Two runs may share a store only if all of it agrees but `environment`, and
-    the threads and the batch of the engine: those depend on what a machine has free, and change no more than last bits.
+    the engine's `ROOM_FACTS`: those depend on what a machine has free, and change no more than last bits.
 
     `engine` is what the engine says of itself, `tokenizer` holds at least its `sha256`, `text` the sources and hash of
     the text, `path` is the scoring path, `scored_from` the first scored token of every window, `length` their common
@@ -59,7 +59,7 @@ class StoreHeader:
         mine, theirs = (_plain(asdict(header)) for header in (self, other))
         found = [n for n in mine if n not in ("environment", "engine") and mine[n] != theirs[n]]
         own, its = mine["engine"], theirs["engine"]
-        facts = sorted({*own, *its} - {"threads", "batch"})
+        facts = sorted({*own, *its} - ROOM_FACTS)
         return [*(f"the engine's {n}" for n in facts if own.get(n) != its.get(n)), *found]
 
 
