@@ -240,3 +240,10 @@ def test_what_heads_and_layers_do_not_divide_is_refused_before_vllm_starts(
         parse_spec(f"vllm:{tmp_path}?{options}")
     assert "\n" not in caught.value.message
     assert parse_spec(f"vllm:{tmp_path}?tensor_parallel=2&pipeline_parallel=3").ranks == 6
+    for odd in (
+        [1],
+        {"text_config": [1]},
+        {"num_attention_heads": "8", "num_key_value_heads": [1], "num_hidden_layers": "3"},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(odd))  # vLLM says what is wrong with it
+        assert parse_spec(f"vllm:{tmp_path}?{options}").ranks > 1

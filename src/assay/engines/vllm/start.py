@@ -105,10 +105,12 @@ def _check_ranks(spec: str, parsed: VllmSpec) -> None:
         config = json.loads((Path(parsed.model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a name on the hub: vLLM says what is wrong with it
         return
-    config = config.get("text_config") or config
-    heads = config.get("num_attention_heads")
-    cached = config.get("num_key_value_heads") or heads
-    layers = config.get("num_hidden_layers")
+    config = (config.get("text_config") or config) if isinstance(config, dict) else {}
+    names = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+    # What is no number (or a number for every layer) is left to vLLM too.
+    sizes = [config.get(n) if isinstance(config, dict) else None for n in names]
+    heads, cached, layers = (size if isinstance(size, int) else None for size in sizes)
+    cached = cached or heads
     if heads and cached and (heads % tensor or cached % tensor):
         what = f"{heads} attention heads cannot be shared evenly by {tensor} ranks"
         if not heads % tensor:
