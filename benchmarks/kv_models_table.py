@@ -106,7 +106,7 @@ def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
 
 
 FAMILIES = {
-    "`fp8`, as vLLM has it (scale 1)": "fp8",
+    "`fp8` with scale 1, vLLM's default": "fp8",
     "`fp8(scale=head)`, calibrated": "fp8(scale=head)",
     "`int(bits=4,group=32)`, as KIVI": "int",
     "`hadamard(bits=4)`, plain rotation": "hadamard",
