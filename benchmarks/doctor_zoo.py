@@ -309,7 +309,7 @@ def page(path: Path) -> str:
     """The results as a table for docs/doctor.md."""
     rows = json.loads(path.read_text())["rows"]
     lines = [
-        "| case | engine | expected | accused | right | launches | taken from before | every combination | minutes | every combination |",
+        "| case | engine | expected | accused | right | launches | taken from before | launches, every combination | minutes | minutes, every combination |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     names = {"small": "small server", "llama": "llama.cpp", "wrapped": "llama.cpp, wrapped"}

@@ -140,7 +140,7 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
                     if r else "–" for r in got
                 )])  # fmt: skip
         if cells:
-            text += f"Temperature {t}; position 0, tokens a step, 1 − TV and KL of the target itself:\n\n"
+            text += f"Temperature {t}; position 0, tokens a step, 1 − TV, KL:\n\n"
             text += table(["target", *models], cells)
     text += "### Heads in fp8, int8 and int4, temperature 0\n\nPosition 0 and tokens a step:\n\n"
     cells = [
@@ -151,7 +151,7 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
         for name in ("bf16", "int4-g128", "int4-g32") for model in models
     ]  # fmt: skip
     text += table(["target", "model", *WORKING], cells)
-    text += "### Heads as loaders leave them\n\nPosition 0, accepted of steps, and what `assay spec` says of the counts:\n\n"
+    text += "### Heads as loaders leave them\n\nPosition 0, first drafts accepted of all steps, and what `assay spec` says from the counts:\n\n"
     cells = []
     for model, own in rows.items():
         for key, row in own.items():
@@ -180,10 +180,12 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
         text += table(["row", "position 0", "tokens per step", "`assay spec`", "lossless"], cells)
     fitted, rest = result["fitted"], result["not_fitted"]
     text += (
-        f"### Prediction\n\nβ = {result['beta']:.2f}, fitted to {fitted['rows']} rows. On the {rest['rows']} others position 0 is off by "
+        "### Prediction\n\n`assay spec --predict` multiplies the acceptance of position j (from 0) by (1 − β · TV)^(j + 1).\n"
+        f"β = {result['beta']:.2f}, fitted to {fitted['rows']} rows"
+        f"{': the acceptance beside the unchanged target is the best prediction' if result['beta'] < 0.005 else ''}.\n"
+        f"On the {rest['rows']} others, with total variations of {100 * rest['tv'][0]:.1f} to {100 * rest['tv'][1]:.1f} %, position 0 is off by "
         f"{100 * rest['position_0']['rms']:.1f} points (rms; at most {100 * rest['position_0']['max']:.1f}), tokens a step by "
-        f"{rest['tokens_per_step']['rms']:.2f} (at most {rest['tokens_per_step']['max']:.2f}); total variations of "
-        f"{100 * rest['tv'][0]:.1f} to {100 * rest['tv'][1]:.1f} %.\n"
+        f"{rest['tokens_per_step']['rms']:.2f} (at most {rest['tokens_per_step']['max']:.2f}).\n"
     )
     for name in models if len(models) > 1 else ():
         own = result[f"other_model:{name}"]
