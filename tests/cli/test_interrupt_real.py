@@ -146,6 +146,7 @@ def test_gap_shows_what_it_has_and_goes_on(tiny_llama: Path, tmp_path: Path) -> 
     assert scored and scored.items() <= after.items()
 
 
+@pytest.mark.slow
 def test_sweep_in_its_second_row(tiny_llama: Path, tmp_path: Path) -> None:
     words = (
         "kv", "sweep", str(tiny_llama), "--codec", "fp8", "--codec", "int(bits=4,group=16)",

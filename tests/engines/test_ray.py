@@ -409,6 +409,7 @@ def test_a_cluster_gives_the_same_numbers_and_survives_its_losses(
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_sweeps_and_gaps_give_the_same_numbers(
     cluster: Cluster, cache: Callable[[str], None], models: tuple[Path, Path, Path]
 ) -> None:

@@ -35,6 +35,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.slow
 def test_a_gap_sums_is_kept_and_goes_on_from_there(
     gap: Gap, smollm2: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,10 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.errors import AssayError, UsageError
-from assay.lab.heads.experiment import run_try
+from assay.errors import AssayError
 from assay.lab.heads.train import HELD_OUT, KINDS, prompts, with_transformers, with_vllm, written
-from assay.lab.options import HeadTryPlan
 from assay.runs import Kept
 
 
@@ -56,12 +54,6 @@ def test_a_python_without_vllm_is_one_line() -> None:
     write = with_vllm(Path(sys.executable), "nowhere", frozenset({1}))
     with pytest.raises(AssayError, match=r"vLLM wrote no text: .*"):
         write([[1, 2]], 4, 0.0, 0)
-
-
-def test_an_unknown_state_of_a_head_is_refused(target: Path, trained: Any, tmp_path: Path) -> None:
-    given = {"model": str(target), "head": trained[0], "out": tmp_path / "x.json", "heads": ["asleep"]}
-    with pytest.raises(UsageError, match="asleep"):
-        run_try(HeadTryPlan.of(given))
 
 
 def test_spread_chunks_come_to_their_prompts_whatever_is_kept(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ from assay.checkpoint.verify import verify
 from assay.cli.main import invoke
 from assay.errors import AssayError, UsageError
 from assay.lab.heads import train as training
+from assay.lab.heads.experiment import run_try
 from assay.lab.heads.model import read_head
 from assay.lab.heads.train import CHECKPOINT, Written, draft_vocabulary, run_train
-from assay.lab.options import HeadTrainPlan
+from assay.lab.options import HeadTrainPlan, HeadTryPlan
 from tiny_target import TRAIN, make_target
 
 
@@ -202,3 +203,9 @@ def test_the_draft_vocabulary_is_what_is_written_most() -> None:
     ids, covered = draft_vocabulary(texts, 12, 4)
     assert ids.tolist() == [0, 2, 5, 7] and covered == 1.0
     assert draft_vocabulary(texts, 12, 2)[1] == pytest.approx(5 / 6)
+
+
+def test_an_unknown_state_of_a_head_is_refused(target: Path, trained: Any, tmp_path: Path) -> None:
+    given = {"model": str(target), "head": trained[0], "out": tmp_path / "x.json", "heads": ["asleep"]}
+    with pytest.raises(UsageError, match="asleep"):
+        run_try(HeadTryPlan.of(given))
