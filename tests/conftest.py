@@ -35,7 +35,7 @@ SERVED = (
     "tests/engines/test_server_topk_real.py", "tests/fidelity/test_compare_server_real.py",
 )  # fmt: skip
 LONG = (
-    "tests/cli/test_interrupt_real.py", "tests/kv/test_kv_vllm_real.py", "tests/fidelity/test_compare_real.py",
+    "tests/cli/test_interrupt_real.py", "tests/engines/test_ray.py", "tests/kv/test_kv_vllm_real.py", "tests/fidelity/test_compare_real.py",
     "tests/gap/test_gap_real.py", "tests/engines/test_vllm_real.py", "tests/monitor/test_watch_llama.py",
     "tests/fidelity/test_budget.py", "tests/speculation/test_spec_real_vllm.py", "tests/gates/test_gate_real.py",
     "tests/kv/test_kv_real.py", "tests/engines/test_machine.py",
@@ -59,6 +59,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if file.startswith("tests/heads/"):
+                return "heads"  # one head is trained for all of them
             return nodeid if file in WAITING else "served" if file in SERVED else file
 
     return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
