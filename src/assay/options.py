@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass
 from difflib import get_close_matches
@@ -279,3 +280,45 @@ _WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "sizes": lambda value: ",".join(f"{v:g}" for v in value),
     "auto": lambda value: str(value or "auto"),
 }
+
+
+@dataclass(frozen=True)
+class RayOptions(Options):
+    """Where the engines run. Changes how a run goes and not what it measures."""
+
+    _: KW_ONLY
+    ray: str = option(
+        "",
+        "Spread the engines over a Ray cluster (HOST:PORT, auto), or over workers on this machine (no ADDRESS).",
+        metavar="[ADDRESS]",
+        panel="Cluster",
+        apart=True,
+    )
+    workers: int = option(
+        0,
+        "Engines on the cluster; auto: as many as its GPUs, or its CPUs and the threads of each allow.",
+        lo=0,
+        form="auto",
+        panel="Cluster",
+        apart=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.workers and not self.ray:
+            raise self.usage("--workers is of a run on Ray", "add --ray, or leave it out")
+        if self.ray.startswith("ray://"):
+            raise self.usage(
+                f"{self.ray} is Ray's client protocol, which this does not speak",
+                "start the run on a node of the cluster: --ray HOST:PORT, or --ray auto",
+            )
+        if self.ray not in ("", "local", "auto") and not _ADDRESS.fullmatch(self.ray):
+            raise self.usage(f"{self.ray!r} is no address of a Ray cluster", "write --ray HOST:PORT")
+
+
+_ADDRESS = re.compile(r"[\w.\-\[\]:]+:\d{1,5}")
+
+
+def is_address(word: str) -> bool:
+    """Whether the word after `--ray` on the command line is its address."""
+    return word in ("local", "auto") or word.startswith("ray://") or bool(_ADDRESS.fullmatch(word))

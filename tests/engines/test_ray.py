@@ -31,14 +31,15 @@ from assay.engines.ray_worker import Worker
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, TokenizerFacts, Window
 from assay.errors import AssayError, UsageError
 from assay.fidelity.compare import run_compare
-from assay.fidelity.plan import Plan, is_address
+from assay.fidelity.plan import Plan
 from assay.lab.gap.gap import run_gap
 from assay.lab.gap.plan import GapPlan
 from assay.lab.kv.sweep import run_sweep
 from assay.lab.options import SweepPlan
+from assay.options import is_address
+from assay.serving.launch import free_port
 from tiny_target import make_target
 
-PORT = 6397
 RAY = Path(sys.executable).with_name("ray")
 
 
@@ -208,12 +209,13 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self.env = {**os.environ, **QUIET, "ASSAY_CACHE": str(folder / "nodes")}
-        self.address = f"127.0.0.1:{PORT}"
+        port = free_port()  # another run of the tests may have a cluster on this machine
+        self.address = f"127.0.0.1:{port}"
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._log = (folder / "log").open("wb")
-        self.start("--head", f"--port={PORT}", "--include-dashboard=false")
+        self.start("--head", f"--port={port}", "--include-dashboard=false")
         until = time.monotonic() + 60
-        while socket.socket().connect_ex(("127.0.0.1", PORT)):
+        while socket.socket().connect_ex(("127.0.0.1", port)):
             assert time.monotonic() < until, (folder / "log").read_text()
             time.sleep(0.2)
 
@@ -221,7 +223,7 @@ class Cluster:
         words = words or (f"--address={self.address}",)
         memory = f"--object-store-memory={100 << 20}"
         node = subprocess.Popen(
-            [RAY, "start", *words, "--num-cpus=1", memory, "--block"],
+            [RAY, "start", *words, "--num-cpus=1", memory, "--min-worker-port=0", "--max-worker-port=0", "--block"],
             env={**self.env, **env}, stdout=self._log, stderr=self._log, start_new_session=True,
         )  # fmt: skip
         self._nodes.append(node)

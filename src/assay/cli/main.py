@@ -139,7 +139,7 @@ def _json_in_one_word(arguments: list[str]) -> list[str]:
         if word == "--":
             return found + arguments[i:]
         if word == "--ray":
-            from assay.fidelity.plan import is_address
+            from assay.options import is_address
 
             address = after[0] if after and is_address(after[0]) else ""
             word = f"--ray={address or 'local'}"

@@ -91,6 +91,13 @@ class Actor:
 class Pool:
     """The workers of one run. Use as a context manager: none of them is left at its end, however it comes."""
 
+    KIND: type[Worker] = Worker
+    AT_ONCE = AHEAD
+    AGAIN = "its passages are scored again", "what they had not finished was scored by others"
+    """What is done where a worker is lost, and was done."""
+    LEANER = ", or fewer threads (--threads 1, or ?threads=1 behind the engine)"
+    TOO_MUCH = "passages", "give a smaller --batch or --length; "
+
     def __init__(self, address: str, workers: int, progress: Progress = NO_PROGRESS) -> None:
         self.address = address
         self.wanted = workers
@@ -198,8 +205,7 @@ class Pool:
         if self._count > room or not room:
             raise UsageError(
                 f"the cluster has room for {_counted(room, 'worker')} with {what} each, not for {max(1, self._count)}",
-                remedy="give --workers fewer, more nodes"
-                + ("" if needs.gpus else ", or fewer threads (--threads 1, or ?threads=1 behind the engine)"),
+                remedy="give --workers fewer, more nodes" + ("" if needs.gpus else self.LEANER),
                 finding_id="fidelity.ray",
             )
         with self._said(
@@ -216,7 +222,7 @@ class Pool:
     def _hire(self) -> None:
         needs = self._needs
         assert needs is not None
-        kind = self._ray.remote(Worker).options(num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0)
+        kind = self._ray.remote(self.KIND).options(num_cpus=needs.cpus, num_gpus=needs.gpus, max_restarts=0)
         actor = Actor(kind.remote(needs.threads))
         self._starting[actor.handle.hello.remote()] = actor
 
@@ -245,7 +251,7 @@ class Pool:
         if (named := re.search(r"\bnode_id: (\w{8})", str(error))) and actor.node == _UNKNOWN:
             actor.node = f"node {named[1]}"
         self._lost.append(f"{actor.node}: {why}")
-        with self._said(f"lost a worker on {actor.node} ({why}); its passages are scored again"), suppress(Exception):
+        with self._said(f"lost a worker on {actor.node} ({why}); {self.AGAIN[0]}"), suppress(Exception):
             self._ray.kill(actor.handle)
         if self._deaths >= TRIES * max(1, self._count):
             raise self._nobody()
@@ -283,7 +289,7 @@ class Pool:
     def each(self, spec: str) -> Opened:
         """Open the engine in all workers that have not; what it is. AssayError where set-ups differ, or one cannot open it."""
         found: Opened | None = None
-        with self._said(f"opening {spec.partition('?')[0].rpartition('/')[2]} in {_counted(self.size, 'worker')}"):
+        with self._said(f"opening {self._name(spec)} in {_counted(self.size, 'worker')}"):
             while True:
                 todo = [actor for actor in self._actors if spec not in actor.opened]
                 asked = [(actor, actor.handle.open.remote(spec)) for actor in todo]
@@ -304,6 +310,9 @@ class Pool:
         if found is None:
             found = self._admit(self._actors[0], spec, self.any(spec, "open"))
         return found
+
+    def _name(self, spec: str) -> str:
+        return spec.partition("?")[0].rpartition("/")[2]
 
     def _admit(self, actor: Actor, spec: str, opened: Opened | Refusal) -> Opened:
         if isinstance(opened, Refusal):
@@ -391,7 +400,7 @@ class Pool:
     def _free(self, spec: str) -> Actor | None:
         """A worker that may be given one batch more."""
         with self._lock:
-            ready = [actor for actor in self._actors if spec in actor.opened and actor.load < AHEAD]
+            ready = [actor for actor in self._actors if spec in actor.opened and actor.load < self.AT_ONCE]
             actor = min(ready, key=lambda a: a.load, default=None)
             if actor:
                 actor.load += 1
@@ -422,10 +431,10 @@ class Pool:
 
     def _hopeless(self, actor: Actor, error: BaseException) -> AssayError:
         return AssayError(
-            f"{actor.node}: the worker was lost, as were those that tried the same passages before ({TRIES} in all): "
+            f"{actor.node}: the worker was lost, as were those that tried the same {self.TOO_MUCH[0]} before ({TRIES} in all): "
             f"{_reason(error)}",
             finding_id="fidelity.ray",
-            remedy="give a smaller --batch or --length; what was measured is kept, the same command goes on from there",
+            remedy=f"{self.TOO_MUCH[1]}what was measured is kept, the same command goes on from there",
             evidence={"lost": list(self._lost)},
         )
 
@@ -449,7 +458,7 @@ class Pool:
             Finding(
                 "fidelity.worker_lost",
                 Severity.INFO,
-                f"{lost} lost, and what they had not finished was scored by others; the last: {self._lost[-1]}",
+                f"{lost} lost, and {self.AGAIN[1]}; the last: {self._lost[-1]}",
                 evidence={"lost": list(self._lost)},
             )
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -16,7 +15,7 @@ from assay.engines.base import full_spec, with_options
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.endpoint import without_credentials
 from assay.errors import AssayError, UsageError
-from assay.options import Options, RunTime, declared_options, option
+from assay.options import Options, RayOptions, RunTime, declared_options, option
 
 # -----------------------------------------------------------------------------
 # Token ids cut into windows, the unit that is scored and resampled.
@@ -283,48 +282,6 @@ class TimeOptions(RunTime):
         if "windows" in values and values.get("budget") is None and not values.get("quick"):
             values.setdefault("all", True)
         return values
-
-
-@dataclass(frozen=True)
-class RayOptions(Options):
-    """Where the engines run. Changes how a run goes and not what it measures."""
-
-    _: KW_ONLY
-    ray: str = option(
-        "",
-        "Spread the engines over a Ray cluster (HOST:PORT, auto), or over workers on this machine (no ADDRESS).",
-        metavar="[ADDRESS]",
-        panel="Cluster",
-        apart=True,
-    )
-    workers: int = option(
-        0,
-        "Engines on the cluster; auto: as many as its GPUs, or its CPUs and the threads of each allow.",
-        lo=0,
-        form="auto",
-        panel="Cluster",
-        apart=True,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.workers and not self.ray:
-            raise self.usage("--workers is of a run on Ray", "add --ray, or leave it out")
-        if self.ray.startswith("ray://"):
-            raise self.usage(
-                f"{self.ray} is Ray's client protocol, which this does not speak",
-                "start the run on a node of the cluster: --ray HOST:PORT, or --ray auto",
-            )
-        if self.ray not in ("", "local", "auto") and not _ADDRESS.fullmatch(self.ray):
-            raise self.usage(f"{self.ray!r} is no address of a Ray cluster", "write --ray HOST:PORT")
-
-
-_ADDRESS = re.compile(r"[\w.\-\[\]:]+:\d{1,5}")
-
-
-def is_address(word: str) -> bool:
-    """Whether the word after `--ray` on the command line is its address."""
-    return word in ("local", "auto") or word.startswith("ray://") or bool(_ADDRESS.fullmatch(word))
 
 
 QUICK_MINUTES = 3.0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.engines.base import full_spec, with_options
-from assay.fidelity.plan import MarginOptions, RayOptions, ThreadOptions, TimeOptions
-from assay.options import Options, RunTime, option
+from assay.fidelity.plan import MarginOptions, ThreadOptions, TimeOptions
+from assay.options import Options, RayOptions, RunTime, option
 
 MODES = ("decode", "inforward", "snapshot")
 """The names of `assay.lab.kv.cache_hook.Mode`."""

@@ -16,9 +16,10 @@ from typing import Any
 
 from assay.engines.machine import free_memory
 from assay.errors import AssayError
-from assay.progress import Progress
+from assay.progress import NO_PROGRESS, Progress
 from assay.runs import Kept, cache_dir, source_digest
 from assay.serving.command import ServeCommand, Setting
+from assay.serving.elsewhere import Answered, Asked, Cluster
 from assay.serving.engaged import Engaged, engaged
 from assay.serving.launch import Running, StartFailed, launched, require_disk, tail_of
 from assay.serving.options import DoctorOptions
@@ -106,6 +107,18 @@ class Diagnosis:
         return sum(not s.resumed for s in self.starts)
 
 
+def start_elsewhere(asked: Asked) -> Answered:
+    """Launch and measure one start in this process, for a doctor on another machine."""
+    doctor = Doctor(asked.command, asked.options, NO_PROGRESS)
+    require_disk(doctor.folder)
+    doctor.baseline, doctor.rules, doctor.until = asked.baseline, asked.symptom, time.monotonic() + asked.left
+    observation = None
+    with suppress(OutOfTime):
+        observation = doctor._launch(asked.configuration, asked.index, asked.rules, asked.number)
+    found = doctor.found
+    return Answered(observation, found.checkpoint, found.compared_itself, found.notices)
+
+
 class Doctor:
     """One run: the clock, what is kept, and the launches."""
 
@@ -125,7 +138,7 @@ class Doctor:
         self.since = time.time() if options.fresh else 0.0
         self.drafts = any(s.safe.kind == "draft" for s in command.settings)
         self.how = Measure(options.seconds, options.concurrency, options.seed, options.tools)
-        self.bench = Bench(self._start)
+        self.bench = Bench(self._start, ahead=self._ahead)
         self.rules: frozenset[str] = rules_of(options.symptom)
         self.key_env = options.api_key_env
         if self.key_env is None and (own := _own_key(command)):
@@ -133,6 +146,9 @@ class Doctor:
             os.environ[_KEY_ENV] = own
         self.baseline: Observation | None = None
         self.steadied = False
+        self.cluster: Cluster | None = None
+        self._came: set[tuple[Configuration, int]] = set()
+        """Starts that ran ahead of their turn in this run."""
         self.now = ""
         """What is done at the moment, for the table that is shown while the doctor runs."""
 
@@ -184,21 +200,70 @@ class Doctor:
     ) -> tuple[Observation, bool]:
         """One start: launched and measured, or as it was kept. OutOfTime once the budget is spent."""
         rules = self.rules if rules is None else rules
-        # What was measured for all rules serves for some of them too.
-        for wider in (rules, rules_of(self.options.symptom), frozenset()):
-            kept = self.kept.get(self._key(configuration, index, wider))
-            if kept is not None and self._counts(kept):
-                return Observation.from_json(kept["observation"]), True
+        if (known := self._known(configuration, index, rules)) is not None:
+            ahead = (configuration, index) in self._came
+            self._came.discard((configuration, index))
+            return known, not ahead
         if self.left() <= 0:
             raise OutOfTime
         require_disk(self.folder)
         self.say(f"{self.label(configuration)}, start {index + 1}: starting")
         self.now = f"{self.label(configuration)}, start {index + 1}: starting"
-        observation = self._launch(configuration, index, rules)
+        if self.cluster:
+            observation = self._ask_cluster(configuration, [index], rules)[0]
+        else:
+            observation = self._launch(configuration, index, rules, len(self.found.starts))
+            self._put(configuration, index, rules, observation)
         self.now = ""
-        kept = {"at": time.time(), "run": self.name, "observation": observation.to_json()}
-        self.kept.put(self._key(configuration, index, rules), kept)
         return observation, False
+
+    def _known(self, configuration: Configuration, index: int, rules: Collection[str]) -> Observation | None:
+        # What was measured for all rules serves for some of them too.
+        for wider in (rules, rules_of(self.options.symptom), frozenset()):
+            kept = self.kept.get(self._key(configuration, index, wider))
+            if kept is not None and self._counts(kept):
+                return Observation.from_json(kept["observation"])
+        return None
+
+    def _put(self, configuration: Configuration, index: int, rules: Collection[str], seen: Observation) -> None:
+        kept = {"at": time.time(), "run": self.name, "observation": seen.to_json()}
+        self.kept.put(self._key(configuration, index, rules), kept)
+
+    def _ask_cluster(
+        self, configuration: Configuration, indices: Sequence[int], rules: Collection[str]
+    ) -> list[Observation]:
+        """Starts of one configuration at the same time; each is kept as it comes. OutOfTime where one had none left."""
+        assert self.cluster is not None
+        found, seen = self.found, list[Observation]()
+        asked = [
+            Asked(
+                found.command, replace(self.options, ray="", workers=0), configuration, index,
+                len(found.starts) + place, rules, self.rules, self.baseline, self.left(),
+            )
+            for place, index in enumerate(indices)
+        ]  # fmt: skip
+        for index, answered in zip(indices, self.cluster.starts(asked), strict=True):
+            if answered.observation is None:
+                raise OutOfTime
+            self._put(configuration, index, rules, answered.observation)
+            found.checkpoint += answered.compared
+            found.compared_itself |= answered.compared_itself
+            found.notices += answered.notices
+            seen.append(answered.observation)
+        return seen
+
+    def _ahead(self, configuration: Configuration, index: int, count: int) -> None:
+        """Run starts that will be needed at the same time, as many as the cluster takes; their turn finds them kept."""
+        if self.cluster is None or self.left() <= 0:
+            return
+        wanted = range(index, index + min(count, self.cluster.size))
+        todo = [number for number in wanted if self._known(configuration, number, self.rules) is None]
+        if len(todo) > 1:
+            self.now = f"{self.label(configuration)}, starts {todo[0] + 1} to {todo[-1] + 1}: at the same time"
+            self.say(self.now)
+            self._ask_cluster(configuration, todo, self.rules)
+            self._came |= {(configuration, number) for number in todo}
+            self.now = ""
 
     def _key(self, configuration: Configuration, index: int, rules: Collection[str]) -> list[Any]:
         """What a start is kept by: the command line, and what it was measured for and against."""
@@ -219,9 +284,8 @@ class Doctor:
             return bool(time.time() - kept["at"] < _FRESH)
         return time.time() - kept["at"] < _SHARED and not kept["observation"]["failed"]
 
-    def _launch(self, configuration: Configuration, index: int, rules: Collection[str]) -> Observation:
+    def _launch(self, configuration: Configuration, index: int, rules: Collection[str], number: int) -> Observation:
         command, options = self.found.command, self.options
-        number = len(self.found.starts)
         log = (
             self.folder
             / f"{number:03}-{hashlib.sha256(repr(sorted(configuration)).encode()).hexdigest()[:8]}-{index}.log"
@@ -246,7 +310,7 @@ class Doctor:
                     said=seen.said if not died else f"the server ended while it was asked: {seen.said}",
                 )  # fmt: skip
         except StartFailed as failed:
-            if failed.kind == "silent" and self.left() <= 1 and self.found.starts:
+            if failed.kind == "silent" and self.left() <= 1 and number:
                 raise OutOfTime from failed
             return Observation(failed=failed.kind, said=failed.said, log=tail_of(log, _LOG_KEPT))
 
@@ -392,6 +456,8 @@ class Doctor:
         found, everything, needed = self.found, self.found.all, starts_needed(self.options.fault_rate)
         tally_bad = tally_good = cannot = unclear = 0
         while True:
+            if tally_good and not tally_bad:  # a good command needs them all, and so far it is one
+                self._ahead(everything, self.bench.tallies[everything].starts, needed - tally_good)
             state = self.bench.once(everything)
             last = found.starts[-1]
             if state == "cannot_run":
@@ -555,7 +621,7 @@ class Doctor:
         self.say(self.now)
         with suppress(AssayError):
             self.found.checkpoint.insert(0, verify(str(path), VerifyOptions(values=True, allow_unverified=True)))
-        if self.reference() is None or len(self.found.checkpoint) > 1 or self.left() < 60:
+        if self.cluster or self.reference() is None or len(self.found.checkpoint) > 1 or self.left() < 60:
             return
         log = self.folder / "compare.log"
         with (

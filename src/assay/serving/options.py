@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from assay.options import Options, option
+from assay.options import RayOptions, option
 
 SYMPTOMS: Mapping[str, frozenset[str]] = {
     "text": frozenset({
@@ -23,7 +23,7 @@ SLOWER = 0.15
 
 
 @dataclass(frozen=True)
-class DoctorOptions(Options):
+class DoctorOptions(RayOptions):
     """What is looked for, and how long it may take."""
 
     VERB, AREA = "doctor", "server"

@@ -6,7 +6,8 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,9 +59,21 @@ def run_doctor(
     require_program(command)
     doctor = Doctor(command, options, progress)
     require_disk(doctor.folder)
-    with _interruptible(), alone(30 * options.budget, doctor.say), watch(doctor):
-        diagnosis = doctor.run()
-    report = build_report(diagnosis)
+    with ExitStack() as stack:
+        stack.enter_context(_interruptible())
+        stack.enter_context(alone(30 * options.budget, doctor.say))
+        if options.ray:
+            from assay.engines.ray_starts import Starts
+
+            doctor.cluster = stack.enter_context(
+                Starts(options.ray, options.workers, progress, command, options.api_key_env)
+            )
+        with watch(doctor):
+            diagnosis = doctor.run()
+        report = build_report(diagnosis)
+        if doctor.cluster:
+            environment = {**report.environment, "cluster": doctor.cluster.facts()}
+            report = replace(report, environment=environment, findings=(*report.findings, *doctor.cluster.findings()))
     if options.bundle is not None:
         written = write_bundle(options.bundle, report, diagnosis)
         doctor.say(f"evidence written to {written}")

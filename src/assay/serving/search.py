@@ -84,6 +84,8 @@ class Bench:
     rates: Rates = field(default_factory=Rates)
     tallies: dict[Configuration, Tally] = field(default_factory=dict)
     settled: dict[Configuration, State] = field(default_factory=dict)
+    ahead: Callable[[Configuration, int, int], None] = lambda configuration, index, count: None
+    """Told before a start that `count` starts from `index` on will be needed, so that they may run at the same time."""
 
     def once(self, configuration: Configuration) -> State:
         """One more start."""
@@ -113,9 +115,22 @@ class Bench:
             if tally.cannot >= 2 and not tally.bad + tally.good:
                 state = "cannot_run"
                 break
+            self.ahead(configuration, tally.starts, self._surely(tally))
             self.once(configuration)
         self.settled[configuration] = state
         return state
+
+    def _surely(self, tally: Tally) -> int:
+        """How many starts more a decision needs at least, whatever they show."""
+        count = 1
+        most = min(MOST_STARTS - tally.starts, 3 - tally.unclear)
+        if not tally.bad + tally.good:
+            most = min(most, 2 - tally.cannot)
+        while count < most and all(
+            self.rates.decide(tally.bad + bad, tally.good + count - bad) == "undecided" for bad in (0, count)
+        ):
+            count += 1
+        return count
 
 
 def overturned(bench: Bench, names: Sequence[str]) -> bool:

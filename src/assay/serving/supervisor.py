@@ -2,6 +2,9 @@
 
 It is run by its path with the standard library alone. Orphans of the server become its children (PR_SET_CHILD_SUBREAPER),
 so that also a worker that left the process group is found. It ends the server when its standard input closes.
+
+A worker of Ray that ends kills its own children with SIGKILL, after which nobody would end what the server started:
+with ASSAY_SUPERVISOR_APART a process between the two is that child, and its end is the supervisor's request to end.
 """
 
 from __future__ import annotations
@@ -86,6 +89,8 @@ def main() -> int:
     """`supervisor.py LOG COMMAND…`: run the command; says `started PID`, `ended STATUS` and `gone` on standard output."""
     global SERVER
     log, command = sys.argv[1], sys.argv[2:]
+    if os.environ.pop("ASSAY_SUPERVISOR_APART", "") and (between := os.fork()):
+        return os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
     doctor = os.getppid()
     for sign in (signal.SIGINT, signal.SIGHUP):
         signal.signal(sign, signal.SIG_IGN)
