@@ -16,7 +16,7 @@ _ENGINE = "hf:MODEL, vllm:MODEL or gguf:FILE, with options after '?'."
 
 @verb("check", "assay.coherence.check:CheckOptions", url="Root of an OpenAI-compatible server, or its /v1.")
 def check(url: str, **given: Any) -> Report:
-    """Probe a running server: is its text sane, and how fast is it, counted only if it is?
+    """Probe a running server: is its text sane, and if so, how fast is it?
 
     Exit code 0 pass, 1 fail, 2 could not be examined, 3 inconclusive.
     """
@@ -30,7 +30,7 @@ def check(url: str, **given: Any) -> Report:
 def watch(url: str, **given: Any) -> Report:
     """Watch a running server: is it still the same model, and does it still write sane text?
 
-    A light canary asks a round of tiny probes every minute, takes at most 1 % of the server, and raises at most one
+    A light canary asks a round of tiny probes every minute, takes at most 1 % of one stream, and raises at most one
     false alarm of change a month. Serves Prometheus metrics and health pages. Ctrl-C ends it and prints a report.
     Exit code 0 nothing changed, 1 an alarm was raised, 2 it never answered, 3 its baseline is not learnt yet.
     """
