@@ -35,7 +35,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "window": ("int32", "Number of the window."),
     "cluster": ("int32", "Windows of one cluster (neighbours in a text) are one piece of evidence."),
     "tokens": ("int32", "Scored tokens with finite logits on both sides."),
-    "kld": ("double", "Mean KL of the window, in nats a token; null where it has no such token."),
+    "kld": ("double", "Mean KL of the window, in nats a token."),
     "dnll": ("double", "Mean difference of the negative log-likelihood, candidate minus reference, in nats a token."),
     "top1": ("double", "Share of tokens with the same likeliest token on both sides."),
 }
