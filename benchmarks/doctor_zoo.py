@@ -52,6 +52,8 @@ class Case:
     plugin: str = ""
     options: tuple[str, ...] = ()
     ladder: bool = False
+    where: str = ""
+    """`cpu` or `cuda`, where a case is for one of them only."""
 
     @property
     def healthy(self) -> bool:
@@ -65,22 +67,34 @@ VLLM = f"{EAGER} {BATCH}"
 ROPE = '--hf-overrides {"rope_parameters":{"rope_theta":100.0,"rope_type":"default"}}'
 DRAFT = '--speculative-config {"method":"draft_model","model":"{dead}","num_speculative_tokens":3}'
 NGRAM = '--speculative-config {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":2,"prompt_lookup_min":1}'
+NEVER = (
+    '--speculative-config {"method":"ngram","num_speculative_tokens":3,"prompt_lookup_max":300,"prompt_lookup_min":300}'
+)
+GRAPHS = (
+    '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8,16,24,32]}'
+)
 CASES = (
-    Case("rope base 100 in the checkpoint, vLLM", "vllm", VLLM, baseline_fails=True, model="rope"),
     Case("healthy, two flags, vLLM", "vllm", VLLM),
     Case("dead draft, vLLM", "vllm", f"{VLLM} {DRAFT}", ("--speculative-config",)),
-    Case("a flag of another device, vLLM", "vllm", f"{VLLM} --attention-backend FLASH_ATTN", role=("--attention-backend", "no_effect")),
     Case("LoRA of zeros, vLLM", "vllm", f"{VLLM} --enable-lora --lora-modules zero={{zero}}", role=("--lora-modules", "no_effect")),
-    Case("chat template without its end, vLLM", "vllm", f"{VLLM} --chat-template {{template}}", ("--chat-template",)),
-    Case("healthy, four flags, vLLM", "vllm", f"{VLLM} --block-size 64 --dtype bfloat16"),
-    Case("healthy, prefix cache, vLLM", "vllm", f"--enforce-eager --enable-prefix-caching {BATCH}"),
-    Case("n-gram draft on prose, vLLM", "vllm", f"{VLLM} {NGRAM}", ("--speculative-config",)),
-    Case("prefix cache and block size together, vLLM", "vllm", "--enforce-eager --enable-prefix-caching --block-size 64", ("--enable-prefix-caching", "--block-size"), plugin="pair"),
+    Case("a LoRA too strong, vLLM", "vllm", f"{VLLM} --enable-lora --lora-modules loud={{loud}}", ("--lora-modules",)),
     Case("rope base 100, vLLM", "vllm", f"{VLLM} {ROPE}", ("--hf-overrides",)),
+    Case("chat template without its end, vLLM", "vllm", f"{VLLM} --chat-template {{template}}", ("--chat-template",)),
     Case("tokenizer swapped, vLLM", "vllm", f"{VLLM} --tokenizer {{tokenizer}}", ("--tokenizer",)),
-    Case("fp8 KV, Qwen 0.5B, vLLM", "vllm", f"{VLLM} --kv-cache-dtype fp8", ("--kv-cache-dtype",), model="qwen05"),
+    Case("healthy, prefix cache, vLLM", "vllm", f"--enforce-eager --enable-prefix-caching {BATCH}"),
+    Case("prefix cache and block size together, vLLM", "vllm", "--enforce-eager --enable-prefix-caching --block-size 64", ("--enable-prefix-caching", "--block-size"), plugin="pair"),
     Case("above 16 rows in a batch, vLLM", "vllm", VLLM, ("--max-num-seqs",), plugin="crowd"),
+    Case("weights in the host's memory, Qwen 0.5B, vLLM", "vllm", f"{VLLM} --cpu-offload-gb 1", ("--cpu-offload-gb",), model="qwen05", where="cuda"),
+    Case("healthy, fp8 KV, Qwen 0.5B, vLLM", "vllm", f"{VLLM} --kv-cache-dtype fp8", model="qwen05"),
+    Case("a draft that never drafts, vLLM", "vllm", f"{VLLM} {NEVER}", role=("--speculative-config", "no_effect")),
     Case("corrupt shard, vLLM", "vllm", VLLM, baseline_fails=True, model="corrupt"),
+    Case("healthy, four flags, vLLM", "vllm", f"{VLLM} --block-size 64 --dtype bfloat16"),
+    Case("rope base 100 in the checkpoint, vLLM", "vllm", VLLM, baseline_fails=True, model="rope"),
+    Case("a type that does not exist, vLLM", "vllm", f"{VLLM} --dtype float4", role=("--dtype", "cannot_run")),
+    Case("healthy, CUDA graphs, vLLM", "vllm", f"--no-enable-prefix-caching {BATCH} {GRAPHS}", where="cuda"),
+    Case("n-gram draft on prose, vLLM", "vllm", f"{VLLM} {NGRAM}", ("--speculative-config",)),
+    Case("prefix cache and graphs together, vLLM", "vllm", "", ("--enable-prefix-caching", "--no-enforce-eager"), plugin="graphs", where="cuda"),
+    Case("a flag of another device, vLLM", "vllm", f"{VLLM} --attention-backend FLASH_ATTN", role=("--attention-backend", "no_effect"), where="cpu"),
     Case("rope base 100", "llama", f"{PLAIN} --rope-freq-base 100", ("--rope-freq-base",), ladder=True),
     Case("rope scale", "llama", f"--rope-scale 0.02 {PLAIN}", ("--rope-scale",)),
     Case("norm epsilon overridden", "llama", f"{PLAIN} --override-kv llama.attention.layer_norm_rms_epsilon=float:30", ("--override-kv",)),
@@ -95,12 +109,16 @@ CASES = (
     Case("GPU layers without a GPU", "llama", f"{PLAIN} -ngl 99", role=("--n-gpu-layers", "no_effect")),
     Case("context beyond memory", "llama", f"{PLAIN} -c 2000000000", role=("--ctx-size", "cannot_run")),
     Case("corrupt file", "llama", PLAIN, baseline_fails=True, model="corrupt"),
+    Case("q4_0 keys without rotation, Qwen 0.5B", "llama", f"LLAMA_ATTN_ROT_DISABLE=1 {PLAIN} -ctk q4_0", ("LLAMA_ATTN_ROT_DISABLE", "--cache-type-k"), model="qwen05"),
     Case("above 16 streams, proxy", "wrapped", f"{PLAIN} --crowd", ("--crowd",)),
     Case("one start in three, llama.cpp", "wrapped", f"--flaky {{count}} {PLAIN}", ("--flaky",), fault_rate=1 / 3),
     Case("healthy, plain", "llama", PLAIN),
     Case("healthy, flash attention", "llama", f"{PLAIN} -fa on", ladder=True),
     Case("healthy, q8_0 keys", "llama", "-ctk q8_0 --ubatch-size 128"),
     Case("healthy, four streams", "llama", "-np 4 --ubatch-size 128"),
+    Case("healthy, bf16 cache", "llama", "-ctk bf16 -ctv bf16 --ubatch-size 128"),
+    Case("healthy, no mmap, one cache", "llama", "--load-mode none --kv-unified --batch-size 512"),
+    Case("healthy, chunks reused", "llama", "--cache-reuse 256 --batch-size 512"),
     Case("fp8 that breaks", "small", "--harmless-a 1 --kv fp8 --harmless-b 2 --harmless-c 3", ("--kv",)),
     Case("two that fail together", "small", "--pair-a --harmless-a 1 --pair-b --harmless-b 2", ("--pair-a", "--pair-b")),
     Case("above 16 streams", "small", "--harmless-a 1 --crowd --harmless-b 2", ("--crowd",), fault_rate=1 / 3),
@@ -164,6 +182,7 @@ class Zoo:
             "template": lambda: faults.template_without_end(self.parts),
             "tokenizer": lambda: self.made("tokenizer", lambda t: faults.swapped_tokenizer(smol(), t)),
             "zero": lambda: self.made("zero", lambda t: faults.peft_adapter(smol(), t, 0.0)),
+            "loud": lambda: self.made("loud", lambda t: faults.peft_adapter(smol(), t, 20.0)),
             "strong": lambda: self.made("strong.gguf", lambda t: faults.gguf_adapter(smol(), t, 20.0)),
             "dead": lambda: self.made(
                 "dead.gguf" if llama else "dead", lambda t: faults.dead(self.gguf("smollm2") if llama else smol(), t)
@@ -174,13 +193,13 @@ class Zoo:
     def command(self, case: Case, folder: Path, core: int) -> tuple[list[str], list[str]]:
         """Options of the doctor, and the command."""
         asked, settings = self.asked, self.filled(case, folder, core) if case.engine != "small" else []
-        pinned = ["taskset", "-c", f"{core}-{core + asked.cores - 1}"] if asked.jobs > 1 else []
+        ladder = [] if case.ladder else ["--no-ladder"]
         options = [
             "--seconds",
             f"{asked.seconds}",
             "--fault-rate",
             f"{case.fault_rate}",
-            *([] if case.ladder else ["--no-ladder"]),
+            *ladder,
             "--no-tools",
             *case.options,
         ]
@@ -188,8 +207,13 @@ class Zoo:
             settings = case.settings.replace("{count}", str(folder / "count")).split()
             template = f"{sys.executable} {SMALL} --port {{port}} {{settings}}"
             return [*options, "--command-template", template], settings
+        model = str(self.model(case))
         if case.engine == "vllm":
-            own = ["--gpu-memory-utilization", asked.memory] if asked.cuda else []
+            own = (
+                ["--gpu-memory-utilization", asked.memory, "--kv-cache-memory-bytes", "1610612736"]
+                if asked.cuda
+                else []
+            )
             env = [] if asked.cuda else ["VLLM_CPU_KVCACHE_SPACE=1"]
             if case.plugin:
                 path = faults.plugin(self.parts / f"plugin-{case.plugin}", case.plugin)
@@ -201,37 +225,18 @@ class Zoo:
                 "-m",
                 "vllm.entrypoints.openai.api_server",
                 "--model",
-                str(self.model(case)),
+                model,
                 "--max-model-len",
                 "1024",
             ]
             return [*options, "--start-timeout", "300"], [*env, *words, *own, *settings]
-        llama = [*pinned, asked.llama_server, "-t", str(asked.cores), "-m", str(self.model(case))]
+        llama = [asked.llama_server, "-t", str(asked.cores), "-m", model]
         if case.engine == "llama":
-            return options, [*llama, *settings]
-        inner = [
-            asked.llama_server,
-            "-t",
-            str(asked.cores),
-            "-m",
-            str(self.model(case)),
-            "-c",
-            "16384",
-            "-np",
-            "24",
-            "--metrics",
-        ]
-        wrapper = [
-            *pinned,
-            sys.executable,
-            str(ROOT / "benchmarks" / "doctor_faults.py"),
-            "--port",
-            "{port}",
-            "{settings}",
-            "--inner",
-            *inner,
-        ]
-        return [*options, "--command-template", " ".join(wrapper)], settings
+            variables = [word for word in settings if re.match(r"[A-Z_]+=", word)]
+            return options, [*variables, *llama, *(word for word in settings if word not in variables)]
+        wrapper = [sys.executable, str(ROOT / "benchmarks" / "doctor_faults.py"), "--port", "{port}", "{settings}"]
+        inner = ["--inner", *llama, "-c", "16384", "-np", "24", "--metrics"]
+        return [*options, "--command-template", " ".join([*wrapper, *inner])], settings
 
     def run(self, case: Case, core: int) -> dict[str, Any]:
         slug = re.sub(r"\W+", "-", case.name)
@@ -241,13 +246,20 @@ class Zoo:
         out.unlink(missing_ok=True)
         options, command = self.command(case, folder, core)
         budget = min(self.asked.budget, (self.until - time.monotonic()) / 60 - 0.2)
-        # One cache for all: a configuration that another case started within the hour is not started again.
-        env = {**os.environ, "ASSAY_CACHE": str(self.parts / f"cache-{core}")}
+        # A configuration that another case started within the hour is not started again; locks are a lane's own.
+        cache, starts = self.parts / f"cache-{core}", self.parts / "starts"
+        starts.mkdir(exist_ok=True)
+        (cache / "doctor").mkdir(parents=True, exist_ok=True)
+        if not (cache / "doctor" / "starts").exists():
+            (cache / "doctor" / "starts").symlink_to(starts)
+        env = {**os.environ, "ASSAY_CACHE": str(cache)}
         if case.engine == "vllm" and not self.asked.cuda:
             # vLLM compiles a kernel of its log-probabilities at the first of them, which takes 20 s of every start.
             env |= {"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         env["PYTHONPATH"] = f"{ROOT / 'src'}:{os.environ.get('PYTHONPATH', '')}"
-        words = [sys.executable, "-m", "assay", "doctor", "--json", str(out), "--html", str(folder / "report.html"),
+        pinned = case.engine in ("llama", "wrapped") and self.asked.jobs > 1
+        cores = ["taskset", "-c", f"{core}-{core + self.asked.cores - 1}"] if pinned else []
+        words = [*cores, sys.executable, "-m", "assay", "doctor", "--json", str(out), "--html", str(folder / "report.html"),
                  "--budget", f"{budget:.2f}", *options, "--", *command]  # fmt: skip
         with (folder / "said.log").open("w") as said:
             subprocess.run(words, env=env, stdout=said, stderr=said, check=False, timeout=60 * budget + 240)
@@ -292,6 +304,11 @@ def judged(case: Case, report: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def key(case: Case, cuda: bool) -> str:
+    """The name of a row: the case, and the GPU where vLLM ran on one."""
+    return f"{case.name} on a GPU" if cuda and case.engine == "vllm" else case.name
+
+
 def keep(path: Path, name: str, row: dict[str, Any], asked: argparse.Namespace) -> None:
     """Add one row to the results."""
     with Path(f"{path}.lock").open("w") as lock:
@@ -305,36 +322,41 @@ def keep(path: Path, name: str, row: dict[str, Any], asked: argparse.Namespace) 
         path.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
+def engine_of(row: dict[str, Any]) -> str:
+    """Where a row was measured, in words."""
+    names = {"small": "the tests' small server", "llama": "llama.cpp's server", "wrapped": "llama.cpp's server"}
+    return names.get(row["engine"]) or ("vLLM on a GPU" if row["machine"]["cuda"] else "vLLM-CPU")
+
+
 def page(path: Path) -> str:
     """The results as a table for docs/doctor.md."""
     rows = json.loads(path.read_text())["rows"]
-    lines = [
-        "| case | engine | expected | accused | right | launches | taken from before | launches, every combination | minutes | minutes, every combination |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    heads = (
+        "case", "engine", "expected", "accused", "right", "launches", "taken from before", "launches, every combination",
+        "minutes", "minutes, every combination",
+    )  # fmt: skip
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    named = [
+        (key(case, cuda), case) for case in CASES for cuda in ((False, True) if case.engine == "vllm" else (False,))
     ]
-    names = {"small": "small server", "llama": "llama.cpp", "wrapped": "llama.cpp, wrapped"}
-    for case in CASES:
-        if (row := rows.get(case.name)) is None:
+    for name, case in named:
+        if (row := rows.get(name)) is None:
             continue
         seconds = [s["start_s"] + s["measure_s"] for s in row.get("starts", [])]
         mean = sum(seconds) / len(seconds) / 60 if seconds else row["minutes"] / max(1, row["launches"])
         every = row["launches_exhaustive"] * starts_needed(case.fault_rate)
-        engine = names.get(case.engine) or ("vLLM on a GPU" if row["machine"]["cuda"] else "vLLM-CPU 0.32")
         accused = " ".join(row["accused"]) or (row.get("fault") and f"the {row['fault']}") or "nobody"
-        lines.append(
-            f"| {case.name.removesuffix(', vLLM')} | {engine} | {' '.join(row['expected']) or 'nobody'} | {accused} | "
-            f"{'yes' if row['right'] else '**no**'} | {row['launches']} | {row.get('kept', 0)} | {every} | {row['minutes']} | {every * mean:.1f} |"
-        )
+        cells = (
+            case.name.removesuffix(", vLLM"), engine_of(row), " ".join(row["expected"]) or "nobody", accused,
+            "yes" if row["right"] else "**no**", row["launches"], row.get("kept", 0), every, row["minutes"], f"{every * mean:.1f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     says = []
     for kind, healthy in (("faulty set-ups", False), ("healthy commands", True)):
-        for where, engines in (
-            ("on vLLM-CPU", ("vllm",)),
-            ("on llama.cpp's server", ("llama", "wrapped")),
-            ("on the tests' small server", ("small",)),
-        ):
-            found = [r["right"] for r in rows.values() if r["healthy"] is healthy and r["engine"] in engines]
+        for where in dict.fromkeys(map(engine_of, rows.values())):
+            found = [r["right"] for r in rows.values() if r["healthy"] is healthy and engine_of(r) == where]
             if found:
-                says.append(f"{sum(found)} of {len(found)} {kind} {where}")
+                says.append(f"{sum(found)} of {len(found)} {kind} on {where}")
     return "\n".join([f"Right in {', '.join(says)}.", "", *lines])
 
 
@@ -375,7 +397,7 @@ def main() -> None:
             if row["out_of_time"] and not row["accused"]:
                 print(f"{case.name:36} out of time, goes on the next time", flush=True)
                 return
-            keep(out, case.name, row, asked)
+            keep(out, key(case, asked.cuda), row, asked)
             print(
                 f"{case.name:36} right={row['right']} accused={row['accused']} launches={row['launches']} {row['minutes']} min",
                 flush=True,
@@ -388,7 +410,8 @@ def main() -> None:
     has = {"llama": asked.llama_server, "wrapped": asked.llama_server, "vllm": asked.vllm_python, "small": True}
     chosen = [
         c for c in CASES
-        if has[c.engine] and c.engine in asked.engine and (not asked.only or c.name in asked.only) and c.name not in done
+        if has[c.engine] and c.engine in asked.engine and (not asked.only or c.name in asked.only)
+        and c.where != ("cpu" if asked.cuda else "cuda") and key(c, asked.cuda) not in done
     ]  # fmt: skip
     if asked.only:
         chosen.sort(key=lambda case: asked.only.index(case.name))

@@ -484,6 +484,8 @@ class Doctor:
                     return "undecided"
         assert found.given is not None
         self.rules = frozenset(found.given.bad)
+        if last.seen.certain and self.rules - _SPEED:
+            self.rules -= _SPEED  # the speed of text that is broken says nothing, and it varies more
         sure = last.seen.certain and not tally_good
         self.bench.rates = Rates(dict(RATES if sure else VARYING)).after(tally_bad, tally_good)
         self.bench.settled |= {everything: "bad", frozenset(): "good"}

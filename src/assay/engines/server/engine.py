@@ -44,6 +44,7 @@ from assay.engines.server.scoring import (
     TopkLogprobs,
     TopkRoute,
     TopToken,
+    by_steps,
     greedy_request,
     read_greedy,
     read_top,
@@ -249,6 +250,13 @@ class ServerEngine:
             scored = score_prompts(self._transport, self.model, part, probed.score)
             found += [self._with_bytes(*pair) for pair in zip(part, scored, strict=True)]
         return found
+
+    def score_by_steps(self, text: str) -> tuple[float, ...]:
+        """Log-probabilities of the tokens of a text after its first, token by token: for llama.cpp's server only.
+
+        It takes as long as to write the text. BadScores where the server does not say what it is asked for.
+        """
+        return tuple(by_steps(self._transport, self.tokenize(text)))
 
     def _with_bytes(self, source: str | tuple[int, ...], scores: TokenScores) -> TokenScores:
         if isinstance(source, tuple) or scores.token_ids is None or self._probe().tokenizer is None:

@@ -131,6 +131,29 @@ def by_sglang(transport: Transport, model: str, sources: Sequence[Source], width
     return found
 
 
+def by_steps(transport: Transport, ids: Sequence[int]) -> list[float]:
+    """Log-probabilities of the tokens of a row after its first, from llama.cpp's server, which scores no prompts.
+
+    One request a token: the row up to it is the prompt, which the server has cached but for its end, and a bias on the
+    token makes the server write it; the log-probability that is told is that of the model, before the bias.
+    """
+    url, found = transport.endpoint.root + "/completion", list[float]()
+    for at in range(1, len(ids)):
+        body = {
+            "prompt": list(ids[:at]), "n_predict": 1, "n_probs": 1, "temperature": 0.0, "cache_prompt": True,
+            "logit_bias": [[ids[at], 1000.0]], "samplers": ["temperature"],
+        }  # fmt: skip
+        rows = as_object(transport.post_json(url, body)).get("completion_probabilities")
+        entry = as_object(rows[0] if isinstance(rows, list) and rows else None)
+        value = as_number(entry.get("logprob"))
+        if entry.get("id") != ids[at] or value is None or value > _ROUNDING:
+            raise BadScores(
+                "the server does not write a token that it is made to write, or does not say how likely it was"
+            )
+        found.append(value)
+    return found
+
+
 def score_prompts(transport: Transport, model: str, sources: Sequence[Source], route: PromptRoute) -> list[TokenScores]:
     """Scores of the tokens of every source, in one request where the server answers each of them, else one by one."""
     try:
