@@ -1,6 +1,6 @@
 """KV-cache codecs at their real stored bytes, scored by teacher-forced decode, on four models.
 
-    python benchmarks/kv_codecs.py --model qwen05 --device cuda --calibrate WIKI_VALID --text WIKI_TEST --specs kv_models.specs
+    python benchmarks/kv_codecs.py --model qwen05 --device cuda --calibrate WIKI_VALID --text WIKI_TEST --specs kv_fresh.specs
 
 The first half of each window is prefilled exactly, then the cache is replaced by what the codec makes of it, and the
 second half is fed token by token (or `--block` at once, where each token sees the same); the reference does the same with
@@ -13,8 +13,8 @@ or `[--text c --text json]`: contexts and texts of one model by one command. Wit
 that is accepted on its windows is measured again on N fresh ones, which took no part in the choice. With `--unseen FILE` all
 of them are measured on windows that no row of that file of results has seen:
 
-    python benchmarks/kv_codecs.py --specs kv_fresh.specs --windows 32 --batch 8 --block 512 --text WIKI_TEST \
-        --unseen results/kv_models_smollm2.json --unseen results/kv_fixed_smollm2.json --out results/kv_fresh_smollm2.json
+    python benchmarks/kv_codecs.py --model qwen15 --specs kv_fresh.specs --windows 64 --batch 16 --block 512 --text WIKI_TEST \
+        --unseen results/kv_models_qwen15.json --unseen results/kv_fixed_qwen15.json --out results/kv_fresh_qwen15.json
 """
 
 from __future__ import annotations
@@ -82,9 +82,11 @@ def main() -> None:
         return
     bench = Measuring(arguments, spec, table)
     try:
-        for section, specs in sections(arguments):
+        found = list(sections(arguments))
+        bench.fit_ahead([s for _, specs in found for s in specs])
+        for section, specs in found:
             try:
-                bench.section(section, specs)
+                bench.section(section, [str(parse_spec(spec)) for spec in specs])
             except AssayError as error:  # such as a context that the model has not
                 print(f"left out: {error}", flush=True)
     finally:
@@ -93,9 +95,9 @@ def main() -> None:
 
 def sections(arguments: argparse.Namespace) -> Iterator[tuple[argparse.Namespace, list[str]]]:
     """The options and SPECs of every section of the file; what it does not say is as on the command line."""
-    lines = arguments.specs.read_text().split("\n") if arguments.specs else [*PLAIN, *HADAMARD, *AROUND]
+    files = [file.read_text(encoding="utf-8").split("\n") for file in arguments.specs] or [[*PLAIN, *HADAMARD, *AROUND]]
     found: list[tuple[argparse.Namespace, list[str]]] = [(arguments, [])]
-    for line in (line.strip() for line in lines):
+    for line in (line.strip() for lines in files for line in lines):
         if line.startswith("["):
             own = _parser().parse_args(shlex.split(line.strip("[]")), namespace=_inherited(arguments, line))
             found.append((own, []))
@@ -133,57 +135,62 @@ class Measuring:
         self.stack = ExitStack()
         self.scorer = HfScorer.load(spec)
         self.stack.callback(self.scorer.close)
-        self._pools: dict[int, Fitters] = {}
         self.shape = cache_shape(self.scorer.engine.model)
         self.calibration.check_model(self.shape)
+        # Coders do not depend on the length of the windows: those of a section serve all others.
+        rotary = Rotary(self.scorer.engine.model, arguments.calibration_length)
+        self.bench = Bench(self.shape, rotary, self.calibration)
+        self.pool: Fitters = self.stack.enter_context(fitters(self.bench, arguments.jobs))
+        self._begun: dict[str, Any] = {}
+        self._coders: dict[str, Any] = {}
 
-    def section(self, arguments: argparse.Namespace, lines: list[str]) -> None:
-        """Measure the SPECs of a section on each of its texts, as far as the time goes."""
-        pool = self._fitters(arguments)
-        bench = pool.bench
-        texts = [self._text(arguments, bench, source) for source in arguments.text]
-        specs = [str(parse_spec(line)) for line in lines]
-        todo = [s for s in specs if any(self._row(arguments, t, s) is None for t in texts)]
-        pending: dict[str, Any] = {}
-        for number, codec in enumerate(todo):
-            # Some ahead: fitting goes on while this one is scored.
-            for ahead in todo[number : number + 1 + arguments.jobs]:
-                if ahead not in pending:
-                    pending[ahead] = pool.start(parse_spec(ahead), range(self.shape.layers))
-            coders = pending[codec]()
+    def fit_ahead(self, specs: list[str]) -> None:
+        """Let other processes begin with all codecs, in their order."""
+        for spec in specs if self.pool.pool else ():
+            self._begin(str(parse_spec(spec)))
+
+    def _begin(self, codec: str) -> Any:
+        if codec not in self._begun:
+            self._begun[codec] = self.pool.start(parse_spec(codec), range(self.shape.layers))
+        return self._begun[codec]
+
+    def coders(self, codec: str) -> Any:
+        """The coders of all layers, fitted once."""
+        if codec not in self._coders:
+            self._coders[codec] = self._begin(codec)()
+        return self._coders[codec]
+
+    def section(self, arguments: argparse.Namespace, specs: list[str]) -> None:
+        """Measure the SPECs of a section on each of its texts, as far as time and the model's positions go."""
+        positions = getattr(
+            self.scorer.engine.model.config.get_text_config(), "max_position_embeddings", arguments.length
+        )
+        arguments.length = min(arguments.length, positions)
+        texts = [self._text(arguments, source) for source in arguments.text]
+        for codec in specs:
             for text in texts:
                 if time.monotonic() > arguments.ends:
                     print("out of time")
                     return
                 if self._row(arguments, text, codec) is None:
-                    self._measure(arguments, text, codec, coders)
+                    self._measure(arguments, text, codec)
         for text in texts if arguments.choose else ():
             rows = [row for s in specs if (row := self._row(arguments, text, s))]
             accepted = [row for row in rows if row["grade"] == "ACCEPT"]
             if accepted and len(rows) == len(specs) and time.monotonic() < arguments.ends:
                 best = max(accepted, key=lambda row: row["bytes"]["ratio"])["codec"]
                 if self._row(arguments, text, best, fresh=True) is None:
-                    recipe = parse_spec(best)
-                    coders = bench.fit_all(lambda _, stream, recipe=recipe: recipe.of(stream))  # type: ignore[misc]
-                    self._measure(arguments, text, best, coders, chosen_from=specs)
+                    self._measure(arguments, text, best, chosen_from=specs)
 
-    def _fitters(self, arguments: argparse.Namespace) -> Fitters:
-        """Processes that fit codecs for windows of one length; they are kept, as starting them takes a while."""
-        if arguments.length not in self._pools:
-            rotary = Rotary(self.scorer.engine.model, arguments.length)
-            bench = Bench(self.shape, rotary, self.calibration)
-            self._pools[arguments.length] = self.stack.enter_context(fitters(bench, arguments.jobs))
-        return self._pools[arguments.length]
-
-    def _text(self, arguments: argparse.Namespace, bench: Bench, source: str) -> Text:
+    def _text(self, arguments: argparse.Namespace, source: str) -> Text:
         name, path = _evaluated(arguments, source)
         count = arguments.windows + arguments.choose
         plan = Plan(self.spec, (self.spec,), text=(path,), windows=count, length=arguments.length)
         windows, facts = plan_windows(plan, self.scorer.tokenizer)
         if seen := _seen(arguments, facts):
-            plan = replace(plan, windows=arguments.windows + len(seen))
+            plan = replace(plan, windows=count + len(seen))
             windows, facts = plan_windows(plan, self.scorer.tokenizer)
-            kept = [i for i, place in enumerate(facts["places"]) if place not in seen][: arguments.windows]
+            kept = [i for i, place in enumerate(facts["places"]) if place not in seen][:count]
             windows = [windows[i] for i in kept]
             facts = {**facts, "places": [facts["places"][i] for i in kept], "unseen": True}
         self.calibration.check_text(facts, windows)
@@ -192,7 +199,7 @@ class Measuring:
         apart = {int((i + 0.5) * step) for i in range(arguments.choose)}
         labs = [
             Lab(
-                self.scorer, self.spec, part, Mode(arguments.mode), arguments.batch, bench=bench, about=self.digest,
+                self.scorer, self.spec, part, Mode(arguments.mode), arguments.batch, bench=self.bench, about=self.digest,
                 scored_from=arguments.length - arguments.scored + 1 if arguments.scored else None,
                 block=arguments.block, progress=show,
             )
@@ -204,16 +211,16 @@ class Measuring:
         return Text(name, labs[0], labs[1], facts)
 
     def _row(self, arguments: argparse.Namespace, text: Text, codec: str, fresh: bool = False) -> Any:
-        key = _key(arguments, text.name, codec, fresh)
+        key = _key(arguments, text, codec, fresh)
         return next((row for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())), None)
 
     def _measure(
-        self, arguments: argparse.Namespace, text: Text, codec: str, coders: Any, chosen_from: list[str] | None = None
+        self, arguments: argparse.Namespace, text: Text, codec: str, chosen_from: list[str] | None = None
     ) -> None:
         lab = text.fresh if chosen_from and text.fresh else text.lab
         try:
             measured = lab.measure(
-                codec, coders=lambda: coders, table_tokens=32_768, measure_windows=arguments.measured
+                codec, coders=lambda: self.coders(codec), table_tokens=32_768, measure_windows=arguments.measured
             )
         except AssayError as error:  # such as streams that do not give back what attention read
             print(f"{text.name} {arguments.length} {codec}: left out, {error}", flush=True)
@@ -226,7 +233,7 @@ class Measuring:
             "grade", "dppl_pct", "kld", "top1_pct", "tokens", "windows", "clusters", "windows_needed", "ppl_reference",
         )  # fmt: skip
         row = {
-            **_key(arguments, text.name, codec, chosen_from is not None),
+            **_key(arguments, text, codec, chosen_from is not None),
             "bytes": measured.bytes.to_json(),
             **{k: figures[k] for k in named},
             "characters_per_token": text.facts["characters_per_token"],
@@ -238,7 +245,8 @@ class Measuring:
         }
         self.document["rows"].append(row)
         self.document |= {"model": arguments.model, "machine": machine()}
-        self.document.setdefault("texts", {})[f"{text.name} {arguments.length}"] = text.facts
+        about = f"{text.name} {arguments.length}, {len(text.facts['places'])} windows"
+        self.document.setdefault("texts", {})[about] = text.facts
         self.document.setdefault("calibrations", {})[arguments.calibration_name] = {
             k: self.calibration.provenance[k] for k in ("text", "samples", "sensitivity_windows")
         }
@@ -247,11 +255,18 @@ class Measuring:
 
 
 def _seen(arguments: argparse.Namespace, facts: dict[str, Any]) -> set[int]:
-    """Places of all windows of this text and this length that the rows of the `--unseen` files have seen."""
-    documents = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.unseen]
-    same = ("sha256", "windows_available")
-    found = [t for d in documents for t in d["texts"].values() if all(t[k] == facts[k] for k in same)]
-    return {place for text in found for place in text["places"]}
+    """Places of all windows of this text and this length that the rows of the `--unseen` files have seen.
+
+    Files of version 0.1.0 do not tell places: their windows are the first ones.
+    """
+    seen: set[int] = set()
+    for path in arguments.unseen:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        first = range(max(row["windows"] for row in document["rows"]))
+        for text in document["texts"].values():
+            if all(text[k] == facts[k] for k in ("sha256", "windows_available")):
+                seen |= set(text.get("places", first))
+    return seen
 
 
 def apart(engagement: Engagement) -> float:
@@ -260,16 +275,16 @@ def apart(engagement: Engagement) -> float:
     return max((sum(w.apart for w in f) / max(1e-30, sum(w.error for w in f)) for f in facts), default=0.0)
 
 
-def _key(arguments: argparse.Namespace, text: str, codec: str, fresh: bool) -> dict[str, Any]:
+def _key(arguments: argparse.Namespace, text: Text, codec: str, fresh: bool) -> dict[str, Any]:
     return {
         "codec": codec,
         "mode": arguments.mode,
-        "text": text,
+        "text": text.name,
         "length": arguments.length,
         "calibration": arguments.calibration_name,
         "dtype": arguments.dtype,
         "block": arguments.block,
-        "fresh": fresh or bool(arguments.unseen),
+        "fresh": fresh or (text.facts.get("unseen", False) and not arguments.choose),
     }
 
 
@@ -297,7 +312,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=16)
     add("--block", type=int, default=1, help="tokens that are fed together")
     add("--measured", type=int, default=12, help="windows whose streams are encoded")
-    add("--specs", type=Path, help="file with one SPEC a line, in place of the built-in list")
+    add(
+        "--specs",
+        type=Path,
+        action="append",
+        default=[],
+        help="files with one SPEC a line, in place of the built-in list",
+    )
     add("--minutes", type=float, default=1e9, help="begin no further row after so long")
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")

@@ -122,6 +122,10 @@ def core() -> Iterator[Row]:
     for ratio in RATIOS:
         yield Row(f"decode vr={ratio}", recipe(ratio), mode="decode")
         yield Row(f"snapshot vr={ratio}", recipe(ratio), mode="snapshot")
+
+
+def norms() -> Iterator[Row]:
+    """The recipe without Q-preconditioning, and without the norm of its residuals."""
     for ratio in RATIOS:
         yield Row(f"joint vr={ratio} q=off norm=lost", recipe(ratio, q=False, lost=True), size=True)
         yield Row(f"joint vr={ratio} q=off", recipe(ratio, q=False), size=True)
@@ -242,6 +246,7 @@ def read_alone(subject: Subject) -> Iterator[Row]:
 STAGES: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "core": lambda _: core(),
     "cells": cells,
+    "norms": lambda _: norms(),
     "noise": lambda _: noise(),
     "layers": lambda subject: layers(subject, 0.95),
     "boundary": lambda subject: (row for ratio in (0.95, 1.0) for row in boundary(subject, ratio)),
@@ -251,8 +256,8 @@ STAGES: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "keys": read_alone,
 }
 DEFAULT = {
-    "hf": "core,noise,layers,boundary,hottest,precond,keys,layers1",
-    "vllm": "core,noise,layers,boundary,hottest",
+    "hf": "core,norms,noise,layers,boundary,hottest,precond,keys,layers1",
+    "vllm": "core,norms,noise,layers,boundary,hottest",
 }
 
 
