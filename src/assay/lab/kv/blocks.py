@@ -19,7 +19,7 @@ import hashlib
 import json
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -423,9 +423,9 @@ class BlockCodec:
 
     # Decoding.
 
-    def check(self, data: bytes, key: bytes | None = None) -> Header:
+    def check(self, data: bytes | memoryview, key: bytes | None = None) -> Header:
         """The header of a block whose checksum holds; BlockRefused with the reason for any other."""
-        if len(data) < _HEAD.size or data[:4] != MAGIC:
+        if len(data) < _HEAD.size or bytes(data[:4]) != MAGIC:
             raise BlockDamaged(f"{len(data)} bytes are no stored block")
         (_, version, kind, _, tables, own, first, tokens, exact, layers, heads, width, _, size, check) = (
             _HEAD.unpack_from(data)
@@ -456,6 +456,10 @@ class BlockCodec:
             ):
                 return Header(_TYPES[kind], own, first, tokens, exact, sizes, start)
         raise BlockDamaged("the header of a block contradicts itself")
+
+    def decode_groups(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> Iterator[torch.Tensor]:
+        """What `decode` gives, in parts that an engine can take while the next ones are decoded: here all at once."""
+        yield self.decode(blocks, keys)
 
     @torch.inference_mode(False)  # type: ignore[untyped-decorator]
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
@@ -558,7 +562,12 @@ def block_bytes(data: bytes) -> int:
     return int(_HEAD.unpack_from(data)[-2]) if len(data) >= _HEAD.size and data[:4] == MAGIC else 0
 
 
-def _checksum(front: bytes, body: bytes | memoryview) -> bytes:
+def block_tokens(data: bytes) -> int:
+    """How many tokens a block has by its header, which nobody has checked; 0 where there is none."""
+    return int(_HEAD.unpack_from(data)[7]) if len(data) >= _HEAD.size and data[:4] == MAGIC else 0
+
+
+def _checksum(front: bytes | memoryview, body: bytes | memoryview) -> bytes:
     found = hashlib.blake2b(front, digest_size=_CHECK)
     found.update(body)
     return found.digest()

@@ -271,7 +271,7 @@ def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyp
             k = np.float32(row[t])
             size = abs(k)
             gap = one if size == 1 else more
-            value = k - np.copysign(gap, k)
+            value = k - gap if k > 0 else k + gap
             found[t] = np.float32(0) if size == 0 else value * times
             top = max(top, row[t])
         if top == ESCAPE:

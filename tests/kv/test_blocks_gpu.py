@@ -1,0 +1,84 @@
+"""Blocks decoded by the kernels: coefficients bit by bit as on the CPU, on a GPU or in Triton's interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+pytest.importorskip("numba")
+
+from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables
+from kv.tier_samples import WIDTH, drawn, sample, turned
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RANK = 7
+"""Coefficients of a stream where the interpreter takes a hundredth of a second for each."""
+
+
+def small_tables() -> BlockTables:
+    """Of the first layer alone, with the first few coefficients; the first of them under a law that has low bits."""
+    whole = sample().tables
+    tensors = {n: t for n, t in whole.tensors.items() if n.startswith("0.")} | {"inv_freq": whole.tensors["inv_freq"]}
+    for stream in "kv":
+        for name, axis in (
+            ("synthesis", 0),
+            ("synthesis_scale", 0),
+            ("analysis", 1),
+            ("inner.laws", 1),
+            ("inner.shrink", 1),
+        ):
+            table = tensors[f"0.{stream}.{name}"]
+            tensors[f"0.{stream}.{name}"] = np.ascontiguousarray(np.take(table, np.arange(RANK), axis=axis))
+        tensors[f"0.{stream}.inner.laws"][:, 0] = 71
+    return BlockTables(replace(whole.facts, layers=1), tensors)
+
+
+def samples(cpu: BlockCodec, lengths: tuple[int, ...]) -> list[bytes]:
+    """Blocks one after the other, with coefficients of all sizes and escapes among them."""
+    plain, data, first = drawn(sum(lengths), 6)[:1], [], 0
+    plain[0, 0, 6] = 400.0
+    plain[0, 1, ::3] *= 40
+    for i, tokens in enumerate(lengths):
+        x = turned(cpu, plain[:, :, first : first + tokens], first).bfloat16()
+        data.append(cpu.encode(x, first=first, key=bytes([i] * 32)))
+        first += tokens
+    return data
+
+
+@pytest.mark.parametrize("merged", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_the_kernels_find_the_coefficients_of_the_cpu_bit_by_bit(merged: bool) -> None:
+    from assay.lab.kv.blocks_gpu import GpuBlockCodec
+
+    cpu = BlockCodec(small_tables(), 1)
+    gpu = GpuBlockCodec(cpu.tables, DEVICE, 2, group=32)
+    gpu.settings |= {"sections": 4, "merged": merged}
+    data = samples(cpu, (9, 1, 4))
+    keys = [bytes([i] * 32) for i in range(3)]
+    found, wanted = gpu.decode(data, keys).cpu(), cpu.decode(data)
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    assert torch.equal(found[:, :, :4], wanted[:, :, :4])
+    assert (found.float() - wanted.float()).square().mean() < 2e-5 * wanted.float().square().mean()
+    inputs = gpu._slots[0].inputs.view(torch.int16).cpu().numpy().view(np.uint16)
+    column = escapes = 0
+    for block in data:
+        head = cpu.check(block)
+        at, tokens = head.exact_at + 2 * head.exact * WIDTH * 2, head.tokens - head.exact
+        for i, (size, stream) in enumerate(zip(head.sizes, cpu._streams.values(), strict=True)):
+            exact = np.empty((stream.rank, tokens), np.uint16)
+            section = memoryview(block)[at : at + size]
+            cpu._read(stream, section, tokens, exact, 0)
+            escapes += int(np.frombuffer(section, "<u4", 1)[0])
+            at += size
+            assert (inputs[gpu._rows[i] : gpu._rows[i] + stream.rank, column : column + tokens] == exact).all()
+        column += (tokens + 3) // 4 * 4
+    assert escapes > 0
+    # A block is refused before anything is launched; a forged checksum of a stream that no encoder wrote afterwards.
+    with pytest.raises(BlockDamaged, match="checksum"):
+        gpu.decode([data[0][:-3] + b"\0\0\0"])
+    gpu.check = lambda block, key=None: cpu.check(data[2])  # type: ignore[method-assign]
+    with pytest.raises(BlockDamaged, match="no code of its tables"):
+        gpu.decode([data[2][:-2] + bytes([data[2][-2] ^ 1, data[2][-1]])])
