@@ -13,7 +13,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,12 @@ from assay.engines.hf.spec import parse_spec
 from assay.errors import UsageError
 from assay.lab.heads.model import Head, RmsNorm, batches, observe, padded, read_head, target_facts
 from assay.lab.heads.train import (
-    CHUNK,
     HELD_OUT,
     Acceptance,
+    Write,
     Written,
     accepted,
+    chunk_of,
     percent,
     prompts,
     ratio,
@@ -41,6 +42,7 @@ from assay.lab.heads.train import (
     written,
 )
 from assay.lab.options import HeadTryPlan
+from assay.lab.quant.gptq import gptq_model
 from assay.lab.quant.scalar import (
     Rotation,
     gaussian_levels,
@@ -75,6 +77,10 @@ WEIGHTS: Mapping[str, Change] = {
     "int2-g32": lambda w: quantise_dequantise(w, 2, 32),
 }
 """Formats of weights. The last two are controls: targets that are broken themselves."""
+CALIBRATED: Mapping[str, tuple[int, int]] = {"gptq4-g32": (4, 32), "gptq4-g128": (4, 128), "gptq3-g128": (3, 128)}
+"""GPTQ with its bits and group, on text of the target's own."""
+CALIBRATION = 64
+"""Prompts whose answers GPTQ is calibrated on; none of them is held out."""
 
 
 def _fp8(x: torch.Tensor) -> torch.Tensor:
@@ -106,7 +112,7 @@ CACHES: Mapping[str, Change] = {
 }  # fmt: skip
 """What a KV cache makes of keys (after RoPE) and values [B, heads, T, D]."""
 TARGETS = (
-    "bf16", *WEIGHTS, *(f"bf16+kv-{name}" for name in CACHES), "fp8+kv-fp8", "int4-g128+kv-fp8",
+    "bf16", *WEIGHTS, *CALIBRATED, *(f"bf16+kv-{name}" for name in CACHES), "fp8+kv-fp8", "int4-g128+kv-fp8",
 )  # fmt: skip
 _READING: list[Change | None] = [None]
 
@@ -118,20 +124,22 @@ def _attention(module: Any, query: Any, key: Any, value: Any, *rest: Any, **more
 
 
 @contextmanager
-def changed(target: Any, name: str) -> Iterator[None]:
+def changed(target: Any, name: str, texts: Callable[[], Sequence[list[int]]] = list) -> Iterator[None]:
     """The target with the weights and the cache of `name`, such as int4-g128+kv-fp8; as it was after it.
 
-    UsageError for an unknown name.
+    `texts` gives the token ids that GPTQ is calibrated on. UsageError for an unknown name.
     """
     weights, _, cache = name.partition("+kv-")
-    if weights not in {"bf16", *WEIGHTS} or (cache and cache not in CACHES):
+    if weights not in {"bf16", *WEIGHTS, *CALIBRATED} or (cache and cache not in CACHES):
         raise UsageError(f"unknown target {name!r}", remedy=", ".join(TARGETS), finding_id="speculation.usage")
     kept = {n: p.detach().clone() for n, p in target.named_parameters()} if weights != "bf16" else {}
     before = target.config._attn_implementation
     AttentionInterface.register("assay_read", _attention)
     AttentionMaskInterface.register("assay_read", sdpa_mask)
     try:
-        if weights != "bf16":
+        if weights in CALIBRATED:
+            gptq_model(target, texts(), *CALIBRATED[weights])
+        elif weights != "bf16":
             replace_weights(target, WEIGHTS[weights], lambda w: 0)
         if cache:
             _READING[0] = CACHES[cache]
@@ -145,6 +153,12 @@ def changed(target: Any, name: str) -> Iterator[None]:
             for n, p in target.named_parameters():
                 if n in kept:
                     p.copy_(kept[n])
+
+
+def calibration_texts(every: Sequence[tuple[str, list[int]]], write: Write, tokens: int) -> list[list[int]]:
+    """Prompts that are not held out, with the greedy answers of the unchanged target."""
+    asked = every[1::HELD_OUT][:CALIBRATION]
+    return [t.ids for t in written(asked, write, tokens, (0.0,), None, chunk=CALIBRATION)]
 
 
 # States of a head.
@@ -292,10 +306,15 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
         head = head.to(target.device).eval()
         if target.dtype == torch.bfloat16:
             head = head.to(torch.bfloat16)
-        asked = [p for i, p in enumerate(prompts(tokenizer, plan.prompts, plan.text, plan.seed)) if i % HELD_OUT == 0]
-        asked = asked[: plan.texts]
+        every = prompts(tokenizer, plan.prompts, plan.text, plan.seed)
+        asked = every[::HELD_OUT][: plan.texts]
         own = with_transformers(target, tokenizer)
-        chunk = CHUNK.get(target.device.type, 64)
+
+        @cache
+        def calibration() -> list[list[int]]:
+            return calibration_texts(every, own, plan.tokens)
+
+        chunk = chunk_of(target)
         reference: dict[float, tuple[list[Written], list[torch.Tensor]]] = {}
         for name in targets:
             for temperature in plan.temperatures:
@@ -308,7 +327,7 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
                     texts = written(asked, own, plan.tokens, (temperature,), None, chunk=chunk)
                     reference[temperature] = (texts, last_states(target, texts, plan.batch_tokens))
                 on, before = reference[temperature]
-                with changed(target, name):
+                with changed(target, name, calibration):
                     texts = on if name == "bf16" else written(
                         asked, own, plan.tokens, (temperature,), None, chunk=chunk
                     )  # fmt: skip

@@ -319,7 +319,7 @@ def _texts(
     asked = prompts(tokenizer, plan.prompts, plan.text, plan.seed)
     apart = [p for i, p in enumerate(asked) if i % HELD_OUT == 0]
     rest = [p for i, p in enumerate(asked) if i % HELD_OUT]
-    write, chunk = with_transformers(target, tokenizer), CHUNK.get(target.device.type, 64)
+    write, chunk = with_transformers(target, tokenizer), chunk_of(target)
     if plan.python:
         ends = end_ids(target, tokenizer)
         write, chunk = with_vllm(Path(plan.python), model, ends), -(-len(rest) // len(TEMPERATURES))
@@ -427,8 +427,14 @@ HELD_OUT = 15
 """One prompt of so many is held out; kinds take turns of four, so that all of them are."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 """Texts take turns: greedy text is what greedy decoding meets, sampled text leaves the beaten path."""
-CHUNK = {"cpu": 64, "cuda": 2048}
-"""Texts that are written, and kept, at once, by device."""
+
+
+def chunk_of(target: Any) -> int:
+    """Texts that are written, and kept, at once: one for each 36 MB of a GPU, which a model of 7B needs for 500 tokens."""
+    if target.device.type != "cuda":
+        return 64
+    return max(64, min(4096, torch.cuda.get_device_properties(target.device).total_memory // 36_000_000))
+
 
 _ASKED = """Explain {} to a beginner.|What is {}, and why does it matter?|Write a short story about {}.|
 List five facts about {}.|Give me three tips about {}.|Summarise the history of {} in one paragraph.|Write a poem about {}.|
