@@ -57,6 +57,46 @@ def test_exit_codes(
     assert ("error" in [f["severity"] for f in out["findings"]]) == (code == 1)
 
 
+SAMPLED = lines.vllm_v1([8440, 3600, 1600, 800], 20_000)  # a sound head, greedy drafts, temperature 0.7
+DEFAULTS = "INFO Default vLLM sampling parameters have been overridden by the model's `generation_config.json`: `{'temperature': 0.6, 'top_p': 0.9}`"
+
+
+def test_a_head_that_works_is_not_accused_of_what_sampling_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = spec(capsys, log(tmp_path, SAMPLED))
+    (found,) = [f for f in out["findings"] if f["severity"] == "error"]
+    assert (code, out["results"]["health"], found["id"]) == (1, "degraded", "speculation.low_acceptance")
+    assert "works" in found["title"] and found["causes"][0].startswith("the text is sampled")
+    # The temperature that a log names comes first among the causes, and is not held against the run.
+    _, out = spec(capsys, log(tmp_path, DEFAULTS, SAMPLED))
+    (found,) = [f for f in out["findings"] if f["severity"] == "error"]
+    assert "temperature 0.6" in found["causes"][0] and out["results"]["health"] == "degraded"
+
+
+@pytest.mark.parametrize(
+    ("temperature", "counts", "health"),
+    [
+        ("0.7", [8440, 3600, 1600, 800], "healthy"),
+        ("0", [8440, 3600, 1600, 800], "degraded"),
+        ("0.7", [6000, 2200, 900, 300], "degraded"),  # 30 %: less than any sound head there
+        ("0.7", [2400, 500, 100, 20], "degraded"),
+        ("0.7", [0, 0, 0, 0], "broken"),
+    ],
+)
+def test_with_its_temperature_a_run_is_judged_by_what_sound_heads_reach_there(
+    temperature: str, counts: list[int], health: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = lines.vllm_v1(counts, 20_000)
+    _, out = spec(capsys, log(tmp_path, row), "--temperature", temperature)
+    assert (out["results"]["health"], out["results"]["temperature"]) == (health, float(temperature))
+    found = [f for f in out["findings"] if f["severity"] == "error"]
+    if counts[0] == 6000:
+        assert "at temperature 0.7" in found[0]["title"] and "sampled" not in found[0]["causes"][0]
+    if counts[0] == 2400:
+        assert found[0]["id"] == "speculation.head_diverged"
+
+
 def test_record_has_the_promised_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out = spec(capsys, log(tmp_path, lines.vllm_v1([80, 50], 100), lines.vllm_v1([70, 50], 100)))
     record = out["results"]["record"]

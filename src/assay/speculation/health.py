@@ -257,11 +257,23 @@ class Assessment:
         }
 
 
-def assess(evidence: Evidence) -> Assessment:
-    """Judge a source: its totals first, then what totals hide (a dead engine, a collapse, impossible extremes)."""
-    whole = judge(evidence.record, evidence.windows, evidence.lifetime)
+SAMPLED_LOSS = 0.4
+"""Share of its greedy acceptance that a sound head of greedy drafts loses at temperature 1 (docs/heads.md: 0.28 at 0.7)."""
+
+
+def sampled_share(temperature: float | None) -> float:
+    """What sampling at a temperature leaves of the acceptance of greedy text; 1 where the temperature is not known."""
+    return 1 - SAMPLED_LOSS * min(max(temperature or 0.0, 0.0), 1.0)
+
+
+def assess(evidence: Evidence, share: float = 1.0) -> Assessment:
+    """Judge a source: its totals first, then what totals hide (a dead engine, a collapse, impossible extremes).
+
+    `share` scales what a healthy head must reach: `sampled_share` of the traffic's temperature.
+    """
+    whole = judge(evidence.record, evidence.windows, evidence.lifetime, share)
     engines = {
-        name: judge(record, [w for w in evidence.windows if (w.replica or "other") == name])
+        name: judge(record, [w for w in evidence.windows if (w.replica or "other") == name], share=share)
         for name, record in evidence.per_engine.items()
     }
     collapse = find_collapse(evidence.windows)
@@ -273,13 +285,15 @@ def assess(evidence: Evidence) -> Assessment:
     elif dead and health is not Health.BROKEN:
         health, reason = Health.DEGRADED, f"{len(dead)} of {len(engines)} engines are dead: {', '.join(dead)}"
     elif collapse is not None and not health.bad:
-        late = judge_rate(collapse.after)
+        late = judge_rate(collapse.after, share)
         if late.bad:
             health, reason = Health.DEGRADED, f"acceptance fell to {collapse.after.percent()} within the run"
     return replace(whole, health=health, reason=reason, per_engine=engines, collapse=collapse, all_or_nothing=extremes)
 
 
-def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record | None = None) -> Assessment:
+def judge(
+    record: Record, windows: Sequence[Observation] = (), lifetime: Record | None = None, share: float = 1.0
+) -> Assessment:
     """Judge one record. `windows` are its clusters; they widen the intervals where they disagree.
 
     Position 0 is taken from the counters since start (`lifetime`) where the record itself does not know it.
@@ -287,7 +301,7 @@ def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record 
     if record.nothing_drafted:
         return Assessment(Health.OFF, "nothing was drafted", "nothing")
     if not record.counts:
-        return _judge_values(record)
+        return _judge_values(record, share)
     clusters = _clusters(windows, record.positions is not None)
     effect = design_effect(clusters)
     positions = tuple(proportion(a, n, effect) for a, n in record.positions or () if n)
@@ -302,13 +316,13 @@ def judge(record: Record, windows: Sequence[Observation] = (), lifetime: Record 
     elif pooled is not None and pooled.n < MIN_DRAFT_TOKENS:
         reason = f"only {pooled.n} tokens were drafted"
     elif first is not None:
-        health, reason = _by_first_position(first, length)
+        health, reason = _by_first_position(first, length, share)
         if health is Health.DEGRADED and _at_chance(record, first, pooled):
             health = Health.BROKEN
     elif pooled is not None:
-        health, reason = _by_everything(record, pooled, length)
+        health, reason = _by_everything(record, pooled, length, share)
     elif length is not None and not record.partial and (record.drafts or 0) >= MIN_DRAFT_TOKENS:
-        return _judge_values(record)
+        return _judge_values(record, share)
     else:
         reason, basis = "the source does not hold what a rate needs", "nothing"
     found = Assessment(health, reason, basis, first or pooled, length, positions, pooled, effect)
@@ -392,42 +406,48 @@ def _at_chance(record: Record, first: Rate, pooled: Rate | None) -> bool:
     return head_evidence(record).state is HeadState.NOISE
 
 
-def judge_rate(rate: Rate) -> Health:
+def judge_rate(rate: Rate, share: float = 1.0) -> Health:
     """Judge the interval of one acceptance rate by itself."""
     if rate.value < BROKEN_RATE and rate.hi < BROKEN_UPPER:
         return Health.BROKEN
-    if rate.hi < DEGRADED_UPPER:
+    if rate.hi < DEGRADED_UPPER * share:
         return Health.DEGRADED
-    return Health.HEALTHY if rate.lo >= DEGRADED_UPPER else Health.INSUFFICIENT
+    return Health.HEALTHY if rate.lo >= DEGRADED_UPPER * share else Health.INSUFFICIENT
 
 
-def _by_first_position(first: Rate, length: float | None) -> tuple[Health, str]:
-    health = judge_rate(first)
+def least_length(share: float) -> float:
+    """Tokens that a step must emit."""
+    return 1 + (MIN_TOKENS_PER_STEP - 1) * share
+
+
+def _by_first_position(first: Rate, length: float | None, share: float) -> tuple[Health, str]:
+    health = judge_rate(first, share)
     text = f"position 0 is accepted in {first.percent()}"
-    if health is not Health.BROKEN and length is not None and length < MIN_TOKENS_PER_STEP:
+    if health is not Health.BROKEN and length is not None and length < least_length(share):
         return Health.DEGRADED, f"{text} and a step emits {length:.2f} tokens"
     return health, text
 
 
-def _by_everything(record: Record, pooled: Rate, length: float | None) -> tuple[Health, str]:
+def _by_everything(record: Record, pooled: Rate, length: float | None, share: float) -> tuple[Health, str]:
     """Position 0 is not known: it lies between the pooled rate and accepted per draft."""
     text = f"{pooled.percent()} of all draft tokens are accepted"
     if length is not None:
         text += f", {length:.2f} tokens a step"
-    helpful = length is not None and length >= MIN_TOKENS_PER_STEP
+    least = least_length(share)
+    helpful = length is not None and length >= least
     if pooled.value < BROKEN_RATE and pooled.hi < BROKEN_UPPER and not helpful:
         return Health.BROKEN, text
     if length is None:
-        health = judge_rate(pooled)
+        health = judge_rate(pooled, share)
         return health, text
-    if length < MIN_TOKENS_PER_STEP:
+    if length < least:
         # Derived from the reply, whose steps need not all have drafted (n-grams), the length is only a lower bound.
         bound = record.mean_acceptance_length is None and record.generated is not None
-        return judge_rate(pooled) if bound else Health.DEGRADED, text
+        return judge_rate(pooled, share) if bound else Health.DEGRADED, text
     # The lower bound of the rate must still mean a helpful step, and exclude a dead head.
     lower = _length_at(record, pooled.lo, length)
-    enough = pooled.lo >= BROKEN_UPPER and lower >= MIN_TOKENS_PER_STEP
-    return (Health.HEALTHY if enough or pooled.lo >= DEGRADED_UPPER else Health.INSUFFICIENT), text
+    enough = pooled.lo >= BROKEN_UPPER and lower >= least
+    return (Health.HEALTHY if enough or pooled.lo >= DEGRADED_UPPER * share else Health.INSUFFICIENT), text
 
 
 def _length_at(record: Record, rate: float, length: float) -> float:
@@ -441,7 +461,7 @@ def _length_at(record: Record, rate: float, length: float) -> float:
     return 1 + (length - 1) * rate / observed
 
 
-def _judge_values(record: Record) -> Assessment:
+def _judge_values(record: Record, share: float) -> Assessment:
     """Printed values without counts are taken as they are."""
     first = record.per_position[0] if record.per_position else None
     rate, length = record.acceptance_rate, record.tokens_per_step
@@ -453,7 +473,7 @@ def _judge_values(record: Record) -> Assessment:
         parts.append(f"a step emits {length:.2f} tokens")
     reason = (" and ".join(parts) or "only a multiplier is printed") + " (printed, without counts)"
     health = Health.HEALTHY
-    short = length is not None and length < MIN_TOKENS_PER_STEP
+    short = length is not None and length < least_length(share)
     if signal is None:
         if length is None:
             health = Health.INSUFFICIENT
@@ -461,7 +481,7 @@ def _judge_values(record: Record) -> Assessment:
             health = Health.BROKEN if length < BROKEN_TOKENS_PER_STEP else Health.DEGRADED
     elif signal < BROKEN_RATE and (short or length is None):
         health = Health.BROKEN
-    elif short or (signal < DEGRADED_UPPER and (first is not None or length is None)):
+    elif short or (signal < DEGRADED_UPPER * share and (first is not None or length is None)):
         health = Health.DEGRADED
     return Assessment(health, reason, "printed values", tokens_per_step=length)
 

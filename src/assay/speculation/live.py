@@ -503,9 +503,17 @@ def measure(
         texts = [PROMPTS[i % len(PROMPTS)] for i in range(prompts)]
         first, second, again = ([e.complete(text, GREEDY_TOKENS, 0.0, 0) for text in texts] for e in (on, off, off))
         drawn = [_sampled(e, samples) for e in (on, off)]
-    noise = noise_of([*zip(first, second, strict=True), *zip(again, second, strict=True)])
-    partings = tuple(part(a, b, noise) for a, b in zip(first, second, strict=True))
-    own = sum(part(a, b, noise).at is not None for a, b in zip(again, second, strict=True))
+    return judge_texts(first, second, again, (drawn[0], drawn[1]))
+
+
+def judge_texts(
+    on: Sequence[Tokens], off: Sequence[Tokens], again: Sequence[Tokens], drawn: tuple[Sequence[tuple[str, ...]], ...]
+) -> Lossless:
+    """Greedy texts with speculation, without, and without once more; `drawn` are sampled texts (with, without)."""
+    noise = noise_of([*zip(on, off, strict=True), *zip(again, off, strict=True)])
+    partings = tuple(part(a, b, noise) for a, b in zip(on, off, strict=True))
+    own = sum(part(a, b, noise).at is not None for a, b in zip(again, off, strict=True))
+    samples = len(drawn[0])
     p_value = permutation_p(drawn[0], drawn[1]) if samples >= MIN_SAMPLES else None
     return Lossless(partings, own, noise, p_value, samples)
 

@@ -62,6 +62,9 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
         r"|--num[-_]speculative[-_]tokens)['\"]?[=: ]\s*(\d{1,4})\b"
     ),
     "quantization": re.compile(r"\b(quantization='?(?!None)[\w-]+)'?[,)\s]"),
+    "temperature": re.compile(
+        r"(?:default.{0,40}sampling param|SamplingParams\().{0,400}?['\"]?temperature['\"]?[:=] ?([\d.]+)", re.I
+    ),
     "kv_cache_dtype": re.compile(r"\b(kv_cache_dtype='?[\w-]+)'?[,)\s]"),
     "replies": re.compile(
         r"(Avg generation throughput: (?!0\.0 )[\d.]+ tokens/s, Running: [1-9]\d* reqs|(?<!prompt )\beval time\s{0,20}=.*"
@@ -72,7 +75,7 @@ _SPEED = re.compile(r"Avg generation throughput:\s*([\d.]+) tokens/s, Running: (
 _NEEDLES = (
     "version", "llm engine (", "build: ", "params_dict", "not initialized", "attempted to load weight", "weights missing",
     "weight missing", "same mtp layer", "overriding draft", "vocab", "speculative", "num_spec", "quantization=",
-    "kv_cache_dtype=", "mtp draft context", "draft-max", "draft-n-max",
+    "kv_cache_dtype=", "mtp draft context", "temperature", "draft-max", "draft-n-max",
 )  # fmt: skip
 _LONGEST = 8192
 """Characters of a line that are looked at; configurations are printed on lines of a few thousand."""

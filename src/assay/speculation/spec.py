@@ -31,7 +31,17 @@ from assay.speculation.benefit import (
 )
 from assay.speculation.benefit import table as prediction_table
 from assay.speculation.findings import HeadFile, Judged, examine_head, findings, quoted
-from assay.speculation.health import WORTH, Assessment, Health, Rate, assess, head_evidence, proportion, with_words
+from assay.speculation.health import (
+    WORTH,
+    Assessment,
+    Health,
+    Rate,
+    assess,
+    head_evidence,
+    proportion,
+    sampled_share,
+    with_words,
+)
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Observation, combine
 from assay.speculation.sources import grow, in_time_order, open_source
@@ -63,6 +73,9 @@ class SpecOptions(Options):
     )
     num_speculative_tokens: int | None = option(
         None, "Number of speculative tokens that was asked for; the source is checked against it.", lo=1, hi=1000
+    )
+    temperature: float | None = option(
+        None, "Temperature of the traffic: a head is accepted less often where text is sampled.", lo=0, hi=100
     )
     cost_ratio: float | None = option(
         None, "Cost of one draft token in target steps (default: measured, or 0.1).", lo=0, hi=100
@@ -183,7 +196,7 @@ def follow(
     if is_url(name):
         raise UsageError("--follow reads a log; a server is watched with --interval", finding_id="speculation.usage")
     tell = say or (lambda text: print(text, file=sys.stderr, flush=True))
-    reading = Reading()
+    reading, share = Reading(), sampled_share(options.temperature)
     interrupted = False
     health, told = None, -math.inf
     try:
@@ -193,7 +206,7 @@ def follow(
             if not fresh:
                 continue
             evidence = combine(reading.settled())
-            now = assess(evidence)
+            now = assess(evidence, share)
             if now.health is not health or clock() - told >= SAY_SECONDS:
                 health, told = now.health, clock()
                 length = evidence.record.tokens_per_step
@@ -210,13 +223,15 @@ def judge_run(run: Examined, names: Sequence[str], options: SpecOptions, base: E
     """The report of a run that was read, against a baseline where there is one."""
     clues, unread = run.reading.clues, run.reading.unread
     lines = sum(n for _, n in unread.values())
-    assessment = with_words(assess(run.evidence), run.evidence.record, {c.id for c in clues}, lines)
+    share = sampled_share(options.temperature)
+    assessment = with_words(assess(run.evidence, share), run.evidence.record, {c.id for c in clues}, lines)
     head_file = examine_head(options.model, clues) if options.model else None
     if head_file and not assessment.health.bad:
         head_file = head_file.softened()
     judged = Judged(
         run.evidence, assessment, clues, _benefit(run, assessment, base, options), _compare(run, assessment, base),
         head_file.findings if head_file else (), list(unread.values()), options.num_speculative_tokens,
+        options.temperature,
     )  # fmt: skip
     positions = [rate.value for rate in assessment.positions]
     if options.predict is not None and not positions:
@@ -285,6 +300,7 @@ def _results(judged: Judged, head_file: HeadFile | None, prediction: Prediction 
         "start_up": quoted(judged.clues),
         "unrecognised": [{"line": line, "count": n} for line, n in judged.unread[:20]],
         "collapse": a.collapse,
+        "temperature": judged.temperature,
     }
     if a.health.bad:
         results["head"] = head_evidence(record)
