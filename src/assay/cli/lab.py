@@ -197,4 +197,17 @@ def heads_try(**given: Any) -> Report:
     return run_try(HeadTryPlan.of(given), show)
 
 
-HEADS_COMMANDS = (heads_train, heads_try)
+@verb("heads pack", "assay.lab.options:HeadPackPlan", model="The head's target: hf:MODEL or a folder.")
+def heads_pack(**given: Any) -> Report:
+    """Put a head into one file with the digests of what it holds; it is trained first where the cache has none.
+
+    Exit code 0 packed, 2 could not be packed.
+    """
+    from assay.cli.progress import show
+    from assay.lab.heads.pack import run_pack
+    from assay.lab.options import HeadPackPlan
+
+    return run_pack(HeadPackPlan.of(given), show)
+
+
+HEADS_COMMANDS = (heads_train, heads_try, heads_pack)

@@ -488,3 +488,17 @@ class HeadTryPlan(Options):
     depth: int = option(4, "Drafts per step.", lo=1, hi=8)
     batch_tokens: int = option(16384, "Tokens of a batch, with padding.", lo=64)
     seed: int = _seed("Seed of the prompts.")
+
+
+@dataclass(frozen=True)
+class HeadPackPlan(Options):
+    """`assay heads pack`."""
+
+    VERB, AREA = "heads pack", "speculation"
+
+    model: str
+    _: KW_ONLY
+    head: Path | None = option(
+        None, "Folder of the head (default: heads/MODEL in the cache, trained if it is not there)."
+    )
+    out: Path | None = option(None, "The pack (default: heads/MODEL.tar.xz in the cache).")
