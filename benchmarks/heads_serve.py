@@ -1,11 +1,16 @@
-"""A trained head in a real vLLM: acceptance by position and kind of text, health by `assay spec`, and losslessness.
+"""A trained head in a real vLLM, engine after engine in one process: acceptance by position and prompt, losslessness, speed.
 
-    python benchmarks/heads_serve.py MODEL HEAD RESULTS.json --label NAME [--python PYTHON] [--off URL] [--kv-cache-dtype fp8]
-        [--temperature 0] [--head-state zeros] [--options "--gpu-memory-utilization 0.1"] [--start-lock FILE] [--serve-off SECONDS]
+    python benchmarks/heads_serve.py MODEL HEAD RESULTS.json --row bf16 --row int4-g128 --row bf16+kv-turboquant_4bit_nc --row "bf16|zeros"
+        [--off bf16,fp8] [--speed bf16 --compilation JSON] [--options '{"kv_cache_memory_bytes": 2147483648}'] [--start-lock FILE]
 
-The prompts are those that `assay heads train` held out with its default seed. They are sent four at a time, and the counters
-of /metrics are read around each four: those are the clusters of the intervals. With `--off URL` the texts are compared with
-those of a server without speculation. `--serve-off SECONDS` serves MODEL without any, prints its URL and waits.
+A row is TARGET or TARGET|HEAD, named as by `assay heads try`: what vLLM has itself (fp8 weights, KV caches in fp8 and TurboQuant)
+it does itself; other weights are rounded first and written as bf16; `kv-fp8-calibrated` has one scale a layer and stream in the
+checkpoint. The prompts are those that `assay heads train` held out. What each step of each request adds to its text is what was
+accepted, so a prompt is a cluster of the intervals; the counters of /metrics stand beside it. The log of each row is read by
+`assay spec`. Targets of `--off` are served without a head too, and the texts go through the test of `assay spec --lossless`.
+Targets of `--speed` are timed with and without a head: one request at a time, and `--batch` at once.
+
+A row that is in RESULTS is not served again, one that ended the process neither: run the same command again to go on.
 """
 
 from __future__ import annotations
@@ -13,180 +18,399 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import gc
 import json
-import re
-import shlex
+import logging
+import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assay.demo.servers import vllm_python, vllm_server
-from assay.errors import AssayError
-from assay.lab.heads.train import HELD_OUT, KINDS, prompts
+from assay.lab.heads.experiment import CALIBRATED, HEADS, WEIGHTS, calibration_texts, changed, head_state
+from assay.lab.heads.model import Walk, read_head, write_head
+from assay.lab.heads.train import HELD_OUT, KINDS, Acceptance, prompts, with_transformers
 from assay.runs import write_atomically
+from assay.speculation.live import GREEDY_TOKENS, PROMPTS, SAMPLED_TOKENS, TOP, Tokens, judge_texts
 from assay.speculation.spec import SpecOptions, examine
-from assay.stats.cluster import cluster_proportion, cluster_ratio
+from assay.stats.cluster import mean_interval
+from assay.verdict import jsonable
 
-DEPTH, FOUR = 4, 4
+DEPTH = 4
 
 
-def damaged(head: Path, state: str, folder: Path) -> Path:
-    """A copy of the head as a loader would leave it: `zeros`, or with tensors left out (`missing`, `missing-layer`)."""
-    tensors = load_file(head / "model.safetensors")
+# Heads and targets as folders.
+
+
+def damaged(head: Path, state: str, folder: Path, target: Path | None = None) -> Path:
+    """A copy of the head in a state of `assay heads try`, or with norms stored as w − 1, as a loader would leave it."""
     shutil.copytree(head, folder, ignore=shutil.ignore_patterns("text", "*.pt"))
+    tensors = load_file(head / "model.safetensors")
+    shift = {"norms-minus-one": -1, "wrong-norm": 1}.get(state)
     if state == "zeros":
         tensors = {n: torch.zeros_like(t) if t.is_floating_point() else t for n, t in tensors.items()}
-    elif state == "norms-minus-one":  # as Gemma stores them, read as Llama does
-        tensors = {n: t - 1 if "norm" in n else t for n, t in tensors.items()}
+    elif shift:
+        tensors = {n: t + shift if "norm" in n else t for n, t in tensors.items()}
     elif state in ("missing", "missing-layer"):
         keep = ("d2t", "t2d") if state == "missing" else ("d2t", "t2d", "fc", "norm", "lm_head")
         tensors = {n: t for n, t in tensors.items() if n.startswith(keep)}
+    elif state == "embedding-swapped" and target is not None:
+        weight = next(
+            t
+            for f in target.glob("*.safetensors")
+            for n, t in load_file(f).items()
+            if n.endswith("embed_tokens.weight")
+        )
+        order = torch.randperm(len(weight), generator=torch.Generator().manual_seed(11))
+        tensors["embed_tokens.weight"] = weight[order].contiguous()
+    elif state in HEADS:
+        write_head(folder, head_state(read_head(head), state), json.loads((head / "training.json").read_text()))
+        return folder
     else:
         raise ValueError(state)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
+def served_target(model: Path, name: str, work: Path, a: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
+    """(the folder that vLLM is to serve for this target, its arguments)."""
+    weights, _, cache = name.partition("+kv-")
+    options: dict[str, Any] = {"kv_cache_dtype": cache.partition("-")[0]} if cache else {}
+    if weights == "fp8":
+        options["quantization"] = "fp8"
+    rounded = weights in (*WEIGHTS, *CALIBRATED) and weights != "fp8"
+    if not rounded and cache != "fp8-calibrated":
+        return model, options
+    folder = work / name.replace("+", "_")
+    if (folder / "config.json").exists():
+        return folder, options
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+
+    def texts() -> list[list[int]]:
+        return calibration_texts(prompts(tokenizer, a.prompts, a.text), with_transformers(target, tokenizer), a.tokens)
+
+    with changed(target, weights if rounded else "bf16", texts):
+        target.save_pretrained(folder)
+    for file in model.glob("*token*"):
+        shutil.copy(file, folder)
+    if cache == "fp8-calibrated":
+        add_scales(folder, largest(target, texts()))
+    return folder, options
+
+
+@torch.no_grad()
+def largest(target: Any, texts: Sequence[list[int]]) -> list[tuple[float, float]]:
+    """The largest key (after RoPE) and value of each layer."""
+    tops: list[tuple[float, float]] = []
+    for ids in texts:
+        held = target(torch.tensor([ids], device=target.device), use_cache=True).past_key_values.layers
+        own = [(float(x.keys.abs().max()), float(x.values.abs().max())) for x in held]
+        tops = [(max(a, c), max(b, d)) for (a, b), (c, d) in zip(tops or own, own, strict=True)]
+    return tops
+
+
+def add_scales(folder: Path, tops: Sequence[tuple[float, float]]) -> None:
+    """Scales of keys and values, as llm-compressor writes them."""
+    save_file(
+        {f"model.layers.{i}.self_attn.{n}_scale": torch.tensor([x / 448]) for i, own in enumerate(tops) for n, x in zip("kv", own, strict=True)},
+        folder / "scales.safetensors", metadata={"format": "pt"},
+    )  # fmt: skip
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {}, "ignore": ["re:.*"],
+        "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+# The engine.
+
+
+class Lines(logging.Handler):
+    """What vLLM logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"INFO 01-01 00:00:00 [{record.filename}:{record.lineno}] {record.getMessage()}")
+
+
 @contextlib.contextmanager
-def served(a: argparse.Namespace, name: str, extra: list[str]) -> Iterator[Any]:
-    """A server that starts while no other does."""
-    python = Path(a.python) if a.python else vllm_python()
-    args = [*extra, *shlex.split(a.options), "--max-num-seqs", "8"]
-    with contextlib.ExitStack() as held:
+def engine(
+    a: argparse.Namespace, folder: Path, options: dict[str, Any], head: Path | None, eager: bool = True
+) -> Iterator[tuple[Any, Lines]]:
+    """One engine in this process, and what it logged so far; nothing of it is left behind."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    heard = Lines()
+    logging.getLogger("vllm").addHandler(heard)
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH} if head else None
+    llm = None
+    try:
         with contextlib.ExitStack() as starting:
             if a.start_lock:
-                lock = starting.enter_context(Path(a.start_lock).open("w"))
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            server = held.enter_context(
-                vllm_server(Path(a.model), name=name, max_model_len=2048, extra_args=args, python=python,
-                            env={"VLLM_LOG_STATS_INTERVAL": "2"})
+                fcntl.flock(starting.enter_context(Path(a.start_lock).open("w")), fcntl.LOCK_EX)
+            llm = LLM(
+                str(folder), max_model_len=a.max_model_len, max_num_seqs=a.batch if not eager else 128, enforce_eager=eager, seed=0,
+                enable_prefix_caching=False, disable_log_stats=False, speculative_config=speculative,
+                **json.loads(a.options) | options | ({} if eager else {"compilation_config": json.loads(a.compilation)}),
             )  # fmt: skip
-        yield server
+        yield llm, heard
+    finally:
+        logging.getLogger("vllm").removeHandler(heard)
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
 
 
-def counters(client: httpx.Client) -> dict[str, float]:
-    """Steps, and accepted drafts by position."""
-    found: dict[str, float] = {}
-    for line in client.get("/metrics").text.splitlines():
-        if match := re.match(r"vllm:spec_decode_num_accepted_tokens_per_pos_total\{(.*)\} (\S+)", line):
-            position = re.search(r'position="(\d+)"', match[1])
-            found[position[1] if position else "?"] = float(match[2])
-        elif match := re.match(r"vllm:spec_decode_num_drafts_total\{.*\} (\S+)", line):
-            found["steps"] = float(match[1])
+def answers(
+    llm: Any, asked: Sequence[list[int]], tokens: int, temperature: float, seed: int = 1
+) -> list[tuple[int, list[int]]]:
+    """By prompt, all at once: tokens written, and by how many the text grew at each step after the first."""
+    from vllm import SamplingParams
+
+    core = llm.llm_engine
+    known, grown = [0] * len(asked), [[] for _ in asked]
+    for i, ids in enumerate(asked):
+        drawn = SamplingParams(
+            temperature=temperature, max_tokens=tokens, seed=seed + i if temperature else None, detokenize=False
+        )
+        core.add_request(f"{time.monotonic_ns()}-{i}", {"prompt_token_ids": ids}, drawn)
+    while core.has_unfinished_requests():
+        for out in core.step():
+            i, now = int(out.request_id.split("-")[1]), len(out.outputs[0].token_ids)
+            if now > known[i]:
+                if known[i]:
+                    grown[i].append(now - known[i])
+                known[i] = now
+    return list(zip(known, grown, strict=True))
+
+
+def acceptance(asked: Sequence[tuple[str, list[int]]], found: Sequence[tuple[int, list[int]]]) -> dict[str, Any]:
+    """As a row of `assay heads try`; the last step of a text, which its end may cut, is left out."""
+    walks = [
+        Walk(len(g) - 1, tuple(sum(n > j + 1 for n in g[:-1]) for j in range(DEPTH))) if len(g) > 1 else Walk(0, ())
+        for _, g in found
+    ]
+    by = {
+        k: Acceptance.of([w for w, (kind, _) in zip(walks, asked, strict=True) if k in ("all", kind)])
+        for k in ("all", *KINDS)
+    }
+    if by["all"] is None:
+        return {}
+    kinds = {
+        k: {"positions": [vars(p) for p in v.positions], "tokens_per_step": vars(v.tokens_per_step)}
+        for k, v in by.items()
+        if v and k != "all"
+    }
+    row: dict[str, Any] = jsonable({**vars(by["all"]), "kinds": kinds})
+    return row
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """Steps and accepted drafts by position since the engine began."""
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            found["steps"] = metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            found["counts"] = list(metric.values)
     return found
 
 
-def measure(url: str, model: str, a: argparse.Namespace) -> dict[str, Any]:
-    """Acceptance by kind of text."""
-    tokenizer = AutoTokenizer.from_pretrained(a.model)
-    asked = [p for i, p in enumerate(prompts(tokenizer, a.prompts, a.text)) if i % HELD_OUT == 0]
+def completions(llm: Any, texts: Sequence[str], tokens: int, temperature: float, seeds: Sequence[int]) -> list[Tokens]:
+    """Texts with the alternatives of every token, as /v1/completions gives them."""
+    from vllm import SamplingParams
+
+    asked = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=s, logprobs=TOP) for s in seeds]
+    found = []
+    for out in llm.generate(list(texts), asked, use_tqdm=False):
+        own = out.outputs[0]
+        places = [{e.decoded_token or "": e.logprob for e in place.values()} for place in own.logprobs]
+        chosen = [place[i] for place, i in zip(own.logprobs, own.token_ids, strict=True)]
+        found.append(
+            Tokens(tuple(c.decoded_token or "" for c in chosen), tuple(c.logprob for c in chosen), tuple(places))
+        )
+    return found
+
+
+def texts_of(llm: Any, prompts: int, samples: int) -> tuple[list[Tokens], list[Tokens], list[tuple[str, ...]]]:
+    """What `assay spec --lossless` asks a server for: greedy texts one by one, the same at once, and sampled texts."""
+    texts = [PROMPTS[i % len(PROMPTS)] for i in range(prompts)]
+    first = [completions(llm, [t], GREEDY_TOKENS, 0.0, [0])[0] for t in texts]
+    again = completions(llm, texts, GREEDY_TOKENS, 0.0, [0] * prompts)
+    drawn = completions(llm, [PROMPTS[0]] * samples, SAMPLED_TOKENS, 1.0, range(1, samples + 1))
+    return first, again, [t.texts for t in drawn]
+
+
+def timed(llm: Any, asked: Sequence[list[int]], tokens: int, batch: int) -> dict[str, list[float]]:
+    """Tokens a second of each prompt alone, and of each batch."""
+
+    def speed(part: Sequence[list[int]]) -> float:
+        began = time.perf_counter()
+        return sum(n for n, _ in answers(llm, part, tokens, 0.0)) / (time.perf_counter() - began)
+
+    speed(asked[:1]), speed(asked[:batch])  # warm
+    batches = [asked[i : i + batch] for i in range(0, len(asked) - batch + 1, batch)]
+    return {"1": [speed([p]) for p in asked[:16]], str(batch): [speed(b) for b in batches]}
+
+
+# Rows.
+
+
+def serve(
+    a: argparse.Namespace, name: str, work: Path, asked: list[tuple[str, list[int]]], off: dict[str, Any]
+) -> dict[str, Any]:
+    """The rows of one engine, by temperature."""
+    target, _, state = name.partition("|")
+    folder, options = served_target(Path(a.model), target, work, a)
+    head = (
+        Path(a.head)
+        if state in ("", "bf16")
+        else damaged(Path(a.head), state, Path(tempfile.mkdtemp(dir=work)) / "eagle3", Path(a.model))
+    )
+    if target in a.off and target not in off and state in ("", "bf16"):
+        with engine(a, folder, options, None) as (llm, _):
+            off[target] = texts_of(llm, a.lossless, a.samples)
     rows: dict[str, Any] = {}
-    groups: list[tuple[str, float, list[float]]] = []
-    with httpx.Client(base_url=url, timeout=300) as client, ThreadPoolExecutor(FOUR) as pool:
+    began = time.monotonic()
+    with engine(a, folder, options, head) as (llm, heard):
+        start = list(heard.lines)
+        started = round(time.monotonic() - began, 1)
+        before: dict[str, Any] = {}
+        for temperature in a.temperatures:
+            llm.llm_engine.do_log_stats()
+            heard.lines.clear()
+            began = time.monotonic()
+            found = answers(llm, [ids for _, ids in asked], a.tokens, temperature)
+            seconds = time.monotonic() - began
+            llm.llm_engine.do_log_stats()
+            now = counters(llm)
+            own = {"steps": now.get("steps", 0) - before.get("steps", 0)} | {
+                "counts": [
+                    x - y for x, y in zip(now.get("counts", []), before.get("counts", [0] * DEPTH), strict=False)
+                ]
+            }
+            before = now
+            log = work / "spec.log"
+            log.write_text("\n".join([*start, *heard.lines]) + "\n")
+            report = examine([str(log)], SpecOptions(num_speculative_tokens=DEPTH, model=str(head)))
+            rows[f"{target}|{state or 'bf16'}|{temperature:g}"] = acceptance(asked, found) | {
+                "engine": own, "tokens": sum(n for n, _ in found), "seconds": round(seconds, 2), "start_s": started, "spec": jsonable({
+                    "health": report.results["health"], "findings": [f.id for f in report.findings], "start_up": report.results["start_up"],
+                    "causes": [c for f in report.findings if f.id.startswith("speculation.head_") for c in f.causes][:3],
+                }),
+            }  # fmt: skip
+        if state in ("", "bf16") and target in off:
+            first, again, drawn = off[target]
+            on = texts_of(llm, a.lossless, a.samples)
+            rows[f"{target}|bf16|0"]["lossless"] = jsonable(judge_texts(on[0], first, again, (on[2], drawn)).to_json())
+    return rows
 
-        def complete(ids: list[int]) -> int:
-            body = {"model": model, "prompt": ids, "max_tokens": a.tokens, "temperature": a.temperature, "seed": 1}
-            usage = client.post("/v1/completions", json=body).raise_for_status().json()["usage"]
-            return int(usage["completion_tokens"])
 
-        complete(asked[0][1])
-        began, tokens = time.monotonic(), 0
-        for kind in KINDS:
-            own = [ids for k, ids in asked if k == kind][: a.texts]
-            for i in range(0, len(own), FOUR):
-                before = counters(client)
-                tokens += sum(pool.map(complete, own[i : i + FOUR]))
-                time.sleep(0.05)
-                after = counters(client)
-                gained = {k: after[k] - before.get(k, 0) for k in after}
-                if gained.get("steps"):
-                    groups.append((kind, gained["steps"], [gained.get(str(j), 0.0) for j in range(DEPTH)]))
-        seconds = time.monotonic() - began
-    for kind in ("all", *KINDS):
-        part = [g for g in groups if kind in ("all", g[0])]
-        if not part:
-            continue
-        steps = [s for _, s, _ in part]
-        positions = [cluster_proportion([c[j] for *_, c in part], steps).interval for j in range(DEPTH)]
-        rows[kind] = {
-            "steps": sum(steps), "groups": len(part), "counts": [sum(c[j] for *_, c in part) for j in range(DEPTH)],
-            "positions": [[i.value, i.lo, i.hi] for i in positions],
-            "tokens_per_step": (lambda r: [r.value, r.lo, r.hi])(
-                cluster_ratio([s + sum(c) for _, s, c in part], steps).interval
+def race(a: argparse.Namespace, target: str, work: Path, asked: list[list[int]]) -> dict[str, Any]:
+    """Tokens a second with and without the head, and their quotient by prompt (or batch): the geometric mean with its interval."""
+    folder, options = served_target(Path(a.model), target, work, a)
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, head in (("off", None), ("on", Path(a.head))):
+        with engine(a, folder, options, head, eager=a.compilation == "eager") as (llm, _):
+            found[name] = timed(llm, asked, a.tokens, a.batch)
+    import numpy as np
+
+    return {
+        batch: {
+            "off": float(np.mean(found["off"][batch])), "on": float(np.mean(found["on"][batch])), "n": len(found["on"][batch]),
+            "quotient": (lambda i: np.exp([i.value, i.lo, i.hi]).tolist())(
+                mean_interval(np.log(np.divide(found["on"][batch], found["off"][batch])).tolist())
             ),
-        }  # fmt: skip
-    return {"kinds": rows, "tokens": tokens, "seconds": seconds}
+        }
+        for batch in found["on"] if len(found["on"][batch]) > 1
+    }  # fmt: skip
 
 
 def main() -> None:
-    """Serve, measure, and add one row to the results."""
-    parser = argparse.ArgumentParser()
+    """Serve what is not there yet; each row is written before the next begins."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("model", "head", "results"):
         parser.add_argument(name)
-    parser.add_argument("--label", default="bf16")
-    parser.add_argument("--python", default="")
-    parser.add_argument("--off", default="")
-    parser.add_argument("--options", default="")
+    parser.add_argument("--row", action="append", default=[])
+    parser.add_argument("--off", type=lambda s: s.split(","), default=[])
+    parser.add_argument("--speed", type=lambda s: s.split(","), default=[])
+    parser.add_argument("--temperatures", type=lambda s: [float(t) for t in s.split(",")], default=[0.0, 0.7])
+    parser.add_argument("--options", default="{}", help="JSON: more arguments of vllm.LLM")
+    parser.add_argument(
+        "--compilation", default='{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}', help="JSON, or eager: of --speed"
+    )
     parser.add_argument("--start-lock", default="")
-    parser.add_argument("--kv-cache-dtype", default="auto")
-    parser.add_argument("--head-state", default="")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--texts", type=int, default=32)
+    parser.add_argument("--texts", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--prompts", type=int, default=6000)
     parser.add_argument("--text", action="append", default=[])
-    parser.add_argument("--serve-off", type=float, default=0)
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lossless", type=int, default=8, help="greedy texts")
+    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--work", default="", help="folder of the targets that are written")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after so many")
     a = parser.parse_args()
-    if a.serve_off:
-        with served(a, f"off-{a.label}", []) as server:
-            write_atomically(Path(a.results), server.url)
-            time.sleep(a.serve_off)
-        return
-    path = Path(a.results)
-    head = Path(a.head)
-    if a.head_state:
-        head = damaged(head, a.head_state, Path(tempfile.mkdtemp()) / "eagle3")
-    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH}
-    extra = ["--speculative-config", json.dumps(speculative), "--kv-cache-dtype", a.kv_cache_dtype]
-    row: dict[str, Any] = {"started": False}
-    try:
-        with served(a, f"on-{a.label}", extra) as server:
-            row = {
-                "started": True,
-                "kv": a.kv_cache_dtype,
-                "temperature": a.temperature,
-                "head": a.head_state or "as trained",
-            }
-            row |= measure(server.url, server.model, a)
-            time.sleep(2.5)
-            log = server.log
-            report = examine([str(log)], SpecOptions(num_speculative_tokens=DEPTH, model=str(head)))
-            row["spec"] = {
-                "health": report.results["health"], "findings": [f.id for f in report.findings],
-                "head": report.results.get("head"), "start_up": report.results["start_up"],
-                "causes": [c for f in report.findings if f.id.startswith("speculation.head_") for c in f.causes][:3],
-            }  # fmt: skip
-            if a.off:
-                off = a.off if a.off.startswith("http") else Path(a.off).read_text()
-                held = examine([server.url], SpecOptions(interval=0, lossless=off, samples=24))
-                row["lossless"] = held.results["lossless"]
-                row["lossless_findings"] = [f.id for f in held.findings]
-    except AssayError as error:
-        row["error"] = error.message
-    finally:
-        rows = json.loads(path.read_text()) if path.exists() else {}
-        write_atomically(path, json.dumps({**rows, a.label: row}, indent=1) + "\n")
-    print(a.label, json.dumps(row)[:1500], file=sys.stderr)
+    ends, path, work = time.monotonic() + a.seconds, Path(a.results), Path(a.work or tempfile.mkdtemp())
+    work.mkdir(parents=True, exist_ok=True)
+    held = json.loads(path.read_text()) if path.exists() else {"rows": {}, "speed": {}, "failed": {}}
+    tokenizer = AutoTokenizer.from_pretrained(a.model)
+    asked = prompts(tokenizer, a.prompts, a.text)[::HELD_OUT][: a.texts]
+    off: dict[str, Any] = {}
+
+    def save() -> None:
+        write_atomically(path, json.dumps(held, indent=1) + "\n")
+
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOG_STATS_INTERVAL": "1"}
+    import vllm
+
+    held["engine"] = {
+        "vllm": vllm.__version__, "torch": torch.__version__, "texts": len(asked), "tokens": a.tokens, "depth": DEPTH,
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU",
+    }  # fmt: skip
+    for name in [*a.row, *(f"speed {t}" for t in a.speed)]:
+        target, _, state = name.partition("|")
+        done = (
+            f"{target}|{state or 'bf16'}|{a.temperatures[0]:g}" in held["rows"]
+            or name.removeprefix("speed ") in held["speed"]
+        )
+        if done or name in held["failed"] or time.monotonic() > ends:
+            continue
+        held["failed"][name] = "the process ended while it was served"
+        save()
+        began = time.monotonic()
+        try:
+            if name.startswith("speed "):
+                held["speed"][name[6:]] = race(a, name[6:], work, [ids for _, ids in asked]) | {
+                    "compilation": a.compilation
+                }
+            else:
+                held["rows"] |= serve(a, name, work, asked, off)
+            del held["failed"][name]
+        except Exception as error:
+            held["failed"][name] = f"{type(error).__name__}: {error}"[:600]
+            if "CUDA" in str(error):  # this process cannot use the device any more
+                save()
+                os._exit(3)
+        save()
+        print(name, f"{time.monotonic() - began:.0f} s", held["failed"].get(name, ""), file=sys.stderr, flush=True)
+    os._exit(0)  # threads of an engine that linger would keep the caller waiting
 
 
 if __name__ == "__main__":
