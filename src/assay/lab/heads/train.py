@@ -433,7 +433,7 @@ def chunk_of(target: Any) -> int:
     """Texts that are written, and kept, at once: one for each 36 MB of a GPU, which a model of 7B needs for 500 tokens."""
     if target.device.type != "cuda":
         return 64
-    return max(64, min(4096, torch.cuda.get_device_properties(target.device).total_memory // 36_000_000))
+    return max(64, min(4096, int(torch.cuda.get_device_properties(target.device).total_memory) // 36_000_000))
 
 
 _ASKED = """Explain {} to a beginner.|What is {}, and why does it matter?|Write a short story about {}.|
