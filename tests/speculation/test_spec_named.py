@@ -38,6 +38,7 @@ FORMS = [
     ("spec: cycles=35 drafted=70 accepted_drafts=41 emitted=76 accept_rate=58.6%", "other", 41, 70, 35, 2),
     ("Speculative decoding: 45/60 tokens accepted (75.0%)", "other", 45, 60, None, None),
     ("eagle: accepted 512 of 819 draft tokens", "other", 512, 819, None, None),
+    ("hybrid-spec: drafted 90 tokens, accepted 60 tokens, acceptance 66.7%", "other", 60, 90, None, None),
     ("draft stats n_drafted=90 n_accepted=60 n_rejected=30", "other", 60, 90, None, None),
     ("[NativeMTP] depth=2 verifyCalls=50 outputTokens=120 acceptedByDepth=[40, 22] rejected=38", "other", 62, 100, 50, 2),
 ]  # fmt: skip
@@ -134,6 +135,23 @@ def test_summaries(name: str, tmp_path: Path) -> None:
     assert (record["accepted"], record["drafted"], record["drafts"]) == (660, 1200, 400)
     assert record["per_position"] == pytest.approx([0.8, 0.525, 0.325])
     assert record["num_speculative_tokens"] == 3
+
+
+TABLES = {
+    "markdown": "| task | drafted | accepted | rate |\n|---|---:|---:|---:|\n| code | 420 | 331 | 78.8 % |\n| prose | 380 | 251 | 66.1 % |\n",
+    "columns": "task    drafted   accepted   rate\ncode        420        331   78.8%\nprose       380        251   66.1%\n",
+    "csv": "task,draft_tokens,accepted_tokens,acceptance_rate\ncode,420,331,0.788\nprose,380,251,0.661\n",
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_of_runs(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.txt"
+    path.write_text(TABLES[name])
+    report = examine([str(path)])
+    assert (report.results["record"]["accepted"], report.results["record"]["drafted"]) == (582, 800)
+    path.write_text(TABLES[name].replace("331", "3").replace("251", "1").replace("78.8", "0.7").replace("66.1", "0.3"))
+    assert examine([str(path)]).results["health"] == "broken"
 
 
 def test_two_summaries_are_two_runs() -> None:

@@ -128,7 +128,7 @@ _NAMES_DRAFTING = re.compile(
     r"draft|specul|spec[_ -]?dec|\bspec[ _-]|mtp|eagle|medusa|dflash|nextn|n-?gram|lookahead", re.I
 )
 _COUNTS = re.compile(
-    r"acc(?:ept\w{0,20})?\b[^.;]{0,40}?(?:\d{1,15}\s?/\s?\d|\d[\d.]{0,15}\s?%|[=:]\s*\d)"
+    r"acc(?:ept\w{0,20})?\b[^.;]{0,40}?(?:\d{1,15}\s?/\s?\d|\d[\d.]{0,15}\s?%|(?:[=:]|->|→)\s*\d)"
     r"|(?<!\d)(?:\d{1,15}\s?(?:/|of)\s?\d{1,15}|\d[\d.]{0,15}\s?%)[^.;]{0,30}\baccept",
     re.I,
 )

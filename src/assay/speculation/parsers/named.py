@@ -62,6 +62,10 @@ _NOUN = re.compile(
     r"(?<![\d,.])(\d[\d,]{0,20})\s+(?:draft(?:ed)?\s+)?(?:tokens?\s+)?(accepted|drafted|proposed|rejected|generated)\b",
     re.I,
 )
+_VERB = re.compile(
+    r"\b(drafted|proposed|accepted|rejected)\s+(\d[\d,]{0,20})\b(?!\s*(?:/|of\b|out of\b|\.\d|%)|\s+(?!draft|tok)\w)",
+    re.I,
+)
 _DEPTHS = re.compile(r"\bd(\d{1,3})=(\d+)/(\d+)")
 _LIST = re.compile(r"\b(\w+)=\[([\d,\s]+)\]")
 _SHARES = re.compile(r"distribution[^{]{0,20}\{([^}]*)\}")
@@ -184,6 +188,10 @@ def figures_in(text: str) -> Figures:
             found.put("drafted", count(match[2]))
     for value, noun in _NOUN.findall(text):
         found.put("drafted" if noun.lower() == "proposed" else noun.lower(), count(value))
+    said = {("drafted" if verb.lower() == "proposed" else verb.lower()): value for verb, value in _VERB.findall(text)}
+    if len(said) > 1:  # "drafted 900 tokens, accepted 640"
+        for role, value in said.items():
+            found.put(role, count(value))
     depths = [(int(i), count(a), count(n)) for i, a, n in _DEPTHS.findall(text)]
     if depths and [i for i, _, _ in depths] == list(range(1, len(depths) + 1)):
         found.at = {"accepted": tuple(a or 0 for _, a, _ in depths), "drafted": tuple(n or 0 for *_, n in depths)}
