@@ -53,6 +53,8 @@ DEGENERATE = [
     ("glued_numbers", "The0912 and so2 the20 is a value, but33 they said that91.", "digit_salad"),
     ("strewn_digits", "L 1.\n\n\n\n0\n\n\n0\n\n\n\n\n1", "digit_salad"),
     ("braces", "{}{}{}{}", "bracket_loop"),
+    ("three_braces", "{}{}{}", "bracket_loop"),
+    ("bracket_comma", "),),),),),),),),),", "delimiter_loop"),
     ("brackets_spaced", "[] [] [] [] [] []", "bracket_loop"),
     ("braces_fenced", "```json\n" + "{}" * 12 + "\n```", "bracket_loop"),
     ("braces_after_words", "Here is the object you asked for: " + "{}" * 9, "bracket_loop"),

@@ -45,6 +45,8 @@ NOTATION = {
     "game of go": "(;GM[1]FF[4]SZ[19]" + "".join(f";{'BW'[n % 2]}[{R.choice('abcdefghi')}{R.choice('abcdefghi')}]" for n in range(30)),
     "stitches": "Row 1: k2, p2, k2, yo, k2tog, p2, k2\nRow 2: p2, k2, p4, k2, p2\nRow 3: k2, p2, ssk, yo, k2, p2, k2\nRow 4: k1, m1l",
     "reactions": "2H2 + O2 -> 2H2O\nCH4 + 2O2 -> CO2 + 2H2O\n2Na + Cl2 -> 2NaCl\nCaCO3 -> CaO + CO2\nFe2O3 + 3CO -> 2Fe + 3CO2",
+    "stack machine": "(module (func $add (param $a i32) (param $b i32) (result i32) local.get $a local.get $b i32.add) "
+    '(export "add" (func $add)))',
     "colours": "#ff0000 #00ff7f #1e90ff #ffd700 #8a2be2 #dc143c #00ced1 #ff8c00 #2e8b57 #6a5acd #b22222 #20b2aa",
     "serials": " ".join("-".join("".join(R.choices("ABCDEFGHJK23456789", k=5)) for _ in range(2)) for _ in range(20)),
 }  # fmt: skip

@@ -9,6 +9,7 @@ from assay.coherence.grading import Label, grade
 TEMPLATE = "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 
 NAMED = [
+    "A harmony model opens its thoughts with <|channel|>analysis<|message|> and ends them with <|end|>; the answer follows.",
     "BERT puts [CLS] at the start of the input and [SEP] between two sentences; one word in seven becomes [MASK].",
     "Stop tokens per family:\n- <|im_end|>: Qwen, Yi\n- <|eot_id|>: Llama 3\n- <end_of_turn>: Gemma\n- </s>: Mistral",
     "| token | meaning |\n|---|---|\n| <|im_start|> | begins a turn |\n| <pad> | padding |",
@@ -39,6 +40,7 @@ NAMED = [
 ]  # fmt: skip
 
 LEAKED = [
+    "It is noon.<|channel|>analysis<|message|>Now what does the user want?",
     "Rome is the capital.\nUser: And of Spain?\nAssistant: Madrid.\nUser: And of Peru?\nAssistant: Lima.",
     'commentary to=functions.get_weather json{"city": "Oslo"}',
     "Paris is the capital.[control_129][control_130] It lies on the Seine.",

@@ -57,7 +57,22 @@ def test_salads_of_rare_words_are_found() -> None:
     assert sum(alone) >= 5 and sum(found) >= 5
 
 
+def test_salads_between_names_marks_and_code_are_found() -> None:
+    for text in (
+        "Okay gravel Monaco velvet Duke cruel trailing pillow} envelope Synod harvest Quebec::torn plume Basket<<\nwidow lattice("
+        "Governor strain Baltic pending mosaic)); cleric Orbit tissue ninety vapour Kept domain swirl Mesa juror\n*/ pardon Rhyme "
+        "tusk census Elm fabric yolk Prince -- inert magnet Polo bracket Feast nomad chrome\n",
+        "Well Lisbon cabbage orbit Thunder; polite hammer Knight](\n-ochre window Castle sudden herring Parade velvet mortal){ "
+        "Sugar branch Denmark hollow pepper Signal quarrel Lemon basin tailor\nMarble lobster Chapel wrinkle Ocean gospel ticket "
+        "Falcon cotton Mirror pigeon\n",
+    ):
+        assert grade(text).kind == "word_salad", grade(text)
+
+
 LEFT_ALONE = {
+    "one word in many tongues": "The word for bread is パン (pan) in Japanese, 빵 in Korean, хлеб in Russian, خبز in Arabic and "
+    "ψωμί in Greek.",
+    "many tongues, named before": "Bread in five languages. Japanese: パン, Korean: 빵, Russian: хлеб, Arabic: خبز, Greek: ψωμί.",
     "lesson": "The particle は marks the topic, while が marks the subject. Use を for the direct object and に for the place. "
     "The particle で marks where an action happens, and へ the direction. With と you join two nouns, and も means also.",
     "names": "The film was directed by Wong Kar-wai (王家衛) and stars Tony Leung (梁朝偉) and Maggie Cheung (張曼玉). The title, "

@@ -355,11 +355,11 @@ def _onset(view: TextView, main: list[str], least: float = MAIN_SHARE) -> int:
 # string or are the arguments of a macro. JSON lines keep one object a line. All of these are left alone.
 
 
-_EMPTY = re.compile(r"(?:(?:\{ ?\}|\[\]|\(\)) ?){4,}")
+_EMPTY = re.compile(r"(?:(?:\{ ?\}|\[\]|\(\)) ?){3,}")
 _PAIR = re.compile(r"[\[{(] ?[\]})]")
 _AROUND = re.compile(r"```\w*|~~~\w*|</?(?:tool_call|tool_response|function|json|answer)>|\s+")
 _ONLY_BRACKETS = re.compile(r"[\[\](){}][\[\](){}\s]{46,}[\[\](){}]")
-ALONE, AT_END, WITHIN = 4, 8, 16
+ALONE, AT_END, WITHIN = 3, 8, 16
 """Empty pairs in a row of which nothing else but the text consists, that end it, and that stand before other text."""
 ASKED = 16
 """Round pairs in a row: balanced parentheses are a usual exercise."""

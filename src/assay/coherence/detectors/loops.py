@@ -138,8 +138,10 @@ def _whole_reply(view: TextView) -> Detection | None:
 def _said_by_right(unit: str, length: int) -> bool:
     """Whether someone may have asked for the unit: laughter, a rule, brackets, a row of numbers or of single words."""
     visible = "".join(unit.split())
-    if any(map(str.isdigit, visible)) or (len(visible) == 1 and visible.isalpha()) or "," in visible:
+    if any(map(str.isdigit, visible)) or (len(visible) == 1 and visible.isalpha()):
         return True
+    if "," in visible:
+        return set(visible).isdisjoint("()[]{}<>;=")
     if visible.isalpha():
         return visible.isascii() or length < MIN_WHOLE_UNSPACED
     return set(visible) <= _RULE or visible in _PAIRS or not visible.isascii()

@@ -263,7 +263,12 @@ _ATOMS = r"(?:\[[^\]\s]{1,14}\]|Br|Cl|[BCNOPSFIbcnops]|[=#$:/\\.~-]|%\d\d|\d|[()
 _WORDY = r"[A-Za-z]{0,24}[a-z]{2}[A-Za-z]{0,24}\d{0,3}"
 _PART = rf"(?:\d{{1,4}}(?:\.\d+)?[A-Za-z]{{0,2}}(?![A-Za-z0-9])|[A-Z]{{1,4}}\d{{0,3}}(?![A-Za-z0-9])|{_WORDY})"
 """Parts of the name of a model or a package: words with a number behind them, sizes and capitals."""
+_FOREIGN = r"[^\W\d_\x00-\u024f]{1,40}"
+_LANGUAGE = r"(?:Chinese|Mandarin|Japanese|Korean|Russian|Ukrainian|Arabic|Persian|Urdu|Greek|Hebrew|Hindi|Bengali|Tamil|Thai|Georgian|Armenian)"
 WHOLE = {
+    "translation": rf"{_FOREIGN}(?: \([^()\n]{{1,40}}\))? in {_LANGUAGE}|{_LANGUAGE}\W{{1,6}}{_FOREIGN}(?: {_FOREIGN}){{0,3}}",
+    "stack machine": r"\((?:module|func|type|param|result|local|global|memory|export|import)\b[^()\n]{0,80}\)?"
+    r"|\b(?:local|global|memory|[if](?:32|64))\.\w+(?: \$?\w+)?",
     "position": r"(?:[pnbrqkPNBRQK1-8]{1,8}/){7}[pnbrqkPNBRQK1-8]{1,8}(?: [wb] (?:-|[KQkq]{1,4}) (?:-|[a-h][36])(?: \d+ \d+)?)?",
     "molecule": rf"(?<![^\s|\"'`:,(])(?=\S{{0,60}}[()=#\[\]])(?=\S{{0,60}}[CcNnO])(?=\S{{5}}){_ATOMS}{{5,}}+(?![^\s|\"'`,;:)])",
     "chain": r"(?<![^\s|\"'`:,(])(?:Br|Cl|[CNOPSF]){4,}(?![^\s|\"'`,;:)])",

@@ -43,6 +43,10 @@ _NOUN_BEFORE = re.compile(
 _NOUN_AFTER = re.compile(
     r"(?:user|assistant|system|model)?[ \t]+(?:[a-zà-ÿ0-9(=|–—-]|[^\x00-\u02ff])|[,;:)/\u3000-\u9fff]|[.!?](?:\s|\Z)|'s\b|[ \t]*\|[ \t]"
 )
+_GLUED = re.compile(
+    rf"(?:{_SPECIAL.pattern})(?:(?:analysis|commentary|final|user|assistant|system|model|tool)?(?:{_SPECIAL.pattern}))+"
+)
+"""Tokens that are shown as they follow one another: `<|channel|>analysis<|message|>`."""
 _LISTED = re.compile(rf"(?:{_SPECIAL.pattern})(?:, (?:and |or )?| (?:and|or|und|et|y|i|&) )(?:{_SPECIAL.pattern})")
 """Tokens in an enumeration are the subject by themselves."""
 _ENDS_LINE = re.compile(r"[ \t]*(?:\n|\Z)")
@@ -119,12 +123,14 @@ def _leak(view: TextView) -> Detection | None:
 def _named(text: str, mark: re.Match[str]) -> bool:
     """Whether a sentence, a list or a table names the token: a noun's place, in a text about tokens."""
     line = text.rfind("\n", max(0, mark.start() - ABOUT), mark.start()) + 1
-    before = text[max(line, mark.start() - ABOUT) : mark.start()]
-    announced = _ENDS_LINE.match(text, mark.end()) and _ANNOUNCED.search(before)
-    if not announced and not (_NOUN_BEFORE.search(before) and _NOUN_AFTER.match(text, mark.end())):
+    rows = _GLUED.finditer(text, max(line, mark.start() - ABOUT), mark.end() + ABOUT)
+    start, end = next((m.span() for m in rows if m.start() <= mark.start() < m.end()), mark.span())
+    before = text[max(line, start - ABOUT) : start]
+    announced = _ENDS_LINE.match(text, end) and _ANNOUNCED.search(before)
+    if not announced and not (_NOUN_BEFORE.search(before) and _NOUN_AFTER.match(text, end)):
         return False
-    around = text[max(0, mark.start() - ABOUT) : mark.start()] + text[mark.end() : mark.end() + ABOUT]
-    listed = _LISTED.search(text, max(0, mark.start() - ABOUT), mark.end() + ABOUT)
+    around = text[max(0, start - ABOUT) : start] + text[end : end + ABOUT]
+    listed = _LISTED.search(text, max(0, start - ABOUT), end + ABOUT)
     return listed is not None or _SUBJECT.search(_SPECIAL.sub("", around)) is not None
 
 

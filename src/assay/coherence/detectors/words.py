@@ -143,6 +143,8 @@ def _in_windows(flags: Sequence[bool] | NDArray[np.bool_], window: int) -> NDArr
 NEAR, FAR = 1000, 2000
 """Code points among which so many strays must stand: in one script, glued to other letters, or of several scripts."""
 MANY, SOME, FEW_GLUED = 8, 5, 3
+BESIDE = 80
+"""Code points beside strays of several scripts in which a text names their languages."""
 MAX_STRAY = 8
 """Code points of a stray: longer pieces are passages of another language."""
 BASE_SHARE, BILINGUAL = 0.7, 0.3
@@ -154,6 +156,11 @@ _OF_LANGUAGE = re.compile(
     r"|grammar|chinese|japanese|korean|russian|arabic|greek|hebrew|hindi|thai\b|cyrillic|\bmeans?\b|meaning|symbol|unicode"
     r"|emoji|idioma|palabra|\bmots?\b|langue|sprache|\bwort|übersetz|caract|zeichen",
     re.IGNORECASE,
+)
+
+_LANGUAGES = re.compile(
+    r"chinese|mandarin|japanese|korean|russian|ukrainian|bulgarian|arabic|persian|farsi|urdu|greek|hebrew|hindi|marathi|bengali"
+    r"|tamil|thai|lao\b|georgian|armenian|mongolian|nepali|serbian"
 )
 
 
@@ -182,6 +189,10 @@ def detect_strays(view: TextView) -> Detection | None:
 def _several_scripts(view: TextView, piece: Sequence[tuple[int, int, int, bool]], base: int) -> bool:
     scripts = len({script for _, _, script, _ in piece})
     glued = sum(glued for _, _, _, glued in piece)
+    around = view.text[max(0, piece[0][0] - BESIDE) : piece[-1][1] + BESIDE].casefold()
+    named = set(_LANGUAGES.findall(around))
+    if glued < FEW_GLUED and len(named) >= len(piece) - 1:
+        return False  # "猫 in Japanese, кошка in Russian"
     return scripts >= 3 or (scripts == 2 and glued >= FEW_GLUED)
 
 
@@ -237,10 +248,12 @@ def _script_of_class() -> NDArray[np.int64]:
 
 LOOSE_WINDOW, LOOSE_PAIRS, KNOWN_PAIRS = 64, 14, 0.07
 """Tokens of a window, pairs of known lower-case words in it, and the share of these that a salad may share with English."""
-LOOSE_FUNCTION, LOOSE_KNOWN, LOOSE_BREAKS = 0.2, 0.85, 0.15
+LOOSE_FUNCTION, LOOSE_KNOWN, LOOSE_BREAKS = 0.2, 0.80, 0.15
 """At most so many function words, at least so many known ones among the long words, and at most so many line breaks."""
+MIXED_PAIRS, MIXED_LOWER, MIXED_KNOWN = 18, 5, 0.07
+"""The same where names and capitals stand between: pairs of known words, lower-case ones of them, and the shared ones."""
 LONG_WORD = 5
-_LIST_ITEM = re.compile(r"^[ \t]*(?:[-*•+|]|\d+[.):]?(?=\s)).*$", re.MULTILINE)
+_LIST_ITEM = re.compile(r"^[ \t]*(?:[•|]|(?:[-*+]|\d+[.):]?)(?=\s)).*$", re.MULTILINE)
 
 
 def detect_loose_words(view: TextView) -> Detection | None:
@@ -260,23 +273,26 @@ def detect_loose_words(view: TextView) -> Detection | None:
     starts, ends = view.tokens.starts, view.tokens.ends
     adjacent = (starts[1:] == ends[:-1] + 1) & (view.codes[ends[:-1]] == ord(" "))
     keys = language.pair_numbers(language.word_keys(distinct)[which])
-    pairs = adjacent & lower[1:] & lower[:-1]
+    either = adjacent & known[1:] & known[:-1]
     first_seen = np.zeros(len(keys), dtype=bool)
     first_seen[np.unique(keys, return_index=True)[1]] = True
-    pairs &= first_seen
+    either &= first_seen
     for item in _LIST_ITEM.finditer(view.text):  # a list names things, and needs no grammar
         first, end = np.searchsorted(starts, item.span())
-        pairs[first : max(first, end - 1)] = False
-    usual = pairs & language.is_in(keys, language.tables().pairs)
+        either[first : max(first, end - 1)] = False
+    pairs = either & lower[1:] & lower[:-1]
+    shared = either & language.is_in(keys, language.tables().pairs)
     breaks = np.append(view.codes[ends[:-1]] == ord("\n"), False)
     window = min(LOOSE_WINDOW, total)
-    n, k = _in_windows(pairs, window - 1), _in_windows(usual, window - 1)
+    n, k, m, j = (_in_windows(flags, window - 1) for flags in (pairs, pairs & shared, either, shared))
     words, functions, longs, known_longs, lines = (
         _in_windows(flags, window) for flags in (latin, function, long, long & known, breaks)
     )
     loose = (
-        (n >= LOOSE_PAIRS)
-        & (k <= KNOWN_PAIRS * n)
+        (
+            ((n >= LOOSE_PAIRS) & (k <= KNOWN_PAIRS * n))
+            | ((m >= MIXED_PAIRS) & (n >= MIXED_LOWER) & (j <= MIXED_KNOWN * m))
+        )
         & (functions <= LOOSE_FUNCTION * words)
         & (known_longs >= LOOSE_KNOWN * longs)
         & (lines <= LOOSE_BREAKS * window)
@@ -285,6 +301,6 @@ def detect_loose_words(view: TextView) -> Detection | None:
         return None
     first = int(np.argmax(loose))
     last = min(int(np.flatnonzero(loose)[-1]) + window, total) - 1
-    at = first + int(np.argmax(pairs[first:]))
-    evidence = {"pairs": int(n[first]), "usual_pairs": int(k[first])}
+    at = first + int(np.argmax(either[first:]))
+    evidence = {"pairs": int(m[first]), "usual_pairs": int(j[first])}
     return Detection("word_salad", int(starts[at]), int(ends[last]), evidence)
