@@ -40,7 +40,9 @@ from assay.verdict import Verdict
 RESULTS = Path(__file__).parent / "results" / "check_models.json"
 RUNS = RESULTS.with_name("check_models_runs.jsonl.xz")
 MODELS = {"qwen15": build_qwen15, "qwen05": build_qwen05, "smollm2": build_smollm2, "gemma3": build_gemma3}
-WAYS = {"alone": (), "reference": ("reference",), "tools": ("tools",), "tools_reference": ("tools", "reference")}
+WAYS = {
+    "alone": (), "alone_all": ("all",), "reference": ("reference",), "tools": ("tools",), "tools_reference": ("tools", "reference"),
+}  # fmt: skip
 RUN = ("model", "device", "kv_cache_dtype", "way", "seed")
 """What tells runs apart."""
 WHOLE_TEXTS = """
@@ -97,7 +99,11 @@ def main() -> None:
             print(given.model, dtype, "is served", flush=True)
             for way in given.ways.split(","):
                 for seed in map(int, given.seeds.split(",") if "tools" not in way else ["0"]):
-                    options = {"tools": ["--suite", "tools"], "reference": ["--reference-engine", f"hf:{model}"]}
+                    options = {
+                        "tools": ["--suite", "tools", "--all"],  # every concurrency, also once the verdict is certain
+                        "reference": ["--reference-engine", f"hf:{model}"],
+                        "all": ["--all"],
+                    }
                     asked = [word for name in WAYS[way] for word in options[name]] + ["--seed", str(seed)]
                     run = dict(zip(RUN, (given.model, given.device, dtype, way, seed), strict=True))
                     found, records = checked(server.url, [*asked, *given.options.split()])
