@@ -326,7 +326,7 @@ class BlockCodec:
     def __init__(self, tables: BlockTables, threads: int = 2) -> None:
         self.tables = tables
         self.facts = tables.facts
-        self.threads = max(1, threads)
+        self.threads, self.device = max(1, threads), torch.device("cpu")
         spec = parse_spec(self.facts.spec)
         check_codec(spec)
         self._streams: dict[Key, _Stream] = {

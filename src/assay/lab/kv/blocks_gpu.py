@@ -351,10 +351,10 @@ class GpuBlockCodec(BlockCodec):
         tables, facts, cuda = self._on_device, self.facts, self.device.type == "cuda"
         slot = self._slot(number)
         room = sum(len(data) + 16 for data in blocks)
-        if slot.pinned.numel() < room:
-            slot.pinned = torch.empty(room * 5 // 4, dtype=torch.uint8, pin_memory=cuda)
         if cuda:
             slot.sent.synchronize()
+        if slot.pinned.numel() < room:
+            slot.pinned = torch.empty(room * 5 // 4, dtype=torch.uint8, pin_memory=cuda)
         heads, places = self._stage(slot.pinned.numpy(), blocks, keys)
         streams, width = 2 * facts.layers, facts.width
         coded = np.array([head.tokens - head.exact for head in heads])
@@ -375,12 +375,11 @@ class GpuBlockCodec(BlockCodec):
             first += head.tokens
         parts = (starts // 2, ends // 2, coded, column[:-1], to, positions)
         notes = np.concatenate([part.ravel() for part in parts]).astype(np.int32)
-        self._make_room(slot, columns, notes.size)
-        slot.notes[: notes.size] = torch.from_numpy(notes)
-        out = torch.empty(facts.layers, 2, total, width, dtype=heads[0].kind, device=self.device)
-        if cuda:
-            slot.stream.wait_stream(torch.cuda.current_stream(self.device))
+        # All memory is the slot's own stream's: groups do not wait for what an engine does with the ones before.
         with torch.cuda.stream(slot.stream) if cuda else nullcontext():
+            self._make_room(slot, columns, notes.size)
+            slot.notes[: notes.size] = torch.from_numpy(notes)
+            out = torch.empty(facts.layers, 2, total, width, dtype=heads[0].kind, device=self.device)
             used = int(places[-1]) + len(blocks[-1])
             raw = slot.pinned[: used + used % 2].to(self.device, non_blocking=True)
             sent = slot.notes[: notes.size].to(self.device, non_blocking=True)
@@ -406,9 +405,10 @@ class GpuBlockCodec(BlockCodec):
                     out[:, :, first : first + head.exact] = here.view(facts.layers, 2, head.exact, width)
                 first += head.tokens
         if cuda:
-            torch.cuda.current_stream(self.device).wait_stream(slot.stream)
+            current = torch.cuda.current_stream(self.device)
+            current.wait_stream(slot.stream)
             for x in (out, good):
-                x.record_stream(slot.stream)
+                x.record_stream(current)
         return out, good
 
     def _coefficients(
@@ -447,6 +447,8 @@ class GpuBlockCodec(BlockCodec):
         while len(self._slots) <= number:
             cuda, none = self.device.type == "cuda", torch.empty(0, dtype=torch.uint8)
             stream, sent = (torch.cuda.Stream(self.device), torch.cuda.Event()) if cuda else (None, None)
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(self.device))  # it copied the tables
             self._slots.append(_Slot(stream, sent, none, none, none[None], none[None], none[None]))
         return self._slots[number]
 

@@ -144,7 +144,13 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         modules = self._vllm_config.compilation_config.static_forward_context
         facts = self._codec.facts
         pages = VllmPages({_layer_of(n): (modules[n], c) for n, c in kv_caches.items()}, self._spec, facts.layers)
-        self._mover = Mover(self._store, self._codec, pages, self._block, self._spec.block_size)
+        codec, encoders = self._codec, 1
+        if pages.device.type == "cuda":
+            from assay.lab.kv.blocks_gpu import GpuBlockCodec
+
+            cores = os.cpu_count() or 1
+            codec, encoders = GpuBlockCodec(codec.tables, pages.device, min(16, cores)), min(4, cores)
+        self._mover = Mover(self._store, codec, pages, self._block, self._spec.block_size, encoders=encoders)
         self._tell(now=True)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -194,7 +200,14 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._report is not None and self._mover is not None and (now or time.monotonic() > self._told + 1):
             self._told = time.monotonic()
             facts = self._codec.facts
-            write_counters(self._report, self._store, layers=facts.layers, spec=facts.spec, block_tokens=self._block)
+            write_counters(
+                self._report,
+                self._store,
+                layers=facts.layers,
+                spec=facts.spec,
+                block_tokens=self._block,
+                decoder=self._workers().codec.device.type,
+            )
 
 
 class VllmPages:
@@ -208,6 +221,11 @@ class VllmPages:
         self._layers = [layers[i] for i in range(count)]
         self._heads, self._dim, self._size = spec.num_kv_heads, spec.head_size, spec.block_size
         self._places = self._probe()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        return self._places.device
 
     def _probe(self) -> torch.Tensor:
         """Where in a flat page each of [2, tokens, heads · head_dim] lies: every bit of its number is written and read."""
@@ -229,19 +247,23 @@ class VllmPages:
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """See `assay.lab.kv.tier.Pages`."""
-        some = torch.tensor(pages, device=self._places.device)
+        some = self._sent(torch.tensor(pages))
         parts = []
         for _, cache in self._layers:
             flat = cache[some].reshape(len(pages), -1)[:, self._places]
-            parts.append(flat.view(len(pages), 2, self._size, -1).transpose(0, 1).flatten(1, 2).cpu())
-        return torch.stack(parts)
+            parts.append(flat.view(len(pages), 2, self._size, -1).transpose(0, 1).flatten(1, 2))
+        return torch.stack(parts).cpu()
 
     def write(self, slots: NDArray[np.int64], x: torch.Tensor) -> None:
         """See `assay.lab.kv.tier.Pages`."""
-        where = torch.from_numpy(slots).to(self._places.device)
+        where = self._sent(torch.from_numpy(slots))
         for (module, cache), rows in zip(self._layers, x, strict=True):
             k, v = rows.to(cache.device, cache.dtype).view(2, -1, self._heads, self._dim)
             module.impl.do_kv_cache_update(module, k.contiguous(), v.contiguous(), cache, where)
+
+    def _sent(self, numbers: torch.Tensor) -> torch.Tensor:
+        """On the device, without waiting for it."""
+        return numbers.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else numbers
 
 
 def _check(vllm_config: Any, kv_cache_config: Any, codec: BlockCodec) -> Any:

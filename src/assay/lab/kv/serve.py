@@ -299,7 +299,10 @@ def _tiered(plan: ServePlan) -> Launch:
             remedy="give more by --tier-size",
         )
     python = find_python(plan.python) or Path(sys.executable)
-    environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH"))))}
+    environment = {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH")))),
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+    }
     _check_plugin(python, environment, "numba", "safetensors")
     extra = {
         "tables": str(tables.write(folder or cache_dir("kv-tables"))),

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError
-from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockRefused, BlockTables, alone, block_bytes
+from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockRefused, BlockTables, alone, block_bytes, block_tokens
 from assay.runs import write_atomically
 
 _LOG = logging.getLogger("assay.kv")
@@ -324,43 +324,45 @@ class Pages(Protocol):
 class Mover:
     """Blocks to and from the engine's pages: the worker's side of a connector.
 
-    Blocks are encoded in a thread of low priority, at most `waiting` of them at a time.
+    Blocks are encoded in `encoders` threads of low priority, at most `waiting` of them at a time: by default what takes 1 GiB.
     """
 
     def __init__(
-        self, store: BlockStore, codec: BlockCodec, pages: Pages, block: int, page: int, waiting: int = 64
+        self,
+        store: BlockStore,
+        codec: BlockCodec,
+        pages: Pages,
+        block: int,
+        page: int,
+        waiting: int = 0,
+        encoders: int = 1,
     ) -> None:
         self.store, self.codec, self.pages, self.block, self.page = store, codec, pages, block, page
-        self._waiting = waiting
+        self._waiting = waiting or max(8, (1 << 30) // (block * codec.facts.token_bytes))
         self._pending: dict[bytes, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(1, "assay-kv-encode", _in_the_background)
+        self._pool = ThreadPoolExecutor(encoders, "assay-kv-encode", _in_the_background)
 
     def load(self, load: Load) -> list[int]:
         """Decode what was promised into its pages; the pages that were not filled, because a block is gone or not believed."""
         counters = self.store.counters
         start, first = time.perf_counter(), load.lo // self.block
-        blocks: list[bytes] = []
-        for key in load.keys[first:]:
+        keys, blocks = load.keys[first:], list[bytes]()
+        for key in keys:
             data = self.store.get(key)
             if data is None:
                 counters.missing += 1
                 break
-            if not self._good(key, data):
-                break
             blocks.append(data)
         try:
-            x = self.codec.decode(blocks)
-        except BlockRefused:  # a good checksum of a stream that no encoder wrote: find the one
-            whole = []
-            for i, data in enumerate(blocks):
-                if not self._good(load.keys[first + i], data, decode=True):
-                    break
-                whole.append(data)
-            blocks, x = whole, self.codec.decode(whole)
-        hi = min(load.hi, (first + len(blocks)) * self.block)
+            hi = self._fill(load, keys, blocks)
+        except BlockRefused:  # which one, and whether a good checksum stands over a stream that no encoder wrote
+            blocks = self._believed(keys, blocks, decode=False)
+            try:
+                hi = self._fill(load, keys, blocks)
+            except BlockRefused:
+                blocks = self._believed(keys, blocks, decode=True)
+                hi = self._fill(load, keys, blocks)
         if hi > load.lo:
-            slots = self._slots(load.pages, load.lo, hi)
-            self.pages.write(slots, x[:, :, load.lo - first * self.block : hi - first * self.block])
             counters.loaded_blocks += len(blocks)
             counters.loaded_tokens += hi - load.lo
             counters.loaded_bytes += (hi - load.lo) * self.codec.facts.token_bytes
@@ -369,17 +371,42 @@ class Mover:
         counters.recomputed_tokens += load.hi - hi
         return list(load.pages[hi // self.page : -(-load.hi // self.page)])
 
+    def _fill(self, load: Load, keys: Sequence[bytes], blocks: Sequence[bytes]) -> int:
+        """Decode blocks into pages, the next ones while an engine still takes the last; up to which token pages are filled."""
+        done = load.lo // self.block * self.block
+        if any(block_tokens(data) != self.block for data in blocks):
+            raise BlockDamaged(f"a block has another number of tokens than {self.block}")
+        for x in self.codec.decode_groups(blocks, keys[: len(blocks)]) if blocks else ():
+            lo, hi = max(load.lo, done), min(load.hi, done + x.shape[2])
+            if hi > lo:
+                self.pages.write(self._slots(load.pages, lo, hi), x[:, :, lo - done : hi - done])
+            done += x.shape[2]
+        return min(load.hi, done)
+
+    def _believed(self, keys: Sequence[bytes], blocks: Sequence[bytes], *, decode: bool) -> list[bytes]:
+        """The blocks before the first one that is not believed."""
+        good: list[bytes] = []
+        for key, data in zip(keys, blocks, strict=False):
+            if not self._good(key, data, decode=decode):
+                break
+            good.append(data)
+        return good
+
     def save(self, saves: Iterable[Save]) -> None:
         """Copy what leaves out of its pages, and encode it later."""
         self._pending = {key: future for key, future in self._pending.items() if not future.done()}
+        taken: dict[bytes, Save] = {}
         for save in saves:
-            if save.key in self._pending:
+            if save.key in self._pending or save.key in taken:
                 continue
-            if len(self._pending) >= self._waiting:
+            if len(self._pending) + len(taken) >= self._waiting:
                 self.store.counters.dropped += 1
                 continue
-            x = self.pages.read(save.pages)
-            self._pending[save.key] = self._pool.submit(self._encode, save, x)
+            taken[save.key] = save
+        if taken:
+            x = self.pages.read([page for save in taken.values() for page in save.pages])
+            for save, part in zip(taken.values(), x.split(self.block, dim=2), strict=True):
+                self._pending[save.key] = self._pool.submit(self._encode, save, part)
 
     def flush(self) -> None:
         """Wait until all that left is stored."""
