@@ -1,6 +1,7 @@
 """Faulty and healthy serve commands through `assay doctor`: is the guilty set found, is nobody wrongly accused?
 
     python benchmarks/doctor_zoo.py --llama-server BIN --vllm-python PYTHON [--only NAME …] [--minutes 8]
+    python benchmarks/doctor_zoo.py --add FILE…       # takes the results of other machines; --page prints the table
 
 Most cases are real faults of real engines and models (llama.cpp's server, vLLM on the CPU or with `--cuda`); those on
 `small_server.py` of the tests show faults that no engine shows at will. A case that is in the results is not run again
@@ -34,7 +35,11 @@ from assay.serving.search import starts_needed
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "doctor_zoo.json"
 SMALL = ROOT / "tests" / "serving" / "small_server.py"
-FOLDERS = {"smollm2": "SmolLM2-135M-Instruct", "qwen05": "Qwen2.5-Coder-0.5B-Instruct"}
+FOLDERS = {
+    "smollm2": "SmolLM2-135M-Instruct",
+    "qwen05": "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen15": "Qwen2.5-Coder-1.5B-Instruct",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,7 @@ NEVER = (
 GRAPHS = (
     '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8,16,24,32]}'
 )
+FOUR = "--enable-prefix-caching --max-num-seqs 64 --max-num-batched-tokens 4096 --enable-chunked-prefill"
 CASES = (
     Case("healthy, two flags, vLLM", "vllm", VLLM),
     Case("dead draft, vLLM", "vllm", f"{VLLM} {DRAFT}", ("--speculative-config",)),
@@ -95,6 +101,8 @@ CASES = (
     Case("n-gram draft on prose, vLLM", "vllm", f"{VLLM} {NGRAM}", ("--speculative-config",)),
     Case("prefix cache and graphs together, vLLM", "vllm", "", ("--enable-prefix-caching", "--no-enforce-eager"), plugin="graphs", where="cuda"),
     Case("a flag of another device, vLLM", "vllm", f"{VLLM} --attention-backend FLASH_ATTN", role=("--attention-backend", "no_effect"), where="cpu"),
+    Case("fp8 KV and four innocent flags, Qwen 1.5B, vLLM", "vllm", f"--enforce-eager --kv-cache-dtype fp8 {FOUR}", ("--kv-cache-dtype",), model="qwen15", where="cuda"),
+    Case("one start in three, llama.cpp", "wrapped", f"--flaky {{count}} {PLAIN}", ("--flaky",), fault_rate=1 / 3),
     Case("rope base 100", "llama", f"{PLAIN} --rope-freq-base 100", ("--rope-freq-base",), ladder=True),
     Case("rope scale", "llama", f"--rope-scale 0.02 {PLAIN}", ("--rope-scale",)),
     Case("norm epsilon overridden", "llama", f"{PLAIN} --override-kv llama.attention.layer_norm_rms_epsilon=float:30", ("--override-kv",)),
@@ -111,7 +119,6 @@ CASES = (
     Case("corrupt file", "llama", PLAIN, baseline_fails=True, model="corrupt"),
     Case("q4_0 keys without rotation, Qwen 0.5B", "llama", f"LLAMA_ATTN_ROT_DISABLE=1 {PLAIN} -ctk q4_0", ("LLAMA_ATTN_ROT_DISABLE", "--cache-type-k"), model="qwen05"),
     Case("above 16 streams, proxy", "wrapped", f"{PLAIN} --crowd", ("--crowd",)),
-    Case("one start in three, llama.cpp", "wrapped", f"--flaky {{count}} {PLAIN}", ("--flaky",), fault_rate=1 / 3),
     Case("healthy, plain", "llama", PLAIN),
     Case("healthy, flash attention", "llama", f"{PLAIN} -fa on", ladder=True),
     Case("healthy, q8_0 keys", "llama", "-ctk q8_0 --ubatch-size 128"),
@@ -372,6 +379,7 @@ def main() -> None:
     parser.add_argument("--cuda", action="store_true")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--page", action="store_true", help="print the kept results as a table")
+    parser.add_argument("--add", nargs="*", default=[], help="take the rows of these results of other machines")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--cores", type=int, default=2)
     parser.add_argument("--first-core", type=int, default=0)
@@ -379,7 +387,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=7)
     parser.add_argument("--minutes", type=float, default=1000)
     asked = parser.parse_args()
-    if asked.page:
+    for more in asked.add:
+        kept = json.loads(RESULTS.read_text())
+        kept["rows"] |= json.loads(Path(more).read_text())["rows"]
+        RESULTS.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    if asked.page or asked.add:
         print(page(Path(asked.out)))
         return
     zoo, out = Zoo(asked), Path(asked.out)
