@@ -117,7 +117,7 @@ CASES = (
     Case("GPU layers without a GPU", "llama", f"{PLAIN} -ngl 99", role=("--n-gpu-layers", "no_effect")),
     Case("context beyond memory", "llama", f"{PLAIN} -c 2000000000", role=("--ctx-size", "cannot_run")),
     Case("corrupt file", "llama", PLAIN, baseline_fails=True, model="corrupt"),
-    Case("q4_0 keys without rotation, Qwen 0.5B", "llama", f"LLAMA_ATTN_ROT_DISABLE=1 {PLAIN} -ctk q4_0", ("LLAMA_ATTN_ROT_DISABLE", "--cache-type-k"), model="qwen05"),
+    Case("q4_0 keys without rotation, Qwen 0.5B", "llama", f"LLAMA_ATTN_ROT_DISABLE=1 {PLAIN} -ctk q4_0", ("--cache-type-k",), model="qwen05"),
     Case("above 16 streams, proxy", "wrapped", f"{PLAIN} --crowd", ("--crowd",)),
     Case("healthy, plain", "llama", PLAIN),
     Case("healthy, flash attention", "llama", f"{PLAIN} -fa on", ladder=True),

@@ -236,7 +236,7 @@ def measure(
     )  # fmt: skip
 
 
-_STEPPED = 160
+_STEPPED = 100
 """Characters of each fixed text that are scored token by token."""
 
 
@@ -247,15 +247,16 @@ def _by_steps(engine: ServerEngine) -> bool:
 
 
 def _score_by_steps(engine: ServerEngine, taken: Measurement, most: float) -> float:
-    """Score the beginnings of the fixed texts token by token, in at most about so many seconds; returns those it took.
+    """Score the beginnings of the fixed texts token by token; returns the seconds that it took.
 
     A loss that texts of a few seconds do not show (a KV cache of 4 bits) shows here. It comes on top of the time for a
-    start: a server of 50 tokens a second needs about 6 s for the 8 texts that a judgement takes.
+    start, `most` seconds: a server of 50 tokens a second needs about 4 s for the 8 texts that a judgement takes, which
+    may take twice `most`; the others take what is left of a third of it.
     """
     began = time.monotonic()
     with suppress(AssayError):
         for number, text in enumerate(passages()):
-            share = 1.0 if number < LEAST_TEXTS else 0.3
+            share = 2.0 if number < LEAST_TEXTS else 0.3
             if time.monotonic() - began > share * most:
                 break
             part = text[:_STEPPED].rpartition(" ")[0]
