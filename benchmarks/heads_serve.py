@@ -35,7 +35,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assay.lab.heads.experiment import CALIBRATED, HEADS, WEIGHTS, calibration_texts, changed, head_state
-from assay.lab.heads.model import Walk, read_head, write_head
+from assay.lab.heads.export import read_head, write_head
+from assay.lab.heads.model import Walk
 from assay.lab.heads.train import HELD_OUT, KINDS, Acceptance, prompts, with_transformers
 from assay.runs import write_atomically
 from assay.speculation.live import GREEDY_TOKENS, PROMPTS, SAMPLED_TOKENS, TOP, Tokens, judge_texts

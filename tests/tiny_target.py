@@ -47,19 +47,25 @@ def make_experts(folder: Path, kind: str, *, layers: int = 2) -> Path:
     return folder
 
 
-def make_target(folder: Path, *, hidden: int = 64, layers: int = 8, words: str = "") -> Path:
-    """A small Llama with a byte tokenizer; `words` makes another tokenizer of the same size."""
+def make_target(
+    folder: Path, *, hidden: int = 64, layers: int = 8, words: str = "", kind: str = "Llama", tied: bool = False
+) -> Path:
+    """A small Llama, or Qwen2, with a byte tokenizer; `words` makes another tokenizer of the same size."""
     make_tokenizer(folder, words)
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
+    config = getattr(transformers, f"{kind}Config")(
         hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=320, max_position_embeddings=512, eos_token_id=319, bos_token_id=None,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )  # fmt: skip
-    model = transformers.LlamaForCausalLM(config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():  # what follows a token is mostly its neighbour: a rule that a head can learn in seconds
         model.model.embed_tokens.weight.normal_(0, 0.3)
-        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
-        model.lm_head.weight[319] = 0
+        if not tied:
+            model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(1, 0))
+            model.lm_head.weight[319] = 0
+        for name, p in model.named_parameters():  # Qwen2's, which begin as zeros
+            if name.endswith(".bias"):
+                p.normal_(0, 0.3)
     model.save_pretrained(folder)
     return folder

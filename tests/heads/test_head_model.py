@@ -11,7 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.lab.heads.model import draft, losses, observe, padded, read_head, walk
+from assay.lab.heads.export import read_head
+from assay.lab.heads.model import draft, losses, observe, padded, walk
 
 
 def norm(x: Any, weight: Any, eps: float) -> Any:
@@ -77,7 +78,7 @@ def test_drafts_are_those_of_an_engine_with_a_cache(parts: Any) -> None:
     depth = 3
     ids = [int(i) for i in np.random.default_rng(5).integers(0, 250, 24)]
     seen = observe(model, *padded([ids], "cpu"), head.config.aux_layers)
-    ours = draft(head, model.get_input_embeddings(), seen, depth)[0].tolist()
+    ours = draft(head, model, seen, depth)[0].tolist()
     embedding = model.get_input_embeddings().weight.detach().double().numpy()
     # The aux states by ids of hidden states: i is the output of layer i − 1, before any norm.
     outputs: list[Any] = []
@@ -108,7 +109,7 @@ def test_the_loss_of_later_steps_reads_the_heads_own_states(parts: Any) -> None:
     first = losses(head, model, seen, 1)
     assert both.by_step[0] == pytest.approx(float(first.by_step[0]), rel=1e-5)
     # Where the head drafts what the text says, each step of teacher forcing agrees with the drafts that it feeds itself.
-    drafts = draft(head, model.get_input_embeddings(), seen, 3)
+    drafts = draft(head, model, seen, 3)
     right = (drafts[:, :-2, 0] == ids[:, 2:])[mask[:, 2:]]
     assert right.float().mean() > 0.3
 

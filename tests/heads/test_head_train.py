@@ -13,11 +13,10 @@ torch = pytest.importorskip("torch")
 
 from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.verify import verify
-from assay.cli.main import invoke
 from assay.errors import AssayError, UsageError
 from assay.lab.heads import train as training
 from assay.lab.heads.experiment import run_try
-from assay.lab.heads.model import read_head
+from assay.lab.heads.export import read_head
 from assay.lab.heads.train import CHECKPOINT, Written, draft_vocabulary, run_train
 from assay.lab.options import HeadTrainPlan, HeadTryPlan
 from tiny_target import TRAIN, make_target
@@ -109,7 +108,7 @@ def test_a_full_disk_is_one_line(trained: Any, target: Path, tmp_path: Path, mon
     def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("assay.lab.heads.model.write_atomically", full)
+    monkeypatch.setattr("assay.lab.heads.export.write_atomically", full)
     with pytest.raises(AssayError, match="cannot be written: No space left on device"):
         run_train(plan(target, with_text(trained, tmp_path / "head")))
 
@@ -135,7 +134,7 @@ def test_an_engine_that_serves_no_such_head_is_named() -> None:
 
     from assay.lab.heads.model import HeadConfig
 
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="gemma3_text"))
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="gemma3_text", num_hidden_layers=18))
     with pytest.raises(UsageError, match="serves no EAGLE-3 head of Llama's layout for gemma3_text"):
         HeadConfig.of_target(SimpleNamespace(config=config), 0)
 
@@ -151,13 +150,9 @@ def test_without_a_folder_the_head_goes_to_the_cache(
     read_head(tmp_path / "heads" / target.name, target)
 
 
-def test_what_cannot_be_served_is_refused(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UsageError, match="no MTP head"):
-        run_train(plan(target, tmp_path / "a", kind="mtp"))
+def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="three different auxiliary layers"):
         run_train(plan(make_target(tmp_path / "shallow", layers=4), tmp_path / "b"))
-    assert invoke(["lab", "heads", "train", str(target), "--kind", "mtp", "--out", str(tmp_path / "c")]) == 2
-    assert "MTP head can be served beside Llama" in capsys.readouterr().out
 
 
 def test_a_head_of_another_target_or_tokenizer_is_refused(trained: Any, target: Path, tmp_path: Path) -> None:

@@ -282,6 +282,8 @@ def _is_head(names: list[str]) -> bool:
 
 
 def _family(checkpoint: Checkpoint) -> Family:
+    if "MiMoForCausalLM" in (checkpoint.config.get("architectures") or ()):  # vLLM goes by this name, whatever the type
+        return FAMILIES["mimo"]
     types = (checkpoint.model_type, checkpoint.config.get("model_type"))
     return next((FAMILIES[t] for t in types if t in FAMILIES), GENERIC)
 

@@ -447,11 +447,11 @@ class HeadTrainPlan(RayOptions):
         "Folder of the head, with its checkpoint until it is done (default: heads/MODEL in the cache).",
         apart=True,
     )
-    kind: str = option("eagle3", "Layout of the head.", choices=("eagle3", "mtp"))
+    kind: str = option("eagle3", "Layout of the head; mtp is MiMo's layer, for Qwen2.", choices=("eagle3", "mtp"))
     text: tuple[str, ...] = _text()
     prompts: int = option(6000, "Prompts that the target answers.", lo=32)
     tokens: int = option(256, "Largest number of tokens in an answer.", lo=16)
-    draft_vocab: int = option(8192, "Tokens that the head can guess; 0: all.", lo=0)
+    draft_vocab: int = option(8192, "Tokens that an EAGLE-3 head can guess; 0: all.", lo=0)
     intermediate: int = option(0, "Width of the head's MLP; 0: as the target's.", lo=0)
     depth: int = option(4, "Steps that training unrolls.", lo=1, hi=8)
     steps: int = option(4000, "Steps of training.", lo=1)

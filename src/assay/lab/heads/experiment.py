@@ -27,7 +27,8 @@ from transformers.masking_utils import sdpa_mask
 from assay.engines.hf.engine import HfEngine
 from assay.engines.hf.spec import parse_spec
 from assay.errors import UsageError
-from assay.lab.heads.model import Head, RmsNorm, batches, observe, padded, read_head, target_facts
+from assay.lab.heads.export import read_head, target_facts
+from assay.lab.heads.model import AnyHead, RmsNorm, batches, observe, padded
 from assay.lab.heads.train import (
     HELD_OUT,
     Acceptance,
@@ -164,8 +165,8 @@ def calibration_texts(every: Sequence[tuple[str, list[int]]], write: Write, toke
 # States of a head.
 
 
-def _quantised(change: Change) -> Callable[[Head], None]:
-    def apply(head: Head) -> None:
+def _quantised(change: Change) -> Callable[[AnyHead], None]:
+    def apply(head: AnyHead) -> None:
         for module in head.modules():
             if isinstance(module, nn.Linear):
                 module.weight.copy_(change(module.weight))
@@ -173,28 +174,30 @@ def _quantised(change: Change) -> Callable[[Head], None]:
     return apply
 
 
-def _missing(head: Head) -> None:
+def _missing(head: AnyHead) -> None:
     """Every tensor as an engine makes it where the file has none: small random numbers, norms of ones."""
     torch.manual_seed(11)
     for module in head.modules():
         if isinstance(module, nn.Linear):
             module.weight.normal_(0, 0.02)
+            if module.bias is not None:
+                module.bias.zero_()
         elif isinstance(module, RmsNorm):
             module.weight.fill_(1.0)
 
 
-def _zeros(head: Head) -> None:
+def _zeros(head: AnyHead) -> None:
     for p in head.parameters():
         p.zero_()
 
 
-def _wrong_norm(head: Head) -> None:
+def _wrong_norm(head: AnyHead) -> None:
     for module in head.modules():
         if isinstance(module, RmsNorm):
             module.convention = "plus_one"
 
 
-def _scales_ignored(head: Head) -> None:
+def _scales_ignored(head: AnyHead) -> None:
     """An int4 head of which the codes are loaded and the scales are not: each row is divided by its scale."""
     for module in head.modules():
         if isinstance(module, nn.Linear):
@@ -202,7 +205,7 @@ def _scales_ignored(head: Head) -> None:
             module.weight.copy_(torch.round(module.weight * 7 / top))
 
 
-def _missing_layer(head: Head) -> None:
+def _missing_layer(head: AnyHead) -> None:
     """Only the layer is lost; `fc`, norm and output are loaded."""
     torch.manual_seed(11)
     for module in head.midlayer.modules():
@@ -210,7 +213,7 @@ def _missing_layer(head: Head) -> None:
             module.weight.normal_(0, 0.02)
 
 
-HEADS: Mapping[str, Callable[[Head], None]] = {
+HEADS: Mapping[str, Callable[[AnyHead], None]] = {
     "bf16": lambda head: None,
     "fp8": _quantised(fp8_rows),
     "int8": _quantised(lambda w: quantise_dequantise(w, 8, w.shape[1], symmetric=True)),
@@ -226,7 +229,7 @@ WORKING = ("bf16", "fp8", "int8", "int4")
 """Heads that are loaded as they were meant; all others are dead by construction."""
 
 
-def head_state(head: Head, name: str) -> Head:
+def head_state(head: AnyHead, name: str) -> AnyHead:
     """A copy of the head in the state `name`."""
     found = copy.deepcopy(head)
     with torch.no_grad():
@@ -340,7 +343,7 @@ def run_try(plan: HeadTryPlan, progress: Progress = NO_PROGRESS) -> Report:
 
 
 def _row(
-    plan: HeadTryPlan, head: Head, target: Any, state: str, texts: list[Written], apart: Distance, name: str
+    plan: HeadTryPlan, head: AnyHead, target: Any, state: str, texts: list[Written], apart: Distance, name: str
 ) -> dict[str, Any]:
     own = head_state(head, state)
     cache = name.partition("+kv-")[2]

@@ -1,28 +1,24 @@
-"""An EAGLE-3 head (Li et al. 2025, arXiv 2503.01840), laid out as vLLM's `LlamaForCausalLMEagle3` reads it.
+"""Draft heads of one layer: EAGLE-3's (Li et al. 2025, arXiv 2503.01840) and MiMo's MTP layer, as vLLM reads both.
 
-At position p the head reads the embedding of token p + 1 and a mix (`fc`) of three hidden states of the target at p, runs
-one layer, and predicts token p + 2 over a reduced vocabulary. Its own hidden state then stands in for the target's, so it
-goes on for as many steps as are drafted. A row p of every tensor here is the chain of drafts that begins at p: in step j it
-reads token p + j + 1 at the rotary position p + j, and attends to step 0 of all rows up to p and to its own earlier steps.
-That is what an engine's cache holds when it drafts after p, so training and serving see the same.
+At position p a head reads the embedding of token p + 1 and the target's hidden states at p, runs one layer, and predicts
+token p + 2. EAGLE-3 mixes (`fc`) three states and guesses over a reduced vocabulary with an output of its own; MTP reads
+the last state before the target's final norm, and shares the target's output. The head's own hidden state then stands in
+for the target's, so it goes on for as many steps as are drafted. A row p of every tensor here is the chain of drafts that
+begins at p: in step j it reads token p + j + 1 at the rotary position p + j, and attends to step 0 of all rows up to p and
+to its own earlier steps. That is what an engine's cache holds when it drafts after p, so training and serving see the same.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 from torch import nn
 from torch.nn.functional import linear, silu, softmax
 
-from assay.engines.scoring import vocabulary_sha256
-from assay.errors import AssayError, UsageError
-from assay.runs import write_atomically
+from assay.errors import UsageError
 
 NORMS = ("llama", "plus_one")
 """How a norm's weight is read: as it stands, or (Gemma's convention) with 1 added."""
@@ -30,7 +26,7 @@ NORMS = ("llama", "plus_one")
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """Sizes of a head. `aux_layers` are ids of hidden states: 0 the embedding, i the output of layer i − 1."""
+    """Sizes of a head of a `kind`. `aux_layers` are ids of hidden states: 0 the embedding, i the output of layer i − 1."""
 
     hidden_size: int
     intermediate_size: int
@@ -44,34 +40,48 @@ class HeadConfig:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     max_position_embeddings: int = 2048
+    kind: str = "eagle3"
 
     @classmethod
-    def of_target(cls, model: Any, draft_vocab: int, intermediate: int = 0) -> HeadConfig:
-        """Sizes for a target of transformers; its aux layers are vLLM's default, (2, L / 2, L − 3).
+    def of_target(cls, model: Any, draft_vocab: int, intermediate: int = 0, kind: str = "eagle3") -> HeadConfig:
+        """Sizes for a target of transformers; EAGLE-3's aux layers are vLLM's default, (2, L / 2, L − 3), MTP's is L.
 
-        UsageError for a target whose hidden states vLLM does not hand to a head of Llama's kind.
+        UsageError for a target beside which vLLM serves no head of this kind.
         """
         c = model.config.get_text_config()
-        if c.model_type not in SERVED:
-            raise UsageError(
-                f"vLLM serves no EAGLE-3 head of Llama's layout for {c.model_type}",
-                remedy=f"targets are {', '.join(SERVED)}",
-                finding_id="speculation.head_layout",
-            )
-        layers = c.num_hidden_layers
-        aux = (2, layers // 2, layers - 3)
-        if len(set(aux)) < 3 or aux[2] < 1:
-            raise UsageError(
-                f"a target of {layers} layers has no three different auxiliary layers (2, L/2, L − 3)",
-                remedy="take a target of at least 7 layers",
-                finding_id="speculation.head_layout",
-            )
-        rope = getattr(c, "rope_parameters", None) or {}
+        layers, rope, other = c.num_hidden_layers, getattr(c, "rope_parameters", None) or {}, "train --kind eagle3"
+        if kind == "mtp":
+            aux: tuple[int, ...] = (layers,)
+            draft_vocab = 0
+            if c.model_type != "qwen2":
+                raise _unserved(
+                    f"no MTP head can be served beside {c.model_type}: of vLLM's MTP layers MiMo's fits a plain model, "
+                    "and that model is Qwen2",
+                    other,
+                )
+            if rope.get("rope_type", "default") != "default" or getattr(c, "use_sliding_window", False):
+                raise _unserved("no MTP head is made for scaled rotary positions or a sliding window", other)
+            if intermediate not in (0, c.intermediate_size):
+                raise _unserved(
+                    f"an MTP layer has the width of its target's MLP, {c.intermediate_size}", "leave --intermediate out"
+                )
+        else:
+            aux = (2, layers // 2, layers - 3)
+            if c.model_type not in SERVED:
+                raise _unserved(
+                    f"vLLM serves no EAGLE-3 head of Llama's layout for {c.model_type}",
+                    f"targets are {', '.join(SERVED)}",
+                )
+            if len(set(aux)) < 3 or aux[2] < 1:
+                raise _unserved(
+                    f"a target of {layers} layers has no three different auxiliary layers (2, L/2, L − 3)",
+                    "take a target of at least 7 layers",
+                )
         return cls(
             c.hidden_size, intermediate or c.intermediate_size, c.num_attention_heads, c.num_key_value_heads,
             getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads, c.vocab_size,
             min(draft_vocab or c.vocab_size, c.vocab_size), aux, layers, c.rms_norm_eps,
-            float(rope.get("rope_theta", getattr(c, "rope_theta", 10_000.0))), c.max_position_embeddings,
+            float(rope.get("rope_theta", getattr(c, "rope_theta", 10_000.0))), c.max_position_embeddings, kind,
         )  # fmt: skip
 
     def facts(self) -> dict[str, Any]:
@@ -80,6 +90,10 @@ class HeadConfig:
 
 
 SERVED = ("llama", "qwen2", "qwen3", "mistral")
+
+
+def _unserved(why: str, remedy: str) -> UsageError:
+    return UsageError(why, remedy=remedy, finding_id="speculation.head_layout")
 
 
 class RmsNorm(nn.Module):  # type: ignore[misc]
@@ -104,19 +118,19 @@ Cache = list[tuple[torch.Tensor, torch.Tensor]]
 class Attention(nn.Module):  # type: ignore[misc]
     """Grouped attention over what the chain of each row has seen; rotary positions as in Llama."""
 
-    def __init__(self, c: HeadConfig) -> None:
+    def __init__(self, c: HeadConfig, width: int, bias: bool = False) -> None:
         super().__init__()
         self.config = c
-        width, wide = 2 * c.hidden_size, c.num_attention_heads * c.head_dim
-        self.q_proj = nn.Linear(width, wide, bias=False)
-        self.k_proj = nn.Linear(width, c.num_key_value_heads * c.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, c.num_key_value_heads * c.head_dim, bias=False)
+        wide = c.num_attention_heads * c.head_dim
+        self.q_proj = nn.Linear(width, wide, bias=bias)
+        self.k_proj = nn.Linear(width, c.num_key_value_heads * c.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, c.num_key_value_heads * c.head_dim, bias=bias)
         self.o_proj = nn.Linear(wide, c.hidden_size, bias=False)
         self.stored: Callable[[torch.Tensor], torch.Tensor] = lambda x: x
         """What the cache makes of keys and values."""
 
     def forward(self, x: torch.Tensor, step: int, cache: Cache) -> torch.Tensor:
-        """x [B, T, 2H] of step `step`; its keys and values join `cache`."""
+        """x [B, T, width] of step `step`; its keys and values join `cache`."""
         c, (batch, length, _) = self.config, x.shape
         groups = c.num_attention_heads // c.num_key_value_heads
         q = self.q_proj(x).view(batch, length, c.num_key_value_heads, groups, c.head_dim)
@@ -153,14 +167,14 @@ class Mlp(nn.Module):  # type: ignore[misc]
 
 
 class Layer(nn.Module):  # type: ignore[misc]
-    """The one layer, `midlayer` in the file."""
+    """EAGLE-3's layer, `midlayer` in the file."""
 
     def __init__(self, c: HeadConfig) -> None:
         super().__init__()
         self.hidden_norm = RmsNorm(c.hidden_size, c.rms_norm_eps)
         self.input_layernorm = RmsNorm(c.hidden_size, c.rms_norm_eps)
         self.post_attention_layernorm = RmsNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn, self.mlp = Attention(c), Mlp(c)
+        self.self_attn, self.mlp = Attention(c, 2 * c.hidden_size), Mlp(c)
 
     def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, step: int, cache: Cache) -> torch.Tensor:
         """The state before the last norm, [B, T, H]."""
@@ -169,8 +183,12 @@ class Layer(nn.Module):  # type: ignore[misc]
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""(what `step` gives, its step) → (mean cross-entropy against the target, number of rows whose top token is the target's)."""
+
+
 class Head(nn.Module):  # type: ignore[misc]
-    """The head. `d2t` [draft vocabulary] is what is added to a draft id to get the target's, as in the file."""
+    """EAGLE-3's head. `d2t` [draft vocabulary] is what is added to a draft id to get the target's, as in the file."""
 
     d2t: torch.Tensor
 
@@ -188,29 +206,167 @@ class Head(nn.Module):  # type: ignore[misc]
         """The target's id of each draft id, ascending."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
+    def first(self, seen: Observed) -> torch.Tensor:
+        """The states that step 0 reads, [B, T, H]."""
+        mixed: torch.Tensor = self.fc(seen.aux)
+        return mixed
+
     def step(
         self, embedded: torch.Tensor, hidden: torch.Tensor, step: int, cache: Cache
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits over the draft vocabulary [B, T, V], state for the next step [B, T, H])."""
+        """(state that the output reads, state for the next step), both [B, T, H]."""
         hidden = self.midlayer(embedded, hidden, step, cache)
-        return self.lm_head(self.norm(hidden)), hidden
+        return self.norm(hidden), hidden
+
+    def guess(self, state: torch.Tensor, target: Any) -> torch.Tensor:
+        """The likeliest token of each row, [B, T]."""
+        return self.draft_ids[self.lm_head(state).argmax(-1)]
+
+    def teacher(self, target: Any, seen: Observed) -> Teacher:
+        """The target's probabilities are renormalised over the draft vocabulary.
+
+        A position whose likeliest token lies outside teaches nothing, and counts as missed.
+        """
+        rows = self.draft_ids
+        with torch.no_grad():
+            output = target.get_output_embeddings().weight
+            wanted = linear(seen.last, output[rows]).float()
+            top = torch.cat([linear(part, output).argmax(-1) for part in seen.last.flatten(0, 1).split(4096)])
+            top = top.view(seen.ids.shape)
+            known = torch.zeros(output.shape[0], dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
+            taught = known[top] & seen.mask
+
+        def teach(state: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor]:
+            use = shifted(taught, j + 1)
+            logits, soft = self.lm_head(state)[use].float(), softmax(shifted(wanted, j + 1)[use], -1)
+            loss = -(soft * logits.log_softmax(-1)).sum(-1).mean()
+            return loss, (rows[logits.argmax(-1)] == shifted(top, j + 1)[use]).sum()
+
+        return teach
+
+    def start(self, target: Any, scale: torch.Tensor) -> None:
+        """First weights: output rows and last norm of the target, small random ones elsewhere.
+
+        `scale` [aux layers] is the rms of each hidden state, by which `fc` divides: they differ a hundredfold.
+        """
+        c = self.config
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.normal_(0, 0.02)
+            parts = self.fc.weight.view(c.hidden_size, len(c.aux_layers), c.hidden_size)
+            parts.normal_(0, (len(c.aux_layers) * c.hidden_size) ** -0.5)
+            parts /= scale.to(parts).clamp_min(1e-6)[None, :, None]
+            self.lm_head.weight.copy_(target.get_output_embeddings().weight[self.draft_ids.to(target.device)])
+            self.norm.weight.copy_(target.base_model.norm.weight)
 
 
-def start(head: Head, target: Any, scale: torch.Tensor) -> None:
-    """First weights: output rows and last norm of the target, small random ones elsewhere.
+class Block(nn.Module):  # type: ignore[misc]
+    """A decoder layer of Qwen2, `mtp_block` in vLLM."""
 
-    `scale` [aux layers] is the rms of each hidden state, by which `fc` divides: they differ a hundredfold.
+    def __init__(self, c: HeadConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RmsNorm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = RmsNorm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn, self.mlp = Attention(c, c.hidden_size, bias=True), Mlp(c)
+
+    def forward(self, hidden: torch.Tensor, step: int, cache: Cache) -> torch.Tensor:
+        """[B, T, H] → [B, T, H]."""
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), step, cache)
+        out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return out
+
+
+class MtpHead(nn.Module):  # type: ignore[misc]
+    """MiMo's MTP layer as vLLM's `MiMoMTP` runs it, over the whole vocabulary by the target's own output."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config, h = config, config.hidden_size
+        self.token_layernorm, self.hidden_layernorm = RmsNorm(h, config.rms_norm_eps), RmsNorm(h, config.rms_norm_eps)
+        self.input_proj = nn.Linear(2 * h, h, bias=False)
+        self.midlayer = Block(config)
+        self.final_layernorm = RmsNorm(h, config.rms_norm_eps)
+
+    def first(self, seen: Observed) -> torch.Tensor:
+        """The target's states before its last norm, [B, T, H]."""
+        return seen.aux
+
+    def step(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, step: int, cache: Cache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(state that the output reads, state for the next step): one and the same, after the last norm, [B, T, H]."""
+        if not step:  # vLLM puts zeros in place of the token that stands at position 0
+            embedded = torch.cat([torch.zeros_like(embedded[:, :1]), embedded[:, 1:]], 1)
+        both = torch.cat([self.hidden_layernorm(hidden), self.token_layernorm(embedded)], -1)
+        hidden = self.final_layernorm(self.midlayer(self.input_proj(both), step, cache))
+        return hidden, hidden
+
+    def guess(self, state: torch.Tensor, target: Any) -> torch.Tensor:
+        """The likeliest token of each row, [B, T]."""
+        output = target.get_output_embeddings().weight
+        rows = state.to(output.dtype).flatten(0, -2)
+        return torch.cat([linear(part, output).argmax(-1) for part in rows.split(ROWS)]).view(state.shape[:-1])
+
+    def teacher(self, target: Any, seen: Observed) -> Teacher:
+        """The target's probabilities of all its tokens."""
+        output = target.get_output_embeddings().weight
+
+        def teach(state: torch.Tensor, j: int) -> tuple[torch.Tensor, torch.Tensor]:
+            use = shifted(seen.mask, j + 1)
+            loss, right = SharedLoss.apply(state[use], shifted(seen.last, j + 1)[use], output)
+            return loss, right
+
+        return teach
+
+    def start(self, target: Any, scale: torch.Tensor) -> None:
+        """First weights: the last norm of the target, small random ones elsewhere."""
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.normal_(0, 0.02)
+                    if module.bias is not None:
+                        module.bias.zero_()
+            self.input_proj.weight.normal_(0, self.input_proj.in_features**-0.5)
+            self.final_layernorm.weight.copy_(target.base_model.norm.weight)
+
+
+ROWS = 2048
+"""Positions whose logits over a whole vocabulary are held at once."""
+
+
+class SharedLoss(torch.autograd.Function):  # type: ignore[misc]
+    """Cross-entropy of the target's and the head's distribution, both by one output that does not learn.
+
+    Logits and gradient are made part by part, so that a vocabulary of 150,000 fits: ∂/∂x = (softmax(x Wᵀ) − p) W / N.
     """
-    c = head.config
-    with torch.no_grad():
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(0, 0.02)
-        parts = head.fc.weight.view(c.hidden_size, len(c.aux_layers), c.hidden_size)
-        parts.normal_(0, (len(c.aux_layers) * c.hidden_size) ** -0.5)
-        parts /= scale.to(parts).clamp_min(1e-6)[None, :, None]
-        head.lm_head.weight.copy_(target.get_output_embeddings().weight[head.draft_ids.to(target.device)])
-        head.norm.weight.copy_(target.base_model.norm.weight)
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, last: torch.Tensor, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, last [N, H], output [V, H] → (mean over N, number of rows with the same top token)."""
+        gradient = torch.empty_like(x)
+        loss, right = x.new_zeros((), dtype=torch.float32), torch.zeros((), dtype=torch.long, device=x.device)
+        for i in range(0, len(x), ROWS):
+            q = linear(x[i : i + ROWS].to(output.dtype), output).float()
+            p = linear(last[i : i + ROWS].to(output.dtype), output).float()
+            right += (q.argmax(-1) == p.argmax(-1)).sum()
+            p, q = p.softmax(-1), q.log_softmax(-1)
+            loss -= (p * q).sum()
+            gradient[i : i + ROWS] = (q.exp_().sub_(p)).to(output.dtype) @ output
+        n = max(len(x), 1)
+        ctx.save_for_backward(gradient / n)
+        ctx.mark_non_differentiable(right)
+        return loss / n, right
+
+    @staticmethod
+    def backward(ctx: Any, by: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Scaled by what comes in."""
+        return ctx.saved_tensors[0] * by, None, None
+
+
+AnyHead = Head | MtpHead
 
 
 def _rotary(c: HeadConfig, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -241,8 +397,14 @@ class Observed:
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def observe(target: Any, ids: torch.Tensor, mask: torch.Tensor, aux_layers: tuple[int, ...]) -> Observed:
     """One pass of the target over texts that are padded on the right; states are used at once and never stored."""
-    out = target.base_model(input_ids=ids, output_hidden_states=True, use_cache=False)
-    return Observed(ids, mask, torch.cat([out.hidden_states[i] for i in aux_layers], -1), out.last_hidden_state)
+    before_norm: list[torch.Tensor] = []
+    hook = target.base_model.norm.register_forward_pre_hook(lambda module, given: before_norm.append(given[0]))
+    try:
+        out = target.base_model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    finally:
+        hook.remove()
+    states = (*out.hidden_states[:-1], before_norm[-1])  # transformers gives the last of them after the norm
+    return Observed(ids, mask, torch.cat([states[i] for i in aux_layers], -1), out.last_hidden_state)
 
 
 def shifted(x: torch.Tensor, by: int) -> torch.Tensor:
@@ -259,43 +421,35 @@ class Losses:
     agreement: torch.Tensor
 
 
-def losses(head: Head, target: Any, seen: Observed, depth: int, decay: float = 0.8) -> Losses:
+def losses(head: AnyHead, target: Any, seen: Observed, depth: int, decay: float = 0.8) -> Losses:
     """Training-time test: `depth` steps unrolled on the head's own states, each against the target's distribution.
 
-    The target's probabilities are renormalised over the draft vocabulary; a position whose likeliest token lies outside
-    teaches nothing. Step j weighs `decay`ʲ.
+    Step j weighs `decay`ʲ.
     """
-    embed, rows = target.get_input_embeddings(), head.draft_ids
-    with torch.no_grad():
-        output = target.get_output_embeddings().weight
-        wanted = linear(seen.last, output[rows]).float()
-        top = torch.cat([linear(part, output).argmax(-1) for part in seen.last.flatten(0, 1).split(4096)])
-        top = top.view(seen.ids.shape)
-        known = torch.zeros(output.shape[0], dtype=torch.bool, device=rows.device).index_fill_(0, rows, True)
-        taught = known[top] & seen.mask
-    hidden, cache, terms, agree = head.fc(seen.aux), Cache(), [], []
+    embed, teach = target.get_input_embeddings(), head.teacher(target, seen)
+    hidden, cache, terms, agree = head.first(seen), Cache(), [], []
     for j in range(depth):
-        embedded = embed(shifted(seen.ids, j + 1)).to(hidden.dtype)
-        logits, hidden = head.step(embedded, hidden, j, cache)
-        use = shifted(taught, j + 1)
-        logits, soft = logits[use].float(), softmax(shifted(wanted, j + 1)[use], -1)
-        terms.append(-(soft * logits.log_softmax(-1)).sum(-1).mean())
-        right = rows[logits.argmax(-1)] == shifted(top, j + 1)[use]
-        # Positions outside the draft vocabulary count as missed.
-        agree.append(right.sum() / shifted(seen.mask, j + 1).sum().clamp_min(1))
+        state, hidden = head.step(embed(shifted(seen.ids, j + 1)).to(hidden.dtype), hidden, j, cache)
+        loss, right = teach(state, j)
+        terms.append(loss)
+        agree.append(right / shifted(seen.mask, j + 1).sum().clamp_min(1))
     by_step = torch.stack(terms)
     weights = decay ** torch.arange(depth, device=by_step.device)
     return Losses((by_step * weights).sum() / weights.sum(), by_step.detach(), torch.stack(agree).detach())
 
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
-def draft(head: Head, embed: Callable[[torch.Tensor], torch.Tensor], seen: Observed, depth: int) -> torch.Tensor:
-    """The greedy drafts of every row, [B, T, depth]: entry [b, p, j] guesses token p + 2 + j after text up to p + 1."""
-    hidden, cache, drafts = head.fc(seen.aux), Cache(), []
+def draft(head: AnyHead, target: Any, seen: Observed, depth: int, embed: Any = None) -> torch.Tensor:
+    """The greedy drafts of every row, [B, T, depth]: entry [b, p, j] guesses token p + 2 + j after text up to p + 1.
+
+    `embed` in place of the target's embedding.
+    """
+    embed = embed or target.get_input_embeddings()
+    hidden, cache, drafts = head.first(seen), Cache(), []
     token = shifted(seen.ids, 1)
     for j in range(depth):
-        logits, hidden = head.step(embed(token).to(hidden.dtype), hidden, j, cache)
-        token = head.draft_ids[logits.argmax(-1)]
+        state, hidden = head.step(embed(token).to(hidden.dtype), hidden, j, cache)
+        token = head.guess(state, target)
         drafts.append(token)
     return torch.stack(drafts, -1)
 
@@ -349,128 +503,3 @@ def padded(texts: list[list[int]], device: torch.device | str) -> tuple[torch.Te
     ids = torch.tensor([t + [0] * (width - len(t)) for t in texts], device=device)
     mask = torch.tensor([[True] * len(t) + [False] * (width - len(t)) for t in texts], device=device)
     return ids, mask
-
-
-# -----------------------------------------------------------------------------
-# A head as files that vLLM loads with `{"method": "eagle3", "model": DIR}`: config.json and model.safetensors.
-#
-# The target's embedding is not stored: vLLM shares it. `training.json` says of which target the head is, by its sizes
-# and its tokens, so that a head is refused beside another.
-
-
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-
-
-def target_facts(folder: Path) -> dict[str, str]:
-    """What names a target: the sizes in its config, and the hash of its tokens and their ids.
-
-    The bytes of tokenizer.json differ between releases of transformers that write the same tokenizer.
-    """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    sizes = {k: config.get(k) for k in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")}
-    try:
-        held = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        vocab = held["model"]["vocab"]
-        tokens = dict(vocab) if isinstance(vocab, dict) else {t: i for i, (t, _) in enumerate(vocab)}
-        tokens |= {t["content"]: t["id"] for t in held.get("added_tokens") or ()}
-        digest = vocabulary_sha256(tokens)
-    except (OSError, ValueError, KeyError, TypeError):
-        digest = ""
-    return {"sizes": json.dumps(sizes, sort_keys=True), "vocabulary": digest, "name": folder.name}
-
-
-def write_head(folder: Path, head: Head, training: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> int:
-    """Write the files; returns the bytes of the weights. AssayError where they cannot be written."""
-    c = head.config
-    config = {
-        "architectures": [ARCHITECTURE], "model_type": "llama", "torch_dtype": str(dtype).removeprefix("torch."),
-        "hidden_size": c.hidden_size, "intermediate_size": c.intermediate_size, "num_hidden_layers": 1,
-        "num_attention_heads": c.num_attention_heads, "num_key_value_heads": c.num_key_value_heads, "head_dim": c.head_dim,
-        "vocab_size": c.vocab_size, "draft_vocab_size": c.draft_vocab_size, "rms_norm_eps": c.rms_norm_eps,
-        "rope_theta": c.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_theta}, "max_position_embeddings": c.max_position_embeddings, "hidden_act": "silu",
-        "attention_bias": False, "tie_word_embeddings": False, "target_hidden_size": c.hidden_size,
-        "num_target_layers": c.target_layers,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(c.aux_layers), "use_aux_hidden_state": True},
-    }  # fmt: skip
-    tensors = {n: p.detach().to("cpu", dtype).contiguous() for n, p in head.named_parameters()}
-    if c.draft_vocab_size < c.vocab_size:  # vLLM 0.32 knows no map where there is nothing to map
-        known = torch.zeros(c.vocab_size, dtype=torch.bool)
-        known[head.draft_ids.cpu()] = True
-        tensors |= {"d2t": head.d2t.cpu().contiguous(), "t2d": known}
-    body = save(tensors, metadata={"format": "pt"})
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "config.json", json.dumps(config, indent=2) + "\n")
-        write_atomically(folder / "model.safetensors", body)
-        write_atomically(folder / "training.json", json.dumps(training, indent=1) + "\n")
-    except OSError as error:
-        raise cannot_write(folder, error) from error
-    return len(body)
-
-
-def cannot_write(path: Path, error: OSError, after: str = "") -> AssayError:
-    """The error for a disk that is full, or a folder that cannot be written."""
-    return AssayError(
-        f"{path} cannot be written: {error.strerror or error}{after}",
-        finding_id="speculation.head_unwritable",
-        remedy="make room or name another folder; the same command goes on from its last checkpoint",
-    )
-
-
-def read_head(folder: Path, target: Path | None = None) -> Head:
-    """The head in `folder`, in float32. AssayError where it is none of this layout, incomplete, or of another target."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError) as error:
-        raise _no_head(folder, f"cannot be read: {error}") from error
-    except Exception as error:  # what safetensors raises for a damaged file is a class of its own
-        raise _no_head(folder, f"holds no readable weights: {error}") from error
-    if config.get("architectures") != [ARCHITECTURE]:
-        raise _no_head(folder, f"is no EAGLE-3 head of Llama's layout, but {config.get('architectures')}")
-    eagle = config.get("eagle_config") or {}
-    fields = {n: config[n] for n in HeadConfig.__dataclass_fields__ if n in config}
-    aux = tuple(eagle.get("eagle_aux_hidden_state_layer_ids") or ())
-    if target is not None:
-        _same_target(folder, config, target)
-    try:
-        head = Head(
-            HeadConfig(**fields, aux_layers=aux, target_layers=config["num_target_layers"]),
-            tensors.pop("d2t", torch.tensor(0)) + torch.arange(config["draft_vocab_size"]),
-        )
-        tensors.pop("t2d", None)
-        missing, extra = head.load_state_dict({n: t.float() for n, t in tensors.items()}, strict=False)
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise _no_head(folder, f"does not fit its own config: {' '.join(str(error).split())[:200]}") from error
-    if lost := [n for n in missing if n != "d2t"]:
-        raise _no_head(folder, f"has no {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-    if extra:
-        raise _no_head(folder, f"has a tensor that the layout does not know: {extra[0]}")
-    return head
-
-
-def _same_target(folder: Path, config: Mapping[str, Any], target: Path) -> None:
-    own = json.loads((target / "config.json").read_text(encoding="utf-8"))
-    for name, mine, theirs in (
-        ("vocab_size", config.get("vocab_size"), own.get("vocab_size")),
-        ("hidden_size", config.get("target_hidden_size"), own.get("hidden_size")),
-        ("num_hidden_layers", config.get("num_target_layers"), own.get("num_hidden_layers")),
-    ):
-        if mine and theirs and mine != theirs:
-            raise _no_head(folder, f"is for a target with {name} {mine}, and {target.name} has {theirs}")
-    try:
-        trained = json.loads((folder / "training.json").read_text(encoding="utf-8"))["target"]
-    except (OSError, ValueError, KeyError):
-        return
-    own_vocabulary = target_facts(target)["vocabulary"]
-    if own_vocabulary and trained.get("vocabulary") not in (None, "", own_vocabulary):
-        raise _no_head(folder, f"was trained with the tokenizer of {trained['name']}, and {target.name} has another")
-
-
-def _no_head(folder: Path, why: str) -> AssayError:
-    return AssayError(
-        f"the head {folder} {why}",
-        finding_id="speculation.head_mismatch",
-        remedy="name the head of this target, or make one: assay heads train MODEL --out DIR",
-    )

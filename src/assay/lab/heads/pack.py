@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from assay.engines.hf.spec import parse_spec
-from assay.lab.heads.model import cannot_write, read_head
+from assay.lab.heads.export import MTP_FILE, cannot_write, read_head
 from assay.lab.heads.train import CHECKPOINT, percent, ratio, run_train
 from assay.lab.options import HeadPackPlan, HeadTrainPlan
 from assay.progress import NO_PROGRESS, Progress
@@ -34,7 +34,8 @@ def run_pack(plan: HeadPackPlan, progress: Progress = NO_PROGRESS) -> Report:
             return trained
     read_head(head, target)
     out = plan.out or cache_path("heads") / f"{target.name}.tar.xz"
-    content = {name: (head / name).read_bytes() for name in FILES}
+    names = (FILES[0], MTP_FILE, FILES[2]) if (head / MTP_FILE).exists() else FILES  # an MTP head without its target
+    content = {name: (head / name).read_bytes() for name in names}
     sums = "".join(f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in content.items())
     kept = packed_sums(out) == sums
     if not kept:
@@ -79,5 +80,5 @@ def packed_sums(path: Path) -> str | None:
         sums = files.pop(SUMS).decode()
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, KeyError, ValueError):
         return None
-    own = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in FILES if name in files)
+    own = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
     return sums if own == sums else None

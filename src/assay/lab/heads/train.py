@@ -28,20 +28,19 @@ from assay.engines.hf.spec import parse_spec
 from assay.engines.ray_scorer import Pool
 from assay.errors import AssayError, UsageError
 from assay.fidelity.text import read_text
+from assay.lab.heads.export import cannot_write, target_facts, write_head
 from assay.lab.heads.model import (
+    AnyHead,
     Head,
     HeadConfig,
+    MtpHead,
     Walk,
     batches,
-    cannot_write,
     draft,
     losses,
     observe,
     padded,
-    start,
-    target_facts,
     walk,
-    write_head,
 )
 from assay.lab.options import HeadTrainPlan
 from assay.progress import NO_PROGRESS, Progress
@@ -87,16 +86,15 @@ class Acceptance:
 
 
 def accepted(
-    head: Head, target: Any, texts: Sequence[Written], depth: int, tokens: int, embed: Any = None
+    head: AnyHead, target: Any, texts: Sequence[Written], depth: int, tokens: int, embed: Any = None
 ) -> list[Walk]:
     """What `depth` greedy drafts a step get accepted of each text; `tokens` of a batch; `embed` in place of the target's."""
-    embed = embed or target.get_input_embeddings()
     ids = [t.ids for t in texts]
     walks: dict[int, Walk] = {}
     for part in batches(ids, tokens):
         seen = observe(target, *padded([ids[i] for i in part], target.device), head.config.aux_layers)
         with autocast(target):
-            drafts = draft(head, embed, seen, depth).tolist()
+            drafts = draft(head, target, seen, depth, embed).tolist()
         for i, own in zip(part, drafts, strict=True):
             walks[i] = walk(ids[i], own, texts[i].begin)
     return [walks[i] for i in range(len(texts))]
@@ -121,7 +119,7 @@ class Run:
     acceptance: list[dict[str, Any]] = field(default_factory=list)
 
 
-def _save(path: Path, run: Run, head: Head, optimizer: torch.optim.Optimizer) -> None:
+def _save(path: Path, run: Run, head: AnyHead, optimizer: torch.optim.Optimizer) -> None:
     partial = path.with_suffix(".partial")
     try:
         torch.save({"run": vars(run), "head": head.state_dict(), "optimizer": optimizer.state_dict()}, partial)
@@ -134,7 +132,7 @@ def _save(path: Path, run: Run, head: Head, optimizer: torch.optim.Optimizer) ->
         raise cannot_write(path, reason, f" (at step {run.step})") from error
 
 
-def _load(path: Path, plan: dict[str, Any], head: Head, optimizer: torch.optim.Optimizer) -> Run:
+def _load(path: Path, plan: dict[str, Any], head: AnyHead, optimizer: torch.optim.Optimizer) -> Run:
     """The run to go on with. UsageError where the checkpoint is of another plan, AssayError where it is damaged."""
     if not path.exists():
         return Run(plan)
@@ -166,7 +164,7 @@ def _order(texts: Sequence[Written], tokens: int, seed: int, epoch: int) -> list
 
 
 def train(
-    head: Head, target: Any, texts: Sequence[Written], held: Sequence[Written], plan: HeadTrainPlan, out: Path, facts: dict[str, Any],
+    head: AnyHead, target: Any, texts: Sequence[Written], held: Sequence[Written], plan: HeadTrainPlan, out: Path, facts: dict[str, Any],
     advance: Any = lambda: None,
 ) -> tuple[Run, bool]:  # fmt: skip
     """Train to the end, or until an interrupt, and say which: (the run, whether it is done). The checkpoint is in `out`.
@@ -241,7 +239,7 @@ def train(
     return run, True
 
 
-def _measure(run: Run, head: Head, target: Any, held: Sequence[Written], plan: HeadTrainPlan) -> None:
+def _measure(run: Run, head: AnyHead, target: Any, held: Sequence[Written], plan: HeadTrainPlan) -> None:
     part = [t for t in held if not t.temperature][:96]
     found = Acceptance.of(accepted(head, target, part, plan.depth, plan.batch_tokens))
     if found is not None:
@@ -255,12 +253,6 @@ def _measure(run: Run, head: Head, target: Any, held: Sequence[Written], plan: H
 
 def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Write text, train, export, measure. Goes on where an interrupted run of the same plan stopped."""
-    if plan.kind == "mtp":
-        raise UsageError(
-            "no MTP head can be served beside Llama or Qwen2: vLLM has MTP modules for other architectures only",
-            remedy="train --kind eagle3; MiMo's module is the nearest, and it makes the target another architecture",
-            finding_id="speculation.head_layout",
-        )
     if plan.ray and plan.python:
         raise plan.usage(
             "--python writes the text with one vLLM, --ray with transformers in workers", "give one of the two"
@@ -275,17 +267,22 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
     with HfEngine.load(spec) as engine:
         target, tokenizer = engine.model, engine.tokenizer
         target.requires_grad_(False)
-        HeadConfig.of_target(target, plan.draft_vocab)  # refuse before text is written
+        HeadConfig.of_target(target, plan.draft_vocab, plan.intermediate, plan.kind)  # refuse before text is written
         source = target_facts(folder)
         texts, held, kept = _texts(plan, out, spec.model, target, tokenizer, source, progress)
-        ids, covered = draft_vocabulary(texts, target.config.vocab_size, plan.draft_vocab or target.config.vocab_size)
         torch.manual_seed(plan.seed)
-        config = HeadConfig.of_target(target, len(ids), plan.intermediate)
-        head = Head(config, ids)
+        if plan.kind == "mtp":
+            head: AnyHead = MtpHead(HeadConfig.of_target(target, 0, plan.intermediate, plan.kind))
+            covered = 1.0
+        else:
+            vocab = target.config.vocab_size
+            ids, covered = draft_vocabulary(texts, vocab, plan.draft_vocab or vocab)
+            head = Head(HeadConfig.of_target(target, len(ids), plan.intermediate), ids)
+        config = head.config
         with torch.no_grad():
             first = observe(target, *padded([t.ids for t in texts[:8]], target.device), config.aux_layers)
             rms = first.aux[first.mask].float().view(-1, len(config.aux_layers), config.hidden_size)
-        start(head.to(target.device), target, rms.square().mean(-1).median(0).values.sqrt())
+        head.to(target.device).start(target, rms.square().mean(-1).median(0).values.sqrt())
         facts = plan.facts() | {"model": source, "text_tokens": sum(len(t.ids) for t in texts)}
         facts = {k: list(v) if isinstance(v, tuple) else v for k, v in facts.items()}
         with progress("training the head", plan.steps) as advance:
@@ -299,7 +296,7 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
     by = {kind: Acceptance.of([w for w, t in zip(walks, greedy, strict=True) if t.kind == kind]) for kind in KINDS}
     by = {"all": Acceptance.of(walks)} | by
     training["acceptance"] = {k: vars(a) for k, a in by.items() if a is not None}
-    size = write_head(out, head, _plain(training))
+    size = write_head(out, head, _plain(training), target=folder)
     if done:
         (out / CHECKPOINT).unlink(missing_ok=True)
     return _report(plan, out, run, done, by, training, size, kept)
@@ -394,12 +391,13 @@ def _report(
                 "steps of training", "share",
             ),
         ]  # fmt: skip
+    held = "assay verify HEAD" + ("" if plan.kind == "mtp" else " --target MODEL")
     verdict = Verdict.PASS if done and whole is not None else Verdict.INCONCLUSIVE
     return Report(
         command="heads train", verdict=verdict, subject={"model": training["target"]["name"], "kind": plan.kind},
         findings=findings, results={"head": str(out), "bytes": size, **training, "done": done}, headline=metrics,
         blocks=blocks, interrupted=not done,
-        summary="" if findings else "the head is trained: hold it against its target with assay verify HEAD --target MODEL",
+        summary="" if findings else f"the head is trained: hold it against its target with {held}",
     )  # fmt: skip
 
 
