@@ -97,7 +97,12 @@ def served_target(model: Path, name: str, work: Path, a: argparse.Namespace) -> 
     tokenizer = AutoTokenizer.from_pretrained(model)
 
     def texts() -> list[list[int]]:
-        return calibration_texts(prompts(tokenizer, a.prompts, a.text), with_transformers(target, tokenizer), a.tokens)
+        kept = work / "calibration.json"
+        if not kept.exists():
+            write, every = with_transformers(target, tokenizer), prompts(tokenizer, a.prompts, a.text)
+            write_atomically(kept, json.dumps(calibration_texts(every, write, a.tokens)))
+        found: list[list[int]] = json.loads(kept.read_text())
+        return found
 
     with changed(target, weights if rounded else "bf16", texts):
         target.save_pretrained(folder)
@@ -225,6 +230,8 @@ def acceptance(asked: Sequence[tuple[str, list[int]]], found: Sequence[tuple[int
 def counters(llm: Any) -> dict[str, Any]:
     """Steps and accepted drafts by position since the engine began."""
     found: dict[str, Any] = {}
+    with contextlib.suppress(Exception):  # what /metrics shows stands beside the rows only
+        llm.llm_engine.do_log_stats()
     for metric in llm.get_metrics():
         if metric.name == "vllm:spec_decode_num_drafts":
             found["steps"] = metric.value
@@ -292,14 +299,12 @@ def serve(
     with engine(a, folder, options, head) as (llm, heard):
         start = list(heard.lines)
         started = round(time.monotonic() - began, 1)
-        before: dict[str, Any] = {}
+        before = counters(llm)
         for temperature in a.temperatures:
-            llm.llm_engine.do_log_stats()
             heard.lines.clear()
             began = time.monotonic()
             found = answers(llm, [ids for _, ids in asked], a.tokens, temperature)
             seconds = time.monotonic() - began
-            llm.llm_engine.do_log_stats()
             now = counters(llm)
             own = {"steps": now.get("steps", 0) - before.get("steps", 0)} | {
                 "counts": [
@@ -309,7 +314,9 @@ def serve(
             before = now
             log = work / "spec.log"
             log.write_text("\n".join([*start, *heard.lines]) + "\n")
-            report = examine([str(log)], SpecOptions(num_speculative_tokens=DEPTH, model=str(head)))
+            report = examine(
+                [str(log)], SpecOptions(num_speculative_tokens=DEPTH, model=str(head), temperature=temperature)
+            )
             rows[f"{target}|{state or 'bf16'}|{temperature:g}"] = acceptance(asked, found) | {
                 "engine": own, "tokens": sum(n for n, _ in found), "seconds": round(seconds, 2), "start_s": started, "spec": jsonable({
                     "health": report.results["health"], "findings": [f.id for f in report.findings], "start_up": report.results["start_up"],

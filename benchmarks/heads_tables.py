@@ -1,12 +1,15 @@
-"""What the rows of `assay heads try` say: what a change of the target costs, how well that is predicted, which head is dead.
+"""What the rows of `assay heads try` and of vLLM say: what a change of the target costs, how well that is predicted, which head is dead.
 
-    python benchmarks/heads_tables.py NAME=ROWS.json[,MORE.json] ... [--served NAME=SERVED.json]
+    python benchmarks/heads_tables.py NAME=ROWS.json[,MORE.json] ... [--served NAME=SERVED.json[,MORE.json] ...] [--keep]
 
-The tables go into docs/heads.md between its marks. Written to results/heads.json (the rows, and vLLM's own from heads_serve.py) and results/heads_predict.json:
+The tables go into docs/heads.md between its marks. Written to results/heads.json (the rows, and vLLM's own from heads_serve.py; with
+--keep those that it has stay) and results/heads_predict.json:
 
-- the fit of `assay.speculation.benefit.BETA` on every second row, and the errors on the others;
-- the confusion matrix of `assay spec` on the counts of every row, as vLLM's /metrics would show them. Its thresholds were set
-  before there was a head, so no row was fitted. What is true is known by construction.
+- the fit of `assay.speculation.benefit.BETA` on the simulated rows of the first model, and the errors on the simulated rows of the
+  others and on all that vLLM served;
+- the confusion matrix of `assay spec` on the counts of every row, as vLLM's /metrics would show them, without and with the
+  temperature of the traffic. What is true is known by construction. The thresholds were set before there was a head, but for
+  what sampling takes away (`assay.speculation.health.SAMPLED_LOSS`), which is of the first model's unchanged target.
 """
 
 from __future__ import annotations
@@ -37,16 +40,26 @@ def predicted(positions: list[float], tv: float, beta: float) -> list[float]:
     return [p * max(0.0, 1 - beta * tv) ** (j + 1) for j, p in enumerate(positions)]
 
 
-def cases(model: str, rows: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of working heads in bf16 on changed targets, each beside the unchanged target at its temperature."""
+def cases(model: str, rows: dict[str, Any], simulated: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Rows of working heads in bf16 on changed targets, each beside the unchanged target at its temperature.
+
+    Of a served row the distance of its target is that of the simulated one of its name.
+    """
     found = []
     for key, row in rows.items():
         target, state, temperature = key.split("|")
-        base = rows.get(f"bf16|bf16|{temperature}")
-        if state != "bf16" or target == "bf16" or row["kl"][0] > BROKEN or base is None:
+        base, far = rows.get(f"bf16|bf16|{temperature}"), (simulated or rows).get(key)
+        if (
+            state != "bf16"
+            or target == "bf16"
+            or base is None
+            or far is None
+            or far["kl"][0] > BROKEN
+            or "positions" not in row
+        ):
             continue
         found.append({
-            "row": f"{model}|{key}", "model": model, "tv": row["tv"][0], "kl": row["kl"][0], "flips": row["flips"][0],
+            "row": f"{model}|{key}", "model": model, "tv": far["tv"][0], "kl": far["kl"][0], "flips": far["flips"][0],
             "base": [p["value"] for p in base["positions"]], "seen": [p["value"] for p in row["positions"]],
             "half": (row["positions"][0]["hi"] - row["positions"][0]["lo"]) / 2,
         })  # fmt: skip
@@ -90,12 +103,12 @@ def page(row: dict[str, Any]) -> str:
     return "".join(f"# TYPE {line.partition('{')[0]} counter\n{line}\n" for line in lines)
 
 
-def verdict_of(row: dict[str, Any]) -> tuple[str, str]:
-    """(health, finding about the head) by `assay spec` from the counts alone."""
+def verdict_of(row: dict[str, Any], temperature: float | None = None) -> tuple[str, str]:
+    """(health, finding about the head) by `assay spec` from the counts, and the temperature where it is given."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.txt"
         path.write_text(page(row))
-        report = examine([str(path)], SpecOptions())
+        report = examine([str(path)], SpecOptions(temperature=temperature))
     head = next(
         (
             f.id.partition(".")[2]
@@ -162,83 +175,139 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
                     model, target, state, t, percent(row["positions"][0]), f"{row['counts'][0]:,} / {row['steps']:,}", f"{health}, `{finding}`"
                 ])  # fmt: skip
     text += table(["model", "target", "head", "T", "position 0", "accepted / steps", "`assay spec`"], cells)
-    if served:
-        text += "### The same in vLLM 0.25.1\n\nCounts of /metrics, greedy but where the name says otherwise:\n\n"
+    for model, own in served.items():
+        text += f"### {model} served by vLLM {own['engine']['vllm']} on {own['engine']['device']}\n\n"
+        text += "Position 0 (chat, code, prose), tokens a step, what `assay spec` says from log and head's file, and its test of losslessness:\n\n"
         cells = []
-        for own in served.values():
-            for label, row in own.items():
-                if not row.get("started"):
-                    cells.append([label, f"refused: {row.get('error', '')[-160:]}", "", "", ""])
-                    continue
-                kinds = row["kinds"]
-                each = ", ".join(f"{k} {100 * kinds[k]['positions'][0][0]:.0f} %" for k in kinds if k != "all")
-                lossless = row.get("lossless", {}).get("verdict", "–")
-                cells.append([
-                    label, f"{percent(kinds['all']['positions'][0])} ({each})", number(kinds["all"]["tokens_per_step"]),
-                    f"{row['spec']['health']}, {', '.join(f'`{f.partition(chr(46))[2]}`' for f in row['spec']['findings'][:3])}", str(lossless),
-                ])  # fmt: skip
-        text += table(["row", "position 0", "tokens per step", "`assay spec`", "lossless"], cells)
-    fitted, rest = result["fitted"], result["not_fitted"]
+        for key, row in own["rows"].items():
+            target, state, t = key.split("|")
+            if "positions" not in row:
+                cells.append([target, state, t, "no step", "", "", ""])
+                continue
+            kinds = row["kinds"]
+            each = ", ".join(
+                f"{100 * kinds[k]['positions'][0]['value']:.0f}" for k in ("chat", "code", "prose") if k in kinds
+            )
+            heads = [
+                f"`{f.partition('.')[2]}`"
+                for f in row["spec"]["findings"]
+                if not f.endswith(("head_file", "windows_disagree", "note"))
+            ]
+            cells.append([
+                target, state, t, f"{percent(row['positions'][0])} ({each})", number(row["tokens_per_step"]),
+                ", ".join([row["spec"]["health"], *heads[:2]]), lossless(row.get("lossless")),
+            ])  # fmt: skip
+        text += table(["target", "head", "T", "position 0", "tokens per step", "`assay spec`", "lossless"], cells)
+        for name, why in own["failed"].items():
+            text += f"`{name}` was not served: {' '.join(why.split())[:200]}\n"
+        if own["speed"]:
+            text += "\nTokens a second without and with the head, greedy; the quotient is the geometric mean by prompt, or by batch:\n\n"
+            cells = [
+                [target, f"{batch} at once", f"{r['off']:.0f}", f"{r['on']:.0f}", number(r["quotient"])]
+                for target, sizes in own["speed"].items() for batch, r in sizes.items() if batch.isdigit()
+            ]  # fmt: skip
+            text += table(["target", "requests", "without", "with the head", "quotient"], cells)
+    fitted = result["fitted"]
     text += (
         "### Prediction\n\n`assay spec --predict` multiplies the acceptance of position j (from 0) by (1 − β · TV)^(j + 1).\n"
-        f"β = {result['beta']:.2f}, fitted to {fitted['rows']} rows"
+        f"β = {result['beta']:.2f}, fitted to the {fitted['rows']} simulated rows of {models[0]}"
         f"{': the acceptance beside the unchanged target is the best prediction' if result['beta'] < 0.005 else ''}.\n"
-        f"On the {rest['rows']} others, with total variations of {100 * rest['tv'][0]:.1f} to {100 * rest['tv'][1]:.1f} %, position 0 is off by "
-        f"{100 * rest['position_0']['rms']:.1f} points (rms; at most {100 * rest['position_0']['max']:.1f}), tokens a step by "
-        f"{rest['tokens_per_step']['rms']:.2f} (at most {rest['tokens_per_step']['max']:.2f}).\n"
+        "Errors on rows that were not fitted:\n\n"
     )
-    for name in models if len(models) > 1 else ():
-        own = result[f"other_model:{name}"]
-        text += (
-            f"Fitted to the other model only (β = {own['beta']:.2f}), {name}'s position 0 is off by at most "
-            f"{100 * own['position_0']['max']:.1f} points.\n"
-        )
-    text += "\n### `assay spec` on the counts of all rows\n\n"
-    cells = [[c["truth"], c["health"], f"`{c['finding']}`", str(c["rows"])] for c in result["confusion"]]
-    text += table(["truth", "health", "finding about the head", "rows"], cells)
+    cells = [
+        [
+            name, str(e["rows"]), f"{100 * e['tv'][0]:.1f} to {100 * e['tv'][1]:.1f} %",
+            f"{100 * e['position_0']['rms']:.1f} points, at most {100 * e['position_0']['max']:.1f}",
+            f"{e['tokens_per_step']['rms']:.2f}, at most {e['tokens_per_step']['max']:.2f}",
+        ]
+        for name, e in (("(fitted)", fitted), *result["not_fitted"].items())
+    ]  # fmt: skip
+    text += table(["rows", "number", "total variation", "position 0, rms", "tokens per step, rms"], cells)
+    text += "### `assay spec` on the counts of all rows\n\nSimulated and served; *told* is with `--temperature`:\n\n"
+    cells = [
+        [c["truth"], c["T"], c["told"], c["health"], f"`{c['finding']}`", str(c["rows"])] for c in result["confusion"]
+    ]
+    text += table(["truth", "T", "told", "health", "finding about the head", "rows"], cells)
     return text
+
+
+def lossless(found: dict[str, Any] | None) -> str:
+    """The test of `assay spec --lossless` in a few words."""
+    if not found:
+        return "–"
+    return (
+        f"{found['verdict']}: {found['identical']} of {found['prompts']} the same, {found['ties']} part at ties, {found['real']} else; "
+        f"p = {found['sampled_p_value']:.2f}"
+    )
+
+
+def confusion(
+    sources: dict[str, dict[str, Any]], far: dict[str, dict[str, Any]]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """(the matrix, the rows that are called what they are not): by truth, temperature, and whether it was told."""
+    matrix: Counter[tuple[str, ...]] = Counter()
+    wrong = []
+    for source, own in sources.items():
+        for key, row in own.items():
+            target, state, t = key.split("|")
+            if "positions" not in row:
+                continue
+            kl = far[source].get(f"{target}|bf16|{t}", {}).get("kl", [0])[0]
+            truth = (
+                "dead head"
+                if state not in WORKING
+                else "working head, broken target"
+                if kl > BROKEN
+                else "working head"
+            )
+            for told in (None, float(t)) if float(t) else (None,):
+                health, head = verdict_of(row, told)
+                matrix[truth, t, "no" if told is None else "yes", health, head] += 1
+                accused = truth == "working head" and (
+                    head in ("head_dead", "head_noise", "head_diverged") or (told is not None and head != "none")
+                )
+                if accused or (truth == "dead head" and head in ("none", "low_acceptance") and health != "broken"):
+                    wrong.append(f"{source}|{key}, told {told}: {health}, {head}")
+    names = ("truth", "T", "told", "health", "finding")
+    return [dict(zip(names, k, strict=True)) | {"rows": n} for k, n in sorted(matrix.items())], wrong
 
 
 def main(arguments: list[str]) -> None:
     """Read rows, write both results, print the tables."""
     rows: dict[str, dict[str, Any]] = {}
     served: dict[str, Any] = {}
+    if "--keep" in arguments:
+        kept = json.loads((RESULTS / "heads.json").read_text())
+        rows, served = kept["rows"], kept["served"]
     into = rows
     for argument in arguments:
         if argument == "--served":
             into = served
-            continue
         name, _, files = argument.partition("=")
-        for file in files.split(","):
+        for file in filter(None, files.split(",")):
             held = json.loads(Path(file).read_text())
-            into.setdefault(name, {}).update(held.get("rows", held))
-    every = [c for name, own in rows.items() for c in cases(name, own)]
-    fitted, rest = every[::2], every[1::2]
-    beta = fit(fitted)
-    result: dict[str, Any] = {"beta": beta, "fitted": errors(fitted, beta), "not_fitted": errors(rest, beta)}
-    for model in rows if len(rows) > 1 else ():
-        one = fit([c for c in every if c["model"] != model])
-        result[f"other_model:{model}"] = {"beta": one} | errors([c for c in every if c["model"] == model], one)
+            if into is rows:
+                rows.setdefault(name, {}).update(held["rows"])
+                continue
+            own = served.setdefault(name, {"engine": held["engine"], "rows": {}, "speed": {}, "failed": {}})
+            for part in ("rows", "speed", "failed"):
+                own[part] |= held[part]
+    by = {name: cases(name, own) for name, own in rows.items()}
+    first = next(iter(rows))
+    beta = fit(by[first])
+    rest = {f"{name}, simulated": by[name] for name in rows if name != first}
+    rest |= {f"{name}, served": cases(name, own["rows"], rows[name]) for name, own in served.items()}
+    result: dict[str, Any] = {
+        "beta": beta, "fitted": errors(by[first], beta), "not_fitted": {k: errors(v, beta) for k, v in rest.items() if v},
+    }  # fmt: skip
+    every = [c for part in (*by.values(), *rest.values()) for c in part]
     kl, tv = np.array([c["kl"] for c in every]), np.array([c["tv"] for c in every])
     result["tv_over_sqrt_half_kl"] = float(np.median(tv[kl > 0] / np.sqrt(kl[kl > 0] / 2)))
-    matrix: Counter[tuple[str, str, str]] = Counter()
-    wrong = []
-    for model, own in rows.items():
-        for key, row in own.items():
-            _, state, _ = key.split("|")
-            truth = "dead head" if state not in WORKING else (
-                "working head, broken target" if row["kl"][0] > BROKEN else "working head"
-            )  # fmt: skip
-            health, head = verdict_of(row)
-            matrix[truth, health, head] += 1
-            if (truth == "working head" and head in ("head_dead", "head_noise")) or (
-                truth == "dead head" and head in ("none", "head_diverged")
-            ):
-                wrong.append(f"{model}|{key}: {health}, {head}")
-    result["confusion"] = [
-        {"truth": t, "health": h, "finding": f, "rows": n} for (t, h, f), n in sorted(matrix.items())
-    ]
-    result["confusion_wrong"] = wrong
+    t0, t7 = (rows[first][f"bf16|bf16|{t}"]["positions"][0]["value"] for t in ("0", "0.7"))
+    result["sampled_loss"] = (1 - t7 / t0) / 0.7
+    sources = rows | {f"{name} served": own["rows"] for name, own in served.items()}
+    far = rows | {f"{name} served": rows[name] for name in served}
+    result["confusion"], result["confusion_wrong"] = confusion(sources, far)
     result["cases"] = every
     write_atomically(RESULTS / "heads_predict.json", json.dumps(result, indent=1) + "\n")
     write_atomically(RESULTS / "heads.json", json.dumps({"rows": rows, "served": served}, indent=1) + "\n")

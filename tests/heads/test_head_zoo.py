@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from assay.speculation.findings import examine_head
 from assay.speculation.spec import SpecOptions, examine
-from heads_serve import damaged
+from heads_serve import acceptance, add_scales, damaged
 
 PAGE = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0"}} {steps}.0
@@ -66,3 +66,44 @@ def test_norms_near_zero_are_those_of_another_convention(trained: Any, tmp_path:
 def test_a_diverged_head_is_not_called_dead(trained: Any, tmp_path: Path) -> None:
     report = examine([page(tmp_path, 2000, [420, 150, 60, 20])], SpecOptions(model=str(trained[0])))
     assert [f.id for f in report.findings if f.id.startswith("speculation.head_d")] == ["speculation.head_diverged"]
+
+
+def test_served_steps_are_counted_by_prompt() -> None:
+    """What a text grew by at each step; the last step, which the end may cut, is left out."""
+    asked = [("chat", [1]), ("code", [1]), ("code", [1])]
+    row = acceptance(asked, [(11, [3, 1, 5, 1]), (4, [2, 1]), (1, [])])
+    assert (row["steps"], row["prompts"], row["counts"]) == (4, 2, [3, 2, 1, 1])
+    assert row["tokens_per_step"]["value"] == pytest.approx(11 / 4)
+    assert row["kinds"]["chat"]["positions"][0]["value"] == pytest.approx(2 / 3)
+    assert acceptance(asked[:1], [(1, [])]) == {}
+
+
+def test_damaged_heads_are_what_their_names_say(trained: Any, target: Path, tmp_path: Path) -> None:
+    from assay.lab.heads.model import read_head
+
+    whole = read_head(trained[0])
+    rounded = read_head(damaged(trained[0], "int4", tmp_path / "int4"))
+    for a, b in ((whole.fc.weight, rounded.fc.weight), (whole.lm_head.weight, rounded.lm_head.weight)):
+        assert 0 < (a - b).norm() / a.norm() < 0.2
+    assert torch.equal(whole.norm.weight, rounded.norm.weight)
+    wrong = read_head(damaged(trained[0], "wrong-norm", tmp_path / "norm"))
+    assert torch.allclose(wrong.norm.weight, whole.norm.weight + 1, atol=0.02)
+    swapped = damaged(trained[0], "embedding-swapped", tmp_path / "swapped", target)
+    from safetensors.torch import load_file
+
+    own = load_file(swapped / "model.safetensors")["embed_tokens.weight"]
+    theirs = load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    assert not torch.equal(own, theirs) and torch.equal(own.sort(0).values, theirs.sort(0).values)
+
+
+def test_scales_are_written_as_engines_read_them(target: Path, tmp_path: Path) -> None:
+    import json
+
+    from safetensors.torch import load_file
+
+    folder = shutil.copytree(target, tmp_path / "target")
+    add_scales(folder, [(8.0, 4.0), (2.0, 1.0)])
+    found = load_file(folder / "scales.safetensors")
+    assert sorted(found) == [f"model.layers.{i}.self_attn.{n}_scale" for i in (0, 1) for n in "kv"]
+    assert float(found["model.layers.1.self_attn.k_scale"]) == pytest.approx(2 / 448)
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
