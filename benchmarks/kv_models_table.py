@@ -1,16 +1,17 @@
-"""Tables of `kv_codecs.py` over several models: rows of kv_models.specs, kv_contexts.specs, kv_texts.specs and kv_trellis.specs.
+"""Tables of `kv_codecs.py` over several models, as README.md and docs/kv.md show them.
 
-    python benchmarks/kv_models_table.py benchmarks/results/kv_models_*.json [--out benchmarks/results/kv_models.md]
+    python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json [--out benchmarks/results/kv_models.md]
 
-First what docs/kv.md shows: KL and grade (A ACCEPT, M MARGINAL, R REJECT, I INCONCLUSIVE) of every codec by model, then by context
-and by text; the smallest accepted codec of each section on its fresh windows; and every row with its intervals.
+Of rows of the same codec, text, length and freshness the last one given counts. A cell is `smaller, KL grade` (A ACCEPT, M MARGINAL,
+R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table names the one that was the smallest accepted on the windows
+where they were tried, and shows what it came to on fresh ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,25 @@ NAMES = {
     "qwen05": "Qwen2.5-Coder-0.5B",
     "qwen15": "Qwen2.5-Coder-1.5B",
 }
-WIKI = "wikitext-2-test.txt"
+WIKI = "WikiText"
+FAMILIES: dict[str, Callable[[str], bool]] = {
+    "`fp8` with scale 1, vLLM's default": lambda c: c == "fp8",
+    "`fp8(scale=head)`, calibrated": lambda c: c == "fp8(scale=head)",
+    "`int(bits=4,group=32)`, as KIVI": lambda c: c == "int",
+    "`int(bits=2,group=32)`": lambda c: c == "int(bits=2)",
+    "`hadamard(bits=4)`, plain rotation": lambda c: c == "hadamard",
+    "`hadamard(bits=4,norm=projection)`, as TurboQuant": lambda c: c == "hadamard(norm=projection)",
+    "`k:fp8;v:hadamard(bits=4)`, as its k8v4": lambda c: c == "k:fp8;v:hadamard",
+    "`prerope+mean+fp8`": lambda c: c == "prerope+mean+fp8",
+    "`prerope+mean+sinks+hadamard(bits=5)`": lambda c: c == "prerope+mean+sinks+hadamard(bits=5)",
+    "`pca(coding=fixed,gains=3)`, read token by token": lambda c: "gains=3" in c and "predict" not in c,
+    "`pca`, entropy-coded": lambda c: "pca(" in c and not any(w in c for w in ("coding", "predict", "trellis")),
+    "`pca(trellis=8)`": lambda c: "trellis" in c and "predict" not in c,
+    "`pca(predict=all)`, entropy-coded": lambda c: "predict" in c and "trellis" not in c and "coding" not in c,
+    "`pca(predict=all,trellis=…)`": lambda c: "predict" in c and "trellis" in c,
+}
+"""By what a row's codec is; those whose steps differ are one family."""
+SAID = {"ACCEPT": "yes", "MARGINAL": "marginal", "REJECT": "**no**", "INCONCLUSIVE": "undecided"}
 
 
 def main() -> None:
@@ -31,95 +50,109 @@ def main() -> None:
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_models.md")
     arguments = parser.parse_args()
-    documents = {d["model"]: d for d in (json.loads(f.read_text(encoding="utf-8")) for f in arguments.files)}
-    text = "\n".join(render({m: documents[m] for m in NAMES if m in documents})) + "\n"
+    rows = merged(json.loads(f.read_text(encoding="utf-8")) for f in arguments.files)
+    text = "\n".join(render(rows)) + "\n"
     arguments.out.write_text(text, encoding="utf-8")
     print(text)
 
 
-def render(documents: dict[str, Any]) -> Iterator[str]:
+def merged(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """All rows with their model, one of each codec, text, length and freshness; WikiText under one name."""
+    found: dict[Any, Row] = {}
+    for document in documents:
+        for row in document["rows"]:
+            text = WIKI if row["text"] in ("test", "wikitext-2-test.txt") else row["text"]
+            whole = {"length": 1024, "fresh": False, **row, "text": text, "model": document["model"]}
+            whole["gpu"] = document["machine"]["gpu"]
+            found[tuple(whole[k] for k in ("model", "codec", "text", "length", "fresh"))] = whole
+    return list(found.values())
+
+
+def render(rows: Sequence[Row]) -> Iterator[str]:
     """Markdown of everything."""
-    rows = [{**row, "model": model} for model, document in documents.items() for row in document["rows"]]
     yield "# KV codecs on several models\n"
-    for model, document in documents.items():
+    models = [m for m in NAMES if any(r["model"] == m for r in rows)]
+    for model in models:
         facts = next(r for r in rows if r["model"] == model)
         yield (
-            f"- {NAMES[model]}: {document['machine']['gpu']}, perplexity of the reference {facts['ppl_reference']:.1f}, "
+            f"- {NAMES[model]}: {facts['gpu']}, perplexity of the reference {facts['ppl_reference']:.1f}, "
             f"{facts['characters_per_token']:.2f} characters a token"
         )
     short = [r for r in rows if r["text"] == WIKI and r["length"] == 1024]
-    yield f"\n## WikiText, 1,024 tokens ({sizes(short)})\n"
-    yield from grid([r for r in short if not r["fresh"]], list(documents), lambda r: r["model"], NAMES.get)
-    yield f"\n## The smallest accepted of each section, on fresh windows ({sizes([r for r in short if r['fresh']])})\n"
-    yield from listed([r for r in short if r["fresh"]])
+    fresh = [r for r in short if r["fresh"]]
+    yield "\n## What a user may take (README)\n"
+    yield from taken(short, models)
+    yield f"\n## WikiText, 1,024 tokens, fresh windows ({sizes(fresh)})\n"
+    yield from grid(fresh, models, lambda r: r["model"], NAMES.get, lambda r: r["bytes"]["ratio"])
+    yield "\n## The same with intervals\n"
+    yield from listed(sorted(fresh, key=_by_family))
     lengths = sorted({r["length"] for r in rows if r["text"] == WIKI})
-    for model in documents:
-        mine = [r for r in rows if r["model"] == model and r["text"] == WIKI and not r["fresh"]]
+    yield "\n## By context; one cache of so many tokens with all its tables\n"
+    for model in models:
+        mine = [r for r in rows if r["model"] == model and r["text"] == WIKI and (r["fresh"] or r["length"] > 1024)]
         longer = {r["codec"] for r in mine if r["length"] > 1024}
-        yield f"\n## {NAMES[model]} by context\n"
-        yield from grid([r for r in mine if r["codec"] in longer], lengths, lambda r: r["length"], "{:,}".format)
+        yield f"\n### {NAMES[model]}\n"
+        yield from grid([r for r in mine if r["codec"] in longer], lengths, lambda r: r["length"], "{:,}".format, own)
     others = list(dict.fromkeys(r["text"] for r in rows if r["text"] != WIKI))
-    for model in documents if others else ():
+    for model in models if others else ():
         mine = [r for r in rows if r["model"] == model and r["text"] in others]
         if mine:
             yield f"\n## {NAMES[model]} by text ({sizes(mine)})\n"
-            yield from grid(mine, others, lambda r: r["text"], str)
-    yield "\n## What a user may take (README)\n"
-    yield from taken(short, list(documents))
+            yield from grid(mine, others, lambda r: r["text"], str, lambda r: r["bytes"]["ratio"])
     yield "\n## All rows\n"
     yield from listed(rows)
 
 
 def grid(
-    rows: Sequence[Row], columns: Sequence[Any], of: Callable[[Row], Any], name: Callable[[Any], Any]
-) -> Iterator[str]:
+    rows: Sequence[Row], columns: Sequence[Any], of: Callable[[Row], Any], name: Callable[[Any], Any],
+    ratio: Callable[[Row], float],
+) -> Iterator[str]:  # fmt: skip
     """A line for each codec with its ratio, KL and grade in every column."""
     yield "| codec | " + " | ".join(str(name(c)) for c in columns) + " |"
     yield "|---|" + "---|" * len(columns)
-    for codec in dict.fromkeys(r["codec"] for r in rows):
+    for codec in dict.fromkeys(r["codec"] for r in sorted(rows, key=_by_family)):
         found = {of(r): r for r in rows if r["codec"] == codec}
-        cells = [brief(found[c]) if c in found else "–" for c in columns]
-        yield f"| `{shorter(codec)}` | " + " | ".join(cells) + " |"
+        cells = (f"{ratio(found[c]):.2f}×, {brief(found[c])}" if c in found else "–" for c in columns)
+        yield f"| `{shorter(codec)}` | {' | '.join(cells)} |"
 
 
 def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
-    """Which cache a model may take: of families of codecs the smallest that was accepted, on fresh windows where there are some."""
+    """Which cache a model may take: of each family the choice, as it came to on fresh windows where it was measured there."""
     yield "| KV cache | " + " | ".join(NAMES[m] for m in models) + " |"
     yield "|---|" + "---|" * len(models)
-    said = {"ACCEPT": "yes", "MARGINAL": "marginal", "REJECT": "**no**", "INCONCLUSIVE": "undecided"}
-    for name, wanted in FAMILIES.items():
+    for name, belongs in FAMILIES.items():
         cells = []
         for model in models:
-            mine = [r for r in rows if r["model"] == model]
-            found = [
-                r
-                for r in mine
-                if r["codec"] == wanted or ("=" in wanted and "(" not in wanted and wanted in r["codec"])
-            ]
-            fresh = [r for r in found if r["fresh"]]
-            good = [r for r in fresh or found if r["grade"] == "ACCEPT"] or fresh or found
-            best = max(good, key=lambda r: (r["bytes"]["ratio"], -r["kld"]["mean"]), default=None)
+            row = chosen([r for r in rows if r["model"] == model and belongs(r["codec"])])
+            old = "" if row is None or row["fresh"] else "*"
             cells.append(
-                f"{said[best['grade']]}: {best['bytes']['ratio']:.1f}×, {best['kld']['mean']:.4f}" if best else "–"
+                f"{SAID[row['grade']]}: {row['bytes']['ratio']:.1f}×, {row['kld']['mean']:.4f}{old}" if row else "–"
             )
-        yield f"| {name} | " + " | ".join(cells) + " |"
+        if any(c != "–" for c in cells):
+            yield f"| {name} | {' | '.join(cells)} |"
 
 
-FAMILIES = {
-    "`fp8` with scale 1, vLLM's default": "fp8",
-    "`fp8(scale=head)`, calibrated": "fp8(scale=head)",
-    "`int(bits=4,group=32)`, as KIVI": "int",
-    "`hadamard(bits=4)`, plain rotation": "hadamard",
-    "`prerope+mean+sinks+hadamard(bits=5)`": "prerope+mean+sinks+hadamard(bits=5)",
-    "`pca(coding=fixed,gains=3)`, read token by token": "coding=fixed, weights=measured, gains=3",
-    "`pca(predict=all)`, entropy-coded": "predict=all",
-}
-"""By what a row says: a codec, or a part of its parameters."""
+def chosen(family: Sequence[Row]) -> Row | None:
+    """The smallest codec that was accepted where its steps were tried, or else the one of least KL; its fresh row if there is one."""
+    fresh = {r["codec"]: r for r in family if r["fresh"]}
+    tried = [r for r in family if not r["fresh"]] or list(fresh.values())
+    accepted = [r for r in tried if r["grade"] == "ACCEPT"]
+    if not tried:
+        return None
+    best = max(accepted, key=lambda r: r["bytes"]["ratio"]) if accepted else min(tried, key=lambda r: r["kld"]["mean"])
+    return fresh.get(best["codec"], best)
+
+
+def own(row: Row) -> float:
+    """The ratio of one cache as long as the window that carries all tables of the decoder."""
+    b = row["bytes"]
+    streams = b["stored"] - b["tables"] * b["tokens"] / b["table_tokens"]
+    return float(b["bf16"] / (streams + b["tables"]))
 
 
 def brief(row: Row) -> str:
-    """`2.00×, 0.0072 A`."""
-    return f"{row['bytes']['ratio']:.2f}×, {row['kld']['mean']:.4f} {row['grade'][0]}"
+    """`0.0072 A`."""
+    return f"{row['kld']['mean']:.4f} {row['grade'][0]}"
 
 
 def listed(rows: Iterable[Row]) -> Iterator[str]:
@@ -127,20 +160,26 @@ def listed(rows: Iterable[Row]) -> Iterator[str]:
     yield "| model | text | tokens | codec | smaller | one cache of 1,024 / 8,192 | KL, nats | Δppl % | top-1 % | grade |"
     yield "|---|---|---:|---|---:|---|---|---|---|---|"
     for r in rows:
-        at = r["bytes"]["ratio_at"]
+        at = r["bytes"].get("ratio_at")
         cells = (
             NAMES[r["model"]],
             r["text"].removesuffix(".txt") + ", fresh" * r["fresh"],
             f"{r['length']:,}",
             f"`{shorter(r['codec'])}`",
             f"{r['bytes']['ratio']:.2f}×",
-            f"{at['1024']:.2f}× / {at['8192']:.2f}×",
+            f"{at['1024']:.2f}× / {at['8192']:.2f}×" if at else "–",
             interval(r["kld"], ".4f", "mean"),
             interval(r["dppl_pct"], "+.2f"),
             f"{r['top1_pct']['value']:.1f}",
             r["grade"],
         )
         yield f"| {' | '.join(cells)} |"
+
+
+def _by_family(row: Row) -> tuple[int, str, int]:
+    """In the order of the families, then of the codecs and the models."""
+    family = next((i for i, belongs in enumerate(FAMILIES.values()) if belongs(row["codec"])), len(FAMILIES))
+    return family, row["codec"], list(NAMES).index(row["model"])
 
 
 def sizes(rows: Sequence[Row]) -> str:
