@@ -2,7 +2,7 @@
 
     python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json [--out benchmarks/results/kv_models.md]
 
-Of rows of the same codec, text, length and freshness the last one given counts. A cell is `smaller, KL grade` (A ACCEPT, M MARGINAL,
+Of rows of the same codec, text, length, mode and freshness the last one given counts. A cell is `smaller, KL grade` (A ACCEPT, M MARGINAL,
 R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table names the one that was the smallest accepted on the windows
 where they were tried, and shows what it came to on fresh ones.
 """
@@ -57,14 +57,14 @@ def main() -> None:
 
 
 def merged(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
-    """All rows with their model, one of each codec, text, length and freshness; WikiText under one name."""
+    """All rows with their model, one of each codec, text, length, mode and freshness; WikiText under one name."""
     found: dict[Any, Row] = {}
     for document in documents:
         for row in document["rows"]:
             text = WIKI if row["text"] in ("test", "wikitext-2-test.txt") else row["text"]
-            whole = {"length": 1024, "fresh": False, **row, "text": text, "model": document["model"]}
+            whole = {"length": 1024, "fresh": False, "mode": "decode", **row, "text": text, "model": document["model"]}
             whole["gpu"] = document["machine"]["gpu"]
-            found[tuple(whole[k] for k in ("model", "codec", "text", "length", "fresh"))] = whole
+            found[tuple(whole[k] for k in ("model", "codec", "text", "length", "fresh", "mode"))] = whole
     return list(found.values())
 
 
@@ -78,6 +78,7 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
             f"- {NAMES[model]}: {facts['gpu']}, perplexity of the reference {facts['ppl_reference']:.1f}, "
             f"{facts['characters_per_token']:.2f} characters a token"
         )
+    forward, rows = ([r for r in rows if (r["mode"] == "inforward") is inside] for inside in (True, False))
     short = [r for r in rows if r["text"] == WIKI and r["length"] == 1024]
     fresh = [r for r in short if r["fresh"]]
     yield "\n## What a user may take (README)\n"
@@ -86,6 +87,9 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
     yield from grid(fresh, models, lambda r: r["model"], NAMES.get, lambda r: r["bytes"]["ratio"])
     yield "\n## The same with intervals\n"
     yield from listed(sorted(fresh, key=_by_family))
+    if forward:
+        yield f"\n## In-forward ({sizes(forward)})\n"
+        yield from grid(forward, models, lambda r: r["model"], NAMES.get, lambda r: r["bytes"]["ratio"])
     lengths = sorted({r["length"] for r in rows if r["text"] == WIKI})
     yield "\n## By context; one cache of so many tokens with all its tables\n"
     for model in models:
@@ -100,7 +104,7 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
             yield f"\n## {NAMES[model]} by text ({sizes(mine)})\n"
             yield from grid(mine, others, lambda r: r["text"], str, lambda r: r["bytes"]["ratio"])
     yield "\n## All rows\n"
-    yield from listed(rows)
+    yield from listed([*rows, *forward])
 
 
 def grid(
@@ -163,7 +167,7 @@ def listed(rows: Iterable[Row]) -> Iterator[str]:
         at = r["bytes"].get("ratio_at")
         cells = (
             NAMES[r["model"]],
-            r["text"].removesuffix(".txt") + ", fresh" * r["fresh"],
+            r["text"].removesuffix(".txt") + ", fresh" * r["fresh"] + ", in-forward" * (r["mode"] == "inforward"),
             f"{r['length']:,}",
             f"`{shorter(r['codec'])}`",
             f"{r['bytes']['ratio']:.2f}×",
