@@ -45,8 +45,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.35, help="share of the GPU that must be free")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
-    parser.add_argument("--decode", default="{}", help="JSON: what kernels.DECODE shall be")
-    parser.add_argument("--prefill", default="{}", help="JSON: what kernels.PREFILL shall be")
+    parser.add_argument("--decode", default="{}", help="JSON: what kernels.DECODE shall be, by head_dim")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
     arguments = parser.parse_args()
@@ -71,8 +70,8 @@ def engine(arguments: argparse.Namespace) -> None:
         from assay.engines.vllm.start import pages
         from assay.lab.kv.pages import kernels
 
-        kernels.DECODE.update(json.loads(arguments.decode))
-        kernels.PREFILL.update(json.loads(arguments.prefill))
+        for d, how in json.loads(arguments.decode).items():
+            kernels.DECODE[int(d)].update(how)
 
         more = pages(arguments.calibration, arguments.model)
     if arguments.memory:
@@ -168,24 +167,23 @@ def kernel(arguments: argparse.Namespace) -> None:
             def run(
                 q=q, out=out, pages=pages, table=table, starts=starts, lengths=lengths, t=t, batch=batch, d=d
             ) -> None:
-                kernels.attend(q, out, pages, table, starts, lengths, t, d**-0.5, first=0, requests=batch,
-                               longest_query=1, longest=16384)  # fmt: skip
+                kernels.attend(q, out, pages, table, starts, lengths, t, d**-0.5, requests=batch, longest=16384)
 
             read = batch * context * heads * layout.slot
             flash = _flash_time(batch, context, heads, group, d)
-            tries = [dict(kernels.DECODE)]
+            tries = [dict(kernels.DECODE[d])]
             if arguments.tune:
                 tries = [
                     {"num_warps": w, "num_stages": s, "waves": waves, "tile": tile}
-                    for tile in (64, 32) for w in (2, 4, 8) for s in (2, 3) for waves in (2, 4, 8)
+                    for tile in (64, 32) for w in (1, 2, 4) for s in (3, 5, 7) for waves in (2, 4, 8, 16)
                 ]  # fmt: skip
             best: dict[str, Any] = {}
             times: dict[str, float] = {}
-            usual = dict(kernels.DECODE)
+            usual = dict(kernels.DECODE[d])
             for settings in tries:
                 if time.monotonic() > arguments.ends:
                     break
-                kernels.DECODE.update(settings)
+                kernels.DECODE[d].update(settings)
                 try:
                     ms = do_bench(run, warmup=5, rep=20)
                 except Exception as error:  # a setting that needs more shared memory than there is
@@ -194,7 +192,7 @@ def kernel(arguments: argparse.Namespace) -> None:
                 times[json.dumps(settings)] = ms
                 if not best or ms < best["ms"]:
                     best = {"ms": ms, "settings": settings}
-            kernels.DECODE.update(usual)
+            kernels.DECODE[d].update(usual)
             if best:
                 keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context,
                                  **best, "times": times, "flash_ms": flash, "share_of_hbm": read / (best["ms"] / 1e3) / HBM,
@@ -206,31 +204,15 @@ def kernel(arguments: argparse.Namespace) -> None:
             x = k[:tokens]
             ms = do_bench(partial(kernels.store, x, x, slots, pages, slots, t), warmup=5, rep=20)
             keep(arguments, {"row": "store", "d": d, "heads": heads, "tokens": tokens, "ms": ms})
-        for past, fresh in ((0, 4096), (8192, 8192)):
-            count = (past + fresh) // 64
-            pages = torch.randint(0, 60, (count, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
-            table = torch.arange(count, device="cuda", dtype=torch.int32)[None]
-            q = torch.randn(fresh, heads * group, d, device="cuda", dtype=torch.bfloat16)
-            starts = torch.tensor([0, fresh], device="cuda", dtype=torch.int32)
-            lengths = torch.tensor([past + fresh], device="cuda", dtype=torch.int32)
-            rows: dict[str, float] = {}
-            usual = dict(kernels.PREFILL)
-            for settings in ([{"rows": r, "num_warps": w, "num_stages": s} for r in (64, 128) for w in (4, 8) for s in (1, 2)]
-                             if arguments.tune else [usual]):  # fmt: skip
-                if rows and time.monotonic() > arguments.ends:
-                    break
-                kernels.PREFILL.update(settings)
-                try:
-                    rows[json.dumps(settings)] = do_bench(lambda: kernels.attend(
-                        q, torch.empty_like(q), pages, table, starts, lengths, t, d**-0.5, first=0, requests=1,  # noqa: B023
-                        longest_query=fresh, longest=past + fresh), warmup=3, rep=10)  # noqa: B023  # fmt: skip
-                except Exception as error:
-                    print(settings, str(error)[:100], flush=True)
-            kernels.PREFILL.update(usual)
-            keep(
-                arguments,
-                {"row": "prefill", "d": d, "past": past, "fresh": fresh, "best": min(rows, key=rows.get), "ms": rows},
-            )
+        pages = torch.randint(0, 60, (256, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
+        table = torch.arange(256, device="cuda", dtype=torch.int32)[None]
+        k, v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        places = torch.zeros(1, device="cuda", dtype=torch.int32)
+        lengths = places + 16384
+        ms = do_bench(
+            partial(kernels.unpack, k, v, places, pages, table, lengths, t, first=0, requests=1, longest=16384)
+        )
+        keep(arguments, {"row": "unpack", "d": d, "heads": heads, "tokens": 16384, "ms": ms})
 
 
 def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> float | None:

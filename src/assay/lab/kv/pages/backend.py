@@ -1,8 +1,9 @@
 """vLLM's attention over packed pages: a backend of its plug-in interface (`CUSTOM`).
 
-Tokens are coded as they are written. One decoded token reads pages alone; so do prompts of which something is in the cache
-already (later chunks, cached prefixes). A prompt that is new as a whole is read exactly, by FlashAttention where it is there.
-Every step leaves pages in the same state, whichever way it read.
+Tokens are coded as they are written. One decoded token reads pages as they are. A prompt of which something is in the cache
+already (a later chunk, a cached prefix) has its pages unpacked into a workspace that all layers share, which FlashAttention
+reads. A prompt that is new as a whole is read exactly, by FlashAttention too. Every step leaves pages in the same state,
+whichever way it read.
 """
 
 # mypy: disable-error-code="misc"
@@ -10,8 +11,8 @@ Every step leaves pages in the same state, whichever way it read.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -33,7 +34,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from assay.engines.vllm.hooks import report
 from assay.errors import AssayError
 from assay.lab.kv.pages import BLOCK, PAGES, kernels
-from assay.lab.kv.pages.layout import Layout, layout_of
+from assay.lab.kv.pages.layout import Layout, StreamTables, layout_of, together
 from assay.lab.kv.pages.source import source_of
 
 
@@ -115,9 +116,27 @@ class PagesBackend(AttentionBackend):
         return num_blocks, block_size, num_kv_heads, layout_of(num_kv_heads, head_size, block_size).slot
 
 
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that are read at once, requests `first` … `first + requests` − 1, whose queries are `rows` of the step.
+
+    `queries` and `keys` [requests + 1] say where each begins in those rows and in its keys: the step's own where `fresh`
+    (nothing of them was in the cache), else the workspace's. `longest_query` and `longest` are the most tokens of one.
+    """
+
+    fresh: bool
+    first: int
+    requests: int
+    rows: slice
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest: int
+
+
 @dataclass
 class PagesMetadata:
-    """A step: decodes first, then prefills. `fresh`: no prefill has anything in the cache yet."""
+    """A step: decodes first, then prompts."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -126,10 +145,7 @@ class PagesMetadata:
     lengths: torch.Tensor
     tokens: int
     decodes: int
-    prefills: int
-    longest_prefill: int
-    fresh: bool
-    fresh_starts: torch.Tensor | None
+    prompts: list[Prompts]
 
 
 class PagesBuilder(AttentionMetadataBuilder[PagesMetadata]):
@@ -148,21 +164,33 @@ class PagesBuilder(AttentionMetadataBuilder[PagesMetadata]):
     ) -> PagesMetadata:
         """What all layers of a step share; nothing waits for the GPU."""
         cam = common_attn_metadata
-        decodes, prefills, decoded, _ = split_decodes_and_prefills(cam, decode_threshold=1)
+        decodes, prefills, _, _ = split_decodes_and_prefills(cam, decode_threshold=1)
         if cam.positions is None:
             raise RuntimeError("packed pages need positions: set VLLM_USE_V2_MODEL_RUNNER=0")
-        fresh, starts, longest = False, None, 1
+        prompts: list[Prompts] = []
         if prefills:
-            ends = cam.query_start_loc_cpu[decodes : decodes + prefills + 1]
-            counts = ends[1:] - ends[:-1]
-            longest = int(counts.max())
-            known = cam.seq_lens_cpu_upper_bound
-            fresh = known is not None and bool((known[decodes : decodes + prefills] == counts).all())
-            starts = cam.query_start_loc[decodes : decodes + prefills + 1] - decoded if fresh else None
+            ends = cam.query_start_loc_cpu[: decodes + prefills + 1].tolist()
+            lengths = cam.seq_lens_cpu_upper_bound[: decodes + prefills].tolist()
+            room = workspace_tokens(self.vllm_config)
+            for first, end, fresh in together(ends, lengths, decodes, room):
+                queries = cam.query_start_loc[first : end + 1] - ends[first]
+                keys = queries
+                if not fresh:
+                    keys = torch.zeros_like(queries)
+                    torch.cumsum(cam.seq_lens[first:end], 0, dtype=keys.dtype, out=keys[1:])
+                prompts.append(Prompts(
+                    fresh, first, end - first, slice(ends[first], ends[end]), queries, keys,
+                    max(ends[i + 1] - ends[i] for i in range(first, end)), max(lengths[first:end]),
+                ))  # fmt: skip
         return PagesMetadata(
             cam.positions, cam.slot_mapping, cam.block_table_tensor, cam.query_start_loc, cam.seq_lens,
-            cam.num_actual_tokens, decodes, prefills, longest, fresh, starts,
+            cam.num_actual_tokens, decodes, prompts,
         )  # fmt: skip
+
+
+def workspace_tokens(config: VllmConfig) -> int:
+    """Tokens that the workspace holds: those of the longest request, or of many short ones."""
+    return max(int(config.model_config.max_model_len), 32768)
 
 
 class PagesImpl(AttentionImpl[PagesMetadata]):
@@ -197,6 +225,7 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
         self._config = config
         self._longest = int(config.model_config.max_model_len)
         self._tables: kernels.LayerTables | None = None
+        self._flash = _flash(head_size, scale)
 
     def _ready(self, layer: Any, device: torch.device) -> kernels.LayerTables:
         """Tables of this layer; made when vLLM first runs the model, before it measures memory or captures graphs."""
@@ -206,6 +235,7 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
             layout = layout_of(self.num_kv_heads, self.head_size, BLOCK)
             number = extract_layer_index(layer.layer_name)
             self._tables = _layer(self._config, number, layout, self._longest, device)
+            _workspace(self._config, self.num_kv_heads, self.head_size, device)
             report({"layers": number + 1})
         return self._tables
 
@@ -225,18 +255,17 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
         if m.decodes:
             kernels.attend(
                 q, out, kv_cache, m.table, m.starts, m.lengths, tables, self.scale,
-                first=0, requests=m.decodes, longest_query=1, longest=self._longest,
+                requests=m.decodes, longest=self._longest,
             )  # fmt: skip
-        if m.prefills and m.fresh and m.fresh_starts is not None and (flash := _flash()):
-            rows = slice(m.decodes, n)  # one row for each decode before them
-            out[rows] = flash(
-                q[rows], key[rows], value[rows], m.fresh_starts, m.longest_prefill, self.scale, self.head_size
-            )
-        elif m.prefills:
-            kernels.attend(
-                q, out, kv_cache, m.table, m.starts, m.lengths, tables, self.scale,
-                first=m.decodes, requests=m.prefills, longest_query=max(2, m.longest_prefill), longest=self._longest,
-            )  # fmt: skip
+        for p in m.prompts:
+            k, v = key[p.rows], value[p.rows]
+            if not p.fresh:
+                k, v = _workspace(self._config, self.num_kv_heads, self.head_size, query.device)
+                kernels.unpack(
+                    k, v, p.keys, kv_cache, m.table, m.lengths, tables,
+                    first=p.first, requests=p.requests, longest=p.longest,
+                )  # fmt: skip
+            out[p.rows] = self._flash(q[p.rows], k, v, p)
         return output
 
 
@@ -246,31 +275,46 @@ def _layer(
     """Tables of a layer on the GPU, from the calibration that the environment names."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         source = source_of(os.environ[PAGES], config.model_config.model)
-        k, v = (source.fit(number, stream) for stream in "kv")
-        if (positions, device) not in _TRIG:
-            _TRIG[positions, device] = source.trigonometry(positions).to(device)
-    return kernels.LayerTables.of(layout, k, v, _TRIG[positions, device])
+        if source.key not in _TABLES:
+            _TABLES[source.key] = source.tables()
+        at = (source.key, positions, device)
+        if at not in _TRIG:
+            _TRIG[at] = source.trigonometry(positions).to(device)
+    found = _TABLES[source.key][number]
+    return kernels.LayerTables.of(layout, found["k"], found["v"], _TRIG[at])
 
 
-_TRIG: dict[tuple[int, torch.device], torch.Tensor] = {}
-"""One table for all layers."""
+_TABLES: dict[str, list[dict[str, StreamTables]]] = {}
+"""Those of all layers, by calibration and model."""
+_TRIG: dict[tuple[str, int, torch.device], torch.Tensor] = {}
+"""One table for all layers of a model."""
+_WORKSPACE: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+"""Keys and values [tokens, heads, d] of prompts whose pages are unpacked, for one layer after the other."""
 
 
-@lru_cache(maxsize=1)
-def _flash() -> Any:
-    """Exact causal attention of new prompts, None where there is no FlashAttention."""
+def _workspace(config: VllmConfig, heads: int, d: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The workspace; made when vLLM first runs the model, before it measures memory."""
+    at = (heads, d, device)
+    if at not in _WORKSPACE:
+        size = (workspace_tokens(config), heads, d)
+        k, v = (torch.zeros(size, dtype=config.model_config.dtype, device=device) for _ in "kv")
+        _WORKSPACE[at] = k, v
+    return _WORKSPACE[at]
+
+
+def _flash(head_size: int, scale: float) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Prompts], torch.Tensor]:
+    """FlashAttention, causal, the last query at the last key of each prompt; ValueError where vLLM has none."""
     from vllm.v1.attention.backends import fa_utils
 
     if not fa_utils.is_flash_attn_varlen_func_available():
-        return None
+        raise ValueError("packed pages need vLLM's FlashAttention, which this platform has not")
+    version = fa_utils.get_flash_attn_version(head_size=head_size)
+    more = {} if version is None else {"fa_version": version}
 
-    def attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, scale: float, d: int
-    ) -> torch.Tensor:
-        version = fa_utils.get_flash_attn_version(head_size=d)
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Prompts) -> torch.Tensor:
         found: torch.Tensor = fa_utils.flash_attn_varlen_func(
-            q=q, k=k, v=v, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=longest, max_seqlen_k=longest,
-            softmax_scale=scale, causal=True, **({} if version is None else {"fa_version": version}),
+            q=q, k=k, v=v, cu_seqlens_q=p.queries, cu_seqlens_k=p.keys, max_seqlen_q=p.longest_query,
+            max_seqlen_k=p.longest, softmax_scale=scale, causal=True, **more,
         )  # fmt: skip
         return found
 

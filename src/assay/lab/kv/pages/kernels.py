@@ -1,4 +1,5 @@
-"""The kernels of packed pages in Triton: code into pages, attend to pages, and combine what splits found.
+"""The kernels of packed pages in Triton: code into pages, attend to them with one query a request, combine what splits
+found, and unpack the pages of requests for attention with many queries.
 
 `assay.lab.kv.pages.layout` says what they compute; tests hold them against its reference in Triton's interpreter.
 """
@@ -7,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +17,19 @@ import triton.language as tl
 
 from assay.lab.kv.pages.layout import Layout, StreamTables
 
-DECODE = {"num_warps": 4, "num_stages": 2, "tile": 64, "waves": 4}
-"""How decode runs: tokens of pages read at once (a page holds whole tiles), and programs wanted for a multiprocessor."""
-PREFILL = {"num_warps": 4, "num_stages": 2, "tile": 64, "rows": 32}
-"""How prefill runs; `rows` are query tokens times the heads of a group.
+DECODE: dict[int, dict[str, int]] = {
+    64: {"num_warps": 1, "num_stages": 5, "tile": 64, "waves": 8},
+    128: {"num_warps": 2, "num_stages": 5, "tile": 64, "waves": 4},
+}
+"""How decode runs, by head_dim: tokens read at once (a page holds whole tiles), and programs wanted for a multiprocessor.
 
-64 rows, for which Triton 3.6 takes Hopper's `wgmma`, gave wrong numbers for heads of 128 channels on an H200.
+Loads of a tile wait for its number in the table: of 5 stages, 2 are the tiles that are on their way.
 """
+ASM = True
+"""Unpack codes by PTX's instructions for two numbers at once."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+UNPACK = {"num_warps": 4, "tile": 32}
+"""How pages are unpacked: tokens at once."""
 
 
 @triton.jit
@@ -104,55 +112,75 @@ def store_kernel(
     tl.store(gains, gain.to(tl.float16), mask=live)
 
 
-@triton.jit
-def _whole(bits):
-    """Numbers −8 … 7 in fp16 of 4 bits: 1024 + n has n in the last bits of its mantissa."""
-    return ((bits.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True) - 1032.0).to(tl.float16)
+NIBBLES = """{ .reg .b32 a, b, c, d, e;
+    prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;
+    lop3.b32 $0, a, 0x000f000f, 0x64006400, 0xea; lop3.b32 $1, b, 0x000f000f, 0x64006400, 0xea;
+    lop3.b32 $2, a, 0x00f000f0, 0x64006400, 0xea; lop3.b32 $3, b, 0x00f000f0, 0x64006400, 0xea;
+    mov.b32 c, 0x64086408; mov.b32 d, 0x2c002c00; mov.b32 e, 0xd480d480;
+    sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; fma.rn.f16x2 $2, $2, d, e; fma.rn.f16x2 $3, $3, d, e; }"""
+"""Of four bytes: 1024 + n has n in the last bits of its mantissa, less 1032; 1024 + 16 n over 16, less 72."""
+FINE = """{ .reg .b32 a, b, c, d;
+    lop3.b32 $0, $2, 0x000c0003, 0x64006400, 0xea; lop3.b32 $1, $2, 0x00c00030, 0x64006400, 0xea;
+    mov.b32 a, 0x34003c00; mov.b32 b, 0xdc00e400; mov.b32 c, 0x24002c00; mov.b32 d, 0xcc00d400;
+    fma.rn.f16x2 $0, $0, a, b; fma.rn.f16x2 $1, $1, c, d; }"""
+"""Of four times the same byte: 1024 + t, + 4 t, + 16 t and + 64 t, each over its factor, less what is too much."""
+NIBBLES, FINE = tl.constexpr(NIBBLES), tl.constexpr(FINE)
 
 
 @triton.jit
-def _fine(words, WIDE: tl.constexpr):
-    """Two bits [n, WIDE] in fp16 out of a word for each token, the first channel in its last bits."""
-    shifts = (2 * tl.arange(0, WIDE))[None, :].to(words.dtype)
-    bits = ((words[:, None] >> shifts).to(tl.int16) & 3) | 0x6400
-    return (bits.to(tl.float16, bitcast=True) - 1024.0).to(tl.float16)
+def _whole(codes, ASM: tl.constexpr):
+    """Numbers −8 … 7 in fp16 of the 4 low bits and of the 4 high bits of bytes."""
+    if ASM:
+        low, high = tl.inline_asm_elementwise(
+            NIBBLES, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low, high = (codes & 15).to(tl.float16) - 8.0, (codes >> 4).to(tl.float16) - 8.0
+    return low.to(tl.float16), high.to(tl.float16)
+
+
+@triton.jit
+def _fine(packed, WIDE: tl.constexpr, ASM: tl.constexpr):
+    """Numbers 0 … 3 [n, WIDE] in fp16 of two bits each, four to a byte of [n, WIDE / 4]."""
+    same = tl.broadcast_to(packed[:, :, None], (packed.shape[0], WIDE // 4, 4)).reshape(packed.shape[0], WIDE)
+    if ASM:
+        found = tl.inline_asm_elementwise(FINE, "=r,=r,r", [same], dtype=tl.float16, is_pure=True, pack=4)
+    else:
+        found = ((same >> (2 * (tl.arange(0, WIDE) % 4))[None, :].to(tl.uint8)) & 3).to(tl.float16)
+    return found
 
 
 @triton.jit(do_not_specialize=["first_request", "splits"])
 def attend_kernel(
-    q_ptr, q_token, out_ptr, out_token, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row,
-    starts_ptr, lengths_ptr, trig_ptr, near_ptr, mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, scale,
+    q_ptr, q_token, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row,
+    starts_ptr, lengths_ptr, trig_ptr, near_ptr, mean_k_ptr, synthesis_k_ptr, scale,
     first_request, splits,
     OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
     OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
     SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Queries of one request and KV head, ROWS at once (query tokens times the heads of a group), over its pages.
+    """The one query token of a request, the GROUP ≤ ROWS heads of a KV head at once, over a part of its pages.
 
-    Grid (requests, KV heads, splits) with SPLIT, for requests of one query token, else (tiles of queries, KV heads, requests).
+    Grid (requests, KV heads, splits).
     """
     HALF: tl.constexpr = D // 2
-    QUERIES: tl.constexpr = ROWS // GROUP
     head = tl.program_id(1)
-    request = first_request + (tl.program_id(0) if SPLIT else tl.program_id(2))
+    request = first_request + tl.program_id(0)
     begin = tl.load(starts_ptr + request)
-    count = tl.load(starts_ptr + request + 1) - begin
     length = tl.load(lengths_ptr + request)
-    tile = 0 if SPLIT else tl.program_id(0) * QUERIES
-    if tile >= count:
+    share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
+    lo = tl.program_id(2) * share
+    hi = tl.minimum(lo + share, length)
+    if (tl.load(starts_ptr + request + 1) == begin) | (lo >= length):
         return
     row = tl.arange(0, ROWS)
-    query = tile + row // GROUP
-    live = (row < QUERIES * GROUP) & (query < count)
-    position = length - count + query
+    live = row < GROUP
     c = tl.arange(0, HALF)
     e = tl.arange(0, WIDE)
 
     # What depends on the query alone: q Sᵀ, and its products with cosines and sines.
-    at = (
-        q_ptr + (begin + query).to(tl.int64)[:, None] * q_token + (head * GROUP + row % GROUP)[:, None] * D + c[None, :]
-    )
+    at = q_ptr + begin.to(tl.int64) * q_token + (head * GROUP + row)[:, None] * D + c[None, :]
     q1 = (tl.load(at, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
     q2 = (tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
     s_k = synthesis_k_ptr + head * D * D + c[:, None] + c[None, :] * D  # Sᵀ: channels of k down, codes across
@@ -166,15 +194,6 @@ def attend_kernel(
     on_cos = q1.to(tl.float32) * mean1 + q2.to(tl.float32) * mean2
     on_sin = q2.to(tl.float32) * mean1 - q1.to(tl.float32) * mean2
 
-    if SPLIT:
-        share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
-        lo = tl.program_id(2) * share
-        hi = tl.minimum(lo + share, length)
-        if lo >= length:
-            return
-    else:
-        lo = 0
-        hi = tl.minimum(length, length - count + tile + QUERIES)
     biggest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc1 = tl.zeros([ROWS, HALF], tl.float32)
@@ -184,8 +203,8 @@ def attend_kernel(
     # A tile's angles are those of its first token and, the same in every tile, those from there on.
     near = near_ptr + n[None, :] * D + c[:, None]
     near_cos, near_sin = tl.load(near), tl.load(near + HALF)
-    WORD: tl.constexpr = tl.int64 if WIDE == 32 else tl.int32
-    for start in range(lo, hi, TILE):
+    b = tl.arange(0, WIDE // 4)
+    for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         block = tl.load(table_ptr + request.to(tl.int64) * table_row + start // BLOCK).to(tl.int64)
         page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
         place = start % BLOCK + n
@@ -193,62 +212,39 @@ def attend_kernel(
         cos = tl.load(trig_ptr + start * D + c)[None, :]
         sin = tl.load(trig_ptr + start * D + HALF + c)[None, :]
         codes = tl.load(page + OFF_NK + place[:, None] * HALF + c[None, :])
-        words = tl.load((page + OFF_TK).to(tl.pointer_type(WORD)) + place)
-        s = tl.dot(low, tl.trans(_whole(codes & 15)))
-        s = tl.dot(high, tl.trans(_whole(codes >> 4)), s)
-        s = tl.dot(fine, tl.trans(_fine(words, WIDE)), s)
+        packed = tl.load(page + OFF_TK + place[:, None] * (WIDE // 4) + b[None, :])
+        lows, highs = _whole(codes, ASM)
+        s = tl.dot(low, tl.trans(lows))
+        s = tl.dot(high, tl.trans(highs), s)
+        s = tl.dot(fine, tl.trans(_fine(packed, WIDE, ASM)), s)
         gain = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
         fixed = tl.dot((on_cos * cos + on_sin * sin).to(tl.float16), near_cos)
         fixed = tl.dot((on_sin * cos - on_cos * sin).to(tl.float16), near_sin, fixed)
         s = s * gain[None, :] + fixed
-        seen = (token[None, :] < length) & (token[None, :] <= position[:, None])
-        s = tl.where(seen, s, -float("inf"))
+        s = tl.where((token < length)[None, :], s, -float("inf"))  # every tile has a token
         new = tl.maximum(biggest, tl.max(s, axis=1))
-        # A row that has seen nothing yet (only rows that are not there) must not become NaN.
-        base = tl.where(new == -float("inf"), 0.0, new)
-        p = tl.exp2(s - base[:, None])
-        fade = tl.exp2(biggest - base)
+        p = tl.exp2(s - new[:, None])
+        fade = tl.exp2(biggest - new)
         total = total * fade + tl.sum(p, axis=1)
         biggest = new
         gain = tl.load((page + OFF_GV).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
         gain = tl.where(token < length, gain, 0.0)
         w = (p * gain[None, :]).to(tl.float16)
         codes = tl.load(page + OFF_NV + place[:, None] * HALF + c[None, :])
-        words = tl.load((page + OFF_TV).to(tl.pointer_type(WORD)) + place)
-        acc1 = tl.dot(w, _whole(codes & 15), acc1 * fade[:, None])
-        acc2 = tl.dot(w, _whole(codes >> 4), acc2 * fade[:, None])
-        acc3 = tl.dot(w, _fine(words, WIDE), acc3 * fade[:, None])
+        packed = tl.load(page + OFF_TV + place[:, None] * (WIDE // 4) + b[None, :])
+        lows, highs = _whole(codes, ASM)
+        acc1 = tl.dot(w, lows, acc1 * fade[:, None])
+        acc2 = tl.dot(w, highs, acc2 * fade[:, None])
+        acc3 = tl.dot(w, _fine(packed, WIDE, ASM), acc3 * fade[:, None])
 
-    if SPLIT:
-        # [requests, HEADS, splits, GROUP, D + WIDE], not yet over the sum.
-        line = ((tl.program_id(0) * HEADS + head) * splits + tl.program_id(2)) * GROUP + row
-        part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
-        tl.store(part + c[None, :], acc1, mask=live[:, None])
-        tl.store(part + HALF + c[None, :], acc2, mask=live[:, None])
-        tl.store(part + D + e[None, :], acc3, mask=live[:, None])
-        tl.store(sum_ptr + line * 2, biggest, mask=live)
-        tl.store(sum_ptr + line * 2 + 1, total, mask=live)
-    else:
-        scaled = 1.0 / tl.where(total > 0, total, 1.0)
-        _finish(acc1 * scaled[:, None], acc2 * scaled[:, None], acc3 * scaled[:, None], synthesis_v_ptr, mean_v_ptr,
-                out_ptr + (begin + query).to(tl.int64) * out_token + (head * GROUP + row % GROUP) * D,
-                head, live, D, WIDE)  # fmt: skip
-
-
-@triton.jit
-def _finish(acc1, acc2, acc3, synthesis_ptr, mean_ptr, out, head, live, D: tl.constexpr, WIDE: tl.constexpr):
-    """Weighted codes [rows, …] through S, and the mean; `out` [rows] points at each row's output."""
-    HALF: tl.constexpr = D // 2
-    c = tl.arange(0, HALF)
-    e = tl.arange(0, WIDE)
-    acc1, acc2, acc3 = acc1.to(tl.float16), acc2.to(tl.float16), (acc3 * 0.25).to(tl.float16)
-    for side in tl.static_range(2):
-        s_v = synthesis_ptr + head * D * D + side * HALF + c[None, :]
-        y = tl.dot(acc1, tl.load(s_v + c[:, None] * D))
-        y = tl.dot(acc2, tl.load(s_v + (HALF + c)[:, None] * D), y)
-        y = tl.dot(acc3, tl.load(s_v + e[:, None] * D), y)
-        y += tl.load(mean_ptr + head * D + side * HALF + c)[None, :]
-        tl.store(out[:, None] + side * HALF + c[None, :], y.to(out.dtype.element_ty), mask=live[:, None])
+    # [requests, HEADS, splits, GROUP, D + WIDE], not yet over the sum.
+    line = ((tl.program_id(0) * HEADS + head) * splits + tl.program_id(2)) * GROUP + row
+    part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
+    tl.store(part + c[None, :], acc1, mask=live[:, None])
+    tl.store(part + HALF + c[None, :], acc2, mask=live[:, None])
+    tl.store(part + D + e[None, :], acc3, mask=live[:, None])
+    tl.store(sum_ptr + line * 2, biggest, mask=live)
+    tl.store(sum_ptr + line * 2 + 1, total, mask=live)
 
 
 @triton.jit(do_not_specialize=["first_request", "splits"])
@@ -290,6 +286,68 @@ def combine_kernel(
         tl.store(out + side * HALF + c, y.to(out_ptr.dtype.element_ty))
 
 
+@triton.jit(do_not_specialize=["first_request"])
+def unpack_kernel(
+    k_ptr, v_ptr, pages_ptr, page_bytes, table_ptr, table_row, lengths_ptr, places_ptr, trig_ptr,
+    mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, first_request,
+    OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
+    OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys after RoPE and values of requests, out of pages into [tokens, HEADS, D]; `places_ptr` says at which row each begins.
+
+    Grid (tiles, KV heads, requests).
+    """
+    HALF: tl.constexpr = D // 2
+    head = tl.program_id(1)
+    request = first_request + tl.program_id(2)
+    length = tl.load(lengths_ptr + request)
+    start = tl.program_id(0) * TILE
+    if start >= length:
+        return
+    n = tl.arange(0, TILE)
+    c = tl.arange(0, HALF)
+    token = start + n
+    block = tl.load(table_ptr + request.to(tl.int64) * table_row + start // BLOCK).to(tl.int64)
+    page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
+    place = start % BLOCK + n
+    live = (token < length)[:, None]
+    to = (tl.load(places_ptr + tl.program_id(2)) + token).to(tl.int64)[:, None] * (HEADS * D) + head * D + c[None, :]
+    turn = trig_ptr + token.to(tl.int64)[:, None] * D + c[None, :]
+    cos, sin = tl.load(turn, mask=live, other=0.0), tl.load(turn + HALF, mask=live, other=0.0)
+    mean1 = tl.load(mean_k_ptr + head * D + c)[None, :]
+    mean2 = tl.load(mean_k_ptr + head * D + HALF + c)[None, :]
+    first, second = _unpacked(page, place, synthesis_k_ptr + head * D * D, OFF_NK, OFF_TK, OFF_GK, D, WIDE)
+    kind = k_ptr.dtype.element_ty
+    tl.store(k_ptr + to, (first + mean1 * cos - mean2 * sin).to(kind), mask=live)
+    tl.store(k_ptr + to + HALF, (second + mean2 * cos + mean1 * sin).to(kind), mask=live)
+    mean1 = tl.load(mean_v_ptr + head * D + c)[None, :]
+    mean2 = tl.load(mean_v_ptr + head * D + HALF + c)[None, :]
+    first, second = _unpacked(page, place, synthesis_v_ptr + head * D * D, OFF_NV, OFF_TV, OFF_GV, D, WIDE)
+    tl.store(v_ptr + to, (first + mean1).to(kind), mask=live)
+    tl.store(v_ptr + to + HALF, (second + mean2).to(kind), mask=live)
+
+
+@triton.jit
+def _unpacked(page, place, synthesis, OFF_N: tl.constexpr, OFF_T: tl.constexpr, OFF_G: tl.constexpr,
+              D: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Both halves [n, D / 2] of the residuals at places [n] of a page, float32."""
+    HALF: tl.constexpr = D // 2
+    c = tl.arange(0, HALF)
+    b = tl.arange(0, WIDE // 4)
+    low, high = _whole(tl.load(page + OFF_N + place[:, None] * HALF + c[None, :]), False)
+    packed = tl.load(page + OFF_T + place[:, None] * (WIDE // 4) + b[None, :])
+    fine = (_fine(packed, WIDE, False) * 0.25).to(tl.float16)
+    gain = tl.load((page + OFF_G).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)[:, None]
+    row = synthesis + c[:, None] * D + c[None, :]
+    wide = synthesis + tl.arange(0, WIDE)[:, None] * D + c[None, :]
+    first = tl.dot(low, tl.load(row)) + tl.dot(high, tl.load(row + HALF * D)) + tl.dot(fine, tl.load(wide))
+    row += HALF
+    second = tl.dot(low, tl.load(row)) + tl.dot(high, tl.load(row + HALF * D)) + tl.dot(fine, tl.load(wide + HALF))
+    return first * gain, second * gain
+
+
 @dataclass(frozen=True)
 class LayerTables:
     """The tables of a layer as kernels take them; `trig` [positions, d] and `near` [64, d], fp16, are shared by all layers."""
@@ -326,47 +384,60 @@ def store(
         )  # fmt: skip
 
 
-def splits_of(requests: int, heads: int, longest: int, multiprocessors: int = 132) -> int:
+def splits_of(requests: int, layout: Layout, longest: int, multiprocessors: int = 132) -> int:
     """Parts of a context, so that all multiprocessors have work."""
-    wanted = triton.next_power_of_2(triton.cdiv(DECODE["waves"] * multiprocessors, requests * heads))
-    return int(max(1, min(64, wanted, triton.next_power_of_2(triton.cdiv(longest, DECODE["tile"])))))
+    how = DECODE[layout.head_dim]
+    wanted = triton.next_power_of_2(triton.cdiv(how["waves"] * multiprocessors, requests * layout.heads))
+    return int(max(1, min(64, wanted, triton.next_power_of_2(triton.cdiv(longest, how["tile"])))))
 
 
 def attend(
     q: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
-    lengths: torch.Tensor, t: LayerTables, scale: float, *, first: int, requests: int, longest_query: int,
-    longest: int,
+    lengths: torch.Tensor, t: LayerTables, scale: float, *, requests: int, longest: int,
 ) -> None:  # fmt: skip
-    """Attention of requests `first` … `first + requests` − 1 to their pages, into `out` [tokens, H, d].
+    """Attention of the first `requests` requests, which have one query each, to their pages, into `out` [tokens, H, d].
 
-    `q` [tokens, H, d]; `table` [requests, pages]; `starts` [requests + 1] first query row of each; `lengths` [requests] tokens,
-    those of the queries included, which must be in the pages already. Where each has one query, contexts are read in parts.
+    `q` [tokens, H, d]; `table` [requests, pages]; `starts` [requests + 1] the query row of each; `lengths` [requests]
+    tokens, at most `longest`, that of the query included, which must be in the pages already.
     """
     layout = t.layout
     group = q.shape[1] // layout.heads
-    off = {name: place for name, (place, _) in layout.offsets().items()}
-    places = [off[name] for name in ("nk", "nv", "tk", "tv", "gk", "gv")]
-    one = longest_query == 1
-    how = DECODE if one else PREFILL
-    rows = max(16, triton.next_power_of_2(group)) if one else PREFILL["rows"]
+    rows = max(16, triton.next_power_of_2(group))
+    how = DECODE[layout.head_dim]
     tile = min(how["tile"], layout.block)
-    splits = splits_of(requests, layout.heads, longest) if one else 1
-    width = layout.head_dim + layout.wide
+    splits = splits_of(requests, layout, longest)
     lines = requests * layout.heads * splits * group
-    part, sums = q, q
-    if one:
-        part, sums = (q.new_empty(lines, size, dtype=torch.float32) for size in (width, 2))
-    grid = (
-        (requests, layout.heads, splits) if one else (triton.cdiv(longest_query, rows // group), layout.heads, requests)
-    )
-    attend_kernel[grid](
-        q, q.stride(0), out, out.stride(0), part, sums, pages, layout.heads * layout.block * layout.slot,
-        table, table.stride(0), starts, lengths, t.trig, t.near, t.k.mean, t.v.mean, t.halves_k, t.halves_v,
-        scale * 1.4426950408889634, first, splits, *places, layout.slot, layout.block, layout.head_dim,
-        layout.wide, group, layout.heads, rows, tile, one, num_warps=how["num_warps"], num_stages=how["num_stages"],
+    part = q.new_empty(lines, layout.head_dim + layout.wide, dtype=torch.float32)
+    sums = q.new_empty(lines, 2, dtype=torch.float32)
+    attend_kernel[(requests, layout.heads, splits)](
+        q, q.stride(0), part, sums, pages, layout.heads * layout.block * layout.slot, table, table.stride(0),
+        starts, lengths, t.trig, t.near, t.k.mean, t.halves_k, scale * 1.4426950408889634, 0, splits,
+        *_places(layout), layout.slot, layout.block, layout.head_dim, layout.wide, group, layout.heads, rows, tile,
+        how["num_stages"], ASM and not INTERPRETED, num_warps=how["num_warps"],
     )  # fmt: skip
-    if one:
-        combine_kernel[(requests, q.shape[1])](
-            part, sums, out, out.stride(0), starts, lengths, t.halves_v, t.v.mean, first, splits,
-            layout.head_dim, layout.wide, group, layout.heads, tile, splits, num_warps=4,
-        )  # fmt: skip
+    combine_kernel[(requests, q.shape[1])](
+        part, sums, out, out.stride(0), starts, lengths, t.halves_v, t.v.mean, 0, splits,
+        layout.head_dim, layout.wide, group, layout.heads, tile, splits, num_warps=4,
+    )  # fmt: skip
+
+
+def unpack(
+    k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
+    lengths: torch.Tensor, t: LayerTables, *, first: int, requests: int, longest: int,
+) -> None:  # fmt: skip
+    """Keys after RoPE and values of requests `first` … `first + requests` − 1 into k and v [tokens, heads, d].
+
+    `places` [requests] is the row at which each begins; `lengths` (of all requests), at most `longest`.
+    """
+    layout = t.layout
+    tile = min(UNPACK["tile"], layout.block)
+    unpack_kernel[(triton.cdiv(longest, tile), layout.heads, requests)](
+        k, v, pages, layout.heads * layout.block * layout.slot, table, table.stride(0), lengths, places, t.trig,
+        t.k.mean, t.v.mean, t.halves_k, t.halves_v, first, *_places(layout), layout.slot, layout.block,
+        layout.head_dim, layout.wide, layout.heads, tile, num_warps=UNPACK["num_warps"],
+    )  # fmt: skip
+
+
+def _places(layout: Layout) -> list[int]:
+    found = layout.offsets()
+    return [found[name][0] for name in ("nk", "nv", "tk", "tv", "gk", "gv")]

@@ -133,6 +133,24 @@ def _klt(
     return lower @ vectors / size, synthesis, size.square() / size.square().mean()
 
 
+def together(ends: list[int], lengths: list[int], first: int, room: int) -> list[tuple[int, int, bool]]:
+    """Which requests from `first` on are read at once, as (first, end, all fresh): at most `room` tokens, or a single one.
+
+    `ends` [requests + 1] are the rows of their queries, `lengths` [requests] the tokens of each with those that it had before.
+    """
+    found: list[tuple[int, int, bool]] = []
+    held = 0
+    for i in range(first, len(lengths)):
+        fresh = lengths[i] == ends[i + 1] - ends[i]
+        held += lengths[i]
+        if found and found[-1][2] == fresh and (fresh or held <= room):
+            found[-1] = (found[-1][0], i + 1, fresh)
+        else:
+            found.append((i, i + 1, fresh))
+            held = lengths[i]
+    return found
+
+
 # The codec in plain torch: what kernels are held against, and what the laboratory measures.
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from assay.engines.base import setup_differences, setup_facts
 from assay.errors import AssayError
@@ -15,9 +19,12 @@ from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
 from assay.lab.kv.rope import Rotary
+from assay.runs import cache_dir, write_atomically
 
 PAGES, BLOCKS = "packed pages", "stored blocks"
 """What a source is for."""
+VERSION = 1
+"""Of how tables are made: those of another are made anew."""
 _HEAD_DIMS = (64, 128)
 _STATIC = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose angles do not depend on how long a request is."""
@@ -32,6 +39,28 @@ class Source:
     rotary: Rotary
     inv_freq: torch.Tensor
     scaling: float
+    key: str
+    """Says which tables these are: of the calibration's bytes and the model's configuration."""
+
+    def tables(self) -> list[dict[str, StreamTables]]:
+        """Those of all layers by stream, on the CPU; kept in the cache, since making them takes long where CPUs are busy."""
+        place = cache_dir("kv-tables") / f"pages-{VERSION}-{self.key}.safetensors"
+        names = [f.name for f in fields(StreamTables)]
+        layers = range(self.shape.layers)
+        try:
+            kept = load_file(place)
+            return [{s: StreamTables(*(kept[f"{n}.{s}.{name}"] for name in names)) for s in "kv"} for n in layers]
+        except (OSError, SafetensorError, KeyError):
+            pass
+        before = torch.get_num_threads()
+        # One thread a layer: matrices are small, and threads of a library that share busy CPUs wait for each other.
+        with ThreadPoolExecutor(8, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            found = list(pool.map(lambda n: {stream: self.fit(n, stream) for stream in "kv"}, layers))
+        torch.set_num_threads(before)
+        write_atomically(place, save(
+            {f"{n}.{s}.{name}": getattr(t, name).contiguous() for n, one in enumerate(found) for s, t in one.items() for name in names}
+        ))  # fmt: skip
+        return found
 
     def fit(self, layer: int, stream: str) -> StreamTables:
         """The tables of one stream of a layer, on the CPU."""
@@ -78,7 +107,11 @@ def _source(path: str, stamp: int, model: str, what: str) -> Source:
         skeleton = AutoModelForCausalLM.from_config(config)
     module = type(skeleton.get_decoder().rotary_emb)(config=text)
     rotary = Rotary.of_config(config, min(SPAN, int(getattr(text, "max_position_embeddings", SPAN))))
-    return Source(found, shape, rotary, module.inv_freq.cpu(), float(getattr(module, "attention_scaling", 1.0)))
+    with Path(path).open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(config.to_json_string().encode())
+    scaling = float(getattr(module, "attention_scaling", 1.0))
+    return Source(found, shape, rotary, module.inv_freq.cpu(), scaling, digest.hexdigest()[:32])
 
 
 def shape_of(config: Any) -> CacheShape:
