@@ -1,14 +1,16 @@
 """A serving engineer's day with Qwen2.5-Coder-0.5B on a CPU: every verb as it is typed, its time and its verdict.
 
-    python benchmarks/users_day.py [VERB ...] [--out FILE]
+    python benchmarks/users_day.py [VERB ...] [--out FILE] [--busy N] [--old SRC] [--minutes M]
     python benchmarks/users_day.py --collect FOLDER
     python benchmarks/users_day.py --page
 
 Verbs are compare, kv-eval, sweep, sweep-smollm2, calibrate, gap, verify, threads (a small comparison beside a busy program), and server (starts
 vLLM's CPU build, then check --quick and spec URL).
-Each is a process of its own with an empty cache, and adds its rows to the results file, which keeps the machine's load of that
-time. `--collect` takes reports that were written on a GPU (NAME.json beside times.txt, lines of `NAME: exit 0, 41 s, …`) and rows
-of quiet cores (quiet_*.json); `--page` writes the tables of docs/recipes.md from the kept results.
+Each is a process of its own with an empty cache, and adds its rows to the results file. A row says how many of the cores that this
+process may run on (`taskset -c 24,25` for two of a larger machine) other programs used meanwhile. `--busy N` runs N endless loops on
+them, `--old SRC` the same jobs with the sources of version 0.1.0 (`git archive ba7355e src`).
+`--collect` takes reports that were written on a GPU (NAME.json beside times.txt, lines of `NAME: exit 0, 41 s, …`), and rows of pairs
+of cores (quiet_*.json, busy_*.json, old_*.json); `--page` writes the tables of docs/recipes.md from the kept results.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ import argparse
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,21 +51,58 @@ BEFORE = {
 """What a newcomer saw with version 0.1.0 (commit ba7355e), the same model and two busy cores; other sizes where none are named."""
 
 
+sources, deadline = "", float("inf")
+"""Sources of another version to run instead, and when all must be done."""
+
+
 def run(name: str, *arguments: str, limit: float = 840) -> dict[str, Any]:
     """One command: its time, its exit code, its verdict, and what it said of its time."""
     command = [sys.executable, "-m", "assay", *arguments, "--json"]
-    began, load = time.monotonic(), os.getloadavg()[0]
+    began, load, before = time.monotonic(), os.getloadavg()[0], used()
     with tempfile.TemporaryDirectory() as cache:
         settings = {**os.environ, "ASSAY_CACHE": cache, "OMP_WAIT_POLICY": "PASSIVE"}
+        if sources:
+            settings["PYTHONPATH"] = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
         process = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=sys.stderr)
         try:
-            out, _ = process.communicate(timeout=limit)
+            out, _ = process.communicate(timeout=max(1.0, min(limit, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
             process.send_signal(2)  # as Ctrl-C does: what was measured is still printed
-            out, _ = process.communicate(timeout=60)
-    body = json.loads(out)
+            try:
+                out, _ = process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
     seconds = time.monotonic() - began
-    return row_of(name, body, seconds) | {"load": round(load, 1), "load_after": round(os.getloadavg()[0], 1)}
+    others = {"others": round((used() - before) / seconds, 2), "cores": len(os.sched_getaffinity(0))}
+    try:
+        row = row_of(name, json.loads(out), seconds)
+    except ValueError:  # killed, or a version that prints nothing where it is interrupted
+        row = {"job": name, "seconds": round(seconds, 1), "exit_code": 130, "verdict": None, "findings": []}
+    return row | others | {"load": round(load, 1), "load_after": round(os.getloadavg()[0], 1)}
+
+
+def used() -> float:
+    """Seconds in which other programs than this one and its children used the cores that it may run on, since the start of the system."""
+    total, own = 0.0, os.sched_getaffinity(0)
+    for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
+        name, *columns = line.split()
+        if name.startswith("cpu") and name[3:].isdecimal() and int(name[3:]) in own:
+            total += sum(int(columns[i]) for i in (0, 1, 2, 5, 6, 7))  # all but idle and waiting for a disk
+    times = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return total / os.sysconf("SC_CLK_TCK") - sum(t.ru_utime + t.ru_stime for t in times)
+
+
+@contextmanager
+def beside(loops: int) -> Iterator[None]:
+    """So many endless loops on the same cores while what is inside runs."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(loops)]
+    try:
+        yield
+    finally:
+        for loop in started:
+            loop.kill()
+            loop.wait()
 
 
 def row_of(name: str, body: dict[str, Any], seconds: float) -> dict[str, Any]:
@@ -98,12 +140,8 @@ def threads() -> list[dict[str, Any]]:
         "--no-floors",
     ]
     rows = [run("compare 8 × 64", *words)]
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        try:
-            rows.append(run("compare 8 × 64 beside a busy program", *words))
-        finally:
-            busy.kill()
-    return rows
+    with beside(1):
+        return [*rows, run("compare 8 × 64 beside a busy program", *words)]
 
 
 def server(model: str) -> list[dict[str, Any]]:
@@ -128,7 +166,7 @@ GPU_JOBS = {
     "eval_pca": "kv eval --quick, pca(step=0.003, coding=fixed, …)",
     "eval_hadamard": "kv eval --quick, hadamard(bits=5) with wrappers",
     "sweep_quick": "kv sweep --quick --fresh 8, three codecs, 0.5B",
-    "gap_gpu": "gap --quick --budget 2.5, 0.5B",
+    "gap_gpu": "gap --quick, 0.5B",
 }
 """Reports of the GPU by the names of their files."""
 
@@ -148,10 +186,11 @@ def collect(folder: Path) -> None:
         environment = bodies[max(bodies, key=lambda name: bool(bodies[name]["environment"].get("gpu")))]["environment"]
         kept = {"rows": rows, "model": "Qwen2.5-Coder-1.5B-Instruct", "environment": environment}
         (RESULTS / "users_day_gpu.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    quiet = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("quiet_*.json"))]
-    if quiet:
-        kept = quiet[0] | {"rows": [row for day in quiet for row in day["rows"]]}
-        (RESULTS / "users_day_quiet.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
+    for kind in ("quiet", "busy", "old"):
+        days = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"{kind}_*.json"))]
+        if days:
+            kept = days[0] | {"rows": [row for day in days for row in day["rows"]]}
+            (RESULTS / f"users_day_pair_{kind}.json").write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
 
 
 # The tables of docs/recipes.md.
@@ -187,18 +226,38 @@ def filled(page: str) -> str:
     return page
 
 
+DAYS = {
+    "busy": "users_day",
+    "pair, old": "users_day_pair_old",
+    "pair, busy": "users_day_pair_busy",
+    "pair, quiet": "users_day_pair_quiet",
+}
+"""Columns of the table, and the results that they are from."""
+
+
 def day_table() -> str:
-    """What each job took before, on two busy cores now, and on two quiet ones."""
-    busy, quiet = _day("users_day.json"), _day("users_day_quiet.json")
-    lines = ["| job | 0.1.0, busy | busy | quiet | came to |", "|---|---|---|---|---|"]
+    """What each job took before, on busy cores now, and on a pair of cores of a larger machine."""
+    days = {column: _day(f"{name}.json") for column, name in DAYS.items()}
+    days = {column: rows for column, rows in days.items() if rows}
+    lines = [f"| job | 0.1.0, busy | {' | '.join(days)} | came to |", "|---" * (3 + len(days)) + "|"]
     for job, before in BEFORE.items():
-        if row := busy.get(job) or quiet.get(job):
-            took = " | ".join(
-                f"{r['seconds']:.0f} s{note(r)}" if (r := rows.get(job)) else "–"
-                for rows, note in ((busy, lambda r: f" (load {r['load']})"), (quiet, lambda r: ""))
+        own = [rows.get(job) for rows in days.values()]
+        if any(own):
+            last = next(
+                row for column in ("pair, quiet", "busy", "pair, busy") if (row := days.get(column, {}).get(job))
             )
-            lines.append(f"| `{job}` | {before} | {took} | {_came(row)} |")
+            lines.append(f"| `{job}` | {before} | {' | '.join(map(_took, own))} | {_came(last)} |")
     return "\n".join(lines)
+
+
+def _took(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "–"
+    killed = "over " if row["exit_code"] == 130 else ""
+    others = (
+        f"load {row['load']}" if "others" not in row else f"others {row['others']:.1f}" if row["others"] >= 0.1 else ""
+    )
+    return f"{killed}{row['seconds']:.0f} s" + (f" ({others})" if others else "")
 
 
 def gpu_table() -> str:
@@ -212,6 +271,8 @@ def gpu_table() -> str:
 def _came(row: dict[str, Any]) -> str:
     if row["exit_code"] == 130:
         return "interrupted from outside, shows what there is"
+    if (row["verdict"], row.get("grade")) == ("fail", "INCONCLUSIVE"):
+        return f"fail, ACCEPT is excluded, {row['windows']} windows"
     said = " ".join(str(row[k]) for k in ("verdict", "grade", "health", "chosen") if row.get(k))
     return said + (f", {row['windows']} windows" if row.get("windows") else "")
 
@@ -252,6 +313,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS / "users_day.json")
     parser.add_argument("--collect", type=Path, help="folder of reports from another machine")
     parser.add_argument("--gap-minutes", type=float, help="budget of gap, where there is less time than its 10 minutes")
+    parser.add_argument("--busy", type=int, default=0, help="endless loops on the same cores")
+    parser.add_argument("--old", default="", help="sources of version 0.1.0")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="interrupt what runs after so long, and begin nothing"
+    )
     parser.add_argument("--page", action="store_true", help="write the tables of docs/recipes.md, and measure nothing")
     arguments = parser.parse_args()
     model = str(build_qwen05())
@@ -279,12 +345,36 @@ def main() -> None:
         page = PAGE.read_text(encoding="utf-8")
         PAGE.write_text(filled(page), encoding="utf-8")
         return
+    global sources, deadline
+    sources, deadline = arguments.old, time.monotonic() + 60 * arguments.minutes
+    if sources:
+        few = ["--windows", "8", "--length", "256"]
+        jobs |= {
+            "compare": lambda: [
+                run("compare --quick", "compare", f"hf:{model}", int8, "--windows", "16", "--length", "256", limit=480)
+            ],
+            "kv-eval": lambda: [run("kv eval --quick", "kv", "eval", model, "--codec", "fp8", *few, limit=480)],
+            "sweep": lambda: [
+                run("kv sweep --quick", "kv", "sweep", model, *codecs, "--windows", "4", "--length", "256", limit=480)
+            ],
+            "gap": lambda: [run("gap --quick", "gap", f"hf:{model}", int8, "--codec", "fp8", "--quick")],
+        }
     for verb in arguments.verbs:
-        rows = jobs[verb]()
+        if time.monotonic() > deadline - 20:
+            print(f"{verb}: no time left")
+            continue
+        with beside(arguments.busy):
+            rows = jobs[verb]()
         known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"rows": []}
         names = {row["job"] for row in rows}
         known["rows"] = [row for row in known["rows"] if row["job"] not in names] + rows
-        known |= {"model": "Qwen2.5-Coder-0.5B-Instruct", "cpus": os.cpu_count(), "environment": describe()}
+        known |= {
+            "model": "Qwen2.5-Coder-0.5B-Instruct",
+            "cpus": len(os.sched_getaffinity(0)),
+            "environment": describe(),
+        }
+        if sources:
+            known["commit"] = "ba7355e"
         arguments.out.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
         for row in rows:
             print(json.dumps({k: row.get(k) for k in ("job", "seconds", "exit_code", "verdict", "load")}))

@@ -34,9 +34,9 @@ VERBS: dict[str, list[str]] = {
         "fidelity/budget.py:Budget.results",
     ],
     "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
-    "kv eval": ["lab/kv/evaluate.py:run_eval"],
-    "kv sweep": ["lab/kv/sweep.py:run_sweep", "lab/kv/sweep.py:_row"],
-    "kv attribute": ["lab/kv/attribute.py:run_attribute"],
+    "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/budget.py:Budget.results"],
+    "kv sweep": ["lab/kv/sweep.py:run_sweep", "lab/kv/sweep.py:_row", "fidelity/budget.py:Budget.results"],
+    "kv attribute": ["lab/kv/attribute.py:run_attribute", "fidelity/budget.py:Budget.results"],
     "kv allocate": ["lab/kv/allocate.py:run_allocate"],
     "kv noise": ["lab/kv/noise.py:run_noise"],
     "kv diagnose": ["lab/kv/diagnose.py:run_diagnose"],
@@ -52,7 +52,7 @@ VERBS: dict[str, list[str]] = {
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
     "table": ["fidelity/table.py:run_table"],
-    "gap": ["lab/gap/outcome.py:Outcome.to_json"],
+    "gap": ["lab/gap/outcome.py:Outcome.to_json", "fidelity/budget.py:Budget.results"],
 }
 
 

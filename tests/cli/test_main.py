@@ -144,3 +144,20 @@ def test_the_end_of_a_command_does_not_wait_for_answers_that_nobody_will_read() 
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (ended.returncode, ended.stdout) == (3, "done\n")
+
+
+def test_answers_that_nobody_waits_for_any_more_do_not_hold_up_the_end() -> None:
+    """As after a budget that ended while a server was slow."""
+    code = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from assay.cli import main
+def invoke(words):
+    ThreadPoolExecutor(1).submit(time.sleep, 120)
+    print("told")
+    return 3
+main.invoke = invoke
+main.main([])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "told\n", "")

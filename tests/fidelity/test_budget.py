@@ -145,6 +145,7 @@ def test_a_budget_of_a_second_is_told_in_one_line(
     [
         ["kv", "eval", "MODEL", "--codec", "fp8"],
         ["kv", "sweep", "MODEL", "--codec", "fp8", "--codec", "int(bits=4)"],
+        ["kv", "attribute", "MODEL", "--codec", "fp8"],
         ["gap", "hf:MODEL", "hf:MODEL?dtype=float32", "--codec", "fp8"],
         ["compare", "hf:MODEL", "hf:MODEL?dtype=float32"],
     ],

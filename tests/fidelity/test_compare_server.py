@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -145,6 +147,29 @@ def test_windows_that_were_scored_are_not_asked_for_again(stub: StubServer, tmp_
     for a, b in zip(seen, whole, strict=True):
         np.testing.assert_array_equal(a.kl, b.kl)
     server.close()
+
+
+def test_a_server_that_slows_down_half_way_is_waited_for_only_as_long_as_there_is_time(stub: StubServer) -> None:
+    answer, goes_on, asked = stub._behaviours[COMPLETIONS], Event(), []
+
+    def tiring(e: Exchange) -> None:
+        if len(e.body["prompt"]) == LENGTH:
+            asked.append(e)
+        if len(asked) > 5:
+            goes_on.wait(60)
+        answer(e)
+
+    server = open_candidate(f"{stub.url}?ids=8")
+    stub.on(COMPLETIONS, tiring)
+    try:
+        began = time.monotonic()
+        seen = observe(Rows(), server, windows(), ScoreJob(batch=2), left=lambda: began + 4.0 - time.monotonic())
+        took = time.monotonic() - began
+    finally:
+        goes_on.set()
+        server.close()
+    assert [w.index for w in seen] == list(range(len(seen))) and 3 <= len(seen) < COUNT
+    assert took < 30
 
 
 def test_garbage_in_the_middle_ends_the_run_with_what_is_wrong(stub: StubServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -194,7 +195,19 @@ def test_an_error_half_way_shows_what_there_is(tiny: Tiny) -> None:
     report = run(plan)
     assert (report.exit_code, report.verdict) == (2, Verdict.ERROR)
     assert "out of memory" in report.findings[0].title and report.findings[0].severity is Severity.ERROR
-    assert len(report.results["parts"]) == 3
+    assert len(report.results["parts"]) == 2 and report.results["joint"] and report.results["additivity_ratio"] is None
+
+
+def test_a_budget_that_ends_names_the_parts_that_it_left_out(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab_module, "measure_pace", lambda *_: Pace(1e-6, 1e-6))
+    monkeypatch.setattr(Budget, "left", lambda self: 17.0 - len(tiny.scored))  # the exact cache, all parts, two alone
+    run, plan = RUNS["attribute"]
+    report = run(replace(plan, budget=5.0))
+    assert (report.exit_code, report.verdict) == (3, Verdict.INCONCLUSIVE)
+    assert report.results["joint"] and len(report.results["parts"]) == 3
+    missing = f"{2 * LAYERS - 3} of {2 * LAYERS} parts, those behind 1.k"
+    assert [f.id for f in report.findings] == ["fidelity.budget"] and missing in report.findings[0].title
+    assert report.results["times"]["left_out"][0]["what"] == missing
 
 
 def test_a_sweep_without_a_grade_chooses_nothing(tiny: Tiny) -> None:

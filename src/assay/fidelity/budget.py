@@ -92,8 +92,13 @@ class Budget:
         found = size_for(share * (self.left() - opening), a_token, windows, length, least)
         if found is None:
             few, short = min(MIN_WINDOWS, windows), min(length, least)
-            needed = span(opening + a_token * short * few)
-            raise self.nothing_fits(f"{few} passages of {short} tokens take about {needed} on all sides")
+            needed, there = (
+                span(opening + a_token * short * few),
+                span(max(0.0, share * (self.left() - opening) + opening)),
+            )
+            raise self.nothing_fits(
+                f"{few} passages of {short} tokens take about {needed} on all sides, and {there} are left for them"
+            )
         return found
 
     def together(self, window_seconds: float) -> int:

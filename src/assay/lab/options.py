@@ -218,7 +218,7 @@ class DiagnosisPlan(ModelPlan):
 
 
 @dataclass(frozen=True)
-class AttributionPlan(ModelPlan):
+class AttributionPlan(ModelPlan, RunTime):
     """`assay kv attribute`: `each` is `layer` (K and V of a layer together) or `stream` (each apart)."""
 
     VERB = "kv attribute"

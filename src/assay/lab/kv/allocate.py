@@ -49,7 +49,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
         progress=progress,
     ) as lab:
         with Unfinished(lambda: parts) as cut:
-            lab.expect(1 + count_alone(lab, spec, plan.each))
+            lab.expect(1 + count_alone(lab.bench.shape, spec, plan.each))
             for part in alone(lab, spec, plan.each):
                 parts.append(part)
             sensitivity = {(p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]]) for p in parts}

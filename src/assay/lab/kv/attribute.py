@@ -7,9 +7,13 @@ of the KLs of the single ones over that of all: near 1 where errors do not meet,
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from assay.environment import describe
+from assay.fidelity.budget import Budget
+from assay.fidelity.plan import QUICK_MINUTES
+from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import Lab, Measured, Unfinished, open_lab
 from assay.lab.kv.spec import KvSpec, parse_spec
@@ -20,8 +24,8 @@ from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 
 
 def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Report:
-    """Measure each part alone, and all together. Interrupted, the report holds the parts that were measured."""
-    spec = parse_spec(plan.codec)
+    """Measure all together, then each part alone. Interrupted, the report holds the parts that were measured."""
+    spec, budget = parse_spec(plan.codec), Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     parts: list[dict[str, Any]] = []
     joint: dict[str, Any] | None = None
     with open_lab(
@@ -32,19 +36,27 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
         mode=plan.mode,
         batch=plan.batch,
         calibration=plan.calibration,
+        budget=budget,
+        codecs=lambda shape: 1 + count_alone(shape, spec, plan.each, plan.skip_layers),
+        least_codecs=2,
         progress=progress,
     ) as lab:
+        plan = replace(plan, windows=len(lab.windows), length=lab.length)
         shape = lab.bench.shape
-        with Unfinished(lambda: parts) as cut:
-            lab.expect(1 + count_alone(lab, spec, plan.each, plan.skip_layers))
-            for part in alone(lab, spec, plan.each, plan.skip_layers):
-                parts.append(part)
+        count = count_alone(shape, spec, plan.each, plan.skip_layers)
+        with Unfinished(lambda: joint) as cut:
             measured = lab.measure(plan.codec, skip_layers=plan.skip_layers, label="all together", measure_windows=1)
             joint = figures(measured)
+            for part in alone(lab, spec, plan.each, plan.skip_layers):
+                parts.append(part)
+                if budget.left() <= 0 and (missing := count - len(parts)):
+                    after = f"{part['layer']}.{part['stream']}"
+                    budget.leave_out(f"{missing} of {count} parts, those behind {after}", "what these lose alone")
+                    break
         text, notices = lab.text, lab.notices()
-    total = sum(p["kld"]["value"] for p in parts)
-    ratio = total / joint["kld"]["value"] if joint and joint["kld"]["value"] else None
-    headline = [Metric("sum of the single ones", f"{total:.3g} nats of {len(parts)} parts")]
+    total, whole = sum(p["kld"]["value"] for p in parts), len(parts) == count
+    ratio = total / joint["kld"]["value"] if whole and joint and joint["kld"]["value"] else None
+    headline = [Metric("sum of the single ones", f"{total:.3g} nats of {len(parts)} parts")] if parts else []
     if joint:
         headline = [
             Metric("all together", f"KL {kl_text(joint)} nats, {joint['ratio']:.2f}× smaller"),
@@ -53,9 +65,9 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
         ]
     return Report(
         command="kv attribute",
-        verdict=cut.verdict(Verdict.PASS if parts else Verdict.INCONCLUSIVE),
+        verdict=cut.verdict(Verdict.PASS if whole else Verdict.INCONCLUSIVE),
         subject={"model": plan.model, "plan": plan.facts()},
-        findings=[*cut.findings(), *notices],
+        findings=[*cut.findings(), *budget.findings(), *notices],
         results={
             "codec": str(spec),
             "mode": plan.mode,
@@ -63,6 +75,7 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
             "joint": joint,
             "additivity_ratio": ratio,
             "text": text,
+            **budget.results(),
             "cache": shape.to_json(),
         },
         environment=describe(),
@@ -73,10 +86,10 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
     )
 
 
-def count_alone(lab: Lab, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()) -> int:
-    """How many parts `alone` measures."""
+def count_alone(shape: CacheShape, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()) -> int:
+    """How many parts `alone` measures of a model with that cache."""
     streams = sum(spec.of(s) is not None for s in "kv") if each == "stream" else 1
-    return streams * len(kept_layers(lab.bench.shape, skip_layers))
+    return streams * len(kept_layers(shape, skip_layers))
 
 
 def alone(lab: Lab, spec: KvSpec, each: str, skip_layers: Sequence[int] = ()) -> Iterator[dict[str, Any]]:

@@ -394,7 +394,7 @@ def open_lab(
     calibration: str | None = None,
     any_engine: bool = False,
     budget: Budget | None = None,
-    codecs: int = 0,
+    codecs: int | Callable[[CacheShape], int] = 0,
     least_codecs: int = 0,
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[Lab]:
@@ -402,7 +402,8 @@ def open_lab(
 
     UsageError where the text has fewer `fresh` windows than that behind those to measure on, and for another engine than
     transformers unless `any_engine`. With a `budget` in which `codecs` are measured the windows are as many and as long as
-    fit; OutOfTime where not even `least_codecs` (0: all of them) do. The time that `codecs` take is told (0: by who knows their number later). A device that runs out of memory is an AssayError.
+    fit; OutOfTime where not even `least_codecs` (0: all of them) do. The time that `codecs` take is told (0: by who knows their number later;
+    a function has it from the shape of the cache). A device that runs out of memory is an AssayError.
     """
     spec = engine_spec(model)
     if not (any_engine or spec.startswith("hf:")):
@@ -425,6 +426,8 @@ def open_lab(
         try:
             plan = Plan(spec, (spec,), text=tuple(text), windows=windows + fresh, length=length)
             pace = None
+            if callable(codecs):
+                codecs = codecs(cache_shape(engine.engine.model)) if isinstance(engine, HfScorer) else 0
             if budget and budget.seconds is not None:
                 plan = replace(plan, path=path_of(mode).value, batch=batch)
                 windows, length, pace = _fitting(plan, windows, engine, budget, codecs, least_codecs or codecs)
