@@ -78,11 +78,13 @@ NEVER = (
 GRAPHS = (
     '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8,16,24,32]}'
 )
+TEXT = ("--symptom", "text", "--symptom", "bits")
+"""Both cost speed, adapters by their kernels and n-grams by the search for them: that is not what is asked there."""
 FOUR = "--enable-prefix-caching --max-num-seqs 64 --max-num-batched-tokens 4096 --enable-chunked-prefill"
 CASES = (
     Case("healthy, two flags, vLLM", "vllm", VLLM),
     Case("dead draft, vLLM", "vllm", f"{VLLM} {DRAFT}", ("--speculative-config",)),
-    Case("LoRA of zeros, vLLM", "vllm", f"{VLLM} --enable-lora --lora-modules zero={{zero}}", role=("--lora-modules", "no_effect")),
+    Case("LoRA of zeros, vLLM", "vllm", f"{VLLM} --enable-lora --lora-modules zero={{zero}}", role=("--lora-modules", "no_effect"), options=TEXT),
     Case("a LoRA too strong, vLLM", "vllm", f"{VLLM} --enable-lora --lora-modules loud={{loud}}", ("--lora-modules",)),
     Case("rope base 100, vLLM", "vllm", f"{VLLM} {ROPE}", ("--hf-overrides",)),
     Case("chat template without its end, vLLM", "vllm", f"{VLLM} --chat-template {{template}}", ("--chat-template",)),
@@ -92,7 +94,7 @@ CASES = (
     Case("above 16 rows in a batch, vLLM", "vllm", VLLM, ("--max-num-seqs",), plugin="crowd"),
     Case("weights in the host's memory, Qwen 0.5B, vLLM", "vllm", f"{VLLM} --cpu-offload-gb 1", ("--cpu-offload-gb",), model="qwen05", where="cuda"),
     Case("healthy, fp8 KV, Qwen 0.5B, vLLM", "vllm", f"{VLLM} --kv-cache-dtype fp8", model="qwen05"),
-    Case("a draft that never drafts, vLLM", "vllm", f"{VLLM} {NEVER}", role=("--speculative-config", "no_effect")),
+    Case("a draft that never drafts, vLLM", "vllm", f"{VLLM} {NEVER}", role=("--speculative-config", "no_effect"), options=TEXT),
     Case("corrupt shard, vLLM", "vllm", VLLM, baseline_fails=True, model="corrupt"),
     Case("healthy, four flags, vLLM", "vllm", f"{VLLM} --block-size 64 --dtype bfloat16"),
     Case("rope base 100 in the checkpoint, vLLM", "vllm", VLLM, baseline_fails=True, model="rope"),

@@ -23,6 +23,7 @@ from typing import Any
 from assay.environment import VERSION, describe
 from assay.errors import AssayError
 from assay.serving.doctor import Diagnosis
+from assay.serving.launch import gpus
 from assay.serving.symptoms import Observation, see
 from assay.verdict import Finding, Report, Severity, Table, Verdict, jsonable
 
@@ -83,7 +84,7 @@ def write_bundle(path: Path, report: Report, found: Diagnosis) -> Path:
     files: dict[str, str] = {
         "report.json": json.dumps(report.to_json(), ensure_ascii=False, indent=1),
         "report.html": report.to_html(),
-        "environment.json": json.dumps(jsonable(describe() | {"gpu": _gpu()}), indent=1),
+        "environment.json": json.dumps(jsonable(describe() | {"gpu": gpus()}), indent=1),
         "checkpoint.json": json.dumps(_digests(command.model), indent=1),
         "options.json": json.dumps(jsonable(found.options.facts()), indent=1),
     }
@@ -138,19 +139,6 @@ def _compressed(path: Path, raw: bytes) -> tuple[Path, bytes]:
         stem = path.name.removesuffix(".zst").removesuffix(".tar")
         return path.with_name(f"{stem}.tar.xz"), lzma.compress(raw)
     return path, zstandard.ZstdCompressor(level=9).compress(raw)
-
-
-def _gpu() -> str | None:
-    """Name and driver of the GPUs, as nvidia-smi says."""
-    import shutil
-    import subprocess
-
-    if shutil.which("nvidia-smi") is None:
-        return None
-    with suppress(OSError, subprocess.TimeoutExpired):
-        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip() or None
-    return None
 
 
 def _digests(model: str | None) -> list[dict[str, Any]]:

@@ -86,6 +86,16 @@ def require_program(command: ServeCommand) -> None:
         )
 
 
+def gpus() -> str | None:
+    """Name, driver and memory of the GPUs, one a line, as nvidia-smi says; None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout.strip() or None
+    return None
+
+
 def require_disk(folder: Path) -> None:
     """AssayError where logs would fill the disk: a server that cannot write its log fails in its own ways."""
     free = shutil.disk_usage(folder).free

@@ -8,6 +8,7 @@ from typing import Any
 from assay.environment import VERSION, describe
 from assay.serving.command import UNKNOWN, Setting, table_notice
 from assay.serving.doctor import Diagnosis, Start
+from assay.serving.launch import gpus
 from assay.serving.search import exhaustive, starts_needed
 from assay.serving.symptoms import speed_interval
 from assay.verdict import Chart, Finding, Metric, Point, Quote, Report, Series, Severity, Table, Verdict
@@ -353,7 +354,7 @@ def _rung_name(before: Any, configuration: Any) -> str:
 
 def issue_text(found: Diagnosis) -> str:
     """A bug report in the form that engines ask for: environment, minimal command, what happens, what should."""
-    facts = describe()
+    facts, gpu = describe(), (gpus() or "none").replace("\n", "; ")
     minimal = {n for names in found.guilty for n in names} or found.all
     start = found.of(frozenset(minimal)) or found.of(found.all)
     says = (
@@ -366,7 +367,7 @@ def issue_text(found: Diagnosis) -> str:
     server = start.observation.facts if start else {}
     return "\n".join([
         "### Your current environment", "",
-        f"- {facts['platform']}, {facts['cpu']}, GPU: {facts.get('gpu') or server.get('gpu') or 'not asked'}",
+        f"- {facts['platform']}, {facts['cpu']}, GPU: {gpu}",
         f"- engine: {found.command.engine} {server.get('version') or ''}".rstrip(),
         f"- Python {facts['python']}, " + ", ".join(f"{n} {v}" for n, v in facts["packages"].items()), "",
         "### Minimal command that fails", "", "```", found.command.text(frozenset(minimal)), "```", "",
