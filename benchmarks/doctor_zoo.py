@@ -427,6 +427,8 @@ def main() -> None:
         if has[c.engine] and c.engine in asked.engine and (not asked.only or c.name in asked.only)
         and c.where != ("cpu" if asked.cuda else "cuda") and key(c, asked.cuda) not in done
     ]  # fmt: skip
+    known = json.loads(RESULTS.read_text())["rows"]
+    chosen.sort(key=lambda case: known.get(key(case, asked.cuda), {}).get("right", False))  # what is missing goes first
     if asked.only:
         chosen.sort(key=lambda case: asked.only.index(case.name))
     with ThreadPoolExecutor(asked.jobs) as pool:
