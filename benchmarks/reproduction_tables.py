@@ -124,11 +124,27 @@ def parts_of(rows: Rows, kind: str) -> dict[str, Any]:
     found |= noise(rows, kind)
     for vr in RATIOS:
         found |= coherence(rows, kind, vr)
+        found |= cells(rows, kind, vr)
     return found
 
 
+def cells(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
+    """What each cell that differs from the recipe in one thing changes, paired; what the exact layers cost alone."""
+    joint = f"{kind} joint vr={vr}"
+    starts = ("plain", "prefix only", "K4", "V outliers", "exact at", "tables of")
+    names = [n for start in starts for n in rows.named(f"{kind} {start}", f" vr={vr}")]
+    found = {n.removeprefix(f"{kind} "): difference(rows, [n], [joint]) for n in names} if rows.has(joint) else {}
+    replaced, plain = f"{kind} decode vr={vr}", f"{kind} decode plain vr={vr}"
+    if rows.has(replaced, plain):
+        found[f"decode plain vr={vr}, tail"] = difference(rows, [plain], [replaced], "tail")
+    return {f"cells minus joint vr={vr}": found} if found else {}
+
+
 def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
-    """How KL grows with the number of coded layers: as its power 1 where errors are independent, 2 where they add up."""
+    """How KL grows with the number of coded layers: as its power 1 where errors are independent, 2 where they add up.
+
+    As layers differ, also over the sum of the same layers alone: 1 where errors are independent, their number where they add up.
+    """
     names = sorted(rows.named(f"{kind} nested ", f" vr={vr}"))
     if len(names) < 2:
         return {}
@@ -138,11 +154,17 @@ def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
     growth = noise_growth(counts, sums, tokens, Resampling(2000, 0))
     total = [sum(s) for s in sums]
     pairs = zip(zip(counts, total, strict=True), zip(counts[1:], total[1:], strict=True), strict=False)
+    alone = {n: [f"{kind} layer {layer:02d} vr={vr}" for layer in rows.rows[n].get("layers") or ()] for n in names}
     return {
         f"coded layers vr={vr}": {
             "KL": {str(n): shown(mean(np.asarray(s), np.asarray(tokens))) for n, s in zip(counts, sums, strict=True)},
             "power": growth.slope and shown(growth.slope),
             "power between neighbours": {f"{a} to {b}": math.log(y / x) / math.log(b / a) for (a, x), (b, y) in pairs},
+            "over the sum of the same layers alone": {
+                str(count): ratio(rows, [n], alone[n])
+                for count, n in zip(counts, names, strict=True)
+                if alone[n] and rows.has(*alone[n])
+            },
         }
     }
 
@@ -234,6 +256,13 @@ def ladder(rows: Rows) -> dict[str, Any]:
         for n in shared
         if rows.has(f"hf {n}")
     }
+    for other, kind in (("hf-eager", "hf"), ("vllm-triton", "vllm")):
+        same = [n.removeprefix(f"{other} ") for n in rows.named(f"{other} ") if rows.has(n.replace(other, kind, 1))]
+        if same:
+            found[f"{other} minus {kind}"] = {
+                n: difference(rows, [f"{other} {n}"], [f"{kind} {n}"], "tail" if n.startswith("decode") else "all")
+                for n in same
+            }
     for name in ("hf decode vr=1.0", "vllm joint vr=0.95"):
         if rows.has(name):
             found[f"published size: {name}"] = passages(changes(rows, [name]))

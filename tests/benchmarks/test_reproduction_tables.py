@@ -125,3 +125,28 @@ def test_the_kept_figures_are_those_of_the_kept_rows() -> None:
     rows = Rows([results / "reproduction_rows.npz"])
     assert kept["hf"]["rows"]["hf joint vr=0.95"] == rounded(effect(rows, "hf joint vr=0.95"))
     assert kept["ladder"]["all"] == rounded(ladder(rows)["all"])
+
+
+def test_a_cell_is_held_against_the_recipe_and_a_kernel_against_the_other_of_its_engine(rows: Rows) -> None:
+    rows.rows |= {
+        "hf K4 vr=0.95": row(0.9, 0.7),
+        "hf decode plain vr=1.0": row(0.5, 0.4, ("tail",)),
+        "hf-eager joint vr=0.95": row(1.0, 0.95),
+    }
+    found = parts_of(rows, "hf")
+    assert found["cells minus joint vr=0.95"]["K4 vr=0.95"]["dnll"]["value"] == pytest.approx(-0.2)
+    assert found["cells minus joint vr=1.0"]["decode plain vr=1.0, tail"]["kl"]["value"] == pytest.approx(0.1)
+    assert ladder(rows)["hf-eager minus hf"]["joint vr=0.95"]["dnll"]["value"] == pytest.approx(0.05)
+    assert "cells minus joint vr=0.95" not in parts_of(rows, "vllm")
+
+
+def test_kl_against_the_number_of_layers_has_its_power_and_its_share_of_the_single_ones(rows: Rows) -> None:
+    rows.rows |= {
+        "hf nested 01 vr=0.95": row(0.1, 0.1, layers=[2]),
+        "hf nested 02 vr=0.95": row(0.4, 0.2, layers=[2, 3]),
+        "hf nested 04 vr=0.95": row(1.6, 0.4, layers=[2, 3, 4, 5]),  # of 4 and 5 no single row
+    }
+    found = parts_of(rows, "hf")["coded layers vr=0.95"]
+    assert found["power"]["value"] == pytest.approx(2.0, abs=0.05)
+    assert found["over the sum of the same layers alone"]["2"]["value"] == pytest.approx(1.0)
+    assert list(found["over the sum of the same layers alone"]) == ["1", "2"]
