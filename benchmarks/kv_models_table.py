@@ -91,33 +91,35 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
         yield f"\n## In-forward ({sizes(forward)})\n"
         yield from grid(forward, models, lambda r: r["model"], NAMES.get, lambda r: r["bytes"]["ratio"])
     lengths = sorted({r["length"] for r in rows if r["text"] == WIKI})
-    yield "\n## By context; one cache of so many tokens with all its tables\n"
-    for model in models:
-        mine = [r for r in rows if r["model"] == model and r["text"] == WIKI and (r["fresh"] or r["length"] > 1024)]
-        longer = {r["codec"] for r in mine if r["length"] > 1024}
-        yield f"\n### {NAMES[model]}\n"
-        yield from grid([r for r in mine if r["codec"] in longer], lengths, lambda r: r["length"], "{:,}".format, own)
-    others = list(dict.fromkeys(r["text"] for r in rows if r["text"] != WIKI))
-    for model in models if others else ():
-        mine = [r for r in rows if r["model"] == model and r["text"] in others]
-        if mine:
-            yield f"\n## {NAMES[model]} by text ({sizes(mine)})\n"
-            yield from grid(mine, others, lambda r: r["text"], str, lambda r: r["bytes"]["ratio"])
+    long = {(r["model"], r["codec"]) for r in rows if r["text"] == WIKI and r["length"] > 1024}
+    mine = [
+        r for r in rows if r["text"] == WIKI and (r["fresh"] or r["length"] > 1024) and (r["model"], r["codec"]) in long
+    ]
+    yield f"\n## By context ({sizes(mine)}); one cache of so many tokens with all its tables\n"
+    yield from grid(mine, lengths, lambda r: r["length"], "{:,} tokens".format, own, models)
+    mine = [r for r in rows if r["text"] != WIKI]
+    if mine:
+        yield f"\n## By text ({sizes(mine)})\n"
+        texts = list(dict.fromkeys(r["text"] for r in mine))
+        yield from grid(mine, texts, lambda r: r["text"], str, lambda r: r["bytes"]["ratio"], models)
     yield "\n## All rows\n"
     yield from listed([*rows, *forward])
 
 
 def grid(
     rows: Sequence[Row], columns: Sequence[Any], of: Callable[[Row], Any], name: Callable[[Any], Any],
-    ratio: Callable[[Row], float],
+    ratio: Callable[[Row], float], models: Sequence[str] = (),
 ) -> Iterator[str]:  # fmt: skip
-    """A line for each codec with its ratio, KL and grade in every column."""
-    yield "| codec | " + " | ".join(str(name(c)) for c in columns) + " |"
-    yield "|---|" + "---|" * len(columns)
-    for codec in dict.fromkeys(r["codec"] for r in sorted(rows, key=_by_family)):
-        found = {of(r): r for r in rows if r["codec"] == codec}
-        cells = (f"{ratio(found[c]):.2f}×, {brief(found[c])}" if c in found else "–" for c in columns)
-        yield f"| `{shorter(codec)}` | {' | '.join(cells)} |"
+    """A line for each codec (and model) with its ratio, KL and grade in every column."""
+    heads = ["model", "codec"] if models else ["codec"]
+    yield f"| {' | '.join([*heads, *(str(name(c)) for c in columns)])} |"
+    yield "|---" * (len(heads) + len(columns)) + "|"
+    for model in models or (None,):
+        mine = [r for r in sorted(rows, key=_by_family) if model in (None, r["model"])]
+        for codec in dict.fromkeys(r["codec"] for r in mine):
+            found = {of(r): r for r in mine if r["codec"] == codec}
+            cells = [f"{ratio(found[c]):.2f}×, {brief(found[c])}" if c in found else "–" for c in columns]
+            yield f"| {' | '.join([*([NAMES[model]] if model else []), f'`{shorter(codec)}`', *cells])} |"
 
 
 def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:

@@ -70,4 +70,4 @@ def test_one_cache_carries_all_its_tables() -> None:
 
 def test_a_longer_context_has_a_column_of_its_own() -> None:
     rows = merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True), row("fp8", 0.9, 2.0, "REJECT", length=16384))])
-    assert any(line.startswith("| codec | 1,024 | 16,384 |") for line in render(rows))
+    assert any(line.startswith("| model | codec | 1,024 tokens | 16,384 tokens |") for line in render(rows))
