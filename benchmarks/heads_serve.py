@@ -35,8 +35,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assay.lab.heads.experiment import CALIBRATED, HEADS, WEIGHTS, calibration_texts, changed, head_state
-from assay.lab.heads.export import read_head, write_head
-from assay.lab.heads.model import Walk
+from assay.lab.heads.export import MTP_FILE, read_head, write_head
+from assay.lab.heads.model import RmsNorm, Walk
 from assay.lab.heads.train import HELD_OUT, KINDS, Acceptance, prompts, with_transformers
 from assay.runs import write_atomically
 from assay.speculation.live import GREEDY_TOKENS, PROMPTS, SAMPLED_TOKENS, TOP, Tokens, judge_texts
@@ -78,6 +78,22 @@ def damaged(head: Path, state: str, folder: Path, target: Path | None = None) ->
         raise ValueError(state)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def head_folder(head: Path, state: str, folder: Path, model: Path, work: Path) -> Path:
+    """The head in this state as vLLM is to load it: an MTP layer stands in the checkpoint of its target, `folder`."""
+    place = Path(tempfile.mkdtemp(dir=work)) / "head"
+    if not (head / MTP_FILE).exists():
+        return head if state in ("", "bf16") else damaged(head, state, place, model)
+    if state == "embedding-swapped":
+        raise ValueError("vLLM shares the target's embedding with an MTP layer")
+    layer = head_state(read_head(head), state or "bf16")
+    with torch.no_grad():
+        for module in layer.modules():
+            if state == "wrong-norm" and isinstance(module, RmsNorm):
+                module.weight += 1
+    write_head(place, layer, json.loads((head / "training.json").read_text()), target=folder)
+    return place
 
 
 def served_target(model: Path, name: str, work: Path, a: argparse.Namespace) -> tuple[Path, dict[str, Any]]:
@@ -163,6 +179,8 @@ def engine(
     heard = Lines()
     logging.getLogger("vllm").addHandler(heard)
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH} if head else None
+    if head and (head / MTP_FILE).exists():
+        folder, speculative = head, {"method": "mtp", "num_speculative_tokens": DEPTH}
     llm = None
     try:
         with contextlib.ExitStack() as starting:
@@ -286,11 +304,7 @@ def serve(
     """The rows of one engine, by temperature."""
     target, _, state = name.partition("|")
     folder, options = served_target(Path(a.model), target, work, a)
-    head = (
-        Path(a.head)
-        if state in ("", "bf16")
-        else damaged(Path(a.head), state, Path(tempfile.mkdtemp(dir=work)) / "eagle3", Path(a.model))
-    )
+    head = head_folder(Path(a.head), state, folder, Path(a.model), work)
     if target in a.off and target not in off and state in ("", "bf16"):
         with engine(a, folder, options, None) as (llm, _):
             off[target] = texts_of(llm, a.lossless, a.samples)
@@ -334,7 +348,7 @@ def race(a: argparse.Namespace, target: str, work: Path, asked: list[list[int]])
     """Tokens a second with and without the head, and their quotient by prompt (or batch): the geometric mean with its interval."""
     folder, options = served_target(Path(a.model), target, work, a)
     found: dict[str, dict[str, list[float]]] = {}
-    for name, head in (("off", None), ("on", Path(a.head))):
+    for name, head in (("off", None), ("on", head_folder(Path(a.head), "", folder, Path(a.model), work))):
         with engine(a, folder, options, head, eager=a.compilation == "eager") as (llm, _):
             found[name] = timed(llm, asked, a.tokens, a.batch)
     import numpy as np
