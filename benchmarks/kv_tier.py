@@ -172,11 +172,31 @@ def speed(args: argparse.Namespace) -> None:
         note(args.out, "speed", f"{args.model} predict={'all' if predict else 'none'}", found)
 
 
-def codec(args: argparse.Namespace) -> None:
-
+def entropy(coder: Any, data: bytes) -> tuple[float, int, int]:
+    """Bits that the numbers of a block take under their laws, bits that the coder wrote, and escapes."""
     from assay.lab.kv import rans
-    from assay.lab.kv.blocks import BlockCodec, tables_for
     from assay.lab.kv.codecs import pca_entropy
+
+    head = coder.check(data)
+    bits, words, escapes = 0.0, 0, 0
+    at = head.exact_at + 2 * coder.facts.layers * head.exact * coder.facts.width * head.kind.itemsize
+    for size, stream in zip(head.sizes, coder._streams.values(), strict=True):
+        section = data[at : at + size]
+        at += size
+        count = int(np.frombuffer(section, "<u4", 1)[0])
+        states = np.frombuffer(section, "<u4", 4, 4 + 4 * count)
+        body = np.frombuffer(section, "<u2", -1, 20 + 4 * count)
+        numbers, kinds = rans.decode_numbers(states, body, stream.laws, stream.classes, head.tokens - head.exact)
+        law = stream.laws[kinds].T
+        escapes += count
+        bits += float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum()) - 32 * count
+        bits += float(stream.kind_bits[kinds].sum())
+        words += 16 * body.size + 128
+    return bits, words, escapes
+
+
+def codec(args: argparse.Namespace) -> None:
+    from assay.lab.kv.blocks import BlockCodec, tables_for
     from assay.lab.kv.tier import keys_of
 
     start = time.perf_counter()
@@ -196,21 +216,7 @@ def codec(args: argparse.Namespace) -> None:
     back = coder.decode(data, keys).float()
     spread = x.float() - x.float().mean(dim=2, keepdim=True)
     found["relative_squared_error"] = float((back - x.float()).square().sum() / spread.square().sum())
-    # The entropy of the numbers that are coded, under their laws, and what the format adds.
-    head = coder.check(data[1])
-    bits, words, at, escapes = 0.0, 0, head.exact_at, 0
-    for size, stream in zip(head.sizes, coder._streams.values(), strict=True):
-        section = data[1][at : at + size]
-        at += size
-        count = int(np.frombuffer(section, "<u4", 1)[0])
-        states = np.frombuffer(section, "<u4", 4, 4 + 4 * count)
-        body = np.frombuffer(section, "<u2", -1, 20 + 4 * count)
-        numbers, kinds = rans.decode_numbers(states, body, stream.laws, stream.classes, BLOCK)
-        law = stream.laws[kinds].T
-        escapes += count
-        bits += float(pca_entropy.code_lengths()[law, numbers.astype(int) + pca_entropy.RADIUS].sum()) - 32 * count
-        bits += float(stream.kind_bits[kinds].sum())
-        words += 16 * body.size + 128
+    bits, words, escapes = entropy(coder, data[1])
     values = x[:, :, :BLOCK].numel()
     found |= {
         "stored_bytes": sum(stored),

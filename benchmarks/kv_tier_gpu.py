@@ -1,17 +1,24 @@
-"""Stored blocks decoded on a GPU: speed of its kernels, of the whole decoder, and of copies to hold them against.
+"""Stored blocks decoded on a GPU: kernels, the whole decoder, KL behind the tier, and time to first token in vLLM.
 
     python benchmarks/kv_tier_gpu.py kernels LAYERSxHEADSxDIM --out FILE   # drawn tables: needs no model, a minute
+    python benchmarks/kv_tier_gpu.py tables MODEL --calibrate WIKI_VALID   # calibrate and fit, kept in --tables
+    python benchmarks/kv_tier_gpu.py codec MODEL --text FILE --out FILE    # ratio, entropy, GB/s by length
+    python benchmarks/kv_tier_gpu.py kl MODEL --text FILE --out FILE       # a prefix from the tier against the exact one
+    python benchmarks/kv_tier_gpu.py ttft MODEL --text FILE --out FILE     # vLLM: prefill, stored, a copy of bf16
 
 Results are added to --out by stage and model. GB are those of bf16 keys and values. Times are medians by CUDA events, or by the clock
-where the CPU has a part in it, with their range.
+where the CPU has a part in it, with their range. `kl` prefills windows with transformers, puts the prefix through encoder and decoder,
+and scores the text behind it twice: from the exact cache and from what came back.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,7 +27,7 @@ from typing import Any
 
 import torch
 
-from kv_tier import BLOCK, drawn_blocks, drawn_tables, machine, note
+from kv_tier import BLOCK, SPEC, drawn_blocks, drawn_tables, entropy, machine, note
 
 
 def on_gpu(run: Callable[[], object], rounds: int = 10) -> dict[str, float]:
@@ -167,14 +174,309 @@ def kernels(args: argparse.Namespace) -> None:
     note(args.out, "kernels", args.model, found)
 
 
+def spec_of(step: float) -> str:
+    return SPEC.replace("0.0052", f"{step:g}")
+
+
+def fitted(args: argparse.Namespace) -> Any:
+    from assay.lab.kv.blocks import tables_for
+
+    return tables_for(args.model, spec_of(args.step), str(calibration(args)), args.tables)
+
+
+def calibration(args: argparse.Namespace) -> Path:
+    return args.tables / f"{Path(args.model).name}.safetensors"
+
+
+def tables(args: argparse.Namespace) -> None:
+    """Calibrate on text of several kinds and fit, both once."""
+    from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+    from kv_texts import mixed
+
+    args.tables.mkdir(parents=True, exist_ok=True)
+    if not calibration(args).exists():
+        text = args.tables / f"mixed-{Path(args.model).name}.txt"
+        text.write_text(mixed(args.calibrate.read_text(encoding="utf-8")), encoding="utf-8")
+        plan = CalibrationPlan(
+            f"hf:{args.model}?device={args.device}&dtype=bfloat16", calibration(args), text=(str(text),), windows=args.windows,
+            length=args.length, batch=8, tokens=min(8192, args.windows * args.length), sensitivity=args.sensitivity,
+        )  # fmt: skip
+        run_calibrate(plan)
+    if args.step:
+        fitted(args)
+
+
+def opened(args: argparse.Namespace) -> tuple[Any, list[int]]:
+    """The model in bf16 and the text's tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
+    return model, AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8")).input_ids
+
+
+def prefilled(model: Any, ids: list[int]) -> tuple[Any, torch.Tensor]:
+    """The cache of tokens, and its keys and values [layers, 2, tokens, width]."""
+    with torch.inference_mode():
+        cache = model.model(torch.tensor([ids], device=model.device), use_cache=True).past_key_values
+        rows = [
+            torch.stack([x[0].transpose(0, 1).flatten(1) for x in (layer.keys, layer.values)]) for layer in cache.layers
+        ]
+    return cache, torch.stack(rows)
+
+
+def coded(args: argparse.Namespace, found: Any) -> tuple[Any, Any]:
+    """Encoder, and decoder on the device."""
+    from assay.lab.kv.blocks import BlockCodec
+
+    cpu = BlockCodec(found, 1)
+    if args.device == "cpu":
+        return cpu, cpu
+    from assay.lab.kv.blocks_gpu import GpuBlockCodec
+
+    return cpu, GpuBlockCodec(found, args.device, min(16, os.cpu_count() or 1))
+
+
+def encoded(cpu: Any, x: torch.Tensor) -> tuple[list[bytes], list[bytes]]:
+    """Blocks of [layers, 2, tokens, width] and their keys."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from assay.lab.kv.tier import keys_of
+
+    keys = keys_of(range(x.shape[2]), BLOCK, cpu.tables.digest)
+    torch.set_num_threads(1)
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda i: cpu.encode(x[:, :, BLOCK * i : BLOCK * (i + 1)].cpu(), first=BLOCK * i, key=keys[i]),
+                             range(len(keys)))), keys  # fmt: skip
+
+
+def codec(args: argparse.Namespace) -> None:
+    """Size, entropy and speed of real blocks."""
+    model, ids = opened(args)
+    tables_, longest = fitted(args), max(args.lengths)
+    cpu, gpu = coded(args, tables_)
+    _, x = prefilled(model, ids[:longest])
+    del model
+    begin = time.perf_counter()
+    data, keys = encoded(cpu, x)
+    took = time.perf_counter() - begin
+    facts, (bits, words, escapes) = tables_.facts, entropy(cpu, data[1])
+    values = x[:, :, :BLOCK].numel()
+    back = gpu.decode(data, keys).float()
+    spread = (x.float() - x.float().mean(dim=2, keepdim=True)).square().sum()
+    found: dict[str, Any] = {
+        "machine": gpu_machine(), "codec": facts.spec, "text": args.text.name, "tokens": longest, "bytes_per_token_bf16": facts.token_bytes,
+        "ratio": 2 * x.numel() / sum(map(len, data)),
+        "ratio_behind_the_first_block": 2 * values * (len(data) - 1) / sum(map(len, data[1:])),
+        "ratio_with_tables_at_32768": 32768 * facts.token_bytes / (len(data[0]) + (32768 / BLOCK - 1) * sum(map(len, data[1:])) / (len(data) - 1)
+                                                                  + tables_.decoder_bytes),
+        "table_bytes": tables_.decoder_bytes, "bits_per_value": 8 * len(data[1]) / values, "entropy_bits_per_value": bits / values,
+        "coded_over_entropy": words / bits, "escapes_in_a_block": escapes,
+        "encode_gb_s_of_the_cpu": 2 * x.numel() / took / 1e9, "encode_threads": min(16, os.cpu_count() or 1),
+        "relative_squared_error": float((back - x.float()).square().sum() / spread), "copies": copies(1 << 28),
+        "exact": exactly(cpu, gpu, data[:16]), "speed": [],
+    }  # fmt: skip
+    del back
+    note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
+    for tokens in args.lengths:
+        some, size = data[: tokens // BLOCK], tokens * facts.token_bytes
+        for group in args.groups:
+            if group > max(tokens, args.groups[0]):
+                break
+            gpu.group = group
+            gpu._slots.clear()
+            row = {"tokens": tokens, "group": group, "stored_bytes": sum(map(len, some))}
+            whole = by_clock(partial(gpu.decode, some, keys[: len(some)]), 7)
+            row |= {"decode": whole, "gb_s": size / whole["ms"] / 1e6}
+            if group == min(args.groups, key=lambda g: abs(g - tokens)):
+                calls: list[Any] = []
+                real = gpu._coefficients
+                gpu._coefficients = lambda *a, calls=calls, real=real: (calls.append(a), real(*a))[1]
+                gpu.decode(some[: group // BLOCK], keys[: group // BLOCK])
+                gpu._coefficients = real
+                count = min(tokens, group)
+                kernel = on_gpu(partial(real, *calls[0]), 5)
+                products = on_gpu(partial(gpu._products, gpu._slots[0], count // 4 * 4 - 4), 5)
+                pinned = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
+                there = torch.empty_like(pinned, device=args.device)
+                copy = on_gpu(partial(there.copy_, pinned, non_blocking=True), 5)
+                row |= {"kernel": kernel, "kernel_gb_s": count * facts.token_bytes / kernel["ms"] / 1e6, "products": products,
+                        "products_gb_s": count * facts.token_bytes / products["ms"] / 1e6, "bf16_copy": copy,
+                        "bf16_copy_gb_s": size / copy["ms"] / 1e6}  # fmt: skip
+            found["speed"].append(row)
+        note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
+
+
+def kl(args: argparse.Namespace) -> None:
+    """What a model says behind a prefix that went through the tier, against the exact one."""
+    from transformers import DynamicCache
+
+    from assay.stats.cluster import mean_interval
+    from assay.stats.intervals import interval_json
+
+    model, ids = opened(args)
+    cpu, gpu = coded(args, fitted(args))
+    facts, follow, rows = cpu.facts, args.follow, []
+    stride = max(args.length + follow, (len(ids) - args.length - follow) // max(1, args.windows))
+
+    def behind(x: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+        cache = DynamicCache()
+        for layer, kv in enumerate(x):
+            k, v = kv.to(model.dtype).view(2, 1, x.shape[2], facts.kv_heads, facts.head_dim).transpose(2, 3)
+            cache.update(k, v, layer)
+        return model(rest, past_key_values=cache).logits[0].float().log_softmax(-1)
+
+    for i in range(args.windows):
+        own = ids[i * stride : i * stride + args.length + follow]
+        if len(own) < args.length + follow:
+            break
+        _, x = prefilled(model, own[: args.length])
+        data, keys = encoded(cpu, x)
+        with torch.inference_mode():
+            back, rest = gpu.decode(data, keys).to(x.device), torch.tensor([own[args.length :]], device=x.device)
+            exact, stored = behind(x, rest), behind(back, rest)
+            at_once = model(torch.tensor([own], device=x.device)).logits[0, args.length :].float().log_softmax(-1)
+            target = rest[0, 1:, None]
+            nll = [float(-p[:-1].gather(1, target).mean()) for p in (exact, stored)]
+            rows.append({
+                "kl": float((exact.exp() * (exact - stored)).sum(-1).mean()),
+                "kl_of_another_split": float((at_once.exp() * (at_once - exact)).sum(-1).mean()),
+                "top1": float((exact.argmax(-1) == stored.argmax(-1)).float().mean()),
+                "nll_exact": nll[0], "nll_stored": nll[1], "stored_bytes": sum(map(len, data)), "ratio": 2 * x.numel() / sum(map(len, data)),
+            })  # fmt: skip
+        found = {"machine": gpu_machine() if args.device != "cpu" else machine(), "codec": facts.spec, "text": args.text.name,
+                 "prefix": args.length, "follow": follow, "windows": rows}  # fmt: skip
+        if i:
+            for name in ("kl", "kl_of_another_split", "top1", "ratio"):
+                found[name] = interval_json(mean_interval([r[name] for r in rows]))
+            found["dppl_pct"] = interval_json(
+                mean_interval([100 * math.expm1(r["nll_stored"] - r["nll_exact"]) for r in rows])
+            )
+        note(args.out, "kl", f"{Path(args.model).name} step={args.step:g} {args.text.name}", found)
+
+
+class Copied:
+    """In the place of a codec: bf16 from pinned memory, as a tier without a codec would have it."""
+
+    def __init__(self, codec: Any, groups: list[torch.Tensor]) -> None:
+        self.facts, self.device, self._groups = codec.facts, codec.device, groups
+
+    def decode_groups(self, blocks: Any, keys: Any = None) -> Any:
+        yield from (group.to(self.device, non_blocking=True) for group in self._groups)
+
+
+def ttft(args: argparse.Namespace) -> None:
+    """Time to first token in vLLM of a prompt that is prefilled, that is stored, and whose bf16 cache lies in pinned memory."""
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    from vllm import LLM, SamplingParams
+    from vllm import __version__ as version
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    tables_, cuda = fitted(args), args.device != "cpu"
+    extra = {"tables": str(tables_.write(args.tables)), "size": 20 * 10**9}
+    more: dict[str, Any] = (
+        {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": args.cache << 30} if cuda else {"block_size": 128}
+    )
+    if not args.eager:
+        more["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
+    begin = time.perf_counter()
+    llm = LLM(
+        args.model, dtype="bfloat16", enforce_eager=args.eager, max_model_len=max(args.lengths) + 64, max_num_seqs=8,
+        max_num_batched_tokens=max(args.lengths) + 64, **more, kv_transfer_config={
+            "kv_connector": "AssayTier", "kv_connector_module_path": "assay.lab.kv.connector", "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra},
+    )  # fmt: skip
+    found: dict[str, Any] = {"machine": gpu_machine() if cuda else machine(), "vllm": version, "codec": tables_.facts.spec,
+                             "eager": args.eager, "start_s": time.perf_counter() - begin, "prompts": {}}  # fmt: skip
+    ids = llm.get_tokenizer()(args.text.read_text(encoding="utf-8")).input_ids
+    core = llm.llm_engine.engine_core.engine_core
+    planner, mover = core.scheduler.connector._planner, get_kv_transfer_group()._mover
+    real, counters = mover.codec, mover.store.counters
+    match, step = planner.match, planner.step
+    how = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+
+    def ask(tokens: list[int], mode: str) -> tuple[float, float, dict[int, float]]:
+        """Seconds, seconds of loading, and log-probabilities of the first token."""
+        planner.match = (lambda *a, **k: 0) if mode == "prefill" else match
+        planner.step = step if mode == "store" else lambda *a, **k: []
+        mover.codec = copied if mode == "copy" else real
+        llm.reset_prefix_cache()
+        loaded, begin = counters.decode_s, time.perf_counter()
+        (answer,) = llm.generate([{"prompt_token_ids": tokens}], how, use_tqdm=False)
+        took = time.perf_counter() - begin
+        if mode == "store":
+            mover.flush()
+        return took, counters.decode_s - loaded, {t: p.logprob for t, p in answer.outputs[0].logprobs[0].items()}
+
+    copied: Any = None
+    for number, length in enumerate(args.lengths):
+        prompt = ids[number * 50 : number * 50 + length + 8]  # beginnings in different places share nothing
+        ask(prompt, "prefill")
+        begin = time.perf_counter()
+        ask(prompt, "store")
+        stored_in = time.perf_counter() - begin
+        planner_keys = planner_blocks(planner, prompt)
+        data = [mover.store.get(key) for key in planner_keys]
+        groups = [x.cpu() for x in real.decode_groups(data, planner_keys)]
+        copied = Copied(real, [g.pin_memory() if cuda else g for g in groups])
+        row: dict[str, Any] = {"tokens": length, "store_s": stored_in, "blocks": len(data), "stored_bytes": sum(map(len, data)),
+                               "ratio": length * tables_.facts.token_bytes / sum(map(len, data))}  # fmt: skip
+        modes = ("prefill", "load", "copy")
+        times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
+        said = {}
+        for i in range(args.rounds + 1):
+            for mode in modes:
+                took, loading, said[mode] = ask(prompt, mode)
+                if i:
+                    times[mode].append((took, loading))
+        for mode in modes:
+            all_, loading_ = zip(*times[mode], strict=True)
+            row[mode] = {"ttft_ms": 1e3 * statistics.median(all_), "least_ms": 1e3 * min(all_), "most_ms": 1e3 * max(all_),
+                         "loading_ms": 1e3 * statistics.median(loading_)}  # fmt: skip
+        both = said["prefill"].keys() & said["load"].keys()
+        row["first_token_logprob_gap"] = max(abs(said["prefill"][t] - said["load"][t]) for t in both)
+        row["times_faster_than_prefill"] = row["prefill"]["ttft_ms"] / row["load"]["ttft_ms"]
+        row["times_faster_than_copy"] = row["copy"]["ttft_ms"] / row["load"]["ttft_ms"]
+        found["prompts"][str(length)] = row
+        found["tier"] = counters.to_json()
+        note(args.out, "ttft", f"{Path(args.model).name} step={args.step:g}", found)
+    llm.llm_engine.engine_core.shutdown()
+
+
+def planner_blocks(planner: Any, prompt: list[int]) -> list[bytes]:
+    """Keys of the whole blocks of a prompt."""
+    from assay.lab.kv.tier import keys_of
+
+    return keys_of(prompt, planner.block, planner.seed)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("kernels",))
+    parser.add_argument("stage", choices=("kernels", "tables", "codec", "kl", "ttft"))
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--step", type=float, default=0.0052, help="of the codec; tables: 0 calibrates alone")
+    parser.add_argument("--calibrate", type=Path)
+    parser.add_argument("--windows", type=int, default=96)
+    parser.add_argument(
+        "--length", type=int, default=1024, help="tokens of a window that is calibrated on, or of kl's prefix"
+    )
+    parser.add_argument("--sensitivity", type=int, default=16)
+    parser.add_argument("--follow", type=int, default=512, help="tokens behind the prefix that kl scores")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--groups", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--cache", type=int, default=2, help="GiB of vLLM's cache")
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, default=Path(os.devnull))
     args = parser.parse_args()
-    {"kernels": kernels}[args.stage](args)
+    {"kernels": kernels, "tables": tables, "codec": codec, "kl": kl, "ttft": ttft}[args.stage](args)
 
 
 if __name__ == "__main__":

@@ -302,6 +302,11 @@ class GpuBlockCodec(BlockCodec):
         self._ranks, self._rows = [s.rank for s in streams], np.cumsum([0, *depth])[:-1].tolist()
         return on
 
+    def warm(self, tokens: int) -> None:
+        """Compile the kernels for blocks of so many tokens, which takes seconds."""
+        shape = self.facts.layers, 2, tokens, self.facts.width
+        self.decode([self.encode(torch.zeros(shape, dtype=torch.bfloat16), first=0, key=bytes(32))])
+
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
         """As `BlockCodec.decode`, on the device."""
         groups = list(self.decode_groups(blocks, keys))
@@ -374,7 +379,9 @@ class GpuBlockCodec(BlockCodec):
             positions[c : c + n] = head.first + head.exact + np.arange(n)
             first += head.tokens
         parts = (starts // 2, ends // 2, coded, column[:-1], to, positions)
-        notes = np.concatenate([part.ravel() for part in parts]).astype(np.int32)
+        # Each at a multiple of 16 bytes: Triton compiles a kernel for every alignment of its arguments.
+        padded = [np.pad(part.ravel(), (0, -part.size % 4)) for part in parts]
+        notes = np.concatenate(padded).astype(np.int32)
         # All memory is the slot's own stream's: groups do not wait for what an engine does with the ones before.
         with torch.cuda.stream(slot.stream) if cuda else nullcontext():
             self._make_room(slot, columns, notes.size)
@@ -385,7 +392,8 @@ class GpuBlockCodec(BlockCodec):
             sent = slot.notes[: notes.size].to(self.device, non_blocking=True)
             if cuda:
                 slot.sent.record()
-            begin, end, counts, where, to_, place = sent.split([part.size for part in parts])
+            halves = zip(sent.split([part.size for part in padded]), parts, strict=True)
+            begin, end, counts, where, to_, place = (half[: part.size] for half, part in halves)
             good = torch.zeros(streams * len(blocks), dtype=torch.int32, device=self.device)
             self._coefficients(slot, raw.view(torch.int16), begin, end, counts, where, int(coded.max()), good)
             self._products(slot, columns)

@@ -150,6 +150,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
             cores = os.cpu_count() or 1
             codec, encoders = GpuBlockCodec(codec.tables, pages.device, min(16, cores)), min(4, cores)
+            codec.warm(self._block)
         self._mover = Mover(self._store, codec, pages, self._block, self._spec.block_size, encoders=encoders)
         self._tell(now=True)
 
