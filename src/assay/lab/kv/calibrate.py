@@ -14,7 +14,7 @@ from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.lab.kv.attribute import alone
+from assay.lab.kv.attribute import alone, count_alone
 from assay.lab.kv.cache_hook import Mode, observed_cache
 from assay.lab.kv.calibration import (
     Calibration,
@@ -148,6 +148,7 @@ def measure_sensitivity(lab: Lab) -> torch.Tensor:
     """Nats for an error of 1 a token in the metric of each stream, float32 [layers, 2] of keys and values."""
     spec, bench = parse_spec(PROBE), lab.bench
     found = torch.zeros(bench.shape.layers, 2)
+    lab.expect(count_alone(bench.shape, spec, "stream"))
     for part in alone(lab, spec, "stream"):
         layer, stream = part["layer"], part["stream"]
         coder = bench.fit_all(lambda _, s: spec.of(s), [layer], stream).by_stream[layer, stream]
