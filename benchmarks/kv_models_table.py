@@ -2,7 +2,7 @@
 
     python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json [--out benchmarks/results/kv_models.md]
 
-Of rows of the same codec, text, length, mode and freshness the last one given counts. A cell is `smaller, KL grade` (A ACCEPT, M MARGINAL,
+Of rows of the same codec, text, length, mode and freshness the last one given counts. A cell is `smaller, KL ± half its 95 % interval, grade` (A ACCEPT, M MARGINAL,
 R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table names the one that was the smallest accepted on the windows
 where they were tried, and shows what it came to on fresh ones.
 """
@@ -157,8 +157,9 @@ def own(row: Row) -> float:
 
 
 def brief(row: Row) -> str:
-    """`0.0072 A`."""
-    return f"{row['kld']['mean']:.4f} {row['grade'][0]}"
+    """`0.0072 ± 0.0003 A`: the wider side of its interval."""
+    kl = row["kld"]
+    return f"{kl['mean']:.4f} ± {max(kl['hi'] - kl['mean'], kl['mean'] - kl['lo']):.4f} {row['grade'][0]}"
 
 
 def listed(rows: Iterable[Row]) -> Iterator[str]:
