@@ -28,6 +28,8 @@ WIKI = "WikiText"
 FAMILIES: dict[str, Callable[[str], bool]] = {
     "`fp8` with scale 1, vLLM's default": lambda c: c == "fp8",
     "`fp8(scale=head)`, calibrated": lambda c: c == "fp8(scale=head)",
+    "`fp8` of the tensor, as vLLM's `calculate_kv_scales`": lambda c: c.startswith("k:fp8(scale=tensor"),
+    "`fp8`, first layer exact": lambda c: c == "boundary(last=0)+fp8",
     "`int(bits=4,group=32)`, as KIVI": lambda c: c == "int",
     "`int(bits=2,group=32)`": lambda c: c == "int(bits=2)",
     "`hadamard(bits=4)`, plain rotation": lambda c: c == "hadamard",

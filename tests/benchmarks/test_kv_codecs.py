@@ -1,0 +1,60 @@
+"""What `kv_codecs.py` measures: sections of its files of SPECs, and windows that no earlier row has seen."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from assay.lab.kv.spec import parse_spec
+from kv_codecs import _parser, _seen, sections
+
+SPECS = sorted((Path(__file__).parents[2] / "benchmarks").glob("kv_*.specs"))
+
+
+def given(*files: Path, more: tuple[str, ...] = ()) -> Any:
+    return _parser().parse_args([*(f"--specs={f}" for f in files), "--text=wiki", "--windows=7", *more])
+
+
+def test_a_section_has_the_options_of_the_command_but_for_its_own(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.write_text("# plain\nfp8\n[--length 4096]\nint(bits=4)\n", encoding="utf-8")
+    two.write_text("[--text c --text json --block 1]\nhadamard(bits=4)\n[--windows 9]\n", encoding="utf-8")
+    found = [
+        (a.length, a.windows, a.text, a.block, lines) for a, lines in sections(given(one, two, more=("--block=512",)))
+    ]
+    assert found == [
+        (1024, 7, ["wiki"], 512, ["fp8"]),
+        (4096, 7, ["wiki"], 512, ["int(bits=4)"]),
+        (1024, 7, ["c", "json"], 1, ["hadamard(bits=4)"]),
+    ]  # a section without SPECs is none
+
+
+@pytest.mark.parametrize("file", SPECS, ids=lambda f: f.stem)
+def test_every_line_of_every_file_is_a_codec_once_in_its_section(file: Path) -> None:
+    for arguments, lines in sections(given(file)):
+        codecs = [str(parse_spec(line)) for line in lines]
+        assert len(set(codecs)) == len(codecs), arguments
+
+
+def test_seen_windows_are_those_of_all_files_of_the_same_text_and_length(tmp_path: Path) -> None:
+    def file(name: str, texts: dict[str, Any], windows: int = 3) -> Path:
+        path = tmp_path / name
+        path.write_text(json.dumps({"rows": [{"windows": windows}], "texts": texts}), encoding="utf-8")
+        return path
+
+    facts = {"sha256": "a", "windows_available": 300}
+    files = [
+        file("places", {"x": {**facts, "places": [0, 233]}, "x, more": {**facts, "places": [0, 89]}}),
+        file("version 0.1.0", {"x": facts}),  # the first three
+        file("another length", {"x": {**facts, "windows_available": 70, "places": [50]}}),
+        file("another text", {"x": {**facts, "sha256": "b", "places": [51]}}),
+    ]
+    arguments = given(more=tuple(f"--unseen={f}" for f in files))
+    assert _seen(arguments, facts) == {0, 1, 2, 89, 233}
+    assert _seen(given(), facts) == set()
