@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
     parser.add_argument("--decode", default="{}", help="JSON: what kernels.DECODE shall be, by head_dim")
+    parser.add_argument("--head-dim", type=int, default=0, help="kernel: 64 or 128 alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
     arguments = parser.parse_args()
@@ -74,6 +75,9 @@ def engine(arguments: argparse.Namespace) -> None:
             kernels.DECODE[int(d)].update(how)
 
         more = pages(arguments.calibration, arguments.model)
+    longest = max(contexts) + arguments.new + max(batches) * max(contexts) // 8192 + 8
+    if longest > json.loads((Path(arguments.model) / "config.json").read_text())["max_position_embeddings"]:
+        more["hf_overrides"] = {"max_position_embeddings": 32768}  # for speed alone: such a text is beyond the model
     if arguments.memory:
         more["kv_cache_memory_bytes"] = int(arguments.memory * 2**30)
     began = time.monotonic()
@@ -82,7 +86,7 @@ def engine(arguments: argparse.Namespace) -> None:
     if held:
         fcntl.flock(held, fcntl.LOCK_EX)
     llm = LLM(
-        arguments.model, max_model_len=max(contexts) + arguments.new + 8, max_num_seqs=max(batches),
+        arguments.model, max_model_len=longest, max_num_seqs=max(batches), gpu_memory_utilization=arguments.share,
         enable_prefix_caching=False, enforce_eager=arguments.eager, disable_log_stats=True, seed=0,
         compilation_config=None if arguments.eager else {"cudagraph_capture_sizes": sorted({1, 2, 4, 8, *batches})},
         **more,
@@ -101,48 +105,64 @@ def engine(arguments: argparse.Namespace) -> None:
         "weights": sum(f.stat().st_size for f in Path(arguments.model).glob("*.safetensors")),
     }  # fmt: skip
     keep(arguments, {"row": "start", **facts})
+    words = config.get_vocab_size()
+    _one(llm, words, 2, max(contexts), 4, 0)  # what is compiled at its first use
+    turn = os.environ.get("TURN_LOCK")  # engines that share a GPU are timed one after the other, when all have started
+    if turn:
+        Path(f"{turn}.{os.getpid()}").touch()
+        began = time.monotonic()
+        while len(list(Path(turn).parent.glob(f"{Path(turn).name}.*"))) < int(os.environ.get("TURN_ENGINES", "1")):
+            if time.monotonic() > began + 150:
+                break
+            time.sleep(0.5)
+        file = Path(turn).open("a")  # noqa: SIM115 - held to the end
+        fcntl.flock(file, fcntl.LOCK_EX)
+        _one(llm, words, 2, max(contexts), 4, 1)
     for context in contexts:
-        for batch in batches:
+        for batch in sorted(batches, reverse=True):
             if batch * (context + arguments.new) > facts["cache_tokens"] or time.monotonic() > arguments.ends:
                 continue
-            found = [
-                _one(llm, config.get_vocab_size(), batch, context, arguments.new, i) for i in range(arguments.repeats)
-            ]
+            repeats = arguments.repeats if batch * context < 500_000 else 1
+            found = [_one(llm, words, batch, context, arguments.new, i) for i in range(repeats)]
             best = {name: max(f[name] for f in found) for name in found[0]}
             median = {f"{name}_median": statistics.median(f[name] for f in found) for name in found[0]}
             keep(arguments, {"row": "speed", **facts, "batch": batch, "context": context, "new": arguments.new,
-                             "repeats": arguments.repeats, **best, **median})  # fmt: skip
+                             "repeats": repeats, **best, **median})  # fmt: skip
 
 
 def _one(llm: Any, words: int, batch: int, context: int, new: int, number: int) -> dict[str, float]:
-    """Prompt tokens a second until all have begun, and new tokens a second from then on."""
+    """Prompt tokens a second until all have begun, and new tokens a second while all requests run, and milliseconds a step."""
     import numpy as np
     from vllm import SamplingParams
 
     drawn = np.random.default_rng(number)
     engine = llm.llm_engine
     counts: dict[str, int] = {}
-    asked = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    # The first requests are ahead of the last by what they generate while those are read.
+    asked = SamplingParams(temperature=0.0, max_tokens=new + batch * context // 8192, ignore_eos=True, detokenize=False)
     for i in range(batch):
         prompt = {"prompt_token_ids": drawn.integers(100, min(words, 40_000), context).tolist()}
-        engine.add_request(f"{number}-{i}", prompt, asked)
-    began, all_there, there = time.perf_counter(), 0.0, 0
+        engine.add_request(f"{number}-{batch}-{context}-{i}", prompt, asked)
+    began = time.perf_counter()
+    steps: list[tuple[float, int]] = []
+    ended = False
     while engine.has_unfinished_requests():
         for output in engine.step():
             counts[output.request_id] = len(output.outputs[0].token_ids)
-        if not all_there and len(counts) == batch:
-            all_there, there = time.perf_counter(), sum(counts.values())
-    ended = time.perf_counter()
-    # The first requests are ahead of the last by what they generated meanwhile; all end within it.
+            ended = ended or output.finished
+        if len(counts) == batch and not ended:
+            steps.append((time.perf_counter(), sum(counts.values())))
+    (first, some), (last, all_of_them) = steps[0], steps[-1]
     return {
-        "prefill": batch * context / (all_there - began),
-        "decode": (sum(counts.values()) - there) / (ended - all_there),
+        "prefill": batch * context / (first - began),
+        "decode": (all_of_them - some) / (last - first),
+        "steps_per_s": (len(steps) - 1) / (last - first),
     }
 
 
 def kernel(arguments: argparse.Namespace) -> None:
     import torch
-    from triton.testing import do_bench
+    from triton.testing import do_bench_cudagraph
 
     from assay.lab.kv.pages import kernels
     from assay.lab.kv.pages.layout import StreamTables, layout_of, trigonometry
@@ -152,10 +172,12 @@ def kernel(arguments: argparse.Namespace) -> None:
         return StreamTables(torch.randn(heads, d), one, one, torch.ones(heads, d)).to("cuda")
 
     for d, heads, group in ((128, 2, 6), (64, 3, 3)):
+        if arguments.head_dim not in (0, d):
+            continue
         layout = layout_of(heads, d, 64)
         trig = trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, 40_000).cuda()
         t = kernels.LayerTables.of(layout, tables(heads, d), tables(heads, d), trig)
-        for batch, context in ((1, 4096), (8, 4096), (64, 4096), (1, 16384), (8, 16384), (64, 16384)):
+        for batch, context in ((64, 16384), (8, 4096), (8, 16384), (64, 4096), (1, 16384), (1, 4096)):
             count = batch * (-(-context // 64))
             pages = torch.randint(0, 60, (count, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
             table = torch.randperm(count, device="cuda").int().view(batch, -1)
@@ -174,9 +196,10 @@ def kernel(arguments: argparse.Namespace) -> None:
             tries = [dict(kernels.DECODE[d])]
             if arguments.tune:
                 tries = [
-                    {"num_warps": w, "num_stages": s, "waves": waves, "tile": tile}
-                    for tile in (64, 32) for w in (1, 2, 4) for s in (3, 5, 7) for waves in (2, 4, 8, 16)
-                ]  # fmt: skip
+                    {"num_warps": w, "num_stages": stages, "tile": tile, "waves": waves}
+                    for w, stages, tile in ((2, 5, 64), (2, 3, 64), (2, 7, 64), (1, 5, 32), (1, 5, 64), (4, 5, 64))
+                    for waves in (4, 8, 16, 2)
+                ]
             best: dict[str, Any] = {}
             times: dict[str, float] = {}
             usual = dict(kernels.DECODE[d])
@@ -185,7 +208,7 @@ def kernel(arguments: argparse.Namespace) -> None:
                     break
                 kernels.DECODE[d].update(settings)
                 try:
-                    ms = do_bench(run, warmup=5, rep=20)
+                    ms = do_bench_cudagraph(run, rep=8)
                 except Exception as error:  # a setting that needs more shared memory than there is
                     print(settings, str(error)[:100], flush=True)
                     continue
@@ -202,14 +225,14 @@ def kernel(arguments: argparse.Namespace) -> None:
         for tokens in (1, 64, 8192):
             slots = torch.arange(tokens, device="cuda")
             x = k[:tokens]
-            ms = do_bench(partial(kernels.store, x, x, slots, pages, slots, t), warmup=5, rep=20)
+            ms = do_bench_cudagraph(partial(kernels.store, x, x, slots, pages, slots, t))
             keep(arguments, {"row": "store", "d": d, "heads": heads, "tokens": tokens, "ms": ms})
         pages = torch.randint(0, 60, (256, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
         table = torch.arange(256, device="cuda", dtype=torch.int32)[None]
         k, v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         places = torch.zeros(1, device="cuda", dtype=torch.int32)
         lengths = places + 16384
-        ms = do_bench(
+        ms = do_bench_cudagraph(
             partial(kernels.unpack, k, v, places, pages, table, lengths, t, first=0, requests=1, longest=16384)
         )
         keep(arguments, {"row": "unpack", "d": d, "heads": heads, "tokens": 16384, "ms": ms})
@@ -220,7 +243,7 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
     import torch
 
     try:
-        from triton.testing import do_bench
+        from triton.testing import do_bench_cudagraph
         from vllm.v1.attention.backends import fa_utils
 
         count = batch * context // 16
@@ -230,9 +253,9 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
         starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
         version = fa_utils.get_flash_attn_version(head_size=d)
-        return float(do_bench(lambda: fa_utils.flash_attn_varlen_func(
+        return float(do_bench_cudagraph(lambda: fa_utils.flash_attn_varlen_func(
             q=q, k=cache[0], v=cache[1], cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=context,
-            softmax_scale=d**-0.5, causal=True, block_table=table, fa_version=version), warmup=5, rep=20))  # fmt: skip
+            softmax_scale=d**-0.5, causal=True, block_table=table, fa_version=version)))  # fmt: skip
     except Exception as error:
         print("flash:", str(error)[:200], flush=True)
         return None

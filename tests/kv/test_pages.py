@@ -245,7 +245,7 @@ types = {"pages": "u8", "x": "bf16", "q": "bf16", "out": "bf16", "slots": "i64",
 types |= dict.fromkeys(("starts", "lengths", "table", "places"), "i32") | {"k": "bf16", "v": "bf16"} | dict.fromkeys(("near", "synthesis_k", "synthesis_v", "synthesis"), "fp16")
 for kernel, more in (
     (kernels.store_kernel, {"OFF_N": off["nk"], "OFF_T": off["tk"], "OFF_G": off["gk"], "ROTATE": True, "ROWS": 16}),
-    (kernels.attend_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"ROWS": 16, "STAGES": 3}),
+    (kernels.attend_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"ROWS": 16, "STAGES": 5, "ASM": True}),
     (kernels.unpack_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"TILE": 32}),
     (kernels.combine_kernel, {"SPLITS": 16}),
 ):

@@ -265,7 +265,7 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
                     k, v, p.keys, kv_cache, m.table, m.lengths, tables,
                     first=p.first, requests=p.requests, longest=p.longest,
                 )  # fmt: skip
-            out[p.rows] = self._flash(q[p.rows], k, v, p)
+            self._flash(q[p.rows], k, v, p, out[p.rows])
         return output
 
 
@@ -302,8 +302,8 @@ def _workspace(config: VllmConfig, heads: int, d: int, device: torch.device) -> 
     return _WORKSPACE[at]
 
 
-def _flash(head_size: int, scale: float) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Prompts], torch.Tensor]:
-    """FlashAttention, causal, the last query at the last key of each prompt; ValueError where vLLM has none."""
+def _flash(head_size: int, scale: float) -> Callable[..., None]:
+    """FlashAttention into `out`, causal, the last query of a prompt at its last key; ValueError where vLLM has none."""
     from vllm.v1.attention.backends import fa_utils
 
     if not fa_utils.is_flash_attn_varlen_func_available():
@@ -311,11 +311,10 @@ def _flash(head_size: int, scale: float) -> Callable[[torch.Tensor, torch.Tensor
     version = fa_utils.get_flash_attn_version(head_size=head_size)
     more = {} if version is None else {"fa_version": version}
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Prompts) -> torch.Tensor:
-        found: torch.Tensor = fa_utils.flash_attn_varlen_func(
-            q=q, k=k, v=v, cu_seqlens_q=p.queries, cu_seqlens_k=p.keys, max_seqlen_q=p.longest_query,
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: Prompts, out: torch.Tensor) -> None:
+        fa_utils.flash_attn_varlen_func(
+            q=q, k=k, v=v, out=out, cu_seqlens_q=p.queries, cu_seqlens_k=p.keys, max_seqlen_q=p.longest_query,
             max_seqlen_k=p.longest, softmax_scale=scale, causal=True, **more,
         )  # fmt: skip
-        return found
 
     return attend

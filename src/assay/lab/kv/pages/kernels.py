@@ -119,11 +119,10 @@ NIBBLES = """{ .reg .b32 a, b, c, d, e;
     mov.b32 c, 0x64086408; mov.b32 d, 0x2c002c00; mov.b32 e, 0xd480d480;
     sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; fma.rn.f16x2 $2, $2, d, e; fma.rn.f16x2 $3, $3, d, e; }"""
 """Of four bytes: 1024 + n has n in the last bits of its mantissa, less 1032; 1024 + 16 n over 16, less 72."""
-FINE = """{ .reg .b32 a, b, c, d;
-    lop3.b32 $0, $2, 0x000c0003, 0x64006400, 0xea; lop3.b32 $1, $2, 0x00c00030, 0x64006400, 0xea;
-    mov.b32 a, 0x34003c00; mov.b32 b, 0xdc00e400; mov.b32 c, 0x24002c00; mov.b32 d, 0xcc00d400;
-    fma.rn.f16x2 $0, $0, a, b; fma.rn.f16x2 $1, $1, c, d; }"""
-"""Of four times the same byte: 1024 + t, + 4 t, + 16 t and + 64 t, each over its factor, less what is too much."""
+FINE = """{ .reg .b32 a, b, c;
+    prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342; mov.b32 c, 0x64006400;
+    lop3.b32 $0, a, $3, c, 0xea; lop3.b32 $1, b, $4, c, 0xea; sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }"""
+"""Of four bytes and their masks, 16 bits each: 1024 + n less 1024."""
 NIBBLES, FINE = tl.constexpr(NIBBLES), tl.constexpr(FINE)
 
 
@@ -132,7 +131,7 @@ def _whole(codes, ASM: tl.constexpr):
     """Numbers −8 … 7 in fp16 of the 4 low bits and of the 4 high bits of bytes."""
     if ASM:
         low, high = tl.inline_asm_elementwise(
-            NIBBLES, "=r,=r,=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            NIBBLES, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
     else:
         low, high = (codes & 15).to(tl.float16) - 8.0, (codes >> 4).to(tl.float16) - 8.0
@@ -141,13 +140,24 @@ def _whole(codes, ASM: tl.constexpr):
 
 @triton.jit
 def _fine(packed, WIDE: tl.constexpr, ASM: tl.constexpr):
-    """Numbers 0 … 3 [n, WIDE] in fp16 of two bits each, four to a byte of [n, WIDE / 4]."""
+    """[n, WIDE] in fp16 of [n, WIDE / 4] bytes: two bits a channel where they stand, over which is `_place`."""
     same = tl.broadcast_to(packed[:, :, None], (packed.shape[0], WIDE // 4, 4)).reshape(packed.shape[0], WIDE)
+    mask = (3 << (2 * (tl.arange(0, WIDE) % 4)))[None, :].to(tl.int16)
     if ASM:
-        found = tl.inline_asm_elementwise(FINE, "=r,=r,r", [same], dtype=tl.float16, is_pure=True, pack=4)
+        # An operation on each element alone: which four are in a register is the compiler's business.
+        found = tl.inline_asm_elementwise(
+            FINE, "=&r,=&r,r,r,r", [same, tl.broadcast_to(mask, same.shape)], dtype=tl.float16, is_pure=True, pack=4
+        )
     else:
-        found = ((same >> (2 * (tl.arange(0, WIDE) % 4))[None, :].to(tl.uint8)) & 3).to(tl.float16)
+        found = (same.to(tl.int16) & mask).to(tl.float16)
     return found
+
+
+@triton.jit
+def _place(WIDE: tl.constexpr):
+    """[WIDE] float32: a quarter over 1, 4, 16 and 64, for two bits that were left where they stand in their byte."""
+    i = tl.arange(0, WIDE) % 4
+    return tl.where(i < 2, tl.where(i == 0, 0.25, 0.0625), tl.where(i == 2, 0.015625, 0.00390625))
 
 
 @triton.jit(do_not_specialize=["first_request", "splits"])
@@ -188,7 +198,7 @@ def attend_kernel(
     high = tl.dot(q1, tl.load(s_k + HALF * D)) + tl.dot(q2, tl.load(s_k + HALF * D + HALF))
     s_w = synthesis_k_ptr + head * D * D + c[:, None] + e[None, :] * D
     fine = tl.dot(q1, tl.load(s_w)) + tl.dot(q2, tl.load(s_w + HALF))
-    low, high, fine = low.to(tl.float16), high.to(tl.float16), (fine * 0.25).to(tl.float16)
+    low, high, fine = low.to(tl.float16), high.to(tl.float16), (fine * _place(WIDE)[None, :]).to(tl.float16)
     mean1 = tl.load(mean_k_ptr + head * D + c)[None, :]
     mean2 = tl.load(mean_k_ptr + head * D + HALF + c)[None, :]
     on_cos = q1.to(tl.float32) * mean1 + q2.to(tl.float32) * mean2
@@ -242,7 +252,7 @@ def attend_kernel(
     part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
     tl.store(part + c[None, :], acc1, mask=live[:, None])
     tl.store(part + HALF + c[None, :], acc2, mask=live[:, None])
-    tl.store(part + D + e[None, :], acc3, mask=live[:, None])
+    tl.store(part + D + e[None, :], acc3 * _place(WIDE)[None, :], mask=live[:, None])
     tl.store(sum_ptr + line * 2, biggest, mask=live)
     tl.store(sum_ptr + line * 2 + 1, total, mask=live)
 
@@ -275,7 +285,7 @@ def combine_kernel(
     some = there[:, None]
     y1 = tl.sum(tl.load(part + c[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
     y2 = tl.sum(tl.load(part + HALF + c[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
-    y3 = tl.sum(tl.load(part + D + e[None, :], mask=some, other=0.0) * factor[:, None], axis=0) * 0.25
+    y3 = tl.sum(tl.load(part + D + e[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
     out = out_ptr + begin.to(tl.int64) * out_token + tl.program_id(1) * D
     for side in tl.static_range(2):
         s_v = synthesis_ptr + head * D * D + side * HALF + c[None, :]
@@ -338,7 +348,7 @@ def _unpacked(page, place, synthesis, OFF_N: tl.constexpr, OFF_T: tl.constexpr, 
     b = tl.arange(0, WIDE // 4)
     low, high = _whole(tl.load(page + OFF_N + place[:, None] * HALF + c[None, :]), False)
     packed = tl.load(page + OFF_T + place[:, None] * (WIDE // 4) + b[None, :])
-    fine = (_fine(packed, WIDE, False) * 0.25).to(tl.float16)
+    fine = (_fine(packed, WIDE, False) * _place(WIDE)[None, :]).to(tl.float16)
     gain = tl.load((page + OFF_G).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)[:, None]
     row = synthesis + c[:, None] * D + c[None, :]
     wide = synthesis + tl.arange(0, WIDE)[:, None] * D + c[None, :]
