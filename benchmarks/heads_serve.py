@@ -5,7 +5,7 @@
 
 A row is TARGET or TARGET|HEAD, named as by `assay heads try`: what vLLM has itself (fp8 weights, KV caches in fp8 and TurboQuant)
 it does itself; other weights are rounded first and written as bf16; `kv-fp8-calibrated` has one scale a layer and stream in the
-checkpoint. The prompts are those that `assay heads train` held out. What each step of each request adds to its text is what was
+checkpoint; `w4a16-g128` is int4 in a checkpoint that vLLM's own kernels read. The prompts are those that `assay heads train` held out. What each step of each request adds to its text is what was
 accepted, so a prompt is a cluster of the intervals; the counters of /metrics stand beside it. The log of each row is read by
 `assay spec`. Targets of `--off` are served without a head too, and the texts go through the test of `assay spec --lossless`.
 Targets of `--speed` are timed with and without a head: one request at a time, and `--batch` at once.
@@ -20,7 +20,6 @@ import contextlib
 import fcntl
 import gc
 import json
-import logging
 import os
 import shutil
 import sys
@@ -102,8 +101,9 @@ def served_target(model: Path, name: str, work: Path, a: argparse.Namespace) -> 
     options: dict[str, Any] = {"kv_cache_dtype": cache.partition("-")[0]} if cache else {}
     if weights == "fp8":
         options["quantization"] = "fp8"
-    rounded = weights in (*WEIGHTS, *CALIBRATED) and weights != "fp8"
-    if not rounded and cache != "fp8-calibrated":
+    packed = weights == "w4a16-g128"
+    rounded = weights in (*WEIGHTS, *CALIBRATED) and weights != "fp8" and not packed
+    if not rounded and not packed and cache != "fp8-calibrated":
         return model, options
     folder = work / name.replace("+", "_")
     if (folder / "config.json").exists():
@@ -124,9 +124,47 @@ def served_target(model: Path, name: str, work: Path, a: argparse.Namespace) -> 
         target.save_pretrained(folder)
     for file in model.glob("*token*"):
         shutil.copy(file, folder)
-    if cache == "fp8-calibrated":
-        add_scales(folder, largest(target, texts()))
+    scales = largest(target, texts()) if cache == "fp8-calibrated" else []
+    target.cpu(), torch.cuda.empty_cache()
+    if packed:
+        pack_int4(folder, 128)
+    if scales:
+        add_scales(folder, scales)
     return folder, options
+
+
+def pack_int4(folder: Path, group: int) -> None:
+    """Linear layers as codes of 4 bits, symmetric, with a scale a group, as llm-compressor writes them: an engine's own int4 kernels read that."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, w in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            tensors[name] = w
+            continue
+        grouped = w.float().reshape(len(w), -1, group)
+        scale = (grouped.abs().amax(-1, keepdim=True) / 7).clamp_min(1e-12).to(w.dtype)
+        codes = (torch.round(grouped / scale.float()).clamp(-8, 7) + 8).to(torch.int64).reshape(len(w), -1, 8)
+        words = (codes << torch.arange(0, 32, 4)).sum(-1)
+        stem = name.removesuffix(".weight")
+        tensors[f"{stem}.weight_packed"] = (words - (words >= 1 << 31).long() * (1 << 32)).to(torch.int32)
+        tensors[f"{stem}.weight_scale"], tensors[f"{stem}.weight_shape"] = (
+            scale[..., 0].contiguous(),
+            torch.tensor(w.shape),
+        )
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
 @torch.no_grad()
@@ -157,27 +195,30 @@ def add_scales(folder: Path, tops: Sequence[tuple[float, float]]) -> None:
 # The engine.
 
 
-class Lines(logging.Handler):
-    """What vLLM logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"INFO 01-01 00:00:00 [{record.filename}:{record.lineno}] {record.getMessage()}")
+@contextlib.contextmanager
+def heard(log: Path) -> Iterator[None]:
+    """Whatever this process and its libraries print goes into `log`."""
+    sys.stdout.flush(), sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    with log.open("w") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        for number, old in enumerate(kept, 1):
+            os.dup2(old, number)
+            os.close(old)
 
 
 @contextlib.contextmanager
 def engine(
     a: argparse.Namespace, folder: Path, options: dict[str, Any], head: Path | None, eager: bool = True
-) -> Iterator[tuple[Any, Lines]]:
-    """One engine in this process, and what it logged so far; nothing of it is left behind."""
+) -> Iterator[Any]:
+    """One engine in this process; nothing of it is left behind."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    heard = Lines()
-    logging.getLogger("vllm").addHandler(heard)
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH} if head else None
     if head and (head / MTP_FILE).exists():
         folder, speculative = head, {"method": "mtp", "num_speculative_tokens": DEPTH}
@@ -191,9 +232,8 @@ def engine(
                 enable_prefix_caching=False, disable_log_stats=False, speculative_config=speculative,
                 **json.loads(a.options) | options | ({} if eager else {"compilation_config": json.loads(a.compilation)}),
             )  # fmt: skip
-        yield llm, heard
+        yield llm
     finally:
-        logging.getLogger("vllm").removeHandler(heard)
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
@@ -306,16 +346,16 @@ def serve(
     folder, options = served_target(Path(a.model), target, work, a)
     head = head_folder(Path(a.head), state, folder, Path(a.model), work)
     if target in a.off and target not in off and state in ("", "bf16"):
-        with engine(a, folder, options, None) as (llm, _):
+        with engine(a, folder, options, None) as llm:
             off[target] = texts_of(llm, a.lossless, a.samples)
     rows: dict[str, Any] = {}
-    began = time.monotonic()
-    with engine(a, folder, options, head) as (llm, heard):
-        start = list(heard.lines)
+    log, own_log = work / "engine.log", work / "spec.log"
+    began, begin = time.monotonic(), log.stat().st_size
+    with engine(a, folder, options, head) as llm:
         started = round(time.monotonic() - began, 1)
-        before = counters(llm)
+        before, start = counters(llm), log.read_bytes()[begin:]
         for temperature in a.temperatures:
-            heard.lines.clear()
+            begin = log.stat().st_size
             began = time.monotonic()
             found = answers(llm, [ids for _, ids in asked], a.tokens, temperature)
             seconds = time.monotonic() - began
@@ -326,11 +366,9 @@ def serve(
                 ]
             }
             before = now
-            log = work / "spec.log"
-            log.write_text("\n".join([*start, *heard.lines]) + "\n")
-            report = examine(
-                [str(log)], SpecOptions(num_speculative_tokens=DEPTH, model=str(head), temperature=temperature)
-            )
+            own_log.write_bytes(start + log.read_bytes()[begin:])
+            asked_of = SpecOptions(num_speculative_tokens=DEPTH, model=str(head), temperature=temperature)
+            report = examine([str(own_log)], asked_of)
             rows[f"{target}|{state or 'bf16'}|{temperature:g}"] = acceptance(asked, found) | {
                 "engine": own, "tokens": sum(n for n, _ in found), "seconds": round(seconds, 2), "start_s": started, "spec": jsonable({
                     "health": report.results["health"], "findings": [f.id for f in report.findings], "start_up": report.results["start_up"],
@@ -349,7 +387,7 @@ def race(a: argparse.Namespace, target: str, work: Path, asked: list[list[int]])
     folder, options = served_target(Path(a.model), target, work, a)
     found: dict[str, dict[str, list[float]]] = {}
     for name, head in (("off", None), ("on", head_folder(Path(a.head), "", folder, Path(a.model), work))):
-        with engine(a, folder, options, head, eager=a.compilation == "eager") as (llm, _):
+        with engine(a, folder, options, head, eager=a.compilation == "eager") as llm:
             found[name] = timed(llm, asked, a.tokens, a.batch)
     import numpy as np
 
@@ -423,10 +461,15 @@ def main() -> None:
                     "compilation": a.compilation
                 }
             else:
-                held["rows"] |= serve(a, name, work, asked, off)
+                with heard(work / "engine.log"):
+                    found = serve(a, name, work, asked, off)
+                held["rows"] |= found
             del held["failed"][name]
         except Exception as error:
             held["failed"][name] = f"{type(error).__name__}: {error}"[:600]
+            shutil.copy(
+                work / "engine.log", path.with_name(f"{path.stem}_{name.replace('|', '_').replace(' ', '_')}.log")
+            )
             if "CUDA" in str(error):  # this process cannot use the device any more
                 save()
                 os._exit(3)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from assay.speculation.findings import examine_head
 from assay.speculation.spec import SpecOptions, examine
-from heads_serve import acceptance, add_scales, damaged
+from heads_serve import acceptance, add_scales, damaged, pack_int4
 
 PAGE = """# TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{{engine="0"}} {steps}.0
@@ -79,7 +79,7 @@ def test_served_steps_are_counted_by_prompt() -> None:
 
 
 def test_damaged_heads_are_what_their_names_say(trained: Any, target: Path, tmp_path: Path) -> None:
-    from assay.lab.heads.model import read_head
+    from assay.lab.heads.export import read_head
 
     whole = read_head(trained[0])
     rounded = read_head(damaged(trained[0], "int4", tmp_path / "int4"))
@@ -107,3 +107,25 @@ def test_scales_are_written_as_engines_read_them(target: Path, tmp_path: Path) -
     assert sorted(found) == [f"model.layers.{i}.self_attn.{n}_scale" for i in (0, 1) for n in "kv"]
     assert float(found["model.layers.1.self_attn.k_scale"]) == pytest.approx(2 / 448)
     assert json.loads((folder / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+
+
+def test_packed_int4_is_the_grid_that_is_simulated_and_passes_verify(target: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from assay.checkpoint.files import VerifyOptions
+    from assay.checkpoint.verify import verify
+    from assay.lab.quant.scalar import quantise_dequantise
+
+    folder = shutil.copytree(target, tmp_path / "target")
+    before = load_file(folder / "model.safetensors")
+    pack_int4(folder, 32)
+    found = load_file(folder / "model.safetensors")
+    stem = "model.layers.1.mlp.down_proj"
+    words, scale = found[f"{stem}.weight_packed"], found[f"{stem}.weight_scale"]
+    codes = torch.stack([(words >> s) & 15 for s in range(0, 32, 4)], -1).reshape(len(words), -1).float() - 8
+    value = codes * scale.float().repeat_interleave(32, 1)
+    wanted = quantise_dequantise(before[f"{stem}.weight"].float(), 4, 32, symmetric=True)
+    assert found[f"{stem}.weight_shape"].tolist() == list(value.shape)
+    assert torch.allclose(value, wanted, atol=float(scale.float().max()) / 50)
+    report = verify(str(folder), VerifyOptions(allow_unverified=True))
+    assert not [f for f in report.findings if f.severity == "error"], report.findings

@@ -72,6 +72,7 @@ WEIGHTS: Mapping[str, Change] = {
     "int8": lambda w: quantise_dequantise(w, 8, w.shape[1], symmetric=True),
     "int4-g32": lambda w: quantise_dequantise(w, 4, 32),
     "int4-g128": lambda w: quantise_dequantise(w, 4, 128),
+    "w4a16-g128": lambda w: quantise_dequantise(w, 4, 128, symmetric=True),
     "polar5": lambda w: polar_round_trip(w, 5),
     "polar4": lambda w: polar_round_trip(w, 4),
     "int3-g128": lambda w: quantise_dequantise(w, 3, 128),
