@@ -26,7 +26,8 @@ from assay.errors import AssayError, UsageError
 from assay.lab.heads.experiment import run_try
 from assay.lab.heads.export import MTP_FILE, read_head, write_head
 from assay.lab.heads.model import HeadConfig, MtpHead, SharedLoss, draft, observe, padded
-from assay.lab.options import HeadTryPlan
+from assay.lab.heads.pack import run_pack
+from assay.lab.options import HeadPackPlan, HeadTryPlan
 from tiny_target import make_target
 
 
@@ -160,7 +161,7 @@ def test_a_model_beside_which_none_is_served_is_refused(
     target: Path, qwen: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert invoke(["heads", "train", str(target), "--kind", "mtp", "--out", str(tmp_path / "a")]) == 2
-    assert "no MTP head can be served beside llama" in " ".join(capsys.readouterr().out.split())
+    assert "No MTP head can be served beside llama" in " ".join(capsys.readouterr().out.split())
     qwen_model = transformers.AutoModelForCausalLM.from_pretrained(qwen)
     with pytest.raises(UsageError, match="width of its target's MLP, 128"):
         HeadConfig.of_target(qwen_model, 0, 96, "mtp")
@@ -168,6 +169,21 @@ def test_a_model_beside_which_none_is_served_is_refused(
     with pytest.raises(UsageError, match="scaled rotary positions"):
         HeadConfig.of_target(qwen_model, 0, 0, "mtp")
     assert not (tmp_path / "a" / "text").exists()
+
+
+def test_the_targets_own_folder_is_refused(qwen: Path) -> None:
+    before = {p.name: p.read_bytes() for p in qwen.iterdir() if p.is_file()}
+    for kind in ("mtp", "eagle3"):
+        assert invoke(["heads", "train", str(qwen), "--kind", kind, "--out", str(qwen)]) == 2
+    assert {p.name: p.read_bytes() for p in qwen.iterdir() if p.is_file()} == before
+
+
+def test_a_pack_holds_the_layer_and_not_its_target(trained_mtp: Any, qwen: Path, tmp_path: Path) -> None:
+    report = run_pack(HeadPackPlan.of({"model": str(qwen), "head": trained_mtp[0], "out": tmp_path / "head.tar.xz"}))
+    shutil.unpack_archive(tmp_path / "head.tar.xz", tmp_path)
+    names = {"SHA256SUMS", "config.json", MTP_FILE, "training.json"}
+    assert {p.name for p in (tmp_path / qwen.name).iterdir()} == names and report.verdict == "pass"
+    read_head(tmp_path / qwen.name, qwen)
 
 
 def test_the_head_of_another_target_is_refused(trained_mtp: Any, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def _write_mtp(folder: Path, head: MtpHead, target: Path, dtype: torch.dtype) ->
     body: bytes = save(tensors, metadata={"format": "pt"})
     index: dict[str, str] = {}
     size = sum(t.numel() * t.element_size() for t in tensors.values())
-    for file in sorted(p for p in target.iterdir() if p.is_file() and p.name not in _OWN):
+    for file in sorted(p for p in target.iterdir() if p.suffix in _PARTS and p.name not in _OWN):
         place = folder / file.name
         if place.resolve() != file.resolve():
             _linked(file.resolve(), place)
@@ -122,8 +122,9 @@ def _write_mtp(folder: Path, head: MtpHead, target: Path, dtype: torch.dtype) ->
     return body
 
 
+_PARTS = (".safetensors", ".json", ".jinja", ".txt", ".model")
 _OWN = ("config.json", "training.json", "model.safetensors.index.json", MTP_FILE)
-"""Files of an MTP head's folder that are not the target's."""
+"""Files of an MTP head's folder that are the target's, by suffix, and those that are its own."""
 
 
 def _linked(file: Path, place: Path) -> None:

@@ -260,6 +260,10 @@ def run_train(plan: HeadTrainPlan, progress: Progress = NO_PROGRESS) -> Report:
     spec = parse_spec(plan.model)
     folder = Path(spec.model)
     out = plan.out or cache_path("heads") / folder.name
+    if out.resolve() == folder.resolve():
+        raise plan.usage(
+            "--out is the folder of the target, whose files the head's would replace", "name another folder"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
