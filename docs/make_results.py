@@ -37,7 +37,7 @@ VERBS: dict[str, list[str]] = {
     "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/budget.py:Budget.results"],
     "kv sweep": ["lab/kv/sweep.py:run_sweep", "lab/kv/sweep.py:_row", "fidelity/budget.py:Budget.results"],
     "kv attribute": ["lab/kv/attribute.py:run_attribute", "fidelity/budget.py:Budget.results"],
-    "kv allocate": ["lab/kv/allocate.py:run_allocate"],
+    "kv allocate": ["lab/kv/allocate.py:run_allocate", "fidelity/budget.py:Budget.results"],
     "kv noise": ["lab/kv/noise.py:run_noise"],
     "kv diagnose": ["lab/kv/diagnose.py:run_diagnose"],
     "kv calibrate": ["lab/kv/calibrate.py:run_calibrate"],

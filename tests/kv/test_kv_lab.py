@@ -208,6 +208,11 @@ def test_a_budget_that_ends_names_the_parts_that_it_left_out(tiny: Tiny, monkeyp
     missing = f"{2 * LAYERS - 3} of {2 * LAYERS} parts, those behind 1.k"
     assert [f.id for f in report.findings] == ["fidelity.budget"] and missing in report.findings[0].title
     assert report.results["times"]["left_out"][0]["what"] == missing
+    run, plan = RUNS["allocate"]
+    tiny.scored.clear()
+    report = run(replace(plan, budget=5.0))
+    assert (report.exit_code, report.results["bits"], report.results["fresh_windows"]) == (3, [], None)
+    assert report.results["parts"] and "and what comes after it" in report.findings[0].title
 
 
 def test_a_sweep_without_a_grade_chooses_nothing(tiny: Tiny) -> None:

@@ -237,7 +237,7 @@ class AttributionPlan(ModelPlan, RunTime):
 
 
 @dataclass(frozen=True)
-class AllocationPlan(ModelPlan):
+class AllocationPlan(ModelPlan, RunTime):
     """`assay kv allocate`: `target_ratio` of stored bytes, in steps of `step` bits between `least` and `most`."""
 
     VERB = "kv allocate"

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from assay.environment import describe
 from assay.errors import UsageError
+from assay.fidelity.budget import Budget
+from assay.fidelity.plan import QUICK_MINUTES
 from assay.lab.kv.attribute import alone, count_alone, figures, kl_text, parts_table
 from assay.lab.kv.lab import Lab, Unfinished, open_lab
 from assay.lab.kv.live_stream import Key
@@ -27,11 +29,13 @@ from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 SEARCHES = 8
 """Rounds in which the budget of bits is corrected until the real streams have the ratio asked for."""
 TOLERANCE = 0.01
+AFTER = 5
+"""What choosing bits and measuring them again takes, in measurements of one part."""
 
 
 def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure, choose, and measure the choice on fresh windows. Interrupted, the report holds what was measured."""
-    spec = parse_spec(plan.codec)
+    spec, budget = parse_spec(plan.codec), Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     start = {s: bits_of(r) for s in ("k", "v") if (r := spec.of(s))}
     parts: list[dict[str, Any]] = []
     bits: dict[Key, float] = {}
@@ -46,26 +50,32 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
         mode=plan.mode,
         batch=plan.batch,
         calibration=plan.calibration,
+        budget=budget,
+        codecs=lambda shape: AFTER + count_alone(shape, spec, plan.each),
         progress=progress,
     ) as lab:
+        plan = replace(plan, windows=len(lab.windows), length=lab.length)
         with Unfinished(lambda: parts) as cut:
-            lab.expect(1 + count_alone(lab.bench.shape, spec, plan.each))
             for part in alone(lab, spec, plan.each):
+                if budget.left() <= 0:
+                    budget.leave_out(f"{part['layer']}.{part['stream']} and what comes after it", "which bits to give")
+                    break
                 parts.append(part)
-            sensitivity = {(p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]]) for p in parts}
-            search = _Search(plan, spec, lab.on(lab.windows[:1], batch=1))
-            bits = search.aim(lambda mean: allocate(sensitivity, mean, plan.step, plan.least, plan.most))
-            predicted = sum(predicted_kl(*sensitivity[key], bits[key]) for key in bits)
-            equal = search.aim(lambda mean: dict.fromkeys(sensitivity, mean))
-            again = lab.on(lab.fresh)
-            for name, where, given in (
-                ("same_windows", lab, bits),
-                ("fresh_windows", again, bits),
-                ("equal_bits", again, equal),
-            ):
-                found = where.measure(plan.codec, label=name.replace("_", " "), **placed(spec, given))
-                measured[name] = figures(found)
-            measured["equal_bits"]["bits"] = next(iter(equal.values()))
+            if len(parts) == count_alone(lab.bench.shape, spec, plan.each):
+                sensitivity = {(p["layer"], p["stream"]): (p["kld"]["value"], start[p["stream"]]) for p in parts}
+                search = _Search(plan, spec, lab.on(lab.windows[:1], batch=1))
+                bits = search.aim(lambda mean: allocate(sensitivity, mean, plan.step, plan.least, plan.most))
+                predicted = sum(predicted_kl(*sensitivity[key], bits[key]) for key in bits)
+                equal = search.aim(lambda mean: dict.fromkeys(sensitivity, mean))
+                again = lab.on(lab.fresh)
+                for name, where, given in (
+                    ("same_windows", lab, bits),
+                    ("fresh_windows", again, bits),
+                    ("equal_bits", again, equal),
+                ):
+                    found = where.measure(plan.codec, label=name.replace("_", " "), **placed(spec, given))
+                    measured[name] = figures(found)
+                measured["equal_bits"]["bits"] = next(iter(equal.values()))
         text, notices = lab.text, lab.notices()
     rows = [{"layer": key[0], "stream": key[1], "bits": b} for key, b in sorted(bits.items())]
     curse = None
@@ -75,7 +85,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
         command="kv allocate",
         verdict=cut.verdict(Verdict.PASS if bits else Verdict.INCONCLUSIVE),
         subject={"model": plan.model, "plan": plan.facts()},
-        findings=[*cut.findings(), *notices],
+        findings=[*cut.findings(), *budget.findings(), *notices],
         results={
             "codec": str(spec),
             "parts": parts,
@@ -85,6 +95,7 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
             **{name: measured.get(name) for name in ("same_windows", "fresh_windows", "equal_bits")},
             "winners_curse": curse,
             "text": text,
+            **budget.results(),
         },
         environment=describe(),
         headline=[Metric("measured", f"{len(parts)} parts alone"), *_headline(measured, curse)],
