@@ -191,6 +191,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "seconds": "What each stage took.",
     },
     "spec": {
+        "temperature": "The temperature of the traffic that --temperature gave, null without it.",
         "health": "healthy, degraded, broken, off, insufficient or unknown.",
         "record": "engine, drafted, accepted, drafts, acceptance_rate, mean_acceptance_length, per_position, num_speculative_tokens, windows, counts.",
         "evidence": "What the health rests on, with Wilson intervals.",
