@@ -80,6 +80,14 @@ class Assembly:
         found = self.answers.get((*name, f"turn {self.turns.get(name)}"))
         return found is not None and not found.whole
 
+    def notice_second_end(self, *key: Any) -> None:
+        """An end without a text after the end of a stream: two streams were written in turns, and their texts are mixed."""
+        name = tuple(map(str, key))
+        turn = self.turns.get(name, 0)
+        last, own = (self.answers.get((*name, f"turn {n}")) for n in (turn - 1, turn))
+        if last is not None and own is not None and last.whole and own.whole and own.blank:
+            self.overlapping |= sum(map(bool, last.content)) > 1
+
     def begin(self) -> None:
         """A stream without ids begins."""
         self.overlapping |= self.open > 0

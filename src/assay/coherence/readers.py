@@ -141,6 +141,7 @@ def ollama(value: Value, out: Assembly) -> bool:
     message = value.get("message", {"content": value.get("response"), "thinking": value.get("thinking")})
     speech(message if has(message) else {}, answer)
     finish(answer, value["done"] and (value.get("done_reason") or "stop"))
+    out.notice_second_end(value.get("model"))
     return True
 
 
