@@ -182,6 +182,14 @@ class TestWithReference:
         judgement = judge(weak, record(samples(ok=33, loops=8), passages(loss=0.001)))
         assert judgement.verdict is Verdict.PASS
 
+    def test_where_the_fixed_texts_are_equal_more_texts_decide_before_loops_fail(self) -> None:
+        own, theirs = samples(ok=19, loops=22), samples(ok=32, loops=9)
+        assert ids(record(own), record(theirs)) == {"coherence.degenerate"}
+        assert ids(record(own, passages(0.03)), record(theirs, passages())) >= {"coherence.degenerate"}
+        equal = judge(record(own, passages()), record(theirs, passages()))
+        assert equal.verdict is Verdict.INCONCLUSIVE and asks_for_texts(equal)
+        assert ids(record(own * 3, passages()), record(theirs * 3, passages())) == {"coherence.degenerate"}
+
     def test_more_loops_than_the_model_itself_fail(self) -> None:
         assert "coherence.degenerate" in ids(record(samples(ok=15, loops=26)), record(samples(ok=36, loops=5)))
 

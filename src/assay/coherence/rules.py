@@ -134,7 +134,11 @@ def degenerate_rate(record: CheckRecord, reference: CheckRecord | None, confiden
 def _rate_against(
     record: CheckRecord, reference: CheckRecord, confidence: float, bad: int, evidence: dict[str, Any]
 ) -> Ruling:
-    """The rate of degenerate texts against the reference's; where it is too coarse, equal fixed texts decide."""
+    """The rate of degenerate texts against the reference's; where it is too coarse, equal fixed texts decide.
+
+    Where they are equal no weight is damaged, and a model that loops at every other text differs from itself now and then:
+    there a higher rate fails only with the confidence of the second look.
+    """
     n, m = len(record.samples), len(reference.samples)
     theirs = sum(sample.degenerate for sample in reference.samples)
     difference = newcombe(bad, n, theirs, m, confidence)
@@ -142,15 +146,19 @@ def _rate_against(
         "reference_texts": m, "reference_degenerate": theirs, "difference": interval_json(difference),
     }  # fmt: skip
     says = f"{bad} of {n} texts, of the reference {theirs} of {m}: difference {percent(difference)}"
-    if difference.lo > RATE_MARGIN:
+    loss = _bit_loss(record, reference, confidence)
+    equal = loss is not None and -BITS_EQUAL <= loss.lo <= loss.hi <= BITS_EQUAL
+    fixed = f"the fixed texts are equal ([{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte)" if loss and equal else ""
+    certain = newcombe(bad, n, theirs, m, max(confidence, confidence_of_look(2))) if equal else difference
+    if certain.lo > RATE_MARGIN:
         title = f"the server degenerates more than the model itself does: {bad} of {n} texts against {theirs} of {m}"
         return Ruling("degenerate_rate", "bad", says, (_finding("degenerate", Severity.ERROR, title, evidence),))
-    if difference.hi <= RATE_CLEAR:
+    if difference.hi <= RATE_CLEAR and difference.lo <= RATE_MARGIN:
         return Ruling("degenerate_rate", "good", says)
-    loss = _bit_loss(record, reference, confidence)
-    if difference.lo <= 0 and loss is not None and -BITS_EQUAL <= loss.lo <= loss.hi <= BITS_EQUAL:
-        says += f"; the fixed texts, which resolve more, are equal ([{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte)"
-        return Ruling("degenerate_rate", "good", says)
+    if difference.lo <= 0 and equal:
+        return Ruling("degenerate_rate", "good", f"{says}; {fixed}, and they resolve more")
+    if difference.lo > RATE_MARGIN:
+        says += f"; {fixed}, so that further texts decide"
     return Ruling("degenerate_rate", "unclear", says, (_thin(says, evidence),))
 
 
