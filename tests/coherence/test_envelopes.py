@@ -385,7 +385,9 @@ def test_interleaved_streams_are_told_apart_by_their_ids(tmp_path: Path) -> None
     assert grade_file(str(path)).grade.kind == "interleaved_streams"
     path.write_text(sse(*nameless, *nameless))
     assert [g.label for _, g in grade_file(str(path)).choices] == ["ok", "ok"]
-    ollama = [{"model": "q", "response": w, "done": False} for w in WORDS] + [{"model": "q", "response": "", "done": True}]
+    ollama = [{"model": "q", "response": w, "done": False} for w in WORDS] + [
+        {"model": "q", "response": "", "done": True}
+    ]
     path.write_text(lines(*(event for event in ollama for _ in range(2))))
     assert grade_file(str(path)).grade.kind == "interleaved_streams"
     path.write_text(lines(*ollama, *ollama))

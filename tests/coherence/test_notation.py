@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import random
 from pathlib import Path
 
@@ -45,6 +46,12 @@ NOTATION = {
     "game of go": "(;GM[1]FF[4]SZ[19]" + "".join(f";{'BW'[n % 2]}[{R.choice('abcdefghi')}{R.choice('abcdefghi')}]" for n in range(30)),
     "stitches": "Row 1: k2, p2, k2, yo, k2tog, p2, k2\nRow 2: p2, k2, p4, k2, p2\nRow 3: k2, p2, ssk, yo, k2, p2, k2\nRow 4: k1, m1l",
     "reactions": "2H2 + O2 -> 2H2O\nCH4 + 2O2 -> CO2 + 2H2O\n2Na + Cl2 -> 2NaCl\nCaCO3 -> CaO + CO2\nFe2O3 + 3CO -> 2Fe + 3CO2",
+    "json in a string": "cloud notify create-rule \\\n    --rule-name OrdersToAudit \\\n    --policy "
+    + json.dumps(json.dumps({"Version": "2020-01-01", "Statement": [
+        {"Effect": "Allow", "Principal": {"Svc": ["arn:aws:iam::000011112222:role/OrderWriter"]}, "Action": ["q:SendMsg", "q:GetUrl"],
+         "Resource": f"arn:aws:sqs:eu-west-1:000011112222:orders-{n}/*"} for n in range(4)]})),
+    "cursor": "        \"cursor\": \"arn:aws:dynamodb:eu-west-1:000011112222:table/Songs/stream/2020-01-02T03:04:05.678|1|"
+    + base64.b64encode(R.randbytes(300)).decode() + '"',
     "stack machine": "(module (func $add (param $a i32) (param $b i32) (result i32) local.get $a local.get $b i32.add) "
     '(export "add" (func $add)))',
     "colours": "#ff0000 #00ff7f #1e90ff #ffd700 #8a2be2 #dc143c #00ced1 #ff8c00 #2e8b57 #6a5acd #b22222 #20b2aa",
@@ -112,6 +119,11 @@ DOCUMENTS = {
     "Qwen2.5-Coder-0.5B +1.34 % [+1.05, +1.63], p95 12 ms against 9 ms [8.4, 9.7], n = 24,528.\n",
     "derivation": "With mean μ, metric M = LLᵀ (an error e costs eMeᵀ) and covariance Σ of the samples, LᵀΣL = UΛUᵀ; "
     "x = μ + Δ c UᵀL⁻¹. For keys M is the second moment of the queries, for values the Gram matrix of the output projection.\n",
+    "grammar": "params: '(' [arglist] ')'\narglist: (argdef ['=' test] (',' argdef ['=' test])* [',' ['*' [argdef]\n"
+    "   (',' argdef ['=' test])* [',' '**' argdef]]]\n   | '*' [argdef] (',' argdef ['=' test])* [',' '**' argdef] | '**' argdef)\n"
+    "argdef: NAME [':' test]\nstmt: expr (augop (yexpr|testlist) | ('=' (yexpr|starlist))*)\naugop: ('+=' | '-=' | '*=' | '@=' | '/=' | '%=')",
+    "signature": ".. autoclass:: wire.kinds.OctetField(value=NoDefault(), tagSet=TagList(), subKinds=KindUnion(), hexValue=NoDefault(),\n"
+    "   binValue=NoDefault(), encoding='us-ascii')\n   :members: hasValue, isSameKindWith, isWiderThan, tagSet, subKinds, namedBits",
     "model cards": "".join(
         f"- [{who}/{name}](https://huggingface.co/{who}/{name}): as `{name}.gguf`\n"
         for who, name in [

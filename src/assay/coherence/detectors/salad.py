@@ -267,6 +267,10 @@ _FOREIGN = r"[^\W\d_\x00-\u024f]{1,40}"
 _LANGUAGE = r"(?:Chinese|Mandarin|Japanese|Korean|Russian|Ukrainian|Arabic|Persian|Urdu|Greek|Hebrew|Hindi|Bengali|Tamil|Thai|Georgian|Armenian)"
 WHOLE = {
     "translation": rf"{_FOREIGN}(?: \([^()\n]{{1,40}}\))? in {_LANGUAGE}|{_LANGUAGE}\W{{1,6}}{_FOREIGN}(?: {_FOREIGN}){{0,3}}",
+    "field": r"(?:(?<=[\s{\[,:(='])|^)\\{0,4}\"[^\"\\\s]{1,80}\\{0,4}\"(?=\s*[:,}\]])[\s:,}\]{\[]*",
+    "resource": r"\barn:[\w-]*(?::[\w./*@${}-]*){4,}",
+    "grammar": r"^ *[\w-]+ *(?:::?=|[:=]) *(?=(?:[^\n]{0,200}\n[ \t])?[^\n]{0,200}'[^'\n]{1,12}')[^\n]+(?:\n[ \t|][^\n]+)*",
+    "argument": r"(?<=[(,\s\"])[A-Za-z_]\w{1,40}=[\w.'\"{}\[\]:/+-]{1,80}(?:\(\w*\))?(?=[,)\s\"])",
     "stack machine": r"\((?:module|func|type|param|result|local|global|memory|export|import)\b[^()\n]{0,80}\)?"
     r"|\b(?:local|global|memory|[if](?:32|64))\.\w+(?: \$?\w+)?",
     "position": r"(?:[pnbrqkPNBRQK1-8]{1,8}/){7}[pnbrqkPNBRQK1-8]{1,8}(?: [wb] (?:-|[KQkq]{1,4}) (?:-|[a-h][36])(?: \d+ \d+)?)?",
@@ -297,7 +301,7 @@ WHOLE = {
     "gloss": r"[(（][^()（）\x00-\u024f]{1,24}[)）]",
     "web address": r"\b(?:https?|ftp|git\+https?)://[^\s<>\"'`|\u0100-\U0010ffff]{4,}",
     "link": r"\]\([^()\s]{1,400}(?:\([^()\s]*\)[^()\s]*)?(?: \"[^\"\n]{0,80}\")?\)",
-    "reference": r"\[[\^@][\w.:-]{1,40}\]|\(?#\d+\)?|\|[A-Za-z][\w-]{1,40}\|_{0,2}|:[a-z]+: ",
+    "reference": r"\[[\^@][\w.:-]{1,40}\]|\(?#\d+\)?|\|[A-Za-z][\w-]{1,40}\|_{0,2}|:[a-z]+: |^ *:[a-z-]+: [^\n]+$",
     "element": r"</?[a-z][a-z0-9]{0,12}(?:\s[^<>]{1,600})?/?>",
     "code": r"``[^`\n]{1,80}``|`[^`\n]{1,80}`",
     "option": r"(?<![\w-])--[a-z][\w-]{2,40}(?:=[^\s`]{1,60})?",
@@ -320,7 +324,7 @@ _WHOLE = re.compile("|".join(f"(?:{p})" for p in WHOLE.values()), re.MULTILINE)
 _NAME = re.compile(r"(?<![\w.-])(?=[\w.-]{0,60}\d)(?=[A-Za-z]*[a-z]{2})[A-Za-z0-9]+(?:[-._][A-Za-z0-9]+)*(?![\w-])")
 """A name with a number in it, such as that of a model; one that comes twice is a name, and no glued digits."""
 _HEX_DUMP = re.compile(r"^[0-9a-fA-F]{4,16}:?[ \t]+(?:[0-9a-fA-F]{2,4}[ \t]+){4,}.*$", re.MULTILINE)
-_BLOCK = re.compile(r"(?<![^\s\"'=:,(])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)])")
+_BLOCK = re.compile(r"(?<![^\s\"'=:,(|])[A-Za-z0-9+/_=-]{24,}(?![^\s\"',.;:)|])")
 _TABLE = re.compile(r"^\|[^\n]+\|[ \t]*\n\|[ :|-]+\|[ \t]*\n(?:\|[^\n]+\|[ \t]*(?:\n|\Z))+", re.MULTILINE)
 _CELL_EDGE = re.compile(r"(?<!\\)\|")
 _CODE_SPAN = re.compile(r"`[^`\n]+`")
