@@ -81,15 +81,17 @@ def pools(half: str) -> dict[str, Pool]:
             )  # fmt: skip
             found[row["source"]].append((row["prompt_id"], row["id"], sample))
     for run in read_runs():
-        if run["kv_cache_dtype"] == "auto" and "tools" not in run["way"]:
+        if "tools" not in run["way"]:
             for side in ("server", "reference"):
+                whole = run["kv_cache_dtype"] == "auto" or side == "reference"
+                source = f"healthy {run['model']}" if whole else f"{run['kv_cache_dtype']} cache {run['model']}"
                 record = CheckRecord.from_json(run[side]) if run.get(side) else CheckRecord()
                 for probe in record.probes:
                     for n, sample in enumerate(probe.samples):
                         where = f"{probe.name} {sample.variant}"
-                        key = f"{run['model']}/{side}/{where}/{sample.temperature}/{sample.seed}/{n}"
+                        key = f"{source}/{side}/{where}/{sample.temperature}/{sample.seed}/{n}"
                         plain = replace(sample, checks=(), prompt_tokens=None, variant="", tool_form="")
-                        found[f"healthy {run['model']}, {side}"].append((where, key, plain))
+                        found[f"{source}, {side}"].append((where, key, plain))
     return {name: pool for name, rows in found.items() if (pool := _half(rows, half))["sampled"]}
 
 
@@ -197,6 +199,18 @@ class Side:
     scores: list[list[Any]]
 
 
+def scores_of_caches() -> dict[str, tuple[list[list[Any]], list[list[Any]]]]:
+    """Scores of the fixed texts that a real server with another KV cache and its reference gave, by the name of the pool."""
+    found = {}
+    for run in read_runs():
+        if run["kv_cache_dtype"] != "auto" and run.get("reference") and "tools" not in run["way"]:
+            sides = [CheckRecord.from_json(run[side]).passages for side in ("server", "reference")]
+            if all(len(passages) >= 8 for passages in sides):
+                kept = tuple([[p.passage, p.depth, p.nats, p.bytes] for p in passages] for passages in sides)
+                found[f"{run['kv_cache_dtype']} cache {run['model']}"] = (kept[0], kept[1])
+    return found
+
+
 def real_runs() -> list[dict[str, Any]]:
     """Checks of real servers with a reference, judged again by the rules as they are now."""
     rows = []
@@ -274,6 +288,13 @@ def main() -> None:
             side = Side(pool[name], kept[name])
             tasks.append((f"{name}, with a reference", side, whole, "fail", arguments.runs // 10))
             tasks.append((f"{name}, alone", side, None, "fail", arguments.runs // 10))
+    for name, (served, own) in scores_of_caches().items():  # with the scores of a real run of that cache
+        model = name.partition(" cache ")[2]
+        if f"{name}, server" in pool and f"healthy {model}, reference" in pool:
+            side, theirs = Side(pool[f"{name}, server"], served), Side(pool[f"healthy {model}, reference"], own)
+            wanted = "fail" if model == "qwen15" else "pass"  # Qwen 0.5B loses nothing that is measured to fp8
+            tasks.append((f"{name}, with its reference", side, theirs, wanted, arguments.runs // 4))
+            tasks.append((f"{name}, alone", side, None, wanted, arguments.runs // 4))
     rows = []
     with ProcessPoolExecutor(arguments.jobs) as jobs:
         for row in jobs.map(simulate, [arguments.seed] * len(tasks), *zip(*tasks, strict=True)):

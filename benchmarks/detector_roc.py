@@ -1,6 +1,6 @@
 """How often does `assay grade` find what is broken, and how often does it cry wolf?
 
-    python benchmarks/detector_roc.py
+    python benchmarks/detector_roc.py [--jobs 2]
 
 Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled by rules of their own
 (`broken_outputs.py`). Everything was tuned on the tune half of the sources; the figures are
@@ -10,11 +10,13 @@ keeps what the detectors of commit ba7355e gave, for a comparison side by side. 
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import re
 from collections import Counter, defaultdict
-from functools import cache
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,16 @@ def field_flags(text: str) -> bool:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that grade at once")
+    jobs = parser.parse_args().jobs
     all_legit, all_outputs = list(legitimate()), list(broken())
     legit = [item for item in all_legit if not is_tune(item.source)]
     outputs = [item for item in all_outputs if not is_tune(item.source)]
     healthy = [o for o in outputs if o.label == "ok"]
+    grade_all(((item.text, reason) for reason in (None, "length") for item in legit), jobs=jobs)
+    grade_all(((item.text, None) for item in documents()), jobs=jobs)
+    grade_all(((o.text, o.finish_reason) for o in outputs), jobs=jobs)
     result = {
         "left_out": left_out(),
         "machine": describe(),
@@ -75,9 +83,23 @@ def main() -> None:
     print(markdown(result))
 
 
-@cache
+GRADES: dict[tuple[str, str | None], Grade] = {}
+"""By text and finish reason."""
+
+
+def grade_all(texts: Iterable[tuple[str, str | None]], *, jobs: int) -> None:
+    """Grade the texts in so many processes."""
+    new = list(dict.fromkeys(texts))
+    with ProcessPoolExecutor(jobs) as pool:
+        GRADES.update(zip(new, pool.map(_grade, new, chunksize=16), strict=True))
+
+
+def _grade(text: tuple[str, str | None]) -> Grade:
+    return grade(text[0], finish_reason=text[1])
+
+
 def graded(output: Output) -> Grade:
-    return grade(output.text, finish_reason=output.finish_reason)
+    return GRADES[output.text, output.finish_reason]
 
 
 def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
@@ -85,7 +107,7 @@ def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
     rows: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     wrong = []
     for item in legit:
-        result = grade(item.text)
+        result = GRADES[item.text, None]
         rows[item.category].append((result.label is not Label.OK, field_flags(item.text)))
         if result.label is not Label.OK:
             wrong.append({"source": item.source, "kind": result.kind, "onset": result.onset_char})
@@ -96,9 +118,7 @@ def alarms(legit: list[Legit], healthy: list[Output]) -> dict[str, Any]:
             wrong.append({"source": output.id, "kind": result.kind, "onset": result.onset_char})
     everything = [pair for pairs in rows.values() for pair in pairs]
     table = {name: rates(pairs) for name, pairs in sorted(rows.items())}
-    cut = [
-        (grade(item.text, finish_reason="length").label is Label.DEGENERATE, field_flags(item.text)) for item in legit
-    ]
+    cut = [(GRADES[item.text, "length"].label is Label.DEGENERATE, field_flags(item.text)) for item in legit]
     return {"all": rates(everything), "said_to_be_cut": rates(cut), "by_category": table, "false_alarms": wrong}
 
 
@@ -107,7 +127,7 @@ def flagged_documents() -> dict[str, Any]:
     groups: dict[str, list[tuple[bool, bool]]] = defaultdict(list)
     named: Counter[str] = Counter()
     for item in documents():
-        found = grade(item.text)
+        found = GRADES[item.text, None]
         of = "packages" if item.source.startswith("package/") else "this repository"
         groups[of].append((found.label is not Label.OK, field_flags(item.text)))
         named[found.kind or "-"] += found.label is not Label.OK
