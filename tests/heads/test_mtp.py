@@ -28,6 +28,7 @@ from assay.lab.heads.export import MTP_FILE, read_head, write_head
 from assay.lab.heads.model import HeadConfig, MtpHead, SharedLoss, draft, observe, padded
 from assay.lab.heads.pack import run_pack
 from assay.lab.options import HeadPackPlan, HeadTryPlan
+from assay.speculation.findings import examine_head
 from tiny_target import make_target
 
 
@@ -145,6 +146,20 @@ def test_verify_accepts_the_checkpoint_and_says_what_it_lacks(trained_mtp: Any, 
     assert "checkpoint.mtp_partial" in errors(copy)
     with pytest.raises(AssayError, match=r"has no midlayer.self_attn.q_proj.bias"):
         read_head(copy)
+
+
+def test_spec_reads_the_values_of_the_layer(trained_mtp: Any, qwen: Path, tmp_path: Path) -> None:
+    def titles(change: Any) -> list[str]:
+        head = read_head(trained_mtp[0], qwen)
+        with torch.no_grad():
+            for name, p in head.named_parameters():
+                change(name, p)
+        write_head(tmp_path, head, {}, target=qwen)
+        return [f.title for f in examine_head(str(tmp_path)).findings]
+
+    assert any("all zero" in t for t in titles(lambda name, p: p.zero_()))
+    assert any("stored as w - 1" in t for t in titles(lambda name, p: p.sub_(1) if "norm" in name else p))
+    assert [t[:37] for t in titles(lambda name, p: p)] == ["the checkpoint holds a complete head "]
 
 
 def test_the_experiment_takes_it(trained_mtp: Any, qwen: Path, tmp_path: Path) -> None:

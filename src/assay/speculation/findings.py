@@ -27,6 +27,7 @@ from assay.verdict import Finding, Severity
 
 if TYPE_CHECKING:
     from assay.checkpoint.serve_args import Version
+    from assay.checkpoint.subject import Opened
 
 VLLM = "https://github.com/vllm-project/vllm/"
 _SILENT = (
@@ -518,25 +519,41 @@ class HeadFile:
 
 
 def examine_head(path: str, clues: Sequence[Clue] = ()) -> HeadFile:
-    """The head at `path`: a draft of its own with all its values, or the multi-token-prediction head of a checkpoint."""
+    """The head at `path`, with all its values: a draft of its own, or the multi-token-prediction head of a checkpoint."""
     from assay.checkpoint.draft import is_draft
     from assay.checkpoint.mtp import check_mtp, examine
     from assay.checkpoint.subject import open_checkpoint
 
-    if is_draft(open_checkpoint(path).checkpoint):
+    opened = open_checkpoint(path)
+    if is_draft(opened.checkpoint):
         return _examine_draft(path)
     report = examine(path)
     status = str(report.status)
     found = list(check_mtp(report, _quantized(path), _version(clues)))
+    bad = _head_values(opened) if status == "ok" else []
+    found += bad
     # Statuses that are no fault but tell something about a dead head.
     plain = {
         "ok": "the checkpoint holds a complete head of the declared dtype: look at the engine, not at the file",
         "none": "the checkpoint announces no head: the draft comes from elsewhere",
     }
-    if status in plain:
+    if status in plain and not bad:
         evidence = {"status": status}
         found.append(Finding("speculation.head_file", Severity.INFO, plain[status], evidence=evidence))
     return HeadFile(status, tuple(found))
+
+
+def _head_values(opened: Opened) -> list[Finding]:
+    from assay.checkpoint.mtp import head_prefixes
+    from assay.checkpoint.values import check_norms, judge_values, scan
+
+    held, layout = opened.checkpoint, opened.layout
+    if layout is None:  # on the Hub
+        return []
+    prefixes = head_prefixes(held)
+    jobs = [(t, layout.files[t.file].real) for n, t in held.tensors.items() if n.startswith(prefixes)]
+    statistics, _ = scan(jobs)
+    return [*judge_values(statistics), *check_norms(statistics, held.model_type)]
 
 
 def _examine_draft(path: str) -> HeadFile:
