@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -182,6 +184,48 @@ def test_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(made) == 12
 
 
+def ran(text: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
+    """What the few instructions of PTX that kernels use make of 32-bit registers [n]: `outputs` of them, as fp16 [n, 2] each."""
+    held = {f"${outputs + i}": x.view(np.uint32) for i, x in enumerate(inputs)}
+    for line in re.sub(r"\.reg[^;]*;|[{}]", "", text).split(";"):
+        if not line.strip():
+            continue
+        name, rest = line.split(maxsplit=1)
+        to, *given = [x.strip() for x in rest.split(",")]
+        one = [held[x] if x in held else np.full_like(held[f"${outputs}"], int(x, 0)) for x in given]
+        if name == "prmt.b32":
+            digits = [given[2][-1 - i] for i in range(4)]
+            found = np.zeros_like(one[0])
+            for i, d in enumerate(digits):
+                found = found | ((one[0] if int(d) < 4 else one[1]) >> np.uint32(8 * (int(d) % 4)) & 255) << np.uint32(
+                    8 * i
+                )
+        elif name == "lop3.b32":
+            assert given[3] == "0xea"  # of a, b and c: a & b | c
+            found = one[0] & one[1] | one[2]
+        elif name == "mov.b32":
+            found = one[0]
+        else:
+            halves = [x.view(np.float16) for x in one]
+            found = halves[0] - halves[1] if name == "sub.f16x2" else halves[0] * halves[1] + halves[2]
+            assert name in ("sub.f16x2", "fma.rn.f16x2")
+        held[to] = found.view(np.uint32)
+    return [held[f"${i}"].view(np.float16) for i in range(outputs)]
+
+
+def test_instructions_unpack_every_byte() -> None:
+    pytest.importorskip("triton")
+    from assay.lab.kv.pages import kernels
+
+    given = np.random.default_rng(0).permutation(np.arange(1024) % 256).astype(np.uint8)
+    low1, low2, high1, high2 = ran(kernels.NIBBLES.value, 4, given)
+    low, high = (np.stack([a.reshape(-1, 2), b.reshape(-1, 2)], 1).ravel() for a, b in ((low1, low2), (high1, high2)))
+    assert (low == (given & 15).astype(int) - 8).all() and (high == (given >> 4).astype(int) - 8).all()
+    masks = np.random.default_rng(1).choice([3, 12, 48, 192], 1024).astype(np.int16).reshape(-1, 2, 2)
+    fine1, fine2 = ran(kernels.FINE.value, 2, given, masks[:, 0].copy().ravel(), masks[:, 1].copy().ravel())
+    assert (np.stack([fine1.reshape(-1, 2), fine2.reshape(-1, 2)], 1).ravel() == (given & masks.ravel())).all()
+
+
 # What is refused before an engine starts.
 
 
@@ -244,7 +288,7 @@ sizes = {"D": 64, "WIDE": layout.wide, "SLOT": layout.slot, "BLOCK": 64, "GROUP"
 types = {"pages": "u8", "x": "bf16", "q": "bf16", "out": "bf16", "slots": "i64", "positions": "i64"}
 types |= dict.fromkeys(("starts", "lengths", "table", "places"), "i32") | {"k": "bf16", "v": "bf16"} | dict.fromkeys(("near", "synthesis_k", "synthesis_v", "synthesis"), "fp16")
 for kernel, more in (
-    (kernels.store_kernel, {"OFF_N": off["nk"], "OFF_T": off["tk"], "OFF_G": off["gk"], "ROTATE": True, "ROWS": 16}),
+    (kernels.store_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"ROWS": 16}),
     (kernels.attend_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"ROWS": 16, "STAGES": 5, "ASM": True}),
     (kernels.unpack_kernel, {f"OFF_{name.upper()}": at for name, at in off.items()} | {"TILE": 32}),
     (kernels.combine_kernel, {"SPLITS": 16}),

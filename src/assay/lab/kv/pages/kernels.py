@@ -47,12 +47,29 @@ def _error(z, codes, g, weight, ROUND: tl.constexpr, TOP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tokens"])
 def store_kernel(
+    k_ptr, k_token, v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr,
+    mean_k_ptr, analysis_k_ptr, weight_k_ptr, mean_v_ptr, analysis_v_ptr, weight_v_ptr, tokens,
+    OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
+    OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Code keys and values [tokens, heads, D]; tables [heads, D(, D)], pages as bytes. Grid (ROWS tokens, heads, keys or values)."""
+    if tl.program_id(2) == 0:
+        _store(k_ptr, k_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_k_ptr, analysis_k_ptr,
+               weight_k_ptr, tokens, OFF_NK, OFF_TK, OFF_GK, SLOT, BLOCK, D, WIDE, True, ROWS)  # fmt: skip
+    else:
+        _store(v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_v_ptr, analysis_v_ptr,
+               weight_v_ptr, tokens, OFF_NV, OFF_TV, OFF_GV, SLOT, BLOCK, D, WIDE, False, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _store(
     x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, analysis_ptr, weight_ptr,
     tokens, OFF_N: tl.constexpr, OFF_T: tl.constexpr, OFF_G: tl.constexpr,
     SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROTATE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Code ROWS tokens of one head: x [tokens, heads, D], tables [heads, D(, D)], pages as bytes."""
+    """Code ROWS tokens of one head of keys or values."""
     head = tl.program_id(1)
     HALF: tl.constexpr = D // 2
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -382,16 +399,12 @@ def store(
     k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, t: LayerTables
 ) -> None:
     """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous)."""
-    layout, tokens = t.layout, slots.shape[0]
-    off = {name: place for name, (place, _) in layout.offsets().items()}
-    rows = 16
-    for stream, x, tables in (("k", k, t.k), ("v", v, t.v)):
-        store_kernel[(triton.cdiv(tokens, rows), layout.heads)](
-            x, x.stride(0), pages, layout.heads * layout.block * layout.slot, slots, positions, t.trig,
-            tables.mean, tables.analysis, tables.weight, tokens,
-            off["n" + stream], off["t" + stream], off["g" + stream], layout.slot, layout.block, layout.head_dim,
-            layout.wide, stream == "k", rows, num_warps=4,
-        )  # fmt: skip
+    layout, tokens, rows = t.layout, slots.shape[0], 16
+    store_kernel[(triton.cdiv(tokens, rows), layout.heads, 2)](
+        k, k.stride(0), v, v.stride(0), pages, layout.heads * layout.block * layout.slot, slots, positions, t.trig,
+        t.k.mean, t.k.analysis, t.k.weight, t.v.mean, t.v.analysis, t.v.weight, tokens, *_places(layout),
+        layout.slot, layout.block, layout.head_dim, layout.wide, rows, num_warps=4,
+    )  # fmt: skip
 
 
 def splits_of(requests: int, layout: Layout, longest: int, multiprocessors: int = 132) -> int:
