@@ -33,6 +33,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from assay.engines.vllm.start import PREFIX, name_caches
 from assay.lab.heads.experiment import CALIBRATED, HEADS, WEIGHTS, calibration_texts, changed, head_state
 from assay.lab.heads.export import MTP_FILE, read_head, write_head
 from assay.lab.heads.model import RmsNorm, Walk
@@ -222,6 +223,8 @@ def engine(
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH} if head else None
     if head and (head / MTP_FILE).exists():
         folder, speculative = head, {"method": "mtp", "num_speculative_tokens": DEPTH}
+    if options.get("kv_cache_dtype", "").startswith(PREFIX):
+        name_caches(options["kv_cache_dtype"])  # what model runner V1 needs, and V2 does not ask for
     llm = None
     try:
         with contextlib.ExitStack() as starting:
