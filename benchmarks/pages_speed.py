@@ -60,6 +60,14 @@ def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
+def _use(arguments: argparse.Namespace) -> None:
+    """The settings of decode that were asked for."""
+    from assay.lab.kv.pages import kernels
+
+    for d, how in json.loads(arguments.decode).items():
+        kernels.DECODE[int(d)].update(how)
+
+
 def engine(arguments: argparse.Namespace) -> None:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
     from vllm import LLM
@@ -69,11 +77,8 @@ def engine(arguments: argparse.Namespace) -> None:
     more: dict[str, Any] = {"kv_cache_dtype": "fp8"} if arguments.kind == "fp8" else {}
     if arguments.kind == "pages":
         from assay.engines.vllm.start import pages
-        from assay.lab.kv.pages import kernels
 
-        for d, how in json.loads(arguments.decode).items():
-            kernels.DECODE[int(d)].update(how)
-
+        _use(arguments)
         more = pages(arguments.calibration, arguments.model)
     longest = max(contexts) + arguments.new + max(batches) * max(contexts) // 8192 + 8
     if longest > json.loads((Path(arguments.model) / "config.json").read_text())["max_position_embeddings"]:
@@ -166,6 +171,8 @@ def kernel(arguments: argparse.Namespace) -> None:
 
     from assay.lab.kv.pages import kernels
     from assay.lab.kv.pages.layout import StreamTables, layout_of, trigonometry
+
+    _use(arguments)
 
     def tables(heads: int, d: int) -> StreamTables:
         one = torch.eye(d).expand(heads, d, d).contiguous()
