@@ -184,6 +184,23 @@ def test_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(made) == 12
 
 
+def test_a_gpu_on_which_kernels_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from assay.lab.kv.pages import kernels
+
+    layout = lay.layout_of(1, 64, 16)
+    kernels.check(layout, 3, torch.bfloat16, torch.device(DEVICE))
+    right = kernels.attend
+
+    def off(q: torch.Tensor, out: torch.Tensor, *more: object, **options: object) -> None:
+        right(q, out, *more, **options)  # type: ignore[arg-type]
+        out *= 1.02
+
+    monkeypatch.setattr(kernels, "attend", off)
+    with pytest.raises(AssayError, match="attends to pages is wrong on this GPU"):
+        kernels.check(layout, 3, torch.bfloat16, torch.device(DEVICE))
+
+
 def ran(text: str, outputs: int, *inputs: np.ndarray) -> list[np.ndarray]:
     """What the few instructions of PTX that kernels use make of 32-bit registers [n]: `outputs` of them, as fp16 [n, 2] each."""
     held = {f"${outputs + i}": x.view(np.uint32) for i, x in enumerate(inputs)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -236,6 +237,7 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
             number = extract_layer_index(layer.layer_name)
             self._tables = _layer(self._config, number, layout, self._longest, device)
             _workspace(self._config, self.num_kv_heads, self.head_size, device)
+            _check_once(layout, self.num_heads // self.num_kv_heads, self._config.model_config.dtype, device)
             report({"layers": number + 1})
         return self._tables
 
@@ -300,6 +302,17 @@ def _workspace(config: VllmConfig, heads: int, d: int, device: torch.device) -> 
         k, v = (torch.zeros(size, dtype=config.model_config.dtype, device=device) for _ in "kv")
         _WORKSPACE[at] = k, v
     return _WORKSPACE[at]
+
+
+@lru_cache(maxsize=8)
+def _check_once(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Hold the kernels against the reference on this GPU, before anything is served from them."""
+    try:
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            kernels.check(layout, group, dtype, device)
+    except AssayError as error:
+        report({"error": error.message, "remedy": error.remedy})
+        raise
 
 
 def _flash(head_size: int, scale: float) -> Callable[..., None]:

@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from assay.errors import AssayError
+from assay.lab.kv.pages import layout as reference
 from assay.lab.kv.pages.layout import Layout, StreamTables
 
 DECODE: dict[int, dict[str, int]] = {
@@ -459,6 +461,56 @@ def unpack(
         t.k.mean, t.v.mean, t.halves_k, t.halves_v, first, *_places(layout), layout.slot, layout.block,
         layout.head_dim, layout.wide, layout.heads, tile, num_warps=UNPACK["num_warps"],
     )  # fmt: skip
+
+
+def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) -> None:
+    """AssayError where kernels do not give on this device what the reference gives for a page and a half of drawn tokens.
+
+    It is the compiler that is checked: another GPU or another version of Triton may make other code of the same kernels.
+    """
+    drawn, n, d, heads = torch.Generator().manual_seed(0), layout.block * 3 // 2, layout.head_dim, layout.heads
+    sizes, place = torch.logspace(0.7, -0.7, d), torch.arange(n)
+    turns = [torch.linalg.qr(torch.randn(heads, d, d, generator=drawn))[0] for _ in "kv"]
+    tk, tv = (
+        StreamTables(
+            torch.randn(heads, d, generator=drawn), turn / sizes, (turn * sizes).mT, sizes.square().expand(heads, d)
+        )
+        for turn in turns
+    )
+    angles = reference.trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, max(n, 64))
+    t = LayerTables.of(layout, tk, tv, angles.to(device))
+    turned = reference.rotated_mean(tk.mean, angles[:n])
+    r = [torch.einsum("nhe,hed->nhd", torch.randn(n, layout.heads, d, generator=drawn), x.synthesis) for x in (tk, tv)]
+    k, v = (r[0] + turned).to(dtype), (r[1] + tv.mean).to(dtype)
+    q = torch.randn(1, layout.heads * group, d, generator=drawn).to(dtype)
+    pages = torch.zeros(3, layout.heads * layout.block * layout.slot, dtype=torch.uint8, device=device)
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    slots = table[0, place // layout.block].long() * layout.block + place % layout.block
+    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [n]))
+    out, on = torch.zeros_like(q, device=device), table.to(device)
+    found_k, found_v = (torch.zeros(n, layout.heads, d, dtype=dtype, device=device) for _ in "kv")
+    store(k.to(device).contiguous(), v.to(device).contiguous(), place.to(device), pages, slots.to(device), t)
+    attend(q.to(device), out, pages, on, starts, lengths, t, d**-0.5, requests=1, longest=n)
+    unpack(found_k, found_v, starts, pages, on, lengths, t, first=0, requests=1, longest=n)
+    held = [reference.read(pages.cpu(), layout, slots, "k", tk), reference.read(pages.cpu(), layout, slots, "v", tv)]
+    coded = [
+        reference.reconstruct(x, table_of, layout.wide)
+        for x, table_of in ((k.float() - turned, tk), (v.float() - tv.mean, tv))
+    ]
+    exact = held[0] + turned, held[1] + tv.mean
+    # Of the codes a few may fall on the other side of an edge; what is read are those that are in the pages.
+    for what, found, wanted, most in (
+        ("writes keys into pages", held[0], coded[0], 0.02), ("writes values into pages", held[1], coded[1], 0.02),
+        ("attends to pages", out.cpu(), reference.attend(q, *exact, d**-0.5), 0.015),
+        ("unpacks keys", found_k.cpu(), exact[0], 0.008), ("unpacks values", found_v.cpu(), exact[1], 0.008),
+    ):  # fmt: skip
+        off = float((found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
+        if not off < most:
+            raise AssayError(
+                f"the kernel that {what} is wrong on this GPU with Triton {triton.__version__}: off by {off:.2%}, {most:.1%} at most",
+                finding_id="kv.unsupported",
+                remedy="serve with vLLM's own cache, and report the GPU and the version of Triton",
+            )
 
 
 def _places(layout: Layout) -> list[int]:
