@@ -113,13 +113,16 @@ def _start_json(start: Start) -> dict[str, Any]:
 
 
 def _best(found: Diagnosis) -> dict[str, Any] | None:
-    """The rung with most settings, or one that is faster beyond doubt."""
+    """The rung with most settings, or one that is faster beyond doubt and by more than `--slower`.
+
+    One stream is timed: settings for many streams at once gain nothing there, and are not dropped for a trifle.
+    """
     if not found.rungs:
         return None
     rungs = [(c, o.speed) for c, o in found.rungs]
     configuration, speed = max(rungs, key=lambda r: len(r[0]))
     for other, theirs in rungs:
-        if theirs is not None and speed is not None and theirs.lo > speed.hi:
+        if theirs and speed and theirs.lo > speed.hi and (1 - found.options.slower) * theirs.value > speed.value:
             configuration, speed = other, theirs
     return {
         "command": found.command.text(configuration), "settings": sorted(configuration),
