@@ -1,6 +1,7 @@
 """How often does `assay grade` find what is broken, and how often does it cry wolf?
 
     python benchmarks/detector_roc.py [--jobs 2]
+    python benchmarks/detector_roc.py --stutter       # measures stutter again, and keeps the other results
 
 Legitimate text from `legit_texts.py`, outputs of broken and healthy models from `corpus/`, labelled by rules of their own
 (`broken_outputs.py`). Everything was tuned on the tune half of the sources; the figures are
@@ -52,11 +53,17 @@ def field_flags(text: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=1, help="processes that grade at once")
-    jobs = parser.parse_args().jobs
+    parser.add_argument("--stutter", action="store_true", help="measure stutter over all texts of a kind, and no more")
+    given = parser.parse_args()
+    jobs = given.jobs
     all_legit, all_outputs = list(legitimate()), list(broken())
     legit = [item for item in all_legit if not is_tune(item.source)]
     outputs = [item for item in all_outputs if not is_tune(item.source)]
     healthy = [o for o in outputs if o.label == "ok"]
+    if given.stutter:
+        result = json.loads((RESULTS / "detector_roc.json").read_text(encoding="utf-8"))
+        write({**result, "stutter": stutter(legit, outputs)})
+        return
     grade_all(((item.text, reason) for reason in (None, "length") for item in legit), jobs=jobs)
     grade_all(((item.text, None) for item in documents()), jobs=jobs)
     grade_all(((o.text, o.finish_reason) for o in outputs), jobs=jobs)
@@ -75,7 +82,11 @@ def main() -> None:
             "outputs": sum(is_tune(o.source) for o in all_outputs),
         },
     }
-    RESULTS.mkdir(exist_ok=True)
+    write(result)
+
+
+def write(result: dict[str, Any]) -> None:
+    """The results as JSON and Markdown."""
     (RESULTS / "detector_roc.json").write_text(
         json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
     )
