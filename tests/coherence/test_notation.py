@@ -124,6 +124,13 @@ DOCUMENTS = {
     "argdef: NAME [':' test]\nstmt: expr (augop (yexpr|testlist) | ('=' (yexpr|starlist))*)\naugop: ('+=' | '-=' | '*=' | '@=' | '/=' | '%=')",
     "signature": ".. autoclass:: wire.kinds.OctetField(value=NoDefault(), tagSet=TagList(), subKinds=KindUnion(), hexValue=NoDefault(),\n"
     "   binValue=NoDefault(), encoding='us-ascii')\n   :members: hasValue, isSameKindWith, isWiderThan, tagSet, subKinds, namedBits",
+    "templates": "{{< entries.inline >}}\n{{ range $key := $.Site.Data.entries -}}\n  <h2>{{ $key.title }}</h2>\n"
+    "  {{ range $i, $item := $key.items -}}\n    {{- $n := len $key.items -}}\n    {{ if (eq $i 0) }}<div>{{ end }}\n"
+    "    {% if item.on %}{{ item.name | upper }}{% endif %}\n  {{ end -}}\n{{ end -}}\n{{< /entries.inline >}}\n",
+    "rule of quotes": 'Links between two libraries that need each other\n' + '"' * 48 + "\n\nA linker reads its files once, from left to right.\n",
+    "box in a comment": "The pending calls are printed as a table:\n\n```js\n// ┌─────────┬──────────┬───────────────────────┬──────┐\n"
+    "// │ (index) │  Method  │        Origin         │ Path │\n// ├─────────┼──────────┼───────────────────────┼──────┤\n"
+    "// │    0    │  'GET'   │ 'https://example.com' │ '/'  │\n// └─────────┴──────────┴───────────────────────┴──────┘\n```\n",
     "model cards": "".join(
         f"- [{who}/{name}](https://huggingface.co/{who}/{name}): as `{name}.gguf`\n"
         for who, name in [

@@ -88,7 +88,7 @@ def _drawn(view: TextView, start: int, end: int, limit: int) -> bool:
     line_start, line_end = view.line_at(start)
     title = view.line_at(max(line_start - 1, 0))
     if (
-        view.text[start] in _RULES
+        (view.text[start] in _RULES or view.text[start] in "\"'`")
         and (start, end) == (line_start, line_end)
         and 0 <= end - start - (title[1] - title[0]) <= 2
     ):
@@ -281,7 +281,7 @@ def _crowded(view: TextView, end: str) -> Detection | None:
         flood = cut and count > len(end) / 2 and _digits_on_one_line(view)
     elif char == "|":
         flood = cut and count > len(end) / 2
-    elif char in _DRAWN:
+    elif char in _DRAWN or "\u2500" <= char <= "\u259f":
         flood = (
             cut and count > len(end) / 2 and char != "*" and set(end) != set("#.") and _mean_run(view, char) < DRAWN_RUN
         )
