@@ -139,6 +139,25 @@ DOCUMENTS = {
         ]
     ),
 }  # fmt: skip
+DENSE = {
+    "style": ".card{display:inline-flex;padding:.25rem 1.5rem;margin-top:0;font-size:.875rem;line-height:1.4;border:2px solid "
+    "transparent;border-radius:.5rem;transition:color .2s ease,opacity .2s linear}.card:focus{color:#1a2b3c;outline:none}"
+    ".card-main{color:#eee;background-color:#0a84ff;border-color:#0a84ff}",
+    "query": "query { project { slug issues(last: 20, sortBy: {key: CREATED_AT, order: ASC}) { nodes { idWithOwner labelCount "
+    "mainRef { object { ... on Change { log(last: 5) { edges { node { writtenAt } } } } } } } } } }",
+    "one line of awk": "awk 'BEGIN{FS=OFS=\";\"} NR>2 && $4!~/^%/ {s[$2]+=$5; c[$2]++} END{for(i in s) printf \"%s;%.3f\\n\", i, s[i]/c[i]}' x.csv",
+    "one line of perl": "perl -F, -lane 'print join \"|\", @F[1,3..5] if $F[2] =~ /^[a-f]{3}\\d+$/ && $. > 2' in.csv | sort -t, -k3,3n | uniq -d",
+    "graph": 'digraph N { rankdir=TB; s0 -> s1 [label="a/1"]; s1 -> s2 [label="b/0"]; s2 -> s0 [style=dotted]; s2 -> s3; s3 -> s3 [label="c/1"]; }',
+    "schema": "message Order { string ref = 1; int64 sum = 2; enum State { OPEN = 0; PAID = 1; SENT = 2; } message Line { string sku = 1; "
+    "State state = 2; } repeated Line lines = 3; }",
+    "files": ".\n├── app\n│   ├── views.py\n│   ├── urls.py\n│   └── forms\n│       ├── base.py\n│       └── user.py\n├── conf\n│   └── dev.ini\n"
+    "├── Makefile\n└── NOTES.md\n",
+    "board": "r . b q k . . r\np p p . . p p p\n. . n . . n . .\n. . b . p . . .\n. . B . P . . .\n. . N . . N . .\nP P P . . P P P\nR . B Q K . . R\n",
+    "elements": "Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe "
+    "Cs Ba La Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi",
+    "variants": "NM_000492.4:c.1521_1523del p.(Phe508del); NM_000546.6:c.818G>A p.(Arg273His); NM_007294.4:c.181T>G p.(Cys61Gly); "
+    "NM_000249.4:c.350C>T p.(Thr117Met)",
+}  # fmt: skip
 PAGES = sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))
 
 
@@ -148,6 +167,19 @@ def test_documents_of_links_code_names_and_figures_are_left_alone(text: str) -> 
     for written in (text, prose + text, text * 2):
         result = grade(written)
         assert result.label is Label.OK, result
+
+
+@pytest.mark.parametrize("text", DENSE.values(), ids=DENSE)
+def test_dense_code_and_rows_of_symbols_are_left_alone(text: str) -> None:
+    for written in (text, f"Here it is:\n\n```\n{text}\n```\n"):
+        for finish_reason in (None, "stop"):
+            assert grade(written, finish_reason=finish_reason).label is Label.OK, written[:40]
+
+
+def test_salads_whose_brackets_close_at_random_are_found() -> None:
+    pieces = ["qu", "(", "nof", ")", "tre", "[", "ab1", "}", "zem", "(", "7ok", "]", "uvi", "{", "pha", ")", "gro", "[", "3x", "}", "ost", "(", "vel", ")", "mik", "]", "fan", "(", "5u", "}", "des", "{", "lor", ")", "hap", "["]
+    text = " ".join(R.choice(pieces) for _ in range(90))
+    assert grade(text).label is Label.DEGENERATE
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

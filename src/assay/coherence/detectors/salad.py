@@ -257,6 +257,7 @@ PIECES = {
     "morse": r"[.·•\-–−]{1,6}|/",
     "formulas": r"\d*(?:[A-Z][a-z]?\d*|\((?:[A-Z][a-z]?\d*)+\)\d*)+(?:\^?\d?[+-])?(?:\((?:aq|s|l|g)\))?|\+|[-=]+>|→|⇌|<=>|↔",
     "bytes": r"(?:0x)?[0-9a-fA-F]{2}|#[0-9a-fA-F]{3,8}",
+    "letters": r"[\w.]",
     "codes": r"[A-Z]{1,4}-?\d{1,6}[A-Z]?(?:[-./]\d+)?",
 }
 _ATOMS = r"(?:\[[^\]\s]{1,14}\]|Br|Cl|[BCNOPSFIbcnops]|[=#$:/\\.~-]|%\d\d|\d|[()])"
@@ -272,6 +273,11 @@ WHOLE = {
     "grammar": r"^ *[\w-]+ *(?:::?=|[:=]) *(?=(?:[^\n]{0,200}\n[ \t])?[^\n]{0,200}'[^'\n]{1,12}')[^\n]+(?:\n[ \t|][^\n]+)*",
     "argument": r"(?<=[(,\s\"])[A-Za-z_]\w{1,40}=[\w.'\"{}\[\]:/+-]{1,80}(?:\(\w*\))?(?=[,)\s\"])",
     "placeholder": r"\{\{[^{}\n]{0,200}\}\}|\{%[^{}\n]{0,200}%\}|<[CASMD]-[^<>\s]{1,12}>",
+    "sum": r"(?<![\w.-])\d+(?:\.\d+)?(?: [-+*/×÷^=−] \d+(?:\.\d+)?|[+*×÷^=]\d+(?:\.\d+)?)+(?![\w-])",
+    "tree of files": r"^[│├└─ \t]*[├└]─+ [^\n]{1,80}$",
+    "abstraction": r"λ\w{1,3}\.",
+    "declaration": r"(?<![\w-])[a-z-]{3,30}:[^\s;{}][^;{}\n]{0,60}[;}]",
+    "variant": r"(?<!\w)(?:[A-Z]{2}_\d+(?:\.\d+)?:)?[cgmnpr]\.[(]?[\w*>+-]{3,40}[)]?",
     "stack machine": r"\((?:module|func|type|param|result|local|global|memory|export|import)\b[^()\n]{0,80}\)?"
     r"|\b(?:local|global|memory|[if](?:32|64))\.\w+(?: \$?\w+)?",
     "position": r"(?:[pnbrqkPNBRQK1-8]{1,8}/){7}[pnbrqkPNBRQK1-8]{1,8}(?: [wb] (?:-|[KQkq]{1,4}) (?:-|[a-h][36])(?: \d+ \d+)?)?",
@@ -338,6 +344,8 @@ LEAST_CODES, SHAPES = 10, 0.3
 DISTINCT, LONG = 0.5, 4
 """Of pieces so long on average so many are different in a list of codes: the same few again are a loop."""
 LEAST_LENGTH = 5
+LETTERS = 8
+"""Single letters in a row of which a board, an alphabet or a word that is spelled consists."""
 _SHAPE = str.maketrans(
     {
         **dict.fromkeys("0123456789", "0"),
@@ -371,7 +379,10 @@ def encoded_spans(text: str) -> Iterator[tuple[int, int]]:
 
 def _is_no_sentence(piece: str) -> bool:
     """Single letters and short words stand in sentences too: there must be something that no sentence has."""
-    return any(c.isdigit() or not (c.isalpha() or c.isspace() or c in ".,;:'") for c in piece) or piece.isupper()
+    alone = all(len(part) == 1 for part in piece.split()) and len(piece.split()) >= LETTERS
+    return (
+        alone or any(c.isdigit() or not (c.isalpha() or c.isspace() or c in ".,;:'") for c in piece) or piece.isupper()
+    )
 
 
 def _same_again(pieces: Sequence[str]) -> bool:
@@ -523,6 +534,9 @@ FOREIGN_WORDS, FOREIGN_KNOWN, FOREIGN_MORE = 0.6, 0.5, 1.0
 know, and needs so much more."""
 LEAST_WEIGHT = 0.5
 """Share of the tokens of a window that are no notation."""
+NESTED_PAIRS, NESTED_CHARS, NESTED_LIMIT = 3, 80, 6.5
+"""Brackets that close in their order, so many of them, one for so many code points, are code below this mean."""
+_CLOSING = {closing: opening for opening, closing in BRACKETS}
 PATIENCE, STEP = 64, 0.25
 """The more windows, the more strange ones by chance: every doubling past so many asks for so much more."""
 
@@ -569,7 +583,24 @@ def scores(values: NDArray[np.float64], model: Trees) -> NDArray[np.float64]:
 def detect(view: TextView) -> Detection | None:
     """The first stretch of salad. What looks like one is looked at again without its notation."""
     found = _detect(view, running_sums(view))
-    return found and _detect(view, running_sums(view, notation_spans(view.text)))
+    found = found and _detect(view, running_sums(view, notation_spans(view.text)))
+    if found and found.evidence["mean_log_odds"] < NESTED_LIMIT and _nested(view.text[found.onset_char : found.end]):
+        return None
+    return found
+
+
+def _nested(text: str) -> bool:
+    """Whether brackets stand close and each closes in its order, as in dense code: salads open and close them at random."""
+    opened: list[str] = []
+    pairs = 0
+    for mark in text:
+        if mark in _CLOSING:
+            if not opened or opened.pop() != _CLOSING[mark]:
+                return False
+            pairs += 1
+        elif mark in _CLOSING.values():
+            opened.append(mark)
+    return not opened and pairs >= NESTED_PAIRS and len(text) <= NESTED_CHARS * pairs
 
 
 def _detect(view: TextView, sums: Mapping[str, NDArray[np.float64]] | None) -> Detection | None:

@@ -120,11 +120,13 @@ def detect_drift(view: TextView) -> Detection | None:
         known = {w: language.is_known_word(w, bloom) for w in set(words)}
         distinct = distinct_in_windows(words, MIN_WORDS)
         function = _in_windows([w in FUNCTION_WORDS for w in words], MIN_WORDS)
-        familiar = _in_windows([known[w] for w in words], MIN_WORDS)
+        familiar = _in_windows([known[w] and len(w) > 1 for w in words], MIN_WORDS)
+        short = _in_windows([len(w) <= 2 for w in words], MIN_WORDS)  # symbols of the elements
         drift = np.flatnonzero(
             (function <= MAX_FUNCTION * MIN_WORDS)
             & (familiar >= MIN_KNOWN * MIN_WORDS)
             & (distinct >= MIN_DISTINCT * MIN_WORDS)
+            & (short <= MIN_WORDS / 2)
         )
         if len(drift):
             onset = row.start() + spans[drift[0]][0]
