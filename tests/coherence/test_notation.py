@@ -177,7 +177,25 @@ def test_dense_code_and_rows_of_symbols_are_left_alone(text: str) -> None:
 
 
 def test_salads_whose_brackets_close_at_random_are_found() -> None:
-    pieces = ["qu", "(", "nof", ")", "tre", "[", "ab1", "}", "zem", "(", "7ok", "]", "uvi", "{", "pha", ")", "gro", "[", "3x", "}", "ost", "(", "vel", ")", "mik", "]", "fan", "(", "5u", "}", "des", "{", "lor", ")", "hap", "["]
+    words = (
+        "qu",
+        "nof",
+        "tre",
+        "ab1",
+        "zem",
+        "7ok",
+        "uvi",
+        "pha",
+        "gro",
+        "3x",
+        "ost",
+        "vel",
+        "mik",
+        "fan",
+        "5u",
+        "lor",
+    )
+    pieces = [*words, "(", ")", "[", "]", "{", "}", "(", "]"]
     text = " ".join(R.choice(pieces) for _ in range(90))
     assert grade(text).label is Label.DEGENERATE
 
