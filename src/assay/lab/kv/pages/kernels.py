@@ -403,7 +403,7 @@ def store(
     """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous)."""
     layout, tokens, rows = t.layout, slots.shape[0], 16
     store_kernel[(triton.cdiv(tokens, rows), layout.heads, 2)](
-        k, k.stride(0), v, v.stride(0), pages, layout.heads * layout.block * layout.slot, slots, positions, t.trig,
+        k, k.stride(0), v, v.stride(0), pages, pages.stride(0), slots, positions, t.trig,
         t.k.mean, t.k.analysis, t.k.weight, t.v.mean, t.v.analysis, t.v.weight, tokens, *_places(layout),
         layout.slot, layout.block, layout.head_dim, layout.wide, rows, num_warps=4,
     )  # fmt: skip
@@ -435,7 +435,7 @@ def attend(
     part = q.new_empty(lines, layout.head_dim + layout.wide, dtype=torch.float32)
     sums = q.new_empty(lines, 2, dtype=torch.float32)
     attend_kernel[(requests, layout.heads, splits)](
-        q, q.stride(0), part, sums, pages, layout.heads * layout.block * layout.slot, table, table.stride(0),
+        q, q.stride(0), part, sums, pages, pages.stride(0), table, table.stride(0),
         starts, lengths, t.trig, t.near, t.k.mean, t.halves_k, scale * 1.4426950408889634, 0, splits,
         *_places(layout), layout.slot, layout.block, layout.head_dim, layout.wide, group, layout.heads, rows, tile,
         how["num_stages"], ASM and not INTERPRETED, num_warps=how["num_warps"],
@@ -457,7 +457,7 @@ def unpack(
     layout = t.layout
     tile = min(UNPACK["tile"], layout.block)
     unpack_kernel[(triton.cdiv(longest, tile), layout.heads, requests)](
-        k, v, pages, layout.heads * layout.block * layout.slot, table, table.stride(0), lengths, places, t.trig,
+        k, v, pages, pages.stride(0), table, table.stride(0), lengths, places, t.trig,
         t.k.mean, t.v.mean, t.halves_k, t.halves_v, first, *_places(layout), layout.slot, layout.block,
         layout.head_dim, layout.wide, layout.heads, tile, num_warps=UNPACK["num_warps"],
     )  # fmt: skip
