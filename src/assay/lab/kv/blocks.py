@@ -19,6 +19,7 @@ import hashlib
 import json
 import os
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -308,9 +309,14 @@ class _Stream:
         """Coefficients of a token."""
         return len(self.scale)
 
-    def inputs(self, tokens: int, decoded: Mapping[Key, torch.Tensor]) -> torch.Tensor:
-        """What `weight` takes [.., tokens], bf16, but for the coefficients."""
-        found = torch.empty(self.weight.shape[1], tokens, dtype=torch.bfloat16)
+    def inputs(
+        self, tokens: int, decoded: Mapping[Key, torch.Tensor], room: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What `weight` takes [.., tokens], bf16, but for the coefficients; in `room`, flat, where it is given."""
+        depth = self.weight.shape[1]
+        if room is None:
+            room = torch.empty(depth * tokens, dtype=torch.bfloat16)
+        found = room[: depth * tokens].view(depth, tokens)
         found[self.rank : self.rank + 2] = 1
         if self.sides:
             torch.cat([decoded[key] for key in self.sides], out=found[self.rank + 2 :])
@@ -334,6 +340,7 @@ class BlockCodec:
             for layer in range(self.facts.layers)
             for stream in ("k", "v")
         }
+        self._kept = threading.local()
         self._needed = {side for stream in self._streams.values() for side in stream.sides}
         self._pool = ThreadPoolExecutor(self.threads, "assay-kv", alone) if self.threads > 1 else None
 
@@ -493,61 +500,66 @@ class BlockCodec:
 
     def _decode(self, blocks: Sequence[bytes], heads: Sequence[Header], out: torch.Tensor) -> None:
         facts = self.facts
-        coded = [head.tokens - head.exact for head in heads]
+        coded = np.array([head.tokens - head.exact for head in heads])
         turn = self._rotation([(head.first + head.exact, n) for head, n in zip(heads, coded, strict=True)])
-        at = [head.exact_at for head in heads]
-        whole: list[tuple[int, int]] = []
+        places = np.cumsum([0, *map(len, blocks)])[:-1]
+        raw = b"".join(blocks)
+        ends = np.empty((2 * facts.layers, len(heads)), np.int64)
+        to = np.empty(len(heads), np.int64)
         start = 0
         for i, head in enumerate(heads):
+            at = int(places[i]) + head.exact_at
             size = 2 * facts.layers * head.exact * facts.width * head.kind.itemsize
             if head.exact:
-                raw = torch.frombuffer(bytearray(blocks[i][at[i] : at[i] + size]), dtype=head.kind)
-                out[:, :, start : start + head.exact] = raw.view(facts.layers, 2, head.exact, facts.width)
-            at[i] += size
-            whole.append((start + head.exact, coded[i]))
-            start += head.tokens
+                rows = torch.frombuffer(bytearray(raw[at : at + size]), dtype=head.kind)
+                out[:, :, start : start + head.exact] = rows.view(facts.layers, 2, head.exact, facts.width)
+            ends[:, i] = at + size + np.cumsum(head.sizes)
+            to[i], start = start + head.exact, start + head.tokens
+        begins = ends - np.array([head.sizes for head in heads]).T
+        if len(raw) % 2 or (ends % 2).any():
+            raise BlockDamaged("a section of a block is no whole number of words")
+        words, begins, ends = np.frombuffer(raw, "<u2"), begins // 2, ends // 2
+        columns = np.cumsum(coded) - coded
         decoded: dict[Key, torch.Tensor] = {}
-        total = sum(coded)
-        places = out.view(torch.uint16).numpy() if out.dtype == torch.bfloat16 else np.empty(0)
+        total = int(coded.sum())
+        room, kept = self._room(total)
+        bf16 = out.dtype == torch.bfloat16
+        filled = out.view(torch.uint16).numpy() if bf16 else np.empty(0)
         for number, ((layer, name), stream) in enumerate(self._streams.items()):
-            inputs, done = stream.inputs(total, decoded), 0
-            bits = _bits(inputs)
-            for i, head in enumerate(heads):
-                section = memoryview(blocks[i])[at[i] : at[i] + head.sizes[number]]
-                at[i] += head.sizes[number]
-                self._read(stream, section, coded[i], bits, done)
-                done += coded[i]
-            found = torch.mm(stream.weight, inputs)
+            inputs = stream.inputs(total, decoded, room)
+            self._read(stream, words, begins[number], ends[number], coded, columns, _bits(inputs))
+            i, turned = "kv".index(name), name == "k" and facts.before_rope
+            # Of two layers at a time: nobody predicts from farther below.
+            found = torch.mm(stream.weight, inputs, out=kept[layer % 2, i])
             if (layer, name) in self._needed:
                 decoded[layer, name] = found
-            i, turned, done = "kv".index(name), name == "k" and facts.before_rope, 0
-            if out.dtype == torch.bfloat16:
-                for start, tokens in whole:
-                    _place(_bits(found), done, places[layer, i, start : start + tokens], *turn, facts.kv_heads, turned)
-                    done += tokens
+            if bf16:
+                _place(_bits(found), columns, coded, filled[layer, i], to, *turn, facts.kv_heads, turned)
             else:
                 rows = found.T.float().contiguous()
                 if turned:
                     _turn(rows.numpy(), *turn, facts.kv_heads, False)
-                for start, tokens in whole:
-                    out[layer, i, start : start + tokens] = rows[done : done + tokens]
-                    done += tokens
+                for there, here, tokens in zip(to, columns, coded, strict=True):
+                    out[layer, i, there : there + tokens] = rows[here : here + tokens]
             decoded.pop((layer - 2, name), None)
 
-    def _read(self, stream: _Stream, section: memoryview, tokens: int, out: NDArray[np.uint16], column: int) -> None:
-        """Decode the coefficients of one section, scaled, into the first rows of `out` from `column` on."""
-        (count,) = struct.unpack_from("<I", section) if len(section) >= 4 else (1 << 31,)
-        start = 4 + 4 * count
-        if len(section) < start + 16 or (len(section) - start) % 2:
-            raise BlockDamaged("a section of a block ends inside its escapes or states")
-        numbers, kinds = np.empty((stream.rank, tokens), np.int16), np.zeros(tokens, np.uint8)
-        good = rans.read(
-            np.frombuffer(section, "<u4", 4, start), np.frombuffer(section, "<u2", -1, start + 16),
-            stream.laws, *rans.tables(), *stream.classes, numbers, kinds,
-        )  # fmt: skip
-        escaped = np.frombuffer(section, "<f4", count, 4)
-        if not good or not rans.values(numbers, stream.gaps, stream.scale, escaped, out, column):
+    def _read(
+        self, stream: _Stream, words: NDArray[np.uint16], begins: NDArray[np.int64], ends: NDArray[np.int64],
+        tokens: NDArray[np.int64], columns: NDArray[np.int64], out: NDArray[np.uint16],
+    ) -> None:  # fmt: skip
+        """Decode a stream's scaled coefficients in some blocks into the first rows of `out`."""
+        tables = *rans.tables(), *stream.classes, stream.gaps, stream.scale
+        if rans.sections(words, begins, ends, tokens, columns, stream.laws, tables, out) >= 0:
             raise BlockDamaged("a section of a block is no code of its tables")
+
+    def _room(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of this thread for what products take and give, kept from call to call: new pages take longer than use."""
+        depth, width = max(stream.weight.shape[1] for stream in self._streams.values()), self.facts.width
+        room: torch.Tensor | None = getattr(self._kept, "room", None)
+        if room is None or room.numel() < (depth + 4 * width) * tokens:
+            room = self._kept.room = torch.empty((depth + 4 * width) * tokens, dtype=torch.bfloat16)
+        rows = room[depth * tokens : (depth + 4 * width) * tokens].view(2, 2, width, tokens)
+        return room[: depth * tokens], rows
 
     def _rotation(self, spans: Sequence[tuple[int, int]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Cosines and sines [tokens, head_dim / 2] of spans (first, tokens)."""
@@ -612,21 +624,27 @@ def _turn(rows, cos, sin, heads, back):  # type: ignore[no-untyped-def]
 
 
 @rans.compiled
-def _place(bits, first, out, cos, sin, heads, turned):  # type: ignore[no-untyped-def]
-    """Tokens `first` … of `bits` [width, tokens] into `out` [some tokens, width], both bf16; RoPE put on where `turned`."""
+def _place(bits, columns, counts, out, to, cos, sin, heads, turned):  # type: ignore[no-untyped-def]
+    """Tokens of `bits` [width, tokens] into `out` [tokens, width], both bf16; RoPE put on where `turned`.
+
+    Of each block `counts` tokens, from `columns` on, to the rows from `to` on.
+    """
     width = bits.shape[0]
     row = np.empty(width, np.uint32)
     x = row.view(np.float32)
     half = width // heads // 2
-    for t in range(out.shape[0]):
-        for i in range(width):
-            row[i] = np.uint32(bits[i, first + t]) << np.uint32(16)
-        if turned:
-            for h in range(heads):
-                low, high = x[h * 2 * half : h * 2 * half + half], x[h * 2 * half + half : (h + 1) * 2 * half]
-                for i in range(half):
-                    a, b, c, s = low[i], high[i], cos[first + t, i], sin[first + t, i]
-                    low[i], high[i] = a * c - b * s, b * c + a * s
-        for i in range(width):
-            w = row[i]
-            out[t, i] = np.uint16((w + np.uint32(0x7FFF) + ((w >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+    for block in range(counts.size):
+        for n in range(counts[block]):
+            t = columns[block] + n
+            for i in range(width):
+                row[i] = np.uint32(bits[i, t]) << np.uint32(16)
+            if turned:
+                for h in range(heads):
+                    low, high = x[h * 2 * half : h * 2 * half + half], x[h * 2 * half + half : (h + 1) * 2 * half]
+                    for i in range(half):
+                        a, b, c, s = low[i], high[i], cos[t, i], sin[t, i]
+                        low[i], high[i] = a * c - b * s, b * c + a * s
+            line = out[to[block] + n]
+            for i in range(width):
+                w = row[i]
+                line[i] = np.uint16((w + np.uint32(0x7FFF) + ((w >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,9 +27,10 @@ from assay.lab.kv import rans
 from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables, Header, block_tokens
 from assay.lab.kv.codecs.pca_entropy import LAWS
 
-SETTINGS = {"sections": 8, "merged": True, "num_warps": 1}
+SETTINGS = {"sections": 4, "merged": False, "num_warps": 1}
 """Sections of a program (as many threads follow their states), one look-up of four bytes or two of one and four, warps."""
-GROUP = 2048
+_STEP = 512
+GROUP = 4096
 """Tokens that are decoded together."""
 _ESCAPE = tl.constexpr(0x7FC0)
 """What stands for an escape among coefficients in bf16 until it is filled in."""
@@ -80,23 +81,89 @@ def _rounded(x):
 @triton.jit
 def _number(
     x, at, end, live, kind, own, words, slots, codes, shifts, laws, one, more, times,
-    CLASSES: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
+    CLASSES: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """One number of each section: its coefficient as bf16 bits, whether it is an escape, state and place."""
+    """One number of each section, under a law that may have low bits: its coefficient as bf16 bits, whether it is an escape, state and place."""
     law = tl.load(laws + own * CLASSES + kind)
     name, x, at = _take(x, at, end, live, law, words, slots, codes, MERGED)
-    k = name - 128
-    if WIDE:
-        m = tl.load(shifts + law)
-        low = (x & ((1 << m) - 1).to(tl.uint32)).to(tl.int32)
-        x, at = _refill(tl.where(live, x >> m.to(tl.uint32), x), at, end, words)
-        k = (k << m) | low
+    m = tl.load(shifts + law)
+    low = (x & ((1 << m) - 1).to(tl.uint32)).to(tl.int32)
+    x, at = _refill(tl.where(live, x >> m.to(tl.uint32), x), at, end, words)
+    k = ((name - 128) << m) | low
     size = tl.abs(k)
     gap = tl.where(size == 1, one, more)
     value = k.to(tl.float32) - tl.where(k < 0, -gap, gap)
     bits = _rounded(tl.where(size == 0, 0.0, value * times))
     escaped = live & (name == 255)
     return tl.where(escaped, _ESCAPE, bits), escaped.to(tl.int32), x, at
+
+
+@triton.jit
+def _looked_up(x, law, slots, MERGED: tl.constexpr):
+    """The names that states stand for under their laws, and what `_after` needs beside them."""
+    slot = x & 4095
+    if MERGED:
+        entry = tl.load(slots + law * 4096 + slot.to(tl.int32)).to(tl.uint32, bitcast=True)
+        return (entry & 255).to(tl.int32), entry
+    else:  # noqa: RET505 (a constant: one of the two is compiled)
+        name = tl.load(slots + law * 4096 + slot.to(tl.int32)).to(tl.int32)
+        return name, slot
+
+
+@triton.jit
+def _after(x, name, entry, law, codes, MERGED: tl.constexpr):
+    """States behind their names, which may lack a word yet."""
+    if MERGED:
+        return (((entry >> 8) & 4095) + 1) * (x >> 12) + (entry >> 20)
+    else:  # noqa: RET505
+        code = tl.load(codes + law * 256 + name).to(tl.uint32, bitcast=True)
+        return (code & 0xFFFF) * (x >> 12) + (entry - (code >> 16))
+
+
+@triton.jit
+def _value(name, live, one, more, times):
+    """What a number stands for, scaled, as bf16 bits; whether it is an escape."""
+    k = name - 128
+    size = tl.abs(k)
+    gap = tl.where(size == 1, one, more)
+    value = k.to(tl.float32) - tl.where(k < 0, -gap, gap)
+    escaped = live & (name == 255)
+    return tl.where(escaped, _ESCAPE, _rounded(tl.where(size == 0, 0.0, value * times))), escaped.to(tl.int32)
+
+
+@triton.jit
+def _narrow_four(
+    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
+    CLASSES: tl.constexpr, MERGED: tl.constexpr,
+):  # fmt: skip
+    """As `_four` where no law has low bits: every look-up of all four states before what hangs on it, so that they overlap."""
+    packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
+    law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
+    law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
+    law3 = tl.load(laws + own * CLASSES + ((packed >> 24) & 255))
+    n0, f0 = _looked_up(x0, law0, slots, MERGED)
+    n1, f1 = _looked_up(x1, law1, slots, MERGED)
+    n2, f2 = _looked_up(x2, law2, slots, MERGED)
+    n3, f3 = _looked_up(x3, law3, slots, MERGED)
+    y0, y1 = _after(x0, n0, f0, law0, codes, MERGED), _after(x1, n1, f1, law1, codes, MERGED)
+    y2, y3 = _after(x2, n2, f2, law2, codes, MERGED), _after(x3, n3, f3, law3, codes, MERGED)
+    l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
+    y0, y1, y2, y3 = tl.where(l0, y0, x0), tl.where(l1, y1, x1), tl.where(l2, y2, x2), tl.where(l3, y3, x3)
+    s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
+    at1 = at + s0.to(tl.int32)
+    at2 = at1 + s1.to(tl.int32)
+    at3 = at2 + s2.to(tl.int32)
+    w0, w1 = _word(words, at, s0 & (at < end)), _word(words, at1, s1 & (at1 < end))
+    w2, w3 = _word(words, at2, s2 & (at2 < end)), _word(words, at3, s3 & (at3 < end))
+    x0, x1 = tl.where(s0, (y0 << 16) | w0, y0), tl.where(s1, (y1 << 16) | w1, y1)
+    x2, x3 = tl.where(s2, (y2 << 16) | w2, y2), tl.where(s3, (y3 << 16) | w3, y3)
+    b0, e0 = _value(n0, l0, one, more, times)
+    b1, e1 = _value(n1, l1, one, more, times)
+    b2, e2 = _value(n2, l2, one, more, times)
+    b3, e3 = _value(n3, l3, one, more, times)
+    tl.store(to + t // 2, _pair(b0, b1), mask=l0)
+    tl.store(to + t // 2 + 1, _pair(b2, b3), mask=l0)
+    return x0, x1, x2, x3, at3 + s3.to(tl.int32), found + e0 + e1 + e2 + e3
 
 
 @triton.jit
@@ -107,18 +174,18 @@ def _pair(a, b):
 @triton.jit
 def _four(
     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-    CLASSES: tl.constexpr, MERGED: tl.constexpr, WIDE: tl.constexpr,
+    CLASSES: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """Four tokens of one channel in each section, one of each state."""
     packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
     b0, e0, x0, at = _number(x0, at, end, t < tokens, packed & 255, own, words, slots, codes, shifts, laws, one, more, times,
-                             CLASSES, MERGED, WIDE)  # fmt: skip
+                             CLASSES, MERGED)  # fmt: skip
     b1, e1, x1, at = _number(x1, at, end, t + 1 < tokens, (packed >> 8) & 255, own, words, slots, codes, shifts, laws, one, more,
-                             times, CLASSES, MERGED, WIDE)  # fmt: skip
+                             times, CLASSES, MERGED)  # fmt: skip
     b2, e2, x2, at = _number(x2, at, end, t + 2 < tokens, (packed >> 16) & 255, own, words, slots, codes, shifts, laws, one,
-                             more, times, CLASSES, MERGED, WIDE)  # fmt: skip
+                             more, times, CLASSES, MERGED)  # fmt: skip
     b3, e3, x3, at = _number(x3, at, end, t + 3 < tokens, (packed >> 24) & 255, own, words, slots, codes, shifts, laws, one,
-                             more, times, CLASSES, MERGED, WIDE)  # fmt: skip
+                             more, times, CLASSES, MERGED)  # fmt: skip
     tl.store(to + t // 2, _pair(b0, b1), mask=t < tokens)
     tl.store(to + t // 2 + 1, _pair(b2, b3), mask=t < tokens)
     return x0, x1, x2, x3, at, found + e0 + e1 + e2 + e3
@@ -177,12 +244,12 @@ def decode_kernel(
             for t in range(0, most, 4):
                 x0, x1, x2, x3, at, found = _four(
                     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-                    CLASSES, MERGED, True)  # fmt: skip
+                    CLASSES, MERGED)  # fmt: skip
         else:
             for t in range(0, most, 4):
-                x0, x1, x2, x3, at, found = _four(
-                    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-                    CLASSES, MERGED, False)  # fmt: skip
+                x0, x1, x2, x3, at, found = _narrow_four(
+                    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
+                    CLASSES, MERGED)  # fmt: skip
     whole = (x0 == _LOWEST) & (x1 == _LOWEST) & (x2 == _LOWEST) & (x3 == _LOWEST)
     whole = whole & fits & (at == end) & (found == escapes)
     tl.store(good + stream * blocks + i, whole.to(tl.int32), mask=there)
@@ -251,6 +318,7 @@ class _Slot:
     inputs: torch.Tensor
     decoded: torch.Tensor
     kinds: torch.Tensor
+    graphs: dict[int, Any] = field(default_factory=dict)
 
 
 class GpuBlockCodec(BlockCodec):
@@ -303,9 +371,27 @@ class GpuBlockCodec(BlockCodec):
         return on
 
     def warm(self, tokens: int) -> None:
-        """Compile the kernels for blocks of so many tokens, which takes seconds."""
+        """Compile the kernels for blocks of so many tokens, which takes seconds, and record products as CUDA graphs."""
         shape = self.facts.layers, 2, tokens, self.facts.width
-        self.decode([self.encode(torch.zeros(shape, dtype=torch.bfloat16), first=0, key=bytes(32))])
+        block = self.encode(torch.zeros(shape, dtype=torch.bfloat16), first=0, key=bytes(32))
+        self.decode([block] * (2 * self.group // tokens + 1))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            for slot in self._slots:
+                self._record(slot)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _record(self, slot: _Slot) -> None:
+        """Products are a hundred small launches: a graph of them for every multiple of 512 columns."""
+        for columns in range(_STEP, slot.inputs.shape[1] + 1, _STEP):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(slot.stream):
+                self._product(slot, columns)
+            slot.stream.synchronize()
+            with torch.cuda.graph(graph, stream=slot.stream, capture_error_mode="thread_local"):
+                self._product(slot, columns)
+            slot.graphs[columns] = graph
 
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
         """As `BlockCodec.decode`, on the device."""
@@ -440,6 +526,14 @@ class GpuBlockCodec(BlockCodec):
         )  # fmt: skip
 
     def _products(self, slot: _Slot, columns: int) -> None:
+        """By their graph where one was recorded: columns behind those that are wanted do no harm."""
+        graph = slot.graphs.get(-(-columns // _STEP) * _STEP)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._product(slot, columns)
+
+    def _product(self, slot: _Slot, columns: int) -> None:
         """What the streams are decoded to, layer by layer, from their coefficients and what was decoded before."""
         width = self.facts.width
         for i, stream in enumerate(self._streams.values()):
@@ -466,6 +560,7 @@ class GpuBlockCodec(BlockCodec):
         if slot.notes.numel() < notes:
             slot.notes = torch.empty(notes * 5 // 4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         if slot.inputs.shape[1] < columns:
+            slot.graphs.clear()
             columns = -(-max(columns, self.group) // 64) * 64
             slot.inputs = torch.zeros(self._depth, columns, dtype=torch.bfloat16, device=self.device)
             for first, rank in zip(self._rows, self._ranks, strict=True):

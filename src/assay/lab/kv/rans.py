@@ -289,6 +289,34 @@ def values(numbers, gaps, scale, escaped, out, column):  # type: ignore[no-untyp
 
 
 @compiled
+def sections(raw, begins, ends, tokens, columns, laws, tables, out):  # type: ignore[no-untyped-def]
+    """The coefficients of one stream in several blocks into `out` [channels, ..], from `columns` on; bf16 as uint16.
+
+    `raw` are the blocks in words of 16 bits; a section lies from `begins` to `ends`: escapes and their float32, states, words.
+    `tables` are slots, codes and shifts of laws, slots and codes of classes, gaps, scale. Returns the block that is no code of
+    these tables, −1 where all are.
+    """
+    slots, codes, shifts, class_slots, class_codes, gaps, scale = tables
+    for i in range(begins.size):
+        at, end = begins[i], ends[i]
+        count = np.int64(1 << 40)
+        if at + 2 <= end:
+            count = np.int64(raw[at]) | np.int64(raw[at + 1]) << 16
+        if at + 2 + 2 * count + 8 > end:
+            return i
+        held = np.empty(count + 4, np.uint32)
+        for j in range(count + 4):
+            held[j] = np.uint32(raw[at + 2 + 2 * j]) | np.uint32(raw[at + 3 + 2 * j]) << np.uint32(16)
+        numbers, kinds = np.empty((laws.shape[1], tokens[i]), np.int16), np.zeros(tokens[i], np.uint8)
+        words = raw[at + 10 + 2 * count : end]
+        if not read(held[count:], words, laws, slots, codes, shifts, class_slots, class_codes, numbers, kinds):
+            return i
+        if not values(numbers, gaps, scale, held[:count].view(np.float32), out, columns[i]):
+            return i
+    return -1
+
+
+@compiled
 def choose(c, lengths, zero, radius, kind_bits, rdo, numbers, kinds):  # type: ignore[no-untyped-def]
     """Numbers [channels, tokens] and classes of coefficients [tokens, channels]: `RangeCoder.choose` in one pass.
 
