@@ -250,7 +250,7 @@ PIECES = {
     "cube turns": r"[RLUDFBMESrludfbxyz]w?[2']{0,2}|\([RLUDFB][2']?|[RLUDFB][2']?\)\d?",
     "chords": r"[A-G][#b♯♭]?(?:m|maj|min|dim|aug|sus|add|M|°|ø)?\d{0,2}(?:sus\d|add\d|b5|#5)?(?:/[A-G][#b]?)?|%|\[?[A-Z][a-z]+\]?:",
     "note names": r"[a-gr](?:is|es|s)?[',]*\d*\.{0,2}[~()]?|\\[a-z]+|[A-G][#b]?\d",
-    "tune": r"[|:\[\]]*+[({]?\d?+(?:(?:\{[A-Ga-g,']{1,8}\}|[~.])?[_^=]*+[A-Ga-gzx][,']*+\d*+(?:/\d*+)?[<>-]?[)\]}]?)++(?:[|:\]]+(?=\s|\Z))?|\|[:|\]\d]*|:\|:?",
+    "tune": r"[|:\[\]]*+[({]?\d?+(?:(?:\{[A-Ga-g,']{1,8}\}|[~.])?[_^=]*+[A-Ga-gzx][,']*+\d*+(?:/\d*+)?[<>-]?[)\]}]?){1,60}+(?:[|:\]]+(?=\s|\Z))?|\|[:|\]\d]*|:\|:?",
     "stitches": r"\*?(?:k|p|sl|inc|dec|ch|sc|dc|tr|hdc|yo|ssk|psso|m1[lr]?|st)s?\d*(?:tog)?(?:\(\d+\))?[*:.]?",
     "machine code": rf"[GMTN]\d+(?:\.\d)?|[XYZEFSIJKRPABC]{_NUMBER}",
     "cards": r"(?:[2-9TJQKA]|10)[shdcSHDC♠♥♦♣]",
