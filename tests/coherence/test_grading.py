@@ -124,7 +124,8 @@ def test_lone_surrogates_are_graded(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["plain words of no great interest, said once ", "x", " ", "\n", "!a", "|-", "<pad>", "1,", "a_", "x'", "的字"]
+    "unit",
+    ["plain words of no great interest, said once ", "x", " ", "\n", "!a", "|-", "<pad>", "1,", "a_", "x'", "的字"],
 )
 def test_time_grows_with_length_and_not_faster(unit: str) -> None:
     def seconds(size: int) -> float:
