@@ -4,7 +4,7 @@ A block is some tokens of all layers, keys and values. All integers are little-e
 
     magic "AKVB" | u16 version | u8 type of the exact values | u8 zero | 16 bytes digest of the tables
     32 bytes key | u32 first token, tokens, exact tokens | u16 layers, KV heads, head_dim, zero
-    u32 bytes of the whole block | 16 bytes BLAKE2b of all other bytes
+    u32 bytes of the whole block | first 16 bytes of SHA-256 of all other bytes
     u32 bytes of each section, K and V of layer 0, of layer 1, … | exact tokens [layers, 2, exact, width]
     sections: u32 escapes, their float32 | 4 u32 states | u16 words, as `assay.lab.kv.rans` has them
 
@@ -42,7 +42,7 @@ from assay.lab.kv.pages.source import BLOCKS, source_of
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.runs import cache_dir, write_atomically
 
-MAGIC, VERSION = b"AKVB", 1
+MAGIC, VERSION = b"AKVB", 2
 _HEAD = struct.Struct("<4sHBB16s32sIIIHHHHI16s")
 _CHECK = 16
 _TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -580,9 +580,10 @@ def block_tokens(data: bytes) -> int:
 
 
 def _checksum(front: bytes | memoryview, body: bytes | memoryview) -> bytes:
-    found = hashlib.blake2b(front, digest_size=_CHECK)
+    """Of SHA-256, for which processors have instructions: two to four times as fast as BLAKE2b."""
+    found = hashlib.sha256(front)
     found.update(body)
-    return found.digest()
+    return found.digest()[:_CHECK]
 
 
 def _rdo(spec: KvSpec, stream: str) -> float:
