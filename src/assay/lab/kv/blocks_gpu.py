@@ -10,6 +10,7 @@ memory, check its blocks there, and send it. Nothing is launched for a block who
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 from assay.lab.kv import rans
 from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables, Header, block_tokens
 from assay.lab.kv.codecs.pca_entropy import LAWS
+
+_LOG = logging.getLogger("assay.kv")
 
 SETTINGS = {"sections": 4, "merged": False, "num_warps": 1}
 """Sections of a program (as many threads follow their states), one look-up of four bytes or two of one and four, warps."""
@@ -378,7 +381,11 @@ class GpuBlockCodec(BlockCodec):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             for slot in self._slots:
-                self._record(slot)
+                try:
+                    self._record(slot)
+                except RuntimeError as error:  # they are launched one by one then
+                    slot.graphs.clear()
+                    _LOG.warning("products of stored blocks run without a CUDA graph: %s", error)
 
     @torch.inference_mode(False)
     @torch.no_grad()
