@@ -53,6 +53,8 @@ DEGENERATE = [
     ("glued_numbers", "The0912 and so2 the20 is a value, but33 they said that91.", "digit_salad"),
     ("strewn_digits", "L 1.\n\n\n\n0\n\n\n0\n\n\n\n\n1", "digit_salad"),
     ("braces", "{}{}{}{}", "bracket_loop"),
+    ("ends", "Rome.</s></s></s>", "special_token_flood"),
+    ("same_blocks", "Let me look." + "<tool_call>ls\n<arg_key>path</arg_key>\n<arg_value>/</arg_value>\n</tool_call>\n" * 3, "repeated_tool_call"),
     ("three_braces", "{}{}{}", "bracket_loop"),
     ("bracket_comma", "),),),),),),),),),", "delimiter_loop"),
     ("brackets_spaced", "[] [] [] [] [] []", "bracket_loop"),

@@ -285,6 +285,8 @@ def detect_rotation(view: TextView) -> Detection | None:
 
 def detect_like_calls(view: TextView) -> Detection | None:
     """Lines of the same few calls in turn, up to the end of the text: a loop, since no plan asks the same so often."""
+    if same := _same_blocks(view):
+        return same
     if "(" not in view.text and "{" not in view.text and ":" not in view.text:
         return None
     for pattern, least, turns in (
@@ -296,6 +298,19 @@ def detect_like_calls(view: TextView) -> Detection | None:
         if len(calls) >= least and len(names) * turns <= len(calls) and len(names) > 1:
             evidence = {"calls": len(calls), "distinct": len(names), "call": quote(next(iter(names)))}
             return Detection("repeated_tool_call", calls[0].start(), view.visible_end, evidence)
+    return None
+
+
+_BLOCK = re.compile(r"<(tool_call|function_call|invoke|function)\b[^<>]{0,80}>[^\0]{1,2000}?</\1>")
+
+
+def _same_blocks(view: TextView) -> Detection | None:
+    """Three equal blocks between the marks of a call, one after the other."""
+    blocks = list(_BLOCK.finditer(view.text)) if view.text.count("</") >= 3 else []
+    for a, b, c in zip(blocks, blocks[1:], blocks[2:], strict=False):
+        between = view.text[a.end() : b.start()] + view.text[b.end() : c.start()]
+        if a.group() == b.group() == c.group() and not between.strip():
+            return Detection("repeated_tool_call", a.start(), c.end(), {"call": quote(a.group())})
     return None
 
 

@@ -158,7 +158,7 @@ def _closing_tag(view: TextView, marks: list[re.Match[str]]) -> Detection | None
 
 
 def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None:
-    """Five special tokens in a row, blanks between them or not."""
+    """Five special tokens in a row, blanks between them or not, or three equal ones without a blank."""
     row: list[re.Match[str]] = []
     for mark in marks:
         if row and view.text[row[-1].end() : mark.start()].strip():
@@ -166,6 +166,13 @@ def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None
                 break
             row = []
         row.append(mark)
+        last = row[-3:]
+        if (
+            len({m.group() for m in last}) == 1
+            and len(last) == 3
+            and last[2].end() - last[0].start() == 3 * len(mark.group())
+        ):
+            return _found("special_token_flood", row)
     return _found("special_token_flood", row) if len(row) >= 5 else None
 
 
