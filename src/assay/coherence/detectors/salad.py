@@ -257,7 +257,7 @@ PIECES = {
     "morse": r"[.·•\-–−]{1,6}|/",
     "formulas": r"\d*(?:[A-Z][a-z]?\d*|\((?:[A-Z][a-z]?\d*)+\)\d*)+(?:\^?\d?[+-])?(?:\((?:aq|s|l|g)\))?|\+|[-=]+>|→|⇌|<=>|↔",
     "bytes": r"(?:0x)?[0-9a-fA-F]{2}|#[0-9a-fA-F]{3,8}",
-    "letters": r"[\w.]",
+    "letters": r"[^\W\d_]|\.",
     "codes": r"[A-Z]{1,4}-?\d{1,6}[A-Z]?(?:[-./]\d+)?",
 }
 _ATOMS = r"(?:\[[^\]\s]{1,14}\]|Br|Cl|[BCNOPSFIbcnops]|[=#$:/\\.~-]|%\d\d|\d|[()])"
@@ -344,8 +344,8 @@ LEAST_CODES, SHAPES = 10, 0.3
 DISTINCT, LONG = 0.5, 4
 """Of pieces so long on average so many are different in a list of codes: the same few again are a loop."""
 LEAST_LENGTH = 5
-LETTERS = 8
-"""Single letters in a row of which a board, an alphabet or a word that is spelled consists."""
+LETTERS, DIFFERENT = 8, 5
+"""Single letters in a row, and different ones, of which a board, an alphabet or a word that is spelled consists."""
 _SHAPE = str.maketrans(
     {
         **dict.fromkeys("0123456789", "0"),
@@ -379,10 +379,11 @@ def encoded_spans(text: str) -> Iterator[tuple[int, int]]:
 
 def _is_no_sentence(piece: str) -> bool:
     """Single letters and short words stand in sentences too: there must be something that no sentence has."""
-    alone = all(len(part) == 1 for part in piece.split()) and len(piece.split()) >= LETTERS
-    return (
-        alone or any(c.isdigit() or not (c.isalpha() or c.isspace() or c in ".,;:'") for c in piece) or piece.isupper()
-    )
+    parts = re.findall(r"[^\s|,;]+", piece)
+    letters = {part for part in parts if part.isalpha()}
+    if letters and all(len(part) == 1 for part in parts):
+        return len(parts) >= LETTERS and len(letters) >= DIFFERENT
+    return any(c.isdigit() or not (c.isalpha() or c.isspace() or c in ".,;:'") for c in piece) or piece.isupper()
 
 
 def _same_again(pieces: Sequence[str]) -> bool:
