@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import httpx
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,6 +23,7 @@ from assay.demo.servers import vllm_python
 from assay.lab.kv.blocks import tables_for
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.serve import plugin_folder
+from assay.serving.launch import free_port
 from kv.tier_samples import drawn, sample
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -83,6 +90,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tables = tables_for(str(folder / "model"), spec, str(folder / "c"), folder)
     return {
         "model": str(folder / "model"),
+        "codec": spec,
+        "calibration": str(folder / "c"),
         "tables": str(folder / f"{tables.digest.hex()}.tables"),
         "folder": str(folder / "tier"),
         "report": str(folder / "report"),
@@ -91,13 +100,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def engine(job: dict[str, Any], *steps: Any) -> list[dict[str, Any]]:
-    import os
-
     environment = {**os.environ, "PYTHONPATH": str(plugin_folder())}
     command = [str(vllm_python()), "-c", ENGINE, json.dumps({**job, "steps": steps})]
     subprocess.run(command, env=environment, check=True, timeout=300)
     found: list[dict[str, Any]] = json.loads(Path(job["out"]).read_text())
     return found
+
+
+def prompts(model: str) -> tuple[list[int], list[int]]:
+    """600 tokens each of two places of the text: of random tokens the stored blocks are hardly smaller."""
+    import transformers
+
+    text = topics["class"] + topics["function"] + topics["assignment"]
+    ids: list[int] = transformers.AutoTokenizer.from_pretrained(model)(text).input_ids
+    return ids[:600], ids[1000:1600]
 
 
 def apart(a: dict[str, float], b: dict[str, float]) -> float:
@@ -106,9 +122,8 @@ def apart(a: dict[str, float], b: dict[str, float]) -> float:
 
 
 def test_a_prefix_returns_in_its_engine_and_in_the_next_and_damage_is_computed_again(model: dict[str, Any]) -> None:
-    made = torch.Generator().manual_seed(1)
-    p = torch.randint(0, 256, (600,), generator=made).tolist()
-    q = p[:400] + torch.randint(0, 256, (100,), generator=made).tolist()
+    p, other = prompts(model["model"])
+    q = p[:400] + other[:100]
     first, again, shared = engine(model, [p], [p], [q])
     assert first["cached"] == 0 and first["stored_blocks"] == 4 and first["ratio"] > 2
     # Keys and values of all four blocks: none in another place, or order, or without its rotation.
@@ -124,6 +139,45 @@ def test_a_prefix_returns_in_its_engine_and_in_the_next_and_damage_is_computed_a
     assert whole["refused"] == 1 and whole["loaded_tokens"] - damaged["loaded_tokens"] == 512
     assert apart(first["first"], whole["first"]) < 0.3
     assert [answer["cached"] for answer in batch] == [512, 384, 256]
+
+
+def served(model: dict[str, Any], folder: Path, prompt: list[int]) -> tuple[str, dict[str, Any]]:
+    """`assay kv serve --tier stream` from its start to its end by SIGINT: what it answered, and its report."""
+    url = f"http://127.0.0.1:{(port := free_port())}"
+    command = [
+        sys.executable, "-m", "assay", "kv", "serve", model["model"], "--tier", "stream", "--codec", model["codec"], "--calibration",
+        model["calibration"], "--tier-size", 0.1, "--tier-dir", folder / "tier", "--python", vllm_python(), "--json", "--",
+        "--port", port, "--max-model-len", 1024, "--dtype", "bfloat16", "--enforce-eager", "--served-model-name", "m",
+    ]  # fmt: skip
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*map(str, command)], env=environment, stdout=subprocess.PIPE, stderr=log, text=True)
+    try:
+        until = time.monotonic() + 300
+        while True:
+            assert process.poll() is None and time.monotonic() < until, (folder / "log").read_text()[-3000:]
+            with suppress(httpx.TransportError):
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            time.sleep(1)
+        asked = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=120).json()
+        time.sleep(3)  # blocks are encoded behind the answer
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, (folder / "log").read_text()[-3000:]
+    return answer["choices"][0]["text"], json.loads(out)["results"]["tier"]
+
+
+def test_the_server_stores_a_prefix_and_the_next_server_loads_it(model: dict[str, Any], tmp_path: Path) -> None:
+    _, prompt = prompts(model["model"])
+    answer, first = served(model, tmp_path, prompt)
+    assert first["stored_blocks"] == 4 and first["requests_hit"] == 0 and first["ratio"] > 2
+    again, second = served(model, tmp_path, prompt)
+    assert second["loaded_tokens"] == 512 and second["requests_hit"] == 1 and second["refused"] == 0
+    assert answer and again
 
 
 def test_lmcache_takes_the_serialiser_and_misses_a_damaged_chunk(tmp_path: Path) -> None:
