@@ -278,6 +278,16 @@ def codec(args: argparse.Namespace) -> None:
         "exact": exactly(cpu, gpu, data[:16]), "speed": [],
     }  # fmt: skip
     del back
+    if args.device != "cpu":
+        from assay.lab.kv.encode_gpu import GpuEncoder
+
+        encoder, some = GpuEncoder(gpu), x[:, :, : 16 * BLOCK].contiguous()
+        mine = encoder.encode(some, [BLOCK * i for i in range(16)], keys[:16])
+        times = by_clock(partial(encoder.encode, some, [BLOCK * i for i in range(16)], keys[:16]), 5)
+        found["encode"] = {"tokens": 16 * BLOCK, **times, "gb_s": 2 * some.numel() / times["ms"] / 1e6,
+                           "bytes_over_the_cpus": sum(map(len, mine)) / sum(map(len, data[:16])),
+                           "relative_squared_error": float((cpu.decode(mine).to(x.device).float() - some.float()).square().sum()
+                                                           / (some.float() - some.float().mean(dim=2, keepdim=True)).square().sum())}  # fmt: skip
     note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
     for tokens in args.lengths:
         some, size = data[: tokens // BLOCK], tokens * facts.token_bytes

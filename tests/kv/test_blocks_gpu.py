@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 pytest.importorskip("numba")
 
+from assay.errors import AssayError
 from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables
 from kv.tier_samples import WIDTH, drawn, sample, turned
 
@@ -82,3 +83,34 @@ def test_the_kernels_find_the_coefficients_of_the_cpu_bit_by_bit(merged: bool) -
     gpu.check = lambda block, key=None: cpu.check(data[2])  # type: ignore[method-assign]
     with pytest.raises(BlockDamaged, match="no code of its tables"):
         gpu.decode([data[2][:-2] + bytes([data[2][-2] ^ 1, data[2][-1]])])
+
+
+def test_blocks_that_a_gpu_encoded_are_read_by_the_cpu() -> None:
+    from assay.lab.kv.blocks_gpu import GpuBlockCodec
+    from assay.lab.kv.encode_gpu import GpuEncoder
+
+    cpu = BlockCodec(small_tables(), 1)
+    plain = drawn(18, 6)[:1]
+    plain[0, 0, 6], plain[0, 1, 12] = 400.0, 300.0
+    x = turned(cpu, plain, 0).bfloat16()
+    keys = [bytes([i] * 32) for i in range(2)]
+    encoder = GpuEncoder(GpuBlockCodec(cpu.tables, DEVICE, 2, group=32))
+    blocks = encoder.encode(x.to(DEVICE), [0, 9], keys)
+    wanted = [cpu.encode(x[:, :, 9 * i : 9 * i + 9], first=9 * i, key=keys[i]) for i in range(2)]
+    found, other = cpu.decode(blocks, keys), cpu.decode(wanted, keys)
+    assert torch.equal(found[:, :, :4], x[:, :, :4])
+    # A number at a tie may fall to the other side, so bytes are not compared.
+    assert [len(b) for b in blocks] == pytest.approx([len(b) for b in wanted], rel=0.02)
+    errors = [float((back.float() - x.float()).square().mean()) for back in (found, other)]
+    assert errors[0] == pytest.approx(errors[1], rel=0.05)
+    assert any(np.frombuffer(cpu_escapes(cpu, b), "<u4").any() for b in blocks)
+    x[0, 0, 3, 2] = float("inf")
+    with pytest.raises(AssayError, match="infinity"):
+        encoder.encode(x.to(DEVICE), [0, 9], keys)
+
+
+def cpu_escapes(cpu: BlockCodec, block: bytes) -> bytes:
+    """The counts of escapes of all sections."""
+    head = cpu.check(block)
+    ends = head.exact_at + 2 * head.exact * WIDTH * 2 + np.cumsum([0, *head.sizes])
+    return b"".join(block[at : at + 4] for at in ends[:-1])

@@ -398,10 +398,16 @@ class BlockCodec:
             section, back = self._encode_stream(stream, rows.T, decoded, needed=(layer, name) in self._needed)
             sections.append(section)
             decoded[layer, name] = back
-        raw = x[:, :, :exact].contiguous().view(torch.uint8).numpy().tobytes()
+        return self.assembled(x[:, :, :exact], sections, key=key, first=first, tokens=tokens)
+
+    def assembled(
+        self, exact: torch.Tensor, sections: Sequence[bytes], *, key: bytes, first: int, tokens: int
+    ) -> bytes:
+        """A block of its sections and of the tokens that stay exact [layers, 2, exact, width]."""
+        facts, raw = self.facts, exact.contiguous().view(torch.uint8).numpy().tobytes()
         body = b"".join([struct.pack(f"<{len(sections)}I", *map(len, sections)), raw, *sections])
         head = _HEAD.pack(
-            MAGIC, VERSION, _TYPES.index(x.dtype), 0, self.tables.digest, key, first, tokens, exact,
+            MAGIC, VERSION, _TYPES.index(exact.dtype), 0, self.tables.digest, key, first, tokens, exact.shape[2],
             facts.layers, facts.kv_heads, facts.head_dim, 0, _HEAD.size + len(body), bytes(_CHECK),
         )  # fmt: skip
         front = head[:-_CHECK]

@@ -144,14 +144,15 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         modules = self._vllm_config.compilation_config.static_forward_context
         facts = self._codec.facts
         pages = VllmPages({_layer_of(n): (modules[n], c) for n, c in kv_caches.items()}, self._spec, facts.layers)
-        codec, encoders = self._codec, 1
+        codec, encoder = self._codec, None
         if pages.device.type == "cuda":
             from assay.lab.kv.blocks_gpu import GpuBlockCodec
+            from assay.lab.kv.encode_gpu import GpuEncoder
 
-            cores = os.cpu_count() or 1
-            codec, encoders = GpuBlockCodec(codec.tables, pages.device, min(16, cores)), min(4, cores)
+            codec = GpuBlockCodec(codec.tables, pages.device, min(16, os.cpu_count() or 1))
             codec.warm(self._block)
-        self._mover = Mover(self._store, codec, pages, self._block, self._spec.block_size, encoders=encoders)
+            encoder = GpuEncoder(codec)
+        self._mover = Mover(self._store, codec, pages, self._block, self._spec.block_size, encoder=encoder)
         self._tell(now=True)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -253,7 +254,7 @@ class VllmPages:
         for _, cache in self._layers:
             flat = cache[some].reshape(len(pages), -1)[:, self._places]
             parts.append(flat.view(len(pages), 2, self._size, -1).transpose(0, 1).flatten(1, 2))
-        return torch.stack(parts).cpu()
+        return torch.stack(parts)
 
     def write(self, slots: NDArray[np.int64], x: torch.Tensor) -> None:
         """See `assay.lab.kv.tier.Pages`."""

@@ -33,6 +33,8 @@ from assay.runs import write_atomically
 _LOG = logging.getLogger("assay.kv")
 
 _SUFFIX = ".block"
+_TOGETHER = 2048
+"""Tokens that an encoder on a device takes at once."""
 _LEFT_S = 60.0
 """Age of an unfinished file that nobody writes any more."""
 
@@ -313,7 +315,7 @@ class Pages(Protocol):
     """The engine's cache. Tensors are [layers, 2, tokens, KV heads · head_dim]."""
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
-        """A copy of what whole pages hold."""
+        """A copy of what whole pages hold, on any device."""
         ...
 
     def write(self, slots: NDArray[np.int64], x: torch.Tensor) -> None:
@@ -321,26 +323,30 @@ class Pages(Protocol):
         ...
 
 
+class Encoder(Protocol):
+    """Encodes several blocks of the same length at once, where their keys and values are."""
+
+    def encode(self, x: torch.Tensor, firsts: Sequence[int], keys: Sequence[bytes], ready: Any = None) -> list[bytes]:
+        """Of [layers, 2, tokens, width], which is there behind the CUDA event `ready`."""
+        ...
+
+
 class Mover:
     """Blocks to and from the engine's pages: the worker's side of a connector.
 
-    Blocks are encoded in `encoders` threads of low priority, at most `waiting` of them at a time: by default what takes 1 GiB.
+    Blocks are encoded in a thread of low priority, by the codec or by an `encoder` of the engine's device. At most `waiting` of
+    them wait for it: by default what takes 1 GiB.
     """
 
     def __init__(
-        self,
-        store: BlockStore,
-        codec: BlockCodec,
-        pages: Pages,
-        block: int,
-        page: int,
-        waiting: int = 0,
-        encoders: int = 1,
-    ) -> None:
+        self, store: BlockStore, codec: BlockCodec, pages: Pages, block: int, page: int, waiting: int = 0,
+        encoder: Encoder | None = None,
+    ) -> None:  # fmt: skip
         self.store, self.codec, self.pages, self.block, self.page = store, codec, pages, block, page
         self._waiting = waiting or max(8, (1 << 30) // (block * codec.facts.token_bytes))
         self._pending: dict[bytes, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(encoders, "assay-kv-encode", _in_the_background)
+        self._encoder = encoder
+        self._pool = ThreadPoolExecutor(1, "assay-kv-encode", _in_the_background)
 
     def load(self, load: Load) -> list[int]:
         """Decode what was promised into its pages; the pages that were not filled, because a block is gone or not believed."""
@@ -403,10 +409,22 @@ class Mover:
                 self.store.counters.dropped += 1
                 continue
             taken[save.key] = save
-        if taken:
-            x = self.pages.read([page for save in taken.values() for page in save.pages])
-            for save, part in zip(taken.values(), x.split(self.block, dim=2), strict=True):
-                self._pending[save.key] = self._pool.submit(self._encode, save, part)
+        if not taken:
+            return
+        all_ = list(taken.values())
+        x = self.pages.read([page for save in all_ for page in save.pages])
+        ready, together = None, 1
+        if self._encoder is None:
+            x = x.cpu()
+        else:
+            together = max(1, _TOGETHER // self.block)
+            if x.is_cuda:
+                ready = torch.cuda.Event()
+                ready.record()
+        for at, part in zip(range(0, len(all_), together), x.split(self.block * together, dim=2), strict=True):
+            some = all_[at : at + together]
+            future = self._pool.submit(self._encode, some, part, ready)
+            self._pending |= dict.fromkeys((save.key for save in some), future)
 
     def flush(self) -> None:
         """Wait until all that left is stored."""
@@ -417,19 +435,37 @@ class Mover:
         """Finish what is being encoded, and leave the rest."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _encode(self, save: Save, x: torch.Tensor) -> None:
+    def _encode(self, saves: Sequence[Save], x: torch.Tensor, ready: Any) -> None:
         counters, start = self.store.counters, time.perf_counter()
+        firsts, keys = [save.first for save in saves], [save.key for save in saves]
         try:
-            data = self.codec.encode(x, first=save.first, key=save.key)
+            blocks = self._blocks(x, firsts, keys, ready)
         except AssayError:  # NaN or infinity: nothing that could be given back
-            counters.not_encoded += 1
+            if len(saves) == 1:
+                counters.not_encoded += 1
+                return
+            for save, part in zip(saves, x.split(self.block, dim=2), strict=True):
+                self._encode([save], part, ready)
             return
-        if self.store.put(save.key, data):
-            counters.stored_blocks += 1
-            counters.stored_tokens += x.shape[2]
-            counters.stored_bytes += len(data)
-            counters.exact_bytes += x.shape[2] * self.codec.facts.token_bytes
+        for key, data in zip(keys, blocks, strict=True):
+            if self.store.put(key, data):
+                counters.stored_blocks += 1
+                counters.stored_tokens += self.block
+                counters.stored_bytes += len(data)
+                counters.exact_bytes += self.block * self.codec.facts.token_bytes
         counters.encode_s += time.perf_counter() - start
+
+    def _blocks(self, x: torch.Tensor, firsts: Sequence[int], keys: Sequence[bytes], ready: Any) -> list[bytes]:
+        if self._encoder is not None:
+            try:
+                return self._encoder.encode(x, firsts, keys, ready)
+            except AssayError:
+                raise
+            except Exception as error:
+                _LOG.warning("blocks are encoded on the CPU from here on, since the device's encoder failed: %r", error)
+                self._encoder = None
+        parts = zip(x.cpu().split(self.block, dim=2), firsts, keys, strict=True)
+        return [self.codec.encode(part, first=first, key=key) for part, first, key in parts]
 
     def _good(self, key: bytes, data: bytes, *, decode: bool = False) -> bool:
         try:
