@@ -359,15 +359,17 @@ class Mover:
                 counters.missing += 1
                 break
             blocks.append(data)
-        try:
-            hi = self._fill(load, keys, blocks)
-        except BlockRefused:  # which one, and whether a good checksum stands over a stream that no encoder wrote
-            blocks = self._believed(keys, blocks, decode=False)
+        hi = load.lo
+        # Which one is refused, then whether a good checksum stands over a stream that no encoder wrote.
+        for deep in (False, True, None):
             try:
                 hi = self._fill(load, keys, blocks)
+                break
             except BlockRefused:
-                blocks = self._believed(keys, blocks, decode=True)
-                hi = self._fill(load, keys, blocks)
+                blocks = self._believed(keys, blocks, decode=deep) if deep is not None else []
+            except torch.OutOfMemoryError as error:
+                _LOG.warning("no memory to decode stored blocks, so they are computed again: %s", error)
+                blocks = []
         if hi > load.lo:
             counters.loaded_blocks += len(blocks)
             counters.loaded_tokens += hi - load.lo
@@ -412,7 +414,11 @@ class Mover:
         if not taken:
             return
         all_ = list(taken.values())
-        x = self.pages.read([page for save in all_ for page in save.pages])
+        try:
+            x = self.pages.read([page for save in all_ for page in save.pages])
+        except torch.OutOfMemoryError:
+            self.store.counters.dropped += len(all_)
+            return
         ready, together = None, 1
         if self._encoder is None:
             x = x.cpu()
