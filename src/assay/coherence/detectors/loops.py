@@ -157,7 +157,7 @@ def without_request(view: TextView) -> str | None:
         announced = before.group().rstrip("` \n").endswith((":", "："))
         if (
             announced
-            and word_count(after.group()) >= CONCLUSION
+            and word_count(after.group())
             and any(copies[period:] == copies[:-period] for period in range(1, min(MAX_PERIOD, len(copies) // 8) + 1))
         ):
             return view.text[: block.start()] + view.text[block.end() :]
