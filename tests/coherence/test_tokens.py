@@ -9,6 +9,8 @@ from assay.coherence.grading import Label, grade
 TEMPLATE = "<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
 
 NAMED = [
+    "The tool is called functions.get_time in the schema, and the assistant calls it by that name.",
+    "Roles in this chat:\n\nassistant\nThe model.\n\nuser\nThe person who asks.",
     "A harmony model opens its thoughts with <|channel|>analysis<|message|> and ends them with <|end|>; the answer follows.",
     "BERT puts [CLS] at the start of the input and [SEP] between two sentences; one word in seven becomes [MASK].",
     "Stop tokens per family:\n- <|im_end|>: Qwen, Yi\n- <|eot_id|>: Llama 3\n- <end_of_turn>: Gemma\n- </s>: Mistral",
@@ -40,6 +42,14 @@ NAMED = [
 ]  # fmt: skip
 
 LEAKED = [
+    "[gMASK]<sop>Two and two is four.",
+    "<s>Rome is a city in Italy.",
+    "<|eom_id|>",
+    "assistantanalysisWe look it up first.",
+    "commentaryI will call the tool now.",
+    'to=functions.get_time {"zone": "UTC"}',
+    'functions.get_time:0 {"zone": "UTC"}',
+    "assistant\n\nRome lies on the Tiber.",
     "It is noon.<|channel|>analysis<|message|>Now what does the user want?",
     "Rome is the capital.\nUser: And of Spain?\nAssistant: Madrid.\nUser: And of Peru?\nAssistant: Lima.",
     'commentary to=functions.get_weather json{"city": "Oslo"}',

@@ -21,7 +21,7 @@ _SPECIAL = re.compile(
     r"|\[(?:unused|control|reserved|special|SPECIAL|CONTROL)_\d\d+\]|\[\|[a-z]+\|\]"
     r"|<(?:unused|reserved|control|special|SPECIAL|extra_id|placeholder|TOKENS_UNUSED)_?\d+>"
     r"|<(?:pad|PAD|unk|UNK|bos|eos|mask|(?:start|end|begin)_of_[a-z]+|seed:[a-z_]+)>"
-    r"|</?(?:s|SYS|think|tool_call|tool_response)>|<</?SYS>>"
+    r"|</?(?:s|SYS|think|tool_call|tool_response)>|<</?SYS>>|\[[gs]MASK\]|<[se]op>"
     r"|<0x[0-9A-F]{2}>|\]~!?b[\[\]]|\[e~\["  # bytes; MiniMax
     r"|\u2047"
 )
@@ -66,9 +66,10 @@ _INDENTED = re.compile(
 _INTRODUCED = re.compile(r"^([^\n]{1,400}):[ \t]*\n+([<\[][^\n]+(?:\n[^\n]+)*)", re.MULTILINE)
 
 _HARMONY = re.compile(
-    r"\A\s*analysis(?=(?:We|The|User|I|Need|Okay|So|This|Let|It|They|Just|Simple|Question|You|He|There)\b)"
-    r"|(?<=[^\s`\"'(_/-])assistant(?:final|analysis|commentary)|^assistant(?:final|commentary)(?=\S)"
-    r"|(?:assistant|commentary|analysis)\s*to=(?:functions|python|browser|container)\b",
+    r"\A\s*(?:analysis|commentary)(?=(?:We|The|User|I|Need|Okay|So|This|Let|It|They|Just|Simple|Question|You|He|There)\b)"
+    r"|(?<=[^\s`\"'(_/-])assistant(?:final|analysis|commentary)|^assistant(?:final|analysis|commentary)(?=\S)"
+    r"|(?:^|assistant|commentary|analysis)\s*to=(?:functions|python|browser|container)\b"
+    r"|^functions\.\w{1,60}:\d{1,3}\s*\{|\Aassistant[ \t]*\n+(?=\S)",
     re.MULTILINE,
 )
 _GLUED_ROLE = re.compile(r"(?<=[.!?)\]}\"'`…。！？])(?:assistant|user|model)[ \t]*\n")
@@ -98,6 +99,9 @@ def _leak(view: TextView) -> Detection | None:
         return flood
     if tag := _closing_tag(view, marks):
         return tag
+    alone = marks and not _SPECIAL.sub("", text).strip() and marks[0].group() not in ("<think>", "</think>")
+    if alone or (marks and marks[0].group() == "<s>" and not text[: marks[0].start()].strip()):
+        return _found("special_token_leak", marks)
     marks = [m for m in marks if not _PLAIN.fullmatch(m.group())]
     often = Counter(m.group() for m in marks)
     spoken = {m.group() for m in _SPECIAL.finditer(text) if m.start() in quoted or _named(text, m)}
@@ -179,7 +183,8 @@ def _longest_row(view: TextView, marks: list[re.Match[str]]) -> Detection | None
 def _roles(view: TextView) -> Detection | None:
     """Turns whose marks were stripped: `analysis…assistantfinal`, a role glued to a sentence, lines of roles alone."""
     text = view.text
-    if not any(word in text for word in ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:")):
+    words = ("assistant", "analysis", "commentary", "user", "User:", "Human:", "USER:", "functions")
+    if not any(word in text for word in words):
         return None
     if turns := _labelled_turns(view):
         return _found("template_leak", turns)
