@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -252,6 +252,65 @@ def test_blocks_that_do_not_fit_in_the_queue_or_are_no_numbers_are_dropped_and_c
     engine.model = lambda tokens: torch.full((LAYERS, 2, len(tokens), WIDTH), float("nan")).bfloat16()  # type: ignore[method-assign]
     engine.serve(PROMPT)
     assert engine.store.counters.not_encoded == 4 and len(engine.store) == 0
+
+
+class OneByOne(BlockCodec):
+    """Gives each block by itself, as a device that decodes in groups."""
+
+    def decode_groups(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> Iterator[torch.Tensor]:
+        for i, block in enumerate(blocks):
+            yield self.decode([block], None if keys is None else [keys[i]])
+
+
+class OnDevice:
+    """An encoder of several blocks at once, in the place of a GPU's."""
+
+    def __init__(self, codec: BlockCodec) -> None:
+        self.codec, self.asked, self.fails = codec, [0], False
+
+    def encode(
+        self, x: torch.Tensor, firsts: Sequence[int], keys: Sequence[bytes], ready: object = None
+    ) -> list[bytes]:
+        self.asked.append(len(keys))
+        if self.fails:
+            raise RuntimeError("CUDA error")
+        parts = zip(x.split(BLOCK, dim=2), firsts, keys, strict=True)
+        return [self.codec.encode(part, first=first, key=key) for part, first, key in parts]
+
+
+def test_groups_of_a_device_fill_the_same_pages_and_a_group_without_memory_is_computed_again() -> None:
+    engine = Engine(None, codec=OneByOne(sample().tables, 1))
+    engine.serve(PROMPT)
+    wanted = engine.model(PROMPT)
+    loaded, found = engine.serve(PROMPT, 2 * PAGE)
+    assert loaded == 48 and close(found, wanted) and torch.equal(found[:, :, 64:], wanted[:, :, 64:])
+
+    def out_of_memory(blocks: object, keys: object) -> Iterator[torch.Tensor]:
+        raise torch.OutOfMemoryError("no memory")
+
+    engine.codec.decode_groups = out_of_memory  # type: ignore[method-assign]
+    _, found = engine.serve(PROMPT)
+    assert torch.equal(found, wanted) and engine.store.counters.recomputed_tokens == 64
+
+
+def test_an_encoder_of_the_device_takes_blocks_together_and_the_cpu_those_where_it_fails() -> None:
+    engine = Engine(None)
+    encoder = engine.mover._encoder = OnDevice(engine.codec)
+    engine.serve(PROMPT)
+    assert encoder.asked[1:] == [4] and engine.store.counters.stored_blocks == 4
+    loaded, found = engine.serve(PROMPT)
+    assert loaded == 64 and close(found, engine.model(PROMPT))
+    engine.store.clear()
+    encoder.fails = True
+    engine.serve(PROMPT)
+    assert len(engine.store) == 4 and engine.mover._encoder is None
+    # One block of numbers that are none does not take the others with it.
+    engine.store.clear()
+    engine.mover._encoder, encoder.fails, whole = encoder, False, engine.model(PROMPT)
+    whole[1, 0, 20] = float("inf")
+    engine.model = lambda tokens: whole  # type: ignore[method-assign]
+    engine.serve(PROMPT)
+    assert engine.store.counters.not_encoded == 1 and len(engine.store) == 3
 
 
 def test_tokens_that_are_generated_leave_when_their_block_is_full() -> None:
