@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.errors import UsageError
-from assay.lab.heads.experiment import CACHES, HEADS, WEIGHTS, changed, run_try
+from assay.lab.heads.experiment import CACHES, CALIBRATED, HEADS, WEIGHTS, changed, run_try
 from assay.lab.options import HeadTryPlan
 
 
@@ -21,12 +21,12 @@ def model(target: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(target).eval()
 
 
-@pytest.mark.parametrize("name", [*WEIGHTS, *(f"bf16+kv-{c}" for c in CACHES)])
+@pytest.mark.parametrize("name", [*WEIGHTS, *CALIBRATED, *(f"bf16+kv-{c}" for c in CACHES)])
 def test_a_variant_changes_the_target_for_its_time_only(model: Any, name: str) -> None:
     ids = torch.arange(40)[None]
     with torch.no_grad():
         before = model(ids).logits
-        with changed(model, name):
+        with changed(model, name, lambda: [list(range(i, i + 40)) for i in range(8)]):
             during = model(ids).logits
         after = model(ids).logits
     assert torch.equal(before, after)
