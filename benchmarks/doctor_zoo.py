@@ -78,7 +78,7 @@ NEVER = (
 GRAPHS = (
     '--compilation-config {"mode":0,"cudagraph_mode":"FULL_DECODE_ONLY","cudagraph_capture_sizes":[1,2,4,8,16,24,32]}'
 )
-TEXT = ("--symptom", "text", "--symptom", "bits")
+TEXT = ("--symptom", "text")
 """Both cost speed, adapters by their kernels and n-grams by the search for them: that is not what is asked there."""
 FOUR = "--enable-prefix-caching --max-num-seqs 64 --max-num-batched-tokens 4096 --enable-chunked-prefill"
 CASES = (

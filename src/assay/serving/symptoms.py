@@ -270,7 +270,7 @@ def _score_by_steps(engine: ServerEngine, taken: Measurement, most: float) -> fl
 def _stages(stages: Sequence[Stage], rules: Collection[str], how: Measure, first: bool) -> list[Stage]:
     """The stages that the rules need: fixed texts, which decide in seconds where a server scores them, to tool calls."""
     kinds = {"texts", "scores", "speed"}
-    if rules:
+    if rules and ("died" not in rules or set(rules) >= SYMPTOMS["text"]):  # any question may have made it die
         kinds = set()
         for symptom, own in SYMPTOMS.items():
             if own & set(rules):
