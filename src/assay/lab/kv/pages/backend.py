@@ -306,13 +306,17 @@ def _workspace(config: VllmConfig, heads: int, d: int, device: torch.device) -> 
 
 @lru_cache(maxsize=8)
 def _check_once(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Hold the kernels against the reference on this GPU, before anything is served from them."""
-    try:
-        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    """Hold the kernels against the reference on this GPU, before anything is served: without PTX where it goes wrong with it."""
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        try:
+            return kernels.check(layout, group, dtype, device)
+        except AssayError:
+            kernels.ASM = False
+        try:
             kernels.check(layout, group, dtype, device)
-    except AssayError as error:
-        report({"error": error.message, "remedy": error.remedy})
-        raise
+        except AssayError as error:
+            report({"error": error.message, "remedy": error.remedy})
+            raise
 
 
 def _flash(head_size: int, scale: float) -> Callable[..., None]:
