@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from assay.coherence.check import asks_for_texts
 from assay.coherence.diagnosis import judge
 from assay.coherence.measure import grade_reply
-from assay.coherence.record import CheckRecord, ProbeResult
-from assay.coherence.report import record_json
+from assay.coherence.plan import Plan
+from assay.coherence.record import CheckRecord, ProbeResult, Reference
+from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import is_loop
 from assay.engines.base import Reply
 from assay.verdict import Severity, Verdict, jsonable
@@ -308,3 +309,12 @@ def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_mo
     from assay.stats.equivalence import confidence_of_look
 
     assert confidence_of_look(LOOKS) < BEYOND_LOOKS < EARLY
+
+
+def test_a_reference_that_wrote_no_text_is_no_reference_for_texts() -> None:
+    """A budget may end after its fixed texts: these were compared, and the report says that no more was."""
+    ours, theirs = record(samples(ok=41), passages()), CheckRecord(passages=passages())
+    times = {"seconds": 1.0, "expected_s": {}, "stages_s": {}, "left_out": [], "budget_s": None}
+    report = build_report({}, Plan(), ours, Reference(theirs, {"source": "engine"}), judge(ours, theirs), times)
+    assert report.verdict is Verdict.PASS and "which wrote none" in report.summary
+    assert report.results["reference"]["origin"] == {"source": "engine"}

@@ -348,8 +348,10 @@ class Check:
         reference = None
         if self.kept is not None:
             reference = replace(self.kept, record=self.kept.record.like(self.record))
-        elif self.engine is not None and (self.engine.record.samples or self.engine.record.tools):
-            reference = Reference(self.engine.record, self.engine.origin)
+        elif self.engine is not None:
+            known = self.engine.record
+            if known.samples or known.tools or known.passages:
+                reference = Reference(known, self.engine.origin)
         judgement = self.judge(confidence)
         changed: tuple[Finding, ...] = ()
         if reference is not None and reference.settings:

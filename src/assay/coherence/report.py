@@ -74,7 +74,10 @@ def _summary(record: CheckRecord, reference: Reference | None, judgement: Judgem
         return ""
     suite = sum(len(level.answers) for level in record.tools)
     what = f"{len(record.samples)} texts are sane" if record.samples else f"{suite} tool calls and objects hold"
-    against = ", as those of the reference" if reference else ""
+    answered = reference is not None and (reference.record.samples or reference.record.tools)
+    against = ", as those of the reference" if answered else ""
+    if reference is not None and not answered:
+        against = " by themselves, and fixed texts are as easy as for the reference, which wrote none"
     names = ", ".join(_words(r.rule) for r in judgement.rulings if r.state == "not_examined")
     return f"{what}{against}; not examined: {names}." if names else f"{what}{against}."
 
@@ -358,7 +361,7 @@ def _rate_chart(record: CheckRecord, reference: Reference | None) -> Chart:
         return Series(name, points)
 
     all_series = [series("server", record.probes)]
-    if reference is not None:
+    if reference is not None and reference.record.samples:
         all_series.append(series("reference", reference.record.probes))
     return Chart(
         "Share of degenerate texts by probe, 95 % Wilson intervals", "forest", all_series, x_label="probe", y_label="share",
