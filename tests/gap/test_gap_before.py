@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
+from assay.fidelity.budget import OutOfTime, Pace
 from assay.lab.gap import phases as bench_module
 from assay.lab.gap.gap import Runs, measure_all
 from assay.lab.gap.phases import Bench
 from assay.lab.gap.plan import Configuration, Corners, GapPlan, must_be_tried, preflight
+from assay.lab.options import QUICK
 from assay.progress import NO_PROGRESS
 
 
@@ -147,3 +149,25 @@ def test_stored_runs_are_compared_on_the_gpu_where_there_is_one(
     found = bench.between(Configuration("hf:a", "inforward"), Configuration("hf:b", "inforward"))
     assert found.seen == [(0, 9, ("hf:a", "hf:b")), (1, 9, ("hf:a", "hf:b"))]
     assert moved == [f"hf:b to {device}"] * 2
+
+
+@pytest.mark.parametrize(("decode", "mode"), [(0.01, "decode"), (0.06, "inforward"), (0.01, "")])
+def test_where_token_by_token_does_not_fit_the_total_is_that_of_the_base_mode(
+    decode: float, mode: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ten minutes, and the speed of Qwen2.5 0.5B on two cores: idle ones, busy ones, and ones with no time left at all."""
+    monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
+    paces = {"prefill": Pace(0.004 if mode else 0.04, 0.001), "decode": Pace(decode, 0.001)}
+    monkeypatch.setattr(bench_module, "measure_pace", lambda engine, plan, text: paces[plan.path])
+    monkeypatch.setattr(bench_module, "read_text", lambda text: SimpleNamespace(text="x"))
+    monkeypatch.setattr(Bench, "engine", lambda self, spec, again=False: None)
+    bench = Bench(GapPlan("hf:a", "hf:b", codec="fp8", quick=True, **QUICK), NO_PROGRESS)
+    bench.budget.took["opening the reference"] = 5.0
+    if not mode:
+        with pytest.raises(OutOfTime, match="too small for any answer"):
+            bench._fit()
+        return
+    bench._fit()
+    assert (bench.plan.mode, bench.plan.windows, bench.plan.length) == (mode, 8, 256)
+    left_out = [item["what"] for item in bench.budget.left_out]
+    assert left_out == ([] if mode == "decode" else ["the path decode: the total is that of inforward"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +26,7 @@ from assay.errors import AssayError
 from assay.fidelity.budget import Budget, OutOfTime, Pace
 from assay.fidelity.plan import Plan
 from assay.lab.kv import lab as lab_module
+from assay.lab.kv import sweep as sweep_module
 from assay.lab.kv.allocate import run_allocate
 from assay.lab.kv.attribute import run_attribute
 from assay.lab.kv.cache_hook import Mode
@@ -232,6 +236,35 @@ def test_intervals_of_kl_do_not_go_below_zero(tiny: Tiny) -> None:
     parts = run_attribute(plan).results["parts"]
     assert len(parts) == 2 * LAYERS
     assert all(0 <= p["kld"]["lo"] <= p["kld"]["value"] <= p["kld"]["hi"] for p in parts)
+
+
+def test_a_sweep_whose_time_ends_behind_the_exact_cache_says_what_it_left_out(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab_module, "measure_pace", lambda *_: Pace(1e-6, 1e-6))
+    plan = SweepPlan("hf:small", codecs=("fp8",), windows=8, fresh=8, length=LENGTH, batch=8, budget=5.0)
+    for ends_after, rows in ((2 * 8 + 4, 1), (4, 0)):  # within the exact cache of the fresh windows, and of the others
+        for kept in Path(os.environ["ASSAY_CACHE"]).iterdir():
+            shutil.rmtree(kept)
+        tiny.scored.clear()
+        monkeypatch.setattr(Budget, "left", lambda self, n=ends_after: float(n - len(tiny.scored)))
+        monkeypatch.setattr(sweep_module, "_fresh_that_fit", lambda row, count, budget: count)
+        if not rows:
+            with pytest.raises(OutOfTime, match="scoring the exact cache took it"):
+                run_sweep(plan)
+            continue
+        report = run_sweep(plan)
+        assert report.exit_code in (0, 3) and len(report.results["rows"]) == 1
+        assert report.results["winner"] is None or report.results["winner"]["fresh_windows"] is None
+        assert "fresh windows" in report.findings[0].title
+
+
+def test_as_many_fresh_windows_are_measured_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget, row = Budget(100.0), {"score_s": 20.0, "windows": 10}
+    budget.took["the exact cache"] = 10.0  # three seconds a window
+    for left, many in ((100.0, 16), (47.0, 15), (36.0, 12), (23.0, 0), (-1.0, 0), (math.inf, 16)):
+        monkeypatch.setattr(Budget, "left", lambda self, left=left: left)
+        assert sweep_module._fresh_that_fit(row, 16, budget) == many
 
 
 def test_only_a_lack_of_memory_is_called_one() -> None:

@@ -368,5 +368,5 @@ def run_gap(plan: GapPlan, progress: Progress = NO_PROGRESS) -> Report:
         blocks=blocks(outcome),
         interrupted=cut.interrupted,
         summary=f"{label_of(plan.candidate)}{f' with {plan.codec}' if plan.codec else ''} against "
-        f"{label_of(plan.reference)}, {plan.mode}",
+        f"{label_of(plan.reference)}, {bench.plan.mode}",
     )

@@ -19,7 +19,7 @@ import numpy as np
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError
-from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, measure_pace
+from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, measure_pace, size_for
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
@@ -120,35 +120,46 @@ class Bench:
         self._check = tokenizer_check(tokenizer.sha256, tokenizer.vocab_size)
 
     def _fit(self) -> None:
-        """Take as many and as long windows as let the path fit into most of the budget; tell the expected time."""
+        """Take as many and as long windows as let the path fit into most of the budget; tell the expected time.
+
+        Where not even the fewest fit, the total is measured in the base mode too: token by token takes most of the time.
+        """
         plan, budget = self.plan, self.budget
-        runs, phases = planned_runs(plan)
-        self.planned = runs + phases
+        self.planned = sum(planned_runs(plan))
         if budget.seconds is None and plan.windows * plan.length * self.planned < WORTH_MEASURING:
             return
         opening = 3 * budget.took["opening the reference"]
         paces: dict[str, float] = {}
 
-        def measure() -> tuple[int, int]:
+        def measure() -> tuple[int, int, str]:
             text = read_text(plan.text).text
             for mode in dict.fromkeys((plan.base, plan.mode)):
                 compared = replace(plan.comparison(mode), windows=plan.windows)
                 found = measure_pace(self.engine(plan.reference), compared, text)
                 paces[mode] = RUN_COST * found.score + found.compare
             if budget.seconds is None:
-                return plan.windows, plan.length
-            a_token = path_cost()
-            return budget.size(a_token, plan.windows, plan.length, opening=opening, share=PATH_SHARE, least=LEAST_CODED)
+                return plan.windows, plan.length, plan.mode
+            size, left = (plan.windows, plan.length), PATH_SHARE * (budget.left() - opening)
+            for one in (plan, replace(plan, mode=plan.base)):
+                if some := size_for(left, path_cost(one), *size, LEAST_CODED):
+                    return *some, one.mode
+            return *budget.size(path_cost(one), *size, opening=opening, share=PATH_SHARE, least=LEAST_CODED), one.mode
 
-        def path_cost() -> float:
-            return (runs - IN_MODE) * paces[plan.base] + IN_MODE * paces[plan.mode]
+        def path_cost(plan: GapPlan) -> float:
+            in_mode = IN_MODE if plan.mode != plan.base else 0
+            return (planned_runs(plan)[0] - in_mode) * paces[plan.base] + in_mode * paces[plan.mode]
 
-        about = ["gap size", plan.facts(), budget.seconds]
-        windows, length = measure() if budget.seconds is None else self._kept.have(about, measure)
+        about = ["gap plan", plan.facts(), budget.seconds]
+        windows, length, mode = measure() if budget.seconds is None else self._kept.have(about, measure)
         budget.note_size((plan.windows, plan.length), (windows, length))
+        if mode != plan.mode:
+            budget.leave_out(f"the path {plan.mode}: the total is that of {mode}", f"what {plan.mode} adds to {mode}")
+            plan = replace(plan, mode=mode)
+        phases = planned_runs(plan)[1]
+        self.planned = sum(planned_runs(plan))
         if paces:  # a run that goes on knows its size and nothing of its speed
             tokens = windows * length
-            path = opening + path_cost() * tokens
+            path = opening + path_cost(plan) * tokens
             rest = min(phases * paces[plan.base] * tokens, max(0.0, budget.left() - path))
             budget.tell({"engine and codec": path, "phases": rest}, self.progress)
         self.plan = replace(plan, windows=windows, length=length, fresh=min(plan.fresh, windows))

@@ -29,7 +29,7 @@ from assay.lab.options import SweepPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
 from assay.stats.cluster import Resampling
-from assay.stats.equivalence import Margins
+from assay.stats.equivalence import MIN_WINDOWS, Margins
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
 
 FORMAT = "assay-kv-rows/1"
@@ -127,9 +127,11 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         file = KeptFile(plan.out, rows_of, FORMAT, FINDING) if plan.out else None
         layers, shape = kept_layers(lab.shape, plan.skip_layers), lab.shape
 
-        def row(where: Lab, spec: KvSpec, key: str) -> dict[str, Any]:
+        def row(where: Lab, spec: KvSpec, key: str) -> dict[str, Any] | None:
             def measure() -> dict[str, Any]:
                 measured = _measured(where, spec, plan, pool, layers, lambda: budget.left() <= 0)
+                if len(measured.seen) < min(2, len(where.windows)):  # the exact cache took the time
+                    raise _Short({"windows": 0})
                 found = _row(measured, plan, where.blocks)
                 if found["windows"] < len(where.windows):
                     raise _Short(found)
@@ -138,6 +140,10 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
             try:
                 return file.have(key, measure) if file else measure()
             except _Short as short:  # which no file should hold as a whole row
+                if not short.row["windows"]:
+                    what = (str(spec), f"anything about {spec}") if where is lab else FRESH_LEFT_OUT
+                    budget.leave_out(*what)
+                    return None
                 missing = len(where.windows) - short.row["windows"]
                 budget.leave_out(
                     f"{missing} of {len(where.windows)} passages of {spec}",
@@ -153,22 +159,28 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
                     continue
                 running = name
                 try:
-                    rows.append({"codec": name, **row(lab, spec, name)})
+                    if found := row(lab, spec, name):
+                        rows.append({"codec": name, **found})
                 except AssayError as error:
                     if error.finding_id == FINDING:
                         raise
                     failed[name] = error
             running = ""
             if not rows and not failed:
-                raise budget.nothing_fits("opening the model took it")
+                raise budget.nothing_fits("opening the model and scoring the exact cache took it")
             if not rows:
                 raise next(iter(failed.values()))
             chosen = choose(rows)
-            if chosen is not None and plan.fresh and budget.left() <= 0:
-                budget.leave_out("fresh windows", "whether the choice holds on other text")
-            elif chosen is not None and plan.fresh:
-                name = rows[chosen]["codec"]
-                again = row(lab.on(lab.fresh), specs[name], f"fresh|{name}")
+            if chosen is not None and plan.fresh:
+                name, many = rows[chosen]["codec"], _fresh_that_fit(rows[chosen], len(lab.fresh), budget)
+                if not many:
+                    budget.leave_out(*FRESH_LEFT_OUT)
+                else:
+                    fewer = f"{many} " if many < len(lab.fresh) else ""
+                    again = row(lab.on(lab.fresh[:many]), specs[name], f"fresh|{fewer}{name}")
+                    if again and fewer:
+                        missing = f"{len(lab.fresh) - many} of {len(lab.fresh)} fresh windows"
+                        budget.leave_out(missing, "differences that fewer passages cannot resolve")
         if cut and chosen is None:  # of the rows that are whole
             chosen = choose(rows)
         if running and lab.partial and lab.partial.bytes:  # what was measured of the row that was cut short
@@ -205,6 +217,16 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         summary=f"{len(rows)} codecs on {plan.windows} windows of {plan.length} tokens, {plan.mode}; "
         f"{len(on_front)} on the Pareto front",
     )
+
+
+FRESH_LEFT_OUT = ("fresh windows", "whether the choice holds on other text")
+
+
+def _fresh_that_fit(row: Mapping[str, Any], count: int, budget: Budget) -> int:
+    """How many of `count` fresh windows there is time for, by what those of the chosen `row` took; 0 for fewer than 8 (or all)."""
+    a_window = (budget.took.get("the exact cache", 0.0) + row["score_s"]) / row["windows"]
+    fit = count if a_window * count <= budget.left() else max(0, int(budget.left() / a_window))
+    return fit if fit >= min(MIN_WINDOWS, count) and budget.left() > 0 else 0
 
 
 class _Short(Exception):
