@@ -139,11 +139,12 @@ class Bench:
                 paces[mode] = RUN_COST * found.score + found.compare
             if budget.seconds is None:
                 return plan.windows, plan.length, plan.mode
-            size, left = (plan.windows, plan.length), PATH_SHARE * (budget.left() - opening)
-            for one in (plan, replace(plan, mode=plan.base)):
-                if some := size_for(left, path_cost(one), *size, LEAST_CODED):
+            size, cheaper = (plan.windows, plan.length), replace(plan, mode=plan.base)
+            for one, share in ((plan, PATH_SHARE), (cheaper, PATH_SHARE)):
+                if some := size_for(share * (budget.left() - opening), path_cost(one), *size, LEAST_CODED):
                     return *some, one.mode
-            return *budget.size(path_cost(one), *size, opening=opening, share=PATH_SHARE, least=LEAST_CODED), one.mode
+            # All of the time, so that the phases are left out; OutOfTime where not even that is enough.
+            return *budget.size(path_cost(cheaper), *size, opening=opening, least=LEAST_CODED), cheaper.mode
 
         def path_cost(plan: GapPlan) -> float:
             in_mode = IN_MODE if plan.mode != plan.base else 0
