@@ -31,6 +31,18 @@ from assay.speculation.spec import SpecOptions, examine
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "heads.md"
 BEGIN, END = "<!-- begin: benchmarks/heads_tables.py -->", "<!-- end: benchmarks/heads_tables.py -->"
+ANSWER = "<!-- begin: the answer -->", "<!-- end: the answer -->"
+ROWS = {
+    "target and head bf16": "bf16|bf16", "target INT8": "int8|bf16", "target fp8": "fp8|bf16", "KV cache fp8": "bf16+kv-fp8|bf16",
+    "KV cache fp8, calibrated": "bf16+kv-fp8-calibrated|bf16", "target INT4, groups of 32": "int4-g32|bf16",
+    "target INT4, groups of 128": "int4-g128|bf16", "target INT4 in vLLM's own int4 kernels": "w4a16-g128|bf16",
+    "target INT4 by GPTQ, groups of 128": "gptq4-g128|bf16", "head INT4": "bf16|int4", "target and head INT4": "int4-g128|int4",
+    "target INT3 by GPTQ": "gptq3-g128|bf16", "target INT2 (its text is broken too)": "int2-g32|bf16",
+    "head loaded with norms of the wrong convention": "bf16|wrong-norm", "head with another embedding": "bf16|embedding-swapped",
+    "head without its layer": "bf16|missing-layer", "head whose scales were ignored": "bf16|scales-ignored", "head missing": "bf16|missing",
+    "head loaded as zeros": "bf16|zeros",
+}  # fmt: skip
+"""The rows of the table at the top of the page."""
 BROKEN = 0.5
 """Mean KL from which a target is broken itself, text and all: such rows are shown, and left out of the fit."""
 
@@ -177,28 +189,27 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
     text += table(["model", "target", "head", "T", "position 0", "accepted / steps", "`assay spec`"], cells)
     for model, own in served.items():
         text += f"### {model} served by vLLM {own['engine']['vllm']} on {own['engine']['device']}\n\n"
-        text += "Position 0 (chat, code, prose), tokens a step, what `assay spec` says from log and head's file, and its test of losslessness:\n\n"
+        text += "Position 0 (chat, code, prose); tokens a step; what `assay spec` says from log, head's file and temperature; its test of losslessness:\n\n"
+        pairs = dict.fromkeys(tuple(key.split("|")[:2]) for key in own["rows"])
         cells = []
-        for key, row in own["rows"].items():
-            target, state, t = key.split("|")
-            if "positions" not in row:
-                cells.append([target, state, t, "no step", "", "", ""])
-                continue
-            kinds = row["kinds"]
-            each = ", ".join(
-                f"{100 * kinds[k]['positions'][0]['value']:.0f}" for k in ("chat", "code", "prose") if k in kinds
+        for target, state in pairs:
+            cold, warm = (own["rows"].get(f"{target}|{state}|{t}", {}) for t in ("0", "0.7"))
+            cells.append(
+                [
+                    target,
+                    state,
+                    served_cell(cold, kinds=True),
+                    served_cell(warm),
+                    said(cold),
+                    said(warm),
+                    lossless(cold.get("lossless")),
+                ]
             )
-            heads = [
-                f"`{f.partition('.')[2]}`"
-                for f in row["spec"]["findings"]
-                if not f.endswith(("head_file", "windows_disagree", "note"))
-            ]
-            cells.append([
-                target, state, t, f"{percent(row['positions'][0])} ({each})", number(row["tokens_per_step"]),
-                ", ".join([row["spec"]["health"], *heads[:2]]), lossless(row.get("lossless")),
-            ])  # fmt: skip
-        text += table(["target", "head", "T", "position 0", "tokens per step", "`assay spec`", "lossless"], cells)
+        text += table(["target", "head", "T 0", "T 0.7", "`assay spec`", "at T 0.7", "lossless"], cells)
         for name, why in own["failed"].items():
+            target, _, state = name.removeprefix("speed ").partition("|")
+            if f"{target}|{state or 'bf16'}|0" in own["rows"]:
+                continue
             text += f"`{name}` was not served: {' '.join(why.split())[:200]}\n"
         if own["speed"]:
             text += "\nTokens a second without and with the head, greedy; the quotient is the geometric mean by prompt, or by batch:\n\n"
@@ -229,6 +240,51 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
     ]
     text += table(["truth", "T", "told", "health", "finding about the head", "rows"], cells)
     return text
+
+
+def answer(rows: dict[str, Any], served: dict[str, Any]) -> str:
+    """The table at the top of the page: greedy, as vLLM served it, or simulated where it did not."""
+    cells = []
+    for label, key in ROWS.items():
+        line = [label]
+        for model in (m for m in rows if "MTP" not in m):
+            own, sim = (x.get(f"{key}|0", {}) for x in (served.get(model, {}).get("rows", {}), rows[model]))
+            row, mark = (own, "") if "positions" in own else (sim, " *")
+            line.append(
+                f"{percent(row['positions'][0])}; {row['tokens_per_step']['value']:.2f}{mark}"
+                if "positions" in row
+                else "–"
+            )
+            far = rows[model].get(f"{key.split('|')[0]}|bf16|0")
+            line.append(f"{abs(far['kl'][0]):.2g}" if far else "–")
+        cells.append(line)
+    head = ["greedy, k = 4"]
+    for model in (m for m in rows if "MTP" not in m):
+        head += [f"{model}: position 0 [95 %, by prompt]; tokens per step", "KL of the target"]
+    return table(head, cells)
+
+
+def served_cell(row: dict[str, Any], kinds: bool = False) -> str:
+    """Position 0 and tokens a step of a served row."""
+    if "positions" not in row:
+        return "–"
+    by = [
+        f"{100 * row['kinds'][k]['positions'][0]['value']:.0f}" for k in ("chat", "code", "prose") if k in row["kinds"]
+    ]
+    each = f" ({', '.join(by)})" if kinds else ""
+    return f"{percent(row['positions'][0])}{each}; {number(row['tokens_per_step'])}"
+
+
+def said(row: dict[str, Any]) -> str:
+    """The health, and what `assay spec` finds about the head."""
+    if "spec" not in row:
+        return "–"
+    heads = [
+        f.partition(".")[2]
+        for f in row["spec"]["findings"]
+        if f.startswith(("speculation.head_", "speculation.low_", "checkpoint."))
+    ]
+    return ", ".join([row["spec"]["health"], *(f"`{f}`" for f in heads if f != "head_file")][:2])
 
 
 def lossless(found: dict[str, Any] | None) -> str:
@@ -313,6 +369,8 @@ def main(arguments: list[str]) -> None:
     write_atomically(RESULTS / "heads.json", json.dumps({"rows": rows, "served": served}, indent=1) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "cases"}, indent=1))
     page_text = PAGE.read_text(encoding="utf-8")
+    begin, end = page_text.index(ANSWER[0]) + len(ANSWER[0]), page_text.index(ANSWER[1])
+    page_text = page_text[:begin] + "\n" + answer(rows, served) + page_text[end:]
     begin, end = page_text.index(BEGIN) + len(BEGIN), page_text.index(END)
     page_text = page_text[:begin] + "\n" + tables(rows, served, result) + page_text[end:]
     write_atomically(PAGE, page_text)
