@@ -152,8 +152,6 @@ class Doctor:
         self.now = ""
         """What is done at the moment, for the table that is shown while the doctor runs."""
 
-    # What is launched.
-
     def say(self, line: str) -> None:
         """Tell one line."""
         with self.progress(line, 0):
@@ -162,7 +160,10 @@ class Doctor:
     def _start(self, configuration: Configuration, index: int) -> State:
         observation, resumed = self.observe(configuration, index)
         seen = see(observation, self.baseline, self.rules, self.options.slower)
-        if self.baseline is not None and seen.bad and seen.bad.keys() <= _SPEED and not self.steadied:
+        # The baseline is timed (again) where only speed is bad, or where it was not timed and this start was.
+        base, timed = self.baseline, len(observation.speeds) >= 3 and "slower" in (self.rules or _SPEED)
+        unsure = seen.bad.keys() <= _SPEED if seen.bad else timed and base is not None and len(base.speeds) < 3
+        if base is not None and unsure and not self.steadied:
             self._steady()
             seen = see(observation, self.baseline, self.rules, self.options.slower)
         self._add(Start(configuration, index, seen, observation, resumed))
@@ -222,7 +223,11 @@ class Doctor:
         for wider in (rules, rules_of(self.options.symptom), frozenset()):
             kept = self.kept.get(self._key(configuration, index, wider))
             if kept is not None and self._counts(kept):
-                return Observation.from_json(kept["observation"])
+                found = Observation.from_json(kept["observation"])
+                # A start that was asked for other things may not have been timed, or at another hour.
+                if rules and set(rules) <= _SPEED and wider != rules and (kept["run"] != self.name or not found.speeds):
+                    continue
+                return found
         return None
 
     def _put(self, configuration: Configuration, index: int, rules: Collection[str], seen: Observation) -> None:
@@ -285,22 +290,18 @@ class Doctor:
         return time.time() - kept["at"] < _SHARED and not kept["observation"]["failed"]
 
     def _launch(self, configuration: Configuration, index: int, rules: Collection[str], number: int) -> Observation:
-        command, options = self.found.command, self.options
-        log = (
-            self.folder
-            / f"{number:03}-{hashlib.sha256(repr(sorted(configuration)).encode()).hexdigest()[:8]}-{index}.log"
-        )
+        command, options, label = self.found.command, self.options, self.label(configuration)
         from assay.engines.server.engine import read_key
 
+        digest = hashlib.sha256(repr(sorted(configuration)).encode()).hexdigest()[:8]
+        log = self.folder / f"{number:03}-{digest}-{index}.log"
         try:
             timeout = min(options.start_timeout, max(10.0, self.left()))
             with launched(
                 command, configuration, log, timeout=timeout, health=options.health,
                 api_key=read_key(self.key_env), lock=options.start_lock,
             ) as running:  # fmt: skip
-                self.now = (
-                    f"{self.label(configuration)}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
-                )
+                self.now = f"{label}, start {index + 1}: asking, it started in {running.seconds:.0f} s"
                 seen = self._measure(running, index, rules, configuration)
                 died = running.ends() if seen.said else not running.alive()
                 if not configuration and not died and see(seen, None, self.rules).state == "bad":
