@@ -250,8 +250,7 @@ class Zoo:
         return [*options, "--command-template", " ".join([*wrapper, *inner])], settings
 
     def run(self, case: Case, core: int) -> dict[str, Any]:
-        slug = re.sub(r"\W+", "-", case.name)
-        folder = self.parts / "cases" / slug
+        folder = self.parts / "cases" / slug_of(case)
         folder.mkdir(parents=True, exist_ok=True)
         out = folder / "report.json"
         out.unlink(missing_ok=True)
@@ -290,6 +289,11 @@ class Zoo:
         return ((said.stdout + said.stderr).strip().splitlines() or [""])[0]
 
 
+def slug_of(case: Case) -> str:
+    """The name of a case's folder."""
+    return re.sub(r"\W+", "-", case.name)
+
+
 def judged(case: Case, report: dict[str, Any]) -> dict[str, Any]:
     """Whether the report says what the case expects."""
     found = report["results"]
@@ -326,7 +330,7 @@ def keep(path: Path, name: str, row: dict[str, Any], asked: argparse.Namespace) 
         fcntl.flock(lock, fcntl.LOCK_EX)
         kept = json.loads(path.read_text()) if path.exists() else {"rows": {}}
         row["machine"] = {
-            "platform": platform.platform(), "cores": os.cpu_count(), "cores_a_case": asked.cores, "cuda": asked.cuda,
+            "platform": asked.platform, "cores": int(asked.all_cores), "cores_a_case": asked.cores, "cuda": asked.cuda,
             "jobs_at_once": asked.jobs, "said": asked.machine,
         }  # fmt: skip
         kept["rows"][name] = row
@@ -375,7 +379,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, default in (
         ("llama-server", ""), ("vllm-python", ""), ("models", ""), ("ggufs", ""), ("start-lock", ""), ("machine", ""),
-        ("memory", "0.06"), ("work", str(cache_dir("doctor-zoo"))), ("out", str(RESULTS)),
+        ("memory", "0.06"), ("reports", ""), ("engine-version", ""), ("platform", platform.platform()), ("all-cores", str(os.cpu_count())), ("work", str(cache_dir("doctor-zoo"))), ("out", str(RESULTS)),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", default=default)
     parser.add_argument("--only", nargs="*")
@@ -395,7 +399,14 @@ def main() -> None:
         kept = json.loads(RESULTS.read_text())
         kept["rows"] |= json.loads(Path(more).read_text())["rows"]
         RESULTS.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
-    if asked.page or asked.add:
+    for case in CASES if asked.reports else ():  # of a run whose rows were lost
+        report = Path(asked.reports) / f"{slug_of(case)}.report.json"
+        if (not asked.only or case.name in asked.only) and case.engine in asked.engine and report.exists():
+            body = json.loads(report.read_text())
+            row = judged(case, body) | {"versions": {"assay": VERSION, "engine": asked.engine_version}}
+            if not row["out_of_time"] or row["accused"]:
+                keep(Path(asked.out), key(case, asked.cuda), row, asked)
+    if asked.page or asked.add or asked.reports:
         print(page(Path(asked.out)))
         return
     zoo, out = Zoo(asked), Path(asked.out)

@@ -519,16 +519,14 @@ class Doctor:
                 found.guilty.append(names)
                 found.proven = False
                 raise
-            found.proven = found.proven and proven
+            # Nothing is proven until what is left was found good, or bad on its own account.
+            proven, found.proven = found.proven and proven, False
             found.guilty.append(names)
             left -= {max(names, key=self._weight)}
-            if not left:
-                break
-            state = self.bench.decide(frozenset(left))
-            if state == "good":
-                break
+            state = self.bench.decide(frozenset(left)) if left else "good"
+            if state in ("good", "bad"):
+                found.proven = proven
             if state != "bad":
-                found.proven = False
                 break
         accused = {name for names in found.guilty for name in names}
         for configuration, state in self.bench.settled.items():

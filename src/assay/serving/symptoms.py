@@ -120,7 +120,9 @@ def see(seen: Observation, baseline: Observation | None, rules: Collection[str] 
         bad = {rule: says for rule, says in bad.items() if rule in rules or rule == "died"}
     if bad:
         findings = tuple(f for r in states.values() for f in r.findings if f.severity is Severity.ERROR)
-        return Seen("bad", bad, bool(early & bad.keys()) or "died" in bad or "speculation" in bad, findings)
+        # Fixed texts are scored once, by their own level: no later look spends error on them.
+        certain = early | {"died", "speculation", "bits_per_byte"}
+        return Seen("bad", bad, bool(certain & bad.keys()), findings)
     unclear = [r for r in states.values() if r.state == "unclear"]
     measured = seen.record.samples or seen.record.tools or seen.record.timed or seen.record.passages
     return Seen("undecided" if unclear or not measured else "good")
