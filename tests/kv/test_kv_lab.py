@@ -259,6 +259,22 @@ def test_a_sweep_whose_time_ends_behind_the_exact_cache_says_what_it_left_out(
         assert "fresh windows" in report.findings[0].title
 
 
+def test_where_one_token_at_a_time_does_not_fit_some_are_fed_together(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paces = {"decode": Pace(1.0, 1e-6), "chunked": Pace(1e-6, 1e-6)}
+    monkeypatch.setattr(lab_module, "measure_pace", lambda engine, plan, text: paces[plan.path])
+    plan = SweepPlan("hf:small", codecs=("fp8",), windows=8, fresh=0, length=LENGTH, batch=8, budget=1.0)
+    report = run_sweep(plan)
+    assert report.subject["plan"]["block"] == 16 and len(report.results["rows"]) == 1
+    assert report.findings[0].title == "the budget of 60 s left out feeding tokens one at a time"
+    evaluated = run_eval(EvalPlan("hf:small", "fp8", windows=8, length=LENGTH, batch=8, budget=1.0))
+    assert evaluated.results["block"] == 16
+    paces["chunked"] = paces["decode"]
+    with pytest.raises(OutOfTime, match="too small for any answer"):
+        run_eval(EvalPlan("hf:small", "int(bits=4)", windows=8, length=LENGTH, batch=8, budget=1.1))
+
+
 def test_as_many_fresh_windows_are_measured_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     budget, row = Budget(100.0), {"score_s": 20.0, "windows": 10}
     budget.took["the exact cache"] = 10.0  # three seconds a window

@@ -83,7 +83,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         codecs=1 + bool(plan.control),
         progress=progress,
     ) as lab:
-        plan = replace(plan, windows=len(lab.windows), length=lab.length)
+        plan = replace(plan, windows=len(lab.windows), length=lab.length, block=lab.block)
         compared, blocks_of_windows = comparison(plan), lab.blocks
 
         def enough(seen: Sequence[WindowObservation]) -> bool:

@@ -24,7 +24,7 @@ from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, Sc
 from assay.engines.server.endpoint import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import WORTH_MEASURING, Budget, Pace, measure_pace, size_for
+from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, Pace, measure_pace, size_for
 from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
@@ -430,7 +430,18 @@ def open_lab(
                 codecs = codecs(cache_shape(engine.engine.model)) if isinstance(engine, HfScorer) else 0
             if budget and budget.seconds is not None:
                 plan = replace(plan, path=path_of(mode).value, batch=batch)
-                windows, length, pace = _fitting(plan, windows, engine, budget, codecs, least_codecs or codecs)
+                needed = codecs, least_codecs or codecs
+                try:
+                    windows, length, pace = _fitting(plan, windows, engine, budget, *needed)
+                except OutOfTime:
+                    if block > 1 or mode != Mode.DECODE.value or not spec.startswith("hf:"):
+                        raise
+                    # Tokens that are fed together see the cache as if each came alone, in fewer passes of the model.
+                    budget.too_small, block, plan = False, TOGETHER, replace(plan, path="chunked", chunk=TOGETHER)
+                    budget.left_out.clear()
+                    windows, length, pace = _fitting(plan, windows, engine, budget, *needed)
+                    budget.leave_out("feeding tokens one at a time", f"the rounding of it: {TOGETHER} are fed together")
+                    plan = replace(plan, path=path_of(mode).value)
                 plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
             if known:
@@ -467,6 +478,8 @@ def open_lab(
 
 LEAST_CODED = 256
 """Tokens of a passage: codecs keep the first and the recent tokens exact, of a shorter one perhaps all."""
+TOGETHER = 16
+"""Tokens of a decode that are fed together where one at a time does not fit into a budget."""
 CODEC_COST = 2.0
 """A codec is taken to make scoring so much slower; where it is more, the clock ends the run earlier."""
 

@@ -122,7 +122,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         least_codecs=1,
         progress=progress,
     ) as lab:
-        plan = replace(plan, windows=len(lab.windows), length=lab.length)
+        plan = replace(plan, windows=len(lab.windows), length=lab.length, block=lab.block)
         rows_of = identity(plan, [w.sha256 for w in [*lab.windows, *lab.fresh]])
         file = KeptFile(plan.out, rows_of, FORMAT, FINDING) if plan.out else None
         layers, shape = kept_layers(lab.shape, plan.skip_layers), lab.shape
