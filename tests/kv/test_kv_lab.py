@@ -270,9 +270,12 @@ def test_where_one_token_at_a_time_does_not_fit_some_are_fed_together(
     assert report.findings[0].title == "the budget of 60 s left out feeding tokens one at a time"
     evaluated = run_eval(EvalPlan("hf:small", "fp8", windows=8, length=LENGTH, batch=8, budget=1.0))
     assert evaluated.results["block"] == 16
+    for codec in ("int(bits=4)", "recent(n=8)+fp8", "mean(of=block)+hadamard(bits=4)"):
+        with pytest.raises(OutOfTime, match="too small for any answer"):
+            run_eval(EvalPlan("hf:small", codec, windows=8, length=LENGTH, batch=8, budget=1.0))
     paces["chunked"] = paces["decode"]
     with pytest.raises(OutOfTime, match="too small for any answer"):
-        run_eval(EvalPlan("hf:small", "int(bits=4)", windows=8, length=LENGTH, batch=8, budget=1.1))
+        run_eval(EvalPlan("hf:small", "hadamard(bits=4)", windows=8, length=LENGTH, batch=8, budget=1.1))
 
 
 def test_as_many_fresh_windows_are_measured_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:

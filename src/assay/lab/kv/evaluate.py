@@ -80,6 +80,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         calibration=plan.calibration,
         any_engine=True,
         budget=budget,
+        together=spec.token_by_token and (not plan.control or parse_spec(plan.control).token_by_token),
         codecs=1 + bool(plan.control),
         progress=progress,
     ) as lab:

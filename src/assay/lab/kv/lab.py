@@ -394,6 +394,7 @@ def open_lab(
     calibration: str | None = None,
     any_engine: bool = False,
     budget: Budget | None = None,
+    together: bool = False,
     codecs: int | Callable[[CacheShape], int] = 0,
     least_codecs: int = 0,
     progress: Progress = NO_PROGRESS,
@@ -403,7 +404,8 @@ def open_lab(
     UsageError where the text has fewer `fresh` windows than that behind those to measure on, and for another engine than
     transformers unless `any_engine`. With a `budget` in which `codecs` are measured the windows are as many and as long as
     fit; OutOfTime where not even `least_codecs` (0: all of them) do. The time that `codecs` take is told (0: by who knows their number later;
-    a function has it from the shape of the cache). A device that runs out of memory is an AssayError.
+    a function has it from the shape of the cache). `together` allows to feed 16 tokens of a decode together where one at a time
+    does not fit. A device that runs out of memory is an AssayError.
     """
     spec = engine_spec(model)
     if not (any_engine or spec.startswith("hf:")):
@@ -434,7 +436,7 @@ def open_lab(
                 try:
                     windows, length, pace = _fitting(plan, windows, engine, budget, *needed)
                 except OutOfTime:
-                    if block > 1 or mode != Mode.DECODE.value or not spec.startswith("hf:"):
+                    if not together or block > 1 or mode != Mode.DECODE.value or not spec.startswith("hf:"):
                         raise
                     # Tokens that are fed together see the cache as if each came alone, in fewer passes of the model.
                     budget.too_small, block, plan = False, TOGETHER, replace(plan, path="chunked", chunk=TOGETHER)

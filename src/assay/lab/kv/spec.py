@@ -166,6 +166,19 @@ class KvSpec:
         """Whether each stream stays exact or is coded by identity, whatever the model."""
         return all(r is None or r.codec.name == "identity" for r in (self.k, self.v))
 
+    @property
+    def token_by_token(self) -> bool:
+        """Whether tokens can be fed together: each is coded alone, and none stays exact because it is recent."""
+        return all(
+            recipe is None
+            or (
+                recipe.codec.name in ("identity", "bf16", "fp8", "hadamard", "pca", "noise")
+                and recipe.exact_last == 0
+                and all(getattr(part, "of", "calibration") == "calibration" for part in recipe.around)
+            )
+            for recipe in (self.k, self.v)
+        )
+
     def check_ranks(self, tensor: int, stages: int) -> None:
         """UsageError where ranks would split what is coded together: heads of a layer, or layers that predict from others."""
         for recipe in filter(None, (self.k, self.v)):

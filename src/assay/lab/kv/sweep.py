@@ -118,6 +118,7 @@ def run_sweep(plan: SweepPlan, progress: Progress = NO_PROGRESS) -> Report:
         block=plan.block,
         calibration=plan.calibration,
         budget=budget,
+        together=all(spec.token_by_token for spec in specs.values()),
         codecs=len(specs),
         least_codecs=1,
         progress=progress,
