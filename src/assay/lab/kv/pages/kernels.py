@@ -20,12 +20,13 @@ from assay.lab.kv.pages import layout as reference
 from assay.lab.kv.pages.layout import Layout, StreamTables
 
 DECODE: dict[int, dict[str, int]] = {
-    64: {"num_warps": 1, "num_stages": 5, "tile": 64, "waves": 8},
-    128: {"num_warps": 2, "num_stages": 5, "tile": 64, "waves": 4},
+    64: {"num_warps": 1, "num_stages": 5, "tile": 64, "waves": 16},
+    128: {"num_warps": 2, "num_stages": 5, "tile": 64, "waves": 2},
 }
 """How decode runs, by head_dim: tokens read at once (a page holds whole tiles), and programs wanted for a multiprocessor.
 
-Loads of a tile wait for its number in the table: of 5 stages, 2 are the tiles that are on their way.
+The best of 24 settings over six cases on an H200 (`benchmarks/pages_speed.py kernel --tune`). Loads of a tile wait for its
+number in the table: of 5 stages, 2 are the tiles that are on their way.
 """
 ASM = True
 """Unpack codes by PTX's instructions for two numbers at once."""
