@@ -129,7 +129,8 @@ def verdict_of(row: dict[str, Any], temperature: float | None = None) -> tuple[s
         ),
         "none",
     )
-    return report.results["health"], head
+    works = any(f.title.startswith("the head works") for f in report.findings)
+    return report.results["health"], f"{head}, works" if works else head
 
 
 def percent(i: dict[str, float] | list[float]) -> str:
@@ -210,7 +211,8 @@ def tables(rows: dict[str, Any], served: dict[str, Any], result: dict[str, Any])
             target, _, state = name.removeprefix("speed ").partition("|")
             if f"{target}|{state or 'bf16'}|0" in own["rows"]:
                 continue
-            text += f"`{name}` was not served: {' '.join(why.split())[:200]}\n"
+            said_so = "the run ended first" if why.startswith("the process ended") else " ".join(why.split())[:200]
+            text += f"`{name}` was not measured: {said_so}.\n"
         if own["speed"]:
             text += "\nTokens a second without and with the head, greedy; the quotient is the geometric mean by prompt, or by batch:\n\n"
             cells = [
@@ -322,7 +324,9 @@ def confusion(
                 accused = truth == "working head" and (
                     head in ("head_dead", "head_noise", "head_diverged") or (told is not None and head != "none")
                 )
-                if accused or (truth == "dead head" and head in ("none", "low_acceptance") and health != "broken"):
+                if accused or (
+                    truth == "dead head" and (head == "none" or head.endswith("works")) and health != "broken"
+                ):
                     wrong.append(f"{source}|{key}, told {told}: {health}, {head}")
     names = ("truth", "T", "told", "health", "finding")
     return [dict(zip(names, k, strict=True)) | {"rows": n} for k, n in sorted(matrix.items())], wrong

@@ -381,15 +381,15 @@ def _reading(fall: Rate | None, candidate: Health, baseline: Health) -> str:
 # A head that reads the target's hidden states follows a target that changes: it drafts on the changed states, and the
 # text that it guesses is the changed target's own. So acceptance need not fall with the distance between the two
 # targets. Each position's acceptance, given the ones before it, is taken to fall by the factor 1 − β d for a total
-# variation d; the fitted β is 0 up to the total variation that was measured. β and the errors come from one head
-# beside targets of many formats (`benchmarks/heads_tables.py`, `benchmarks/results/heads_predict.json`).
+# variation d; the fitted β is 0 up to the total variation that was measured. β comes from one head
+# beside targets of many formats, the errors from another model and from vLLM (`benchmarks/heads_tables.py`, `benchmarks/results/heads_predict.json`).
 
 
 BETA = 0.00
-"""Share of the changed tokens that the head would have had right, fitted to every second row: none."""
-ERROR: float | None = 0.046
-"""Largest error of position 0 on the rows that were not fitted; None: not measured."""
-LENGTH_ERROR: float | None = 0.16
+"""Share of the changed tokens that the head would have had right, fitted to the simulated rows of one model: none."""
+ERROR: float | None = 0.065
+"""Largest error of position 0 on rows that were not fitted: another model's, and all that vLLM served; None: not measured."""
+LENGTH_ERROR: float | None = 0.31
 """The same of the tokens per step."""
 FITTED_TO = 0.24
 """Largest total variation of the rows: beyond it nothing was measured."""
