@@ -191,7 +191,7 @@ class Measuring:
             plan = replace(plan, windows=count + len(seen))
             windows, facts = plan_windows(plan, self.scorer.tokenizer)
             kept = [i for i, place in enumerate(facts["places"]) if place not in seen][:count]
-            windows = [windows[i] for i in kept]
+            windows = [replace(windows[i], index=n) for n, i in enumerate(kept)]
             facts = {**facts, "places": [facts["places"][i] for i in kept], "unseen": True}
         self.calibration.check_text(facts, windows)
         # Fresh windows lie between the others, so that both are spread over the text.
