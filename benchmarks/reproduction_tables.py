@@ -241,6 +241,7 @@ def ladder(rows: Rows) -> dict[str, Any]:
         ("share of variance 1.0 → 0.95", "hf decode vr=1.0", "hf decode vr=0.95"),
         ("harness: cache replaced → in-forward", "hf decode vr=0.95", "hf joint vr=0.95"),
         ("engine: transformers → vLLM", "hf joint vr=0.95", "vllm joint vr=0.95"),
+        ("share and harness, on transformers alone", "hf decode vr=1.0", "hf joint vr=0.95"),
         ("all", "hf decode vr=1.0", "vllm joint vr=0.95"),
         ("engine alone, share 1.0", "hf joint vr=1.0", "vllm joint vr=1.0"),
         ("engine alone, cache replaced", "hf decode vr=0.95", "vllm decode vr=0.95"),
