@@ -147,8 +147,8 @@ def _rate_against(
     }  # fmt: skip
     says = f"{bad} of {n} texts, of the reference {theirs} of {m}: difference {percent(difference)}"
     loss = _bit_loss(record, reference, confidence)
-    equal = loss is not None and -BITS_EQUAL <= loss.lo <= loss.hi <= BITS_EQUAL
-    fixed = f"the fixed texts are equal ([{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte)" if loss and equal else ""
+    equal = loss is not None and -BITS_MARGIN <= loss.lo <= loss.hi <= BITS_EQUAL
+    fixed = f"the fixed texts lose nothing ([{loss.lo:+.4f}, {loss.hi:+.4f}] bits per byte)" if loss and equal else ""
     certain = newcombe(bad, n, theirs, m, max(confidence, confidence_of_look(2))) if equal else difference
     if certain.lo > RATE_MARGIN:
         title = f"the server degenerates more than the model itself does: {bad} of {n} texts against {theirs} of {m}"
