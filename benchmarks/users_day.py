@@ -228,9 +228,9 @@ def filled(page: str) -> str:
 
 DAYS = {
     "busy": "users_day",
-    "0.1.0, quiet pair": "users_day_pair_old",
-    "busy pair": "users_day_pair_busy",
-    "quiet pair": "users_day_pair_quiet",
+    "0.1.0, pair": "users_day_pair_old",
+    "pair, 2 loops": "users_day_pair_busy",
+    "pair": "users_day_pair_quiet",
 }
 """Columns of the table, and the results that they are from."""
 
@@ -243,8 +243,8 @@ def day_table() -> str:
     for job, before in BEFORE.items():
         own = [rows.get(job) for rows in days.values()]
         if any(own):
-            rows = [row for column in ("quiet pair", "busy", "busy pair") if (row := days.get(column, {}).get(job))]
-            last = min(rows or filter(None, own), key=lambda row: row["exit_code"] == 130)
+            rows = [row for column in ("pair", "busy", "pair, 2 loops") if (row := days.get(column, {}).get(job))]
+            last = min(rows or filter(None, own), key=lambda row: row["exit_code"] == 130 or _too_small(row))
             lines.append(f"| `{job}` | {before} | {' | '.join(map(_took, own))} | {_came(last)} |")
     return "\n".join(lines)
 
@@ -252,11 +252,16 @@ def day_table() -> str:
 def _took(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
-    killed = "over " if row["exit_code"] == 130 else ""
+    took = f"over {row['seconds']:.0f} s" if row["exit_code"] == 130 else f"{row['seconds']:.0f} s"
+    took = f"budget too small, told after {took}" if _too_small(row) else took
     others = (
         f"load {row['load']}" if "others" not in row else f"others {row['others']:.1f}" if row["others"] >= 0.1 else ""
     )
-    return f"{killed}{row['seconds']:.0f} s" + (f" ({others})" if others else "")
+    return took + (f" ({others})" if others else "")
+
+
+def _too_small(row: dict[str, Any]) -> bool:
+    return any("too small for any answer" in title for title in row["findings"])
 
 
 def gpu_table() -> str:
