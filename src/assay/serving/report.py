@@ -183,6 +183,13 @@ def _findings(found: Diagnosis, verdict: Verdict) -> Iterator[Finding]:
                 "server.no_effect", Severity.WARNING, f"{setting.name} is set and had no effect: {seen.evidence}",
                 remedies=("leave it out, or find out why the engine does not take it",), evidence={"setting": setting.name},
             )  # fmt: skip
+    given, asked = found.of(found.all), found.options.symptom
+    timed = given is None or given.observation.speed is not None or (bool(asked) and "speed" not in asked)
+    if verdict is Verdict.PASS and found.all and not timed:
+        title = (
+            f"speed was not compared: {found.options.seconds:g} s of questions left no time to time the given command"
+        )
+        yield Finding("server.not_examined", Severity.INFO, title, remedies=("give more --seconds",))
     if found.failed:
         severity = Severity.ERROR if verdict is Verdict.ERROR else Severity.WARNING
         yield Finding(
