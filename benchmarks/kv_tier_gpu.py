@@ -213,7 +213,9 @@ def opened(args: argparse.Namespace) -> tuple[Any, list[int]]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device).eval()
-    return model, AutoTokenizer.from_pretrained(args.model)(args.text.read_text(encoding="utf-8")).input_ids
+    return model, AutoTokenizer.from_pretrained(args.model)(
+        args.text.read_text(encoding="utf-8")[: args.characters]
+    ).input_ids
 
 
 def prefilled(model: Any, ids: list[int]) -> tuple[Any, torch.Tensor]:
@@ -258,9 +260,7 @@ def codec(args: argparse.Namespace) -> None:
     cpu, gpu = coded(args, tables_)
     _, x = prefilled(model, ids[:longest])
     del model
-    begin = time.perf_counter()
-    data, keys = encoded(cpu, x)
-    took = time.perf_counter() - begin
+    data, keys, encoding = on_device(gpu, x)
     facts, (bits, words, escapes) = tables_.facts, entropy(cpu, data[1])
     values = x[:, :, :BLOCK].numel()
     back = gpu.decode(data, keys).float()
@@ -273,50 +273,56 @@ def codec(args: argparse.Namespace) -> None:
                                                                   + tables_.decoder_bytes),
         "table_bytes": tables_.decoder_bytes, "bits_per_value": 8 * len(data[1]) / values, "entropy_bits_per_value": bits / values,
         "coded_over_entropy": words / bits, "escapes_in_a_block": escapes,
-        "encode_gb_s_of_the_cpu": 2 * x.numel() / took / 1e9, "encode_threads": min(16, os.cpu_count() or 1),
+        "encode": encoding,
         "relative_squared_error": float((back - x.float()).square().sum() / spread), "copies": copies(1 << 28),
-        "exact": exactly(cpu, gpu, data[:16]), "speed": [],
+        "exact": exactly(cpu, gpu, data[:4]), "speed": [],
     }  # fmt: skip
     del back
-    if args.device != "cpu":
-        from assay.lab.kv.encode_gpu import GpuEncoder
-
-        encoder, some = GpuEncoder(gpu), x[:, :, : 16 * BLOCK].contiguous()
-        mine = encoder.encode(some, [BLOCK * i for i in range(16)], keys[:16])
-        times = by_clock(partial(encoder.encode, some, [BLOCK * i for i in range(16)], keys[:16]), 5)
-        found["encode"] = {"tokens": 16 * BLOCK, **times, "gb_s": 2 * some.numel() / times["ms"] / 1e6,
-                           "bytes_over_the_cpus": sum(map(len, mine)) / sum(map(len, data[:16])),
-                           "relative_squared_error": float((cpu.decode(mine).to(x.device).float() - some.float()).square().sum()
-                                                           / (some.float() - some.float().mean(dim=2, keepdim=True)).square().sum())}  # fmt: skip
     note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
-    for tokens in args.lengths:
-        some, size = data[: tokens // BLOCK], tokens * facts.token_bytes
-        for group in args.groups:
-            if group > max(tokens, args.groups[0]):
-                break
-            gpu.group = group
-            gpu._slots.clear()
-            gpu.warm(BLOCK)
-            row = {"tokens": tokens, "group": group, "stored_bytes": sum(map(len, some))}
+    for group in args.groups:
+        gpu.group = group
+        gpu._slots.clear()
+        gpu.warm(BLOCK)
+        for tokens in args.lengths:
+            some, size, count = data[: tokens // BLOCK], tokens * facts.token_bytes, min(tokens, group)
             whole = by_clock(partial(gpu.decode, some, keys[: len(some)]), 7)
-            row |= {"decode": whole, "gb_s": size / whole["ms"] / 1e6}
-            if group == min(args.groups, key=lambda g: abs(g - tokens)):
-                calls: list[Any] = []
-                real = gpu._coefficients
-                gpu._coefficients = lambda *a, calls=calls, real=real: (calls.append(a), real(*a))[1]
-                gpu.decode(some[: group // BLOCK], keys[: group // BLOCK])
-                gpu._coefficients = real
-                count = min(tokens, group)
-                kernel = on_gpu(partial(real, *calls[0]), 5)
-                products = on_gpu(partial(gpu._products, gpu._slots[0], count // 4 * 4 - 4), 5)
-                pinned = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
-                there = torch.empty_like(pinned, device=args.device)
-                copy = on_gpu(partial(there.copy_, pinned, non_blocking=True), 5)
-                row |= {"kernel": kernel, "kernel_gb_s": count * facts.token_bytes / kernel["ms"] / 1e6, "products": products,
-                        "products_gb_s": count * facts.token_bytes / products["ms"] / 1e6, "bf16_copy": copy,
-                        "bf16_copy_gb_s": size / copy["ms"] / 1e6}  # fmt: skip
-            found["speed"].append(row)
-        note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
+            calls: list[Any] = []
+            real = gpu._coefficients
+            gpu._coefficients = lambda *a, calls=calls, real=real: (calls.append(a), real(*a))[1]
+            gpu.decode(data[: count // BLOCK], keys[: count // BLOCK])
+            gpu._coefficients = real
+            kernel = on_gpu(partial(real, *calls[0]), 5)
+            products = on_gpu(partial(gpu._products, gpu._slots[0], count - 4), 5)
+            stage = by_clock(
+                partial(gpu._stage, gpu._slots[0].pinned.numpy(), some[: count // BLOCK], keys[: count // BLOCK]), 5
+            )
+            pinned = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
+            copy = on_gpu(partial(torch.empty_like(pinned, device=args.device).copy_, pinned, non_blocking=True), 5)
+            found["speed"].append({
+                "tokens": tokens, "group": group, "stored_bytes": sum(map(len, some)), "load": os.getloadavg()[0],
+                "decode": whole, "gb_s": size / whole["ms"] / 1e6, "best_gb_s": size / whole["least_ms"] / 1e6,
+                "kernel": kernel, "kernel_gb_s": count * facts.token_bytes / kernel["ms"] / 1e6,
+                "products": products, "products_gb_s": count * facts.token_bytes / products["ms"] / 1e6,
+                "check_and_copy_to_pinned": stage, "bf16_copy": copy, "bf16_copy_gb_s": size / copy["ms"] / 1e6,
+            })  # fmt: skip
+            note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
+
+
+def on_device(gpu: Any, x: torch.Tensor, *, timed: bool = True) -> tuple[list[bytes], list[bytes], dict[str, Any]]:
+    """Blocks of [layers, 2, tokens, width] by the GPU's encoder, their keys, and how fast 2,048 tokens went."""
+    from assay.lab.kv.encode_gpu import GpuEncoder
+    from assay.lab.kv.tier import keys_of
+
+    keys, encoder, data = keys_of(range(x.shape[2]), BLOCK, gpu.tables.digest), GpuEncoder(gpu), []
+    for at in range(0, len(keys), 16):
+        own = keys[at : at + 16]
+        some = x[:, :, BLOCK * at : BLOCK * (at + len(own))].contiguous()
+        data += encoder.encode(some, [BLOCK * (at + i) for i in range(len(own))], own)
+    if not timed:
+        return data, keys, {}
+    some = x[:, :, : 16 * BLOCK].contiguous()
+    times = by_clock(partial(encoder.encode, some, [BLOCK * i for i in range(some.shape[2] // BLOCK)], keys[:16]), 5)
+    return data, keys, times | {"tokens": some.shape[2], "gb_s": 2 * some.numel() / times["ms"] / 1e6}
 
 
 def kl(args: argparse.Namespace) -> None:
@@ -343,7 +349,7 @@ def kl(args: argparse.Namespace) -> None:
         if len(own) < args.length + follow:
             break
         _, x = prefilled(model, own[: args.length])
-        data, keys = encoded(cpu, x)
+        data, keys = encoded(cpu, x) if args.device == "cpu" else on_device(gpu, x, timed=False)[:2]
         with torch.inference_mode():
             back, rest = gpu.decode(data, keys).to(x.device), torch.tensor([own[args.length :]], device=x.device)
             exact, stored = behind(x, rest), behind(back, rest)
@@ -482,7 +488,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--groups", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
+    parser.add_argument("--groups", type=int, nargs="+", default=[4096, 1024])
+    parser.add_argument("--characters", type=int, default=400_000, help="of the text")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=int, default=2, help="GiB of vLLM's cache")
     parser.add_argument("--eager", action="store_true")

@@ -302,6 +302,7 @@ def _tiered(plan: ServePlan) -> Launch:
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(plugin_folder()), os.environ.get("PYTHONPATH")))),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM for CPU gives the worker a process of its own
     }
     _check_plugin(python, environment, "numba", "safetensors")
     extra = {
