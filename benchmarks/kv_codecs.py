@@ -38,7 +38,7 @@ import kv_texts
 from assay.cli.progress import show
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.scoring import Engagement
+from assay.engines.scoring import Engagement, Window
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.plan import Plan, blocks_of
@@ -58,6 +58,7 @@ from assay.runs import cache_dir, write_atomically
 from assay.stats.cluster import Resampling
 from assay.stats.equivalence import Margins
 
+Facts = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"
 MODELS = {"smollm2": build_smollm2, "gemma3": build_gemma3, "qwen05": build_qwen05, "qwen15": build_qwen15}
 
@@ -190,9 +191,7 @@ class Measuring:
         if seen := _seen(arguments, facts):
             plan = replace(plan, windows=count + len(seen))
             windows, facts = plan_windows(plan, self.scorer.tokenizer)
-            kept = [i for i, place in enumerate(facts["places"]) if place not in seen][:count]
-            windows = [replace(windows[i], index=n) for n, i in enumerate(kept)]
-            facts = {**facts, "places": [facts["places"][i] for i in kept], "unseen": True}
+            windows, facts = unseen(windows, facts, seen, count)
         self.calibration.check_text(facts, windows)
         # Fresh windows lie between the others, so that both are spread over the text.
         step = len(windows) / max(1, arguments.choose)
@@ -252,6 +251,13 @@ class Measuring:
         }
         self.out.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         print(_line(row), flush=True)
+
+
+def unseen(windows: list[Window], facts: Facts, seen: set[int], count: int) -> tuple[list[Window], Facts]:
+    """The first `count` windows that lie at no seen place, numbered anew, since clusters are looked up by their number."""
+    kept = [i for i, place in enumerate(facts["places"]) if place not in seen][:count]
+    places = [facts["places"][i] for i in kept]
+    return [replace(windows[i], index=n) for n, i in enumerate(kept)], {**facts, "places": places, "unseen": True}
 
 
 def _seen(arguments: argparse.Namespace, facts: dict[str, Any]) -> set[int]:

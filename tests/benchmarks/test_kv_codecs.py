@@ -11,8 +11,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from assay.engines.scoring import Window
+from assay.fidelity.plan import blocks_of
 from assay.lab.kv.spec import parse_spec
-from kv_codecs import _parser, _seen, sections
+from kv_codecs import _parser, _seen, sections, unseen
 
 SPECS = sorted((Path(__file__).parents[2] / "benchmarks").glob("kv_*.specs"))
 
@@ -58,3 +60,14 @@ def test_seen_windows_are_those_of_all_files_of_the_same_text_and_length(tmp_pat
     arguments = given(more=tuple(f"--unseen={f}" for f in files))
     assert _seen(arguments, facts) == {0, 1, 2, 89, 233}
     assert _seen(given(), facts) == set()
+
+
+def test_unseen_windows_have_a_cluster_each_and_are_the_first_of_those_that_are_left() -> None:
+    places = [0, 233, 89, 178, 34, 267]
+    windows = [Window(i, (place, 1)) for i, place in enumerate(places)]
+    left, facts = unseen(windows, {"places": places, "sha256": "a"}, {0, 233, 178}, 2)
+    assert [w.tokens[0] for w in left] == facts["places"] == [89, 34]
+    assert facts["unseen"] and facts["sha256"] == "a"
+    blocks = blocks_of(facts["places"])
+    assert all(0 <= w.index < len(blocks) for w in left)
+    assert len({w.index for w in left}) == 2
