@@ -497,7 +497,9 @@ def _fitting(
         pace = measure_pace(engine, plan, read_text(plan.text).text)
         share = plan.windows / windows  # with those that take no part in the choice
         costs = [share * (1 + n * CODEC_COST) * pace.score + n * pace.compare for n in range(codecs, least - 1, -1)]
-        # Where not all of a sweep's codecs fit, the first ones are measured, and the others are left out by name.
+        costs.append((1 + least * CODEC_COST) * pace.score + least * pace.compare)
+        # Where not all of a sweep's codecs fit, the first ones are measured, and the others are left out by name; last
+        # of all without the windows for a second look, of which as many are taken in the end as there is time for.
         fits = (c for c in costs if size_for(budget.left(), c, windows, plan.length, LEAST_CODED))
         return budget.size(next(fits, costs[-1]), windows, plan.length, least=LEAST_CODED)
 
