@@ -124,18 +124,26 @@ def see(seen: Observation, baseline: Observation | None, rules: Collection[str] 
         certain = early | {"died", "speculation", "bits_per_byte"}
         return Seen("bad", bad, bool(certain & bad.keys()), findings)
     unclear = [r for r in states.values() if r.state == "unclear"]
+    if rules and set(rules) <= SYMPTOMS["speed"] and (found := _change(seen, baseline)):
+        open_ = found[0] - found[1] < math.log(1 - slower)  # the interval allows a loss that counts
+        return Seen("undecided" if open_ else "good")
     measured = seen.record.samples or seen.record.tools or seen.record.timed or seen.record.passages
     return Seen("undecided" if unclear or not measured else "good")
 
 
-def _slower(seen: Observation, baseline: Observation | None, least: float) -> tuple[str, str]:
+def _change(seen: Observation, baseline: Observation | None) -> tuple[float, float] | None:
+    """Difference of the mean logarithms of the speeds, and half its 95 % interval; None for fewer than three on a side."""
     if baseline is None or len(seen.speeds) < 3 or len(baseline.speeds) < 3:
-        return "slower", ""
+        return None
     ours, theirs = (mean_interval([math.log(s) for s in o.speeds]) for o in (seen, baseline))
-    change = ours.value - theirs.value
-    half = math.hypot(ours.hi - ours.value, theirs.hi - theirs.value)
-    if change + half >= math.log(1 - least):
+    return ours.value - theirs.value, math.hypot(ours.hi - ours.value, theirs.hi - theirs.value)
+
+
+def _slower(seen: Observation, baseline: Observation | None, least: float) -> tuple[str, str]:
+    found = _change(seen, baseline)
+    if found is None or baseline is None or sum(found) >= math.log(1 - least):
         return "slower", ""
+    change, half = found
     lost, lo, hi = (1 - math.exp(change + d) for d in (0.0, half, -half))
     return "slower", (
         f"{lost:.0%} slower [{lo:.0%}, {hi:.0%}]: {median(seen.speeds):.3g} tokens/s, the baseline {median(baseline.speeds):.3g}"
