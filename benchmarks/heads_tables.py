@@ -35,7 +35,7 @@ ANSWER = "<!-- begin: the answer -->", "<!-- end: the answer -->"
 ROWS = {
     "target and head bf16": "bf16|bf16", "target INT8": "int8|bf16", "target fp8": "fp8|bf16", "KV cache fp8": "bf16+kv-fp8|bf16",
     "KV cache fp8, calibrated": "bf16+kv-fp8-calibrated|bf16", "target INT4, groups of 32": "int4-g32|bf16",
-    "target INT4, groups of 128": "int4-g128|bf16", "target INT4 in vLLM's own int4 kernels": "w4a16-g128|bf16",
+    "target INT4, groups of 128": "int4-g128|bf16", "target INT4, symmetric, groups of 128": "w4a16-g128|bf16",
     "target INT4 by GPTQ, groups of 128": "gptq4-g128|bf16", "head INT4": "bf16|int4", "target and head INT4": "int4-g128|int4",
     "target INT3 by GPTQ": "gptq3-g128|bf16", "target INT2 (its text is broken too)": "int2-g32|bf16",
     "head loaded with norms of the wrong convention": "bf16|wrong-norm", "head with another embedding": "bf16|embedding-swapped",
