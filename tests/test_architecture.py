@@ -75,3 +75,9 @@ def test_arrows_between_layers_point_one_way() -> None:
         pytest.skip("import-linter is not installed")
     done = subprocess.run([tool], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports one of two files of the same name, and reports the other as an error of collection."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
