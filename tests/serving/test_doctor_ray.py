@@ -163,7 +163,7 @@ def test_a_lost_worker_takes_its_server_along_and_its_start_is_repeated(cluster:
 def test_an_interrupted_doctor_goes_on_without_ray_and_leaves_nothing(cluster: Cluster) -> None:  # noqa: F811
     two_nodes(cluster)
     mark = f"mark-{os.getpid()}-interrupted"
-    template = f"{SERVER} --spawn {mark}"
+    template = f"{SERVER} --spawn {mark} --delay 1"
 
     def interrupt() -> None:
         def later() -> None:
