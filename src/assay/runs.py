@@ -13,6 +13,7 @@ import io
 import json
 import os
 import shutil
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,17 @@ def cache_dir(name: str) -> Path:
             remedy="name a folder that can be written to by ASSAY_CACHE",
         ) from error
     return folder
+
+
+def tar_of(files: Mapping[str, bytes]) -> bytes:
+    """A tar archive of files by name, without times and owners: the same bytes for the same files."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(content), 0o644
+            tar.addfile(info, io.BytesIO(content))
+    return packed.getvalue()
 
 
 def write_atomically(path: Path, content: str | bytes, *, sync: bool = False) -> None:

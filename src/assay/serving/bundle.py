@@ -22,6 +22,7 @@ from typing import Any
 
 from assay.environment import VERSION, describe
 from assay.errors import AssayError
+from assay.runs import tar_of
 from assay.serving.doctor import Diagnosis
 from assay.serving.launch import gpus
 from assay.serving.symptoms import Observation, see
@@ -114,13 +115,7 @@ def write_bundle(path: Path, report: Report, found: Diagnosis) -> Path:
         "files": {n: {"sha256": hashlib.sha256(b).hexdigest(), "size": len(b)} for n, b in raw.items()},
     }  # fmt: skip
     raw = {"manifest.json": json.dumps(manifest, indent=1).encode(), **raw}
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as tar:
-        for name, packed_file in raw.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(packed_file), 0o644
-            tar.addfile(info, io.BytesIO(packed_file))
-    path, content = _compressed(path, packed.getvalue())
+    path, content = _compressed(path, tar_of(raw))
     try:
         path.write_bytes(content)
     except OSError as error:

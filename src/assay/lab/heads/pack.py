@@ -15,7 +15,7 @@ from assay.lab.heads.export import MTP_FILE, cannot_write, read_head
 from assay.lab.heads.train import CHECKPOINT, percent, ratio, run_train
 from assay.lab.options import HeadPackPlan, HeadTrainPlan
 from assay.progress import NO_PROGRESS, Progress
-from assay.runs import cache_path, write_atomically
+from assay.runs import cache_path, tar_of, write_atomically
 from assay.stats.intervals import Interval
 from assay.verdict import Metric, Report, Verdict
 
@@ -36,7 +36,7 @@ def run_pack(plan: HeadPackPlan, progress: Progress = NO_PROGRESS) -> Report:
     out = plan.out or cache_path("heads") / f"{target.name}.tar.xz"
     names = (FILES[0], MTP_FILE, FILES[2]) if (head / MTP_FILE).exists() else FILES  # an MTP head without its target
     content = {name: (head / name).read_bytes() for name in names}
-    sums = "".join(f"{hashlib.sha256(body).hexdigest()}  {name}\n" for name, body in content.items())
+    sums = sums_of(content)
     kept = packed_sums(out) == sums
     if not kept:
         with progress("packing", 1) as advance:
@@ -63,13 +63,7 @@ def run_pack(plan: HeadPackPlan, progress: Progress = NO_PROGRESS) -> Report:
 
 def packed(name: str, files: Mapping[str, bytes]) -> bytes:
     """A tar archive of the folder `name`, compressed by xz; the same bytes for the same files."""
-    raw = io.BytesIO()
-    with tarfile.open(fileobj=raw, mode="w") as tar:
-        for file, body in files.items():
-            info = tarfile.TarInfo(f"{name}/{file}")
-            info.size, info.mode = len(body), 0o644
-            tar.addfile(info, io.BytesIO(body))
-    return lzma.compress(raw.getvalue(), preset=3)
+    return lzma.compress(tar_of({f"{name}/{file}": body for file, body in files.items()}), preset=3)
 
 
 def packed_sums(path: Path) -> str | None:
@@ -80,5 +74,9 @@ def packed_sums(path: Path) -> str | None:
         sums = files.pop(SUMS).decode()
     except (OSError, tarfile.TarError, lzma.LZMAError, EOFError, KeyError, ValueError):
         return None
-    own = "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
-    return sums if own == sums else None
+    return sums if sums_of(files) == sums else None
+
+
+def sums_of(files: Mapping[str, bytes]) -> str:
+    """The text of `SUMS` for these files, by name."""
+    return "".join(f"{hashlib.sha256(files[name]).hexdigest()}  {name}\n" for name in sorted(files))
