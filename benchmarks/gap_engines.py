@@ -1,12 +1,14 @@
-"""Where the gap between two engines comes from, without any codec: llama.cpp, or an 8-bit KV cache of vLLM, against transformers.
+"""Where the gap between two engines comes from: llama.cpp, an 8-bit KV cache of vLLM, or one codec in both, against transformers.
 
     python benchmarks/gap_engines.py --against gguf --model qwen05            # one GGUF file, and the checkpoint made of it
     python benchmarks/gap_engines.py --against fp8 --model qwen15 --device cuda --windows 32 --length 1024 --text WIKI_TEST
     python benchmarks/gap_engines.py --against fp8 --same-cache …             # both sides keep 8-bit floats
+    python benchmarks/gap_engines.py --against codec --codec fp8 …            # assay's codec in both engines' caches
 
 `gguf`: both sides hold the same weights but for their rounding to bf16; transformers computes in float32, llama.cpp multiplies
 its 4-bit blocks with activations of 8 bits. `fp8`: transformers with its cache in bf16 (or in e4m3, `--same-cache`) against vLLM
-with `kv_cache_dtype=fp8`, token by token. Writes the report as JSON and its tables as Markdown.
+with `kv_cache_dtype=fp8`, token by token. `codec`: both in bf16 with the codec of assay, in-forward, the total token by token
+behind an exact prefix. Writes the report as JSON and its tables as Markdown.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ MODELS = {"qwen05": models.QWEN05, "qwen15": models.QWEN15, "smollm2": models.SM
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", choices=("gguf", "fp8"), required=True)
+    parser.add_argument("--against", choices=("gguf", "fp8", "codec"), required=True)
+    parser.add_argument("--codec", default="fp8", help="of `--against codec`")
     parser.add_argument("--same-cache", action="store_true", help="fp8 on both sides")
     parser.add_argument("--model", choices=MODELS, default="qwen05")
     parser.add_argument("--device", default="cpu")
@@ -41,6 +44,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="another file than the one that the checkpoint was made of")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    codec = given.codec if given.against == "codec" else ""
     name = given.against + "_both" * given.same_cache
     out = given.out or Path(__file__).parent / "results" / f"gap_{name}_{given.model}.json"
     model = MODELS[given.model]
@@ -50,6 +54,7 @@ def main() -> None:
     plan = GapPlan(
         reference,
         candidate,
+        codec=codec,
         text=(str(given.text),) if given.text else (),
         windows=given.windows,
         fresh=given.fresh,
@@ -57,7 +62,7 @@ def main() -> None:
         phases=(1,),
         batch=given.batch,
         mode="decode",
-        base_mode="decode",
+        base_mode="inforward" if codec else "decode",
     )
     report = run_gap(plan, show)
     body = report.to_json()
@@ -79,7 +84,7 @@ def sides(given: argparse.Namespace, folder: str) -> tuple[str, str]:
         file = given.gguf or models.gguf_of(MODELS[given.model])
         return f"hf:{folder}?device={given.device}&dtype=float32", f"gguf:{file}"
     kept = "&kv_cache_dtype=fp8_e4m3" * given.same_cache
-    options = "".join(f"&{o}" for o in ("kv_cache_dtype=fp8", given.engine) if o)
+    options = "".join(f"&{o}" for o in ("kv_cache_dtype=fp8" * (given.against == "fp8"), given.engine) if o)
     return (
         f"hf:{folder}?device={given.device}&dtype=bfloat16{kept}",
         f"vllm:{folder}?max_model_len={max(given.length, 512)}{options}",

@@ -2,9 +2,11 @@
 
     python benchmarks/reproduction.py --engine hf   --text WIKI_TEST --calibrate WIKI_VALID [--device cuda] [--minutes 5]
     python benchmarks/reproduction.py --engine vllm --text WIKI_TEST --calibrate WIKI_VALID [--options "kv_cache_gib=6"]
-    python benchmarks/reproduction.py --model qwen15 --engine hf --stages cells --length 2113 … [--attention eager]
+    python benchmarks/reproduction.py --model qwen15 --engine hf --stages core,cells,layers:2 --length 2113 … --kept ROWS
 
-The 1.5B has the study's own KV shape: 28 layers, 2 KV heads of 128. `cells` are the published cells that `core` leaves out.
+The 1.5B has the study's own KV shape: 28 layers, 2 KV heads of 128. `cells`, `nested` and `alone` are the published cells
+that `core` leaves out, `few` what another attention kernel is asked (`--name hf-eager --options attention=eager`). A stage
+with `:2` takes every second of the windows.
 
 The recipe in one configuration: keys before RoPE, Q-preconditioned, random sketch of half of head_dim, 3 bits, values
 beyond 2 deviations apart; values with 2 bits and one shared basis; six layers exact. Published it ran with a share of
@@ -12,23 +14,27 @@ variance of 1.0 in transformers and of 0.95 in vLLM, through two harnesses, on 4
 has 1,024 tokens and 64 more: `inforward` and `snapshot` score all of them, `decode` (exact prefill, cache replaced) the 64,
 which is also the published sample of each window. Every engine is held against itself with the exact cache.
 
-Rows are kept as they are measured, as sums of each window (all tokens, and the last 64), most telling first; what is there is
-not measured again. `reproduction_tables.py` makes the figures out of them.
+Rows are kept as they are measured, as sums of each window (all tokens, and the last 64; 0 tokens where a window was left
+out), most telling first; what is there, or in the files of `--kept`, is not measured again. `sizes` counts the bytes of one
+window's streams of every row that wants them. `reproduction_tables.py` makes the figures out of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from assay.demo.models import build_qwen15, build_smollm2
-from assay.engines.scoring import ScoringEngine, Window
+from assay.engines.scoring import Engagement, ScoringEngine, Window
 from assay.engines.specs import open_scorer
 from assay.environment import describe
 from assay.errors import AssayError
@@ -39,11 +45,13 @@ from assay.lab.gap.phases import noise_codec
 from assay.lab.kv import calibration
 from assay.lab.kv.accounting import measured_bytes
 from assay.lab.kv.cache_hook import Mode, hook_spec
-from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
-from assay.lab.kv.calibration import Calibration, read_calibration, write_calibration
+from assay.lab.kv.calibrate import captured
+from assay.lab.kv.calibration import Calibration, passages, read_calibration, write_calibration
 from assay.lab.kv.lab import Lab
+from assay.lab.options import CalibrationPlan
 from assay.runs import cache_dir
 from compare_candidates import gpu_name
+from reproduction_rows import Rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -124,6 +132,13 @@ def core() -> Iterator[Row]:
         yield Row(f"snapshot vr={ratio}", recipe(ratio), mode="snapshot")
 
 
+def few() -> Iterator[Row]:
+    """Of `core`, what another attention kernel of an engine is asked."""
+    wanted = ("joint vr=0.95", "joint vr=1.0", "decode vr=1.0", "k only vr=0.95", "v only vr=0.95", "identity")
+    rows = {row.name: row for row in core()}
+    yield from (rows[name] for name in wanted)
+
+
 def norms() -> Iterator[Row]:
     """The recipe without Q-preconditioning, and without the norm of its residuals."""
     for ratio in RATIOS:
@@ -167,7 +182,7 @@ def hottest(subject: Subject, ratio: float, rows: dict[str, Any], kind: str) -> 
 
 
 def cells(subject: Subject, ratio: float = 0.95) -> Iterator[Row]:
-    """Published cells beside `core`, most telling first: tables, bits, placement, layers, and error that adds up.
+    """Published cells beside `core`, most telling first: tables, bits, placement, and the exact layers with 4 bits.
 
     Tables whose moment is averaged over RoPE's rotations are those of queries after RoPE; the study's are not averaged.
     """
@@ -178,13 +193,20 @@ def cells(subject: Subject, ratio: float = 0.95) -> Iterator[Row]:
     yield Row(f"K4V4 vr={ratio}", recipe(ratio, bits=(4, 4)), size=True)
     yield Row("K4V4 vr=1.0", recipe(1.0, bits=(4, 4)), size=True)
     yield Row(f"V outliers vr={ratio}", recipe(ratio, far=",outlier=2"), size=True)
-    # Nested: of the coded layers spread over the depth, as many as stand here.
-    for count in (1, 2, 4, 8, 16, len(subject.coded)):
-        yield Row(f"nested {count:02d} vr={ratio}", recipe(ratio), layers=nested(subject, count), skip=())
     four = recipe(ratio, bits=(4, 4))
     special = tuple((layer, four) for layer in subject.exact)
     yield Row(f"exact at 4 bits vr={ratio}", recipe(ratio), skip=(), special=special, size=True)
     yield Row(f"tables of the other vr={ratio}", recipe(ratio), table="other")
+
+
+def growing(subject: Subject, ratio: float = 0.95) -> Iterator[Row]:
+    """Of the coded layers spread over the depth, as many as stand here (`joint` has all): does error add up, or its square?"""
+    for count in (1, 2, 4, 8, 16):
+        yield Row(f"nested {count:02d} vr={ratio}", recipe(ratio), layers=nested(subject, count), skip=())
+
+
+def boundary_alone(subject: Subject, ratio: float = 0.95) -> Iterator[Row]:
+    """Every layer that the recipe keeps exact, coded alone."""
     for layer in subject.exact:
         yield Row(f"alone {layer:02d} vr={ratio}", recipe(ratio), layers=(layer,), skip=())
 
@@ -245,7 +267,10 @@ def read_alone(subject: Subject) -> Iterator[Row]:
 
 STAGES: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "core": lambda _: core(),
+    "few": lambda _: few(),
     "cells": cells,
+    "nested": growing,
+    "alone": boundary_alone,
     "norms": lambda _: norms(),
     "noise": lambda _: noise(),
     "layers": lambda subject: layers(subject, 0.95),
@@ -256,8 +281,8 @@ STAGES: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "keys": read_alone,
 }
 DEFAULT = {
-    "hf": "core,norms,noise,layers,boundary,hottest,precond,keys,layers1",
-    "vllm": "core,norms,noise,layers,boundary,hottest",
+    "hf": "core,norms,noise,layers,boundary,hottest,precond,keys,layers1,sizes",
+    "vllm": "core,norms,noise,layers,boundary,hottest,sizes",
 }
 
 
@@ -269,27 +294,51 @@ class Runner:
         self.engine = engine
         self.windows = windows
         self.began = time.monotonic()
-        self.labs: dict[str, Lab] = {}
+        self.labs: dict[tuple[str, int], Lab] = {}
+        self.kept = Rows([file for file in given.kept if file.exists()]).rows
         self.document: dict[str, Any] = (
             json.loads(given.out.read_text(encoding="utf-8")) if given.out.exists() else {"rows": {}}
         )
 
-    def run(self, rows: Iterator[Row]) -> bool:
-        """Measure what is not there yet; False when the time is up."""
+    @property
+    def rows(self) -> dict[str, Any]:
+        """What was measured here, and what was kept of earlier runs."""
+        return self.kept | {k: r for k, r in self.document["rows"].items() if "tail" in r or k not in self.kept}
+
+    def late(self, key: str) -> bool:
+        """Whether the time is up."""
+        late = bool(time.monotonic() - self.began > 60 * self.given.minutes)
+        if late:
+            print("out of time before", key, flush=True)
+        return late
+
+    def run(self, rows: Iterator[Row], every: int) -> bool:
+        """Measure on every so many of the windows what is not there yet; False when the time is up."""
         for row in rows:
             row = self.placed(row)
             key = f"{self.given.name} {row.name}"
-            if "tail" in self.document["rows"].get(key, {}) or (row.table == "other" and not self.table(row).exists()):
+            if "tail" in self.rows.get(key, {}) or (row.table == "other" and not self.table(row).exists()):
                 continue
-            if time.monotonic() - self.began > 60 * self.given.minutes:
-                print("out of time before", key, flush=True)
+            if self.late(key):
                 return False
             started = time.monotonic()
             try:
-                found = self.score(row)
+                found = self.score(row, every)
             except (AssayError, RuntimeError) as error:
                 found = {"error": str(error)[:300]}
             self.keep(key, {**asdict(row), **found, "seconds": round(time.monotonic() - started, 1)})
+        return True
+
+    def sizes(self, rows: Iterator[Row]) -> bool:
+        """Count the bytes of one window's streams for rows that want them and have been measured here without."""
+        for row in (self.placed(r) for r in rows if r.size):
+            key = f"{self.given.name} {row.name}"
+            known = self.document["rows"].get(key, {})
+            if "tail" in known and "ratio" not in known:
+                if self.late(f"{key} size"):
+                    return False
+                known.update(self.size(row))
+                self.keep(key, known)
         return True
 
     def placed(self, row: Row) -> Row:
@@ -311,7 +360,9 @@ class Runner:
     def keep(self, key: str, found: dict[str, Any]) -> None:
         """Write a row, and say what it came to."""
         self.document["rows"][key] = found
-        self.given.out.write_text(json.dumps(self.document, ensure_ascii=False) + "\n", encoding="utf-8")
+        unready = self.given.out.with_suffix(".part")
+        unready.write_text(json.dumps(self.document, ensure_ascii=False) + "\n", encoding="utf-8")
+        unready.replace(self.given.out)
         said = found.get("error") or " ".join(
             f"{part}: KL {sum(s['kl']) / sum(s['tokens']):.5f} dNLL {sum(s['dnll']) / sum(s['tokens']):+.5f}"
             for part in ("all", "tail")
@@ -319,19 +370,38 @@ class Runner:
         )
         print(f"{key}: {said} ({found['seconds']} s)", flush=True)
 
-    def of_mode(self, mode: str) -> Lab:
-        """The windows with their exact cache; *decode* scores what comes after the 1,024 (or 2,048) tokens."""
-        if mode not in self.labs:
+    def of_mode(self, mode: str, every: int) -> Lab:
+        """Windows with their exact cache; *decode* scores what comes after the 1,024 (or 2,048) tokens."""
+        if (mode, every) not in self.labs:
             from_tail = len(self.windows[0].tokens) - self.given.tail if mode == Mode.DECODE else None
-            self.labs[mode] = Lab(
-                self.engine, self.given.spec, self.windows, Mode(mode), self.given.batch, scored_from=from_tail
+            self.labs[mode, every] = Lab(
+                self.engine, self.given.spec, self.windows[::every], Mode(mode), self.given.batch, scored_from=from_tail
             )
-        return self.labs[mode]
+            self.labs[mode, every].score_reference()
+        return self.labs[mode, every]
 
-    def score(self, row: Row) -> dict[str, Any]:
-        """Sums by window, and bytes where the row asks for them; AssayError where the codec took no part."""
-        lab = self.of_mode(row.mode)
-        lab.score_reference()
+    def score(self, row: Row, every: int) -> dict[str, Any]:
+        """Sums by window; AssayError where the codec took no part."""
+        lab = self.of_mode(row.mode, every)
+        seen, took = self.observed(row, lab, measured=0)
+        if row.name != "identity":
+            engaged(seen, took, path=lab.job.path, hooked=True, same=False, label=row.name)
+        count = len(self.windows)
+        found: dict[str, Any] = {"fires": took.fires, "every": every, "tail": sums(seen, self.given.tail, count)}
+        if row.mode != Mode.DECODE:
+            found["all"] = sums(seen, 0, count)
+        return found
+
+    def size(self, row: Row) -> dict[str, Any]:
+        """How many times smaller than bf16 the streams of one window are."""
+        lab = self.of_mode(row.mode, len(self.windows))
+        try:
+            return {"ratio": measured_bytes(self.observed(row, lab, measured=1)[1], lab.length - 1).ratio}
+        except (AssayError, RuntimeError) as error:  # such as streams that do not give back what attention read
+            return {"no ratio": str(error)[:300]}
+
+    def observed(self, row: Row, lab: Lab, measured: int) -> tuple[list[WindowObservation], Engagement]:
+        """The windows with the row's codec, and what took part; the streams of `measured` windows are encoded."""
         hook = hook_spec(
             self.given.engine,
             codec=row.codec,
@@ -342,65 +412,54 @@ class Runner:
             skip_layers=row.skip,
             layers=row.layers,
             layer_codecs=dict(row.special),
-            measure_windows=int(row.size),
+            measure_windows=measured,
         )
-        job = replace(lab.job, hook=hook)
-        seen = observe(lab.reference, self.engine, lab.windows, job)
-        took = self.engine.engagement()
-        if row.name != "identity":
-            engaged(seen, took, path=job.path, hooked=True, same=False, label=row.name)
-        found: dict[str, Any] = {"fires": took.fires, "tail": sums(seen, self.given.tail)}
-        if row.mode != Mode.DECODE:
-            found["all"] = sums(seen, 0)
-        if row.size:
-            try:
-                found["ratio"] = measured_bytes(took, lab.length - 1).ratio
-            except AssayError as error:  # such as streams that do not give back what attention read
-                found["no ratio"] = str(error)[:300]
-        return found
+        seen = observe(lab.reference, self.engine, lab.windows, replace(lab.job, hook=hook))
+        return seen, self.engine.engagement()
 
-    def engines(self, rows: list[Any]) -> None:
-        """Both engines with the exact cache: vLLM against the kept rows of transformers."""
+    def engines(self, rows: list[Any], every: int) -> None:
+        """This engine with the exact cache against the rows of transformers (sdpa)."""
         key = f"{self.given.name} engine"
-        if key in self.document["rows"] or not rows:
+        if key in self.rows or not rows:
             return
         started = time.monotonic()
-        lab = self.of_mode("inforward")
+        lab = self.of_mode("inforward", every)
 
         class Kept:
             def rows(self, windows: Sequence[Window]) -> Iterator[Any]:
                 return iter(rows)
 
         seen = observe(Kept(), self.engine, lab.windows, lab.job)
-        some = list(lab.windows[:32])
-        own = self.engine.score_windows(some, lab.job)
-        near = [top20(a, b, self.given.tail) for a, b in zip(rows, own, strict=False)]
-        found = {"tail": sums(seen, self.given.tail), "all": sums(seen, 0), "symmetric_top20": near}
+        own = lab.reference.rows(lab.windows)
+        near = [top20(a, b, self.given.tail) for a, b in zip(rows, own, strict=True)]
+        count = len(self.windows)
+        found: dict[str, Any] = {"tail": sums(seen, self.given.tail, count), "all": sums(seen, 0, count)}
+        found |= {"every": every, "symmetric_top20": near}
         self.keep(key, {**found, "seconds": round(time.monotonic() - started, 1)})
 
 
 def top20(reference: Any, candidate: Any, tail: int) -> float:
     """Mean symmetric KL of the last `tail` rows over the reference's 20 likeliest ids, both sides normalised on them."""
     count = len(reference.window.tokens) - reference.first
-    p, q = (rows.logits(count - tail, count) for rows in (reference, candidate))
+    p, q = (rows.to(reference.head.weight.device).logits(count - tail, count) for rows in (reference, candidate))
     ids = p.topk(20).indices
-    p, q = p.gather(1, ids).log_softmax(-1), q.to(p.device).gather(1, ids).log_softmax(-1)
+    p, q = p.gather(1, ids).log_softmax(-1), q.gather(1, ids).log_softmax(-1)
     return float(((p.exp() - q.exp()) * (p - q)).sum(-1).mean() / 2)
 
 
-def sums(seen: Sequence[WindowObservation], tail: int) -> dict[str, list[float]]:
-    """Sums of each window over its last `tail` tokens (0: all): KL, ΔNLL, tokens that agree in the likeliest, tokens."""
+def sums(seen: Sequence[WindowObservation], tail: int, count: int) -> dict[str, list[float]]:
+    """Sums of each of `count` windows over its last `tail` tokens (0: all): KL, ΔNLL, equal likeliest tokens, tokens."""
     import numpy as np
 
-    found: dict[str, list[float]] = {"kl": [], "dnll": [], "top1": [], "tokens": []}
+    found: dict[str, list[float]] = {name: [0] * count for name in ("kl", "dnll", "top1", "tokens")}
     for window in seen:
         use = window.finite & np.isfinite(window.kl) & np.isfinite(window.dnll)
         if tail:
             use = use & (np.arange(use.size) >= use.size - tail)
         for name in ("kl", "dnll", "top1"):
             values: NDArray[np.float64] = np.asarray(getattr(window, name), np.float64)
-            found[name].append(float(f"{values[use].sum():.7g}"))
-        found["tokens"].append(int(use.sum()))
+            found[name][window.index] = float(f"{values[use].sum():.7g}")
+        found["tokens"][window.index] = int(use.sum())
     return found
 
 
@@ -414,26 +473,45 @@ def plain_of(table: Path) -> Path:
     return table.with_suffix(".plain.safetensors")
 
 
-def calibrated(given: argparse.Namespace, model: str) -> None:
+def calibrate(engine: ScoringEngine, given: argparse.Namespace) -> None:
     """The calibration, and a second file whose moments of queries are as the published tool took them."""
     plain = plain_of(given.table)
-    if not (given.table.exists() and plain.exists()):
-        plan = CalibrationPlan(
-            model, given.table, text=(given.calibrate,), windows=16, length=given.calibration_length, tokens=4096
-        )
-        moments: dict[int, torch.Tensor] = {}
-        own = calibration.averaged
+    if given.table.exists() and plain.exists():
+        return
+    plan = CalibrationPlan(
+        given.spec, given.table, text=(given.calibrate,), windows=16, length=given.calibration_length, tokens=4096
+    )
+    text = Plan(given.spec, (given.spec,), text=plan.text, windows=plan.windows, length=plan.length)
+    windows, facts = plan_windows(text, engine.tokenizer)
+    moments: dict[int, torch.Tensor] = {}
+    own = calibration.averaged
 
-        def averaged(sigma: torch.Tensor, rotary: Any, layer: int, length: int) -> torch.Tensor:
-            moments[layer] = sigma
-            return own(sigma, rotary, layer, length)
+    def averaged(sigma: torch.Tensor, rotary: Any, layer: int, length: int) -> torch.Tensor:
+        moments[layer] = sigma
+        return own(sigma, rotary, layer, length)
 
-        with mock.patch.object(calibration, "averaged", averaged):
-            run_calibrate(plan)
-        known = read_calibration(given.table)
-        kept = {k: t for k, t in known.tensors.items() if not k.endswith("_sigma_rope")}
-        kept |= {f"layer_{layer}_sigma": sigma for layer, sigma in moments.items()}
-        write_calibration(plain, Calibration(kept, known.provenance))
+    with mock.patch.object(calibration, "averaged", averaged):
+        tensors, cache = captured(engine, windows, plan)
+    known: dict[str, Any] = {"cache": cache, "engine": engine.describe(), "text": facts, "passages": passages(windows)}
+    known |= {"windows": [w.sha256 for w in windows], "samples": int(tensors["positions"].numel())}
+    known |= {"sensitivity_windows": 0, "environment": describe()}
+    kept = {k: t for k, t in tensors.items() if not k.endswith("_sigma_rope")}
+    kept |= {f"layer_{layer}_sigma": sigma for layer, sigma in moments.items()}
+    for file, found in ((plain, kept), (given.table, tensors)):
+        unready = file.with_suffix(".part")
+        write_calibration(unready, Calibration(found, known))
+        unready.replace(file)
+
+
+@contextmanager
+def alone_in_starting() -> Iterator[None]:
+    """Hold the lock file that START_LOCK names, so that engines of several programs start one after the other."""
+    if not (path := os.environ.get("START_LOCK")):
+        yield
+        return
+    with Path(path).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def main() -> None:
@@ -451,7 +529,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--options", default="", help="options of the engine, joined by &")
-    parser.add_argument("--calibrate-only", action="store_true", help="a vLLM of its own for the calibration")
+    parser.add_argument(
+        "--kept", type=Path, nargs="*", default=[], help="rows of earlier runs, not to be measured again"
+    )
     parser.add_argument("--calibration-length", type=int, default=512)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no further row after so long")
     parser.add_argument("--out", type=Path, default=RESULTS / "reproduction.json")
@@ -460,16 +540,20 @@ def main() -> None:
     given.table = table_of(given.model, given.engine)
     model, more = given.subject.build(), given.options and f"&{given.options}"
     of_hf = f"hf:{model}?device={given.device}"
-    spec = of_hf + more if given.engine == "hf" else f"vllm:{model}?max_model_len={max(given.length, 512)}{more}"
-    given.spec = spec
-    calibrated(given, spec)
-    if given.calibrate_only:
-        return
-    plan = Plan(spec, (spec,), text=(given.text,), windows=given.windows, length=given.length)
-    exact = clean(of_hf, plan, given) if given.engine == "vllm" else []
-    engine = open_scorer(spec)
+    given.spec = of_hf + more if given.engine == "hf" else f"vllm:{model}?max_model_len={max(given.length, 512)}{more}"
+    stages = [(stage, int(every or 1)) for stage, _, every in (s.partition(":") for s in stages_of(given))]
+    plan = Plan(given.spec, (given.spec,), text=(given.text,), windows=given.windows, length=given.length)
+    known = Rows([file for file in (*given.kept, given.out) if file.exists()])
+    first = stages[0][1]
+    needed = given.name != "hf" and f"{given.name} engine" not in known.rows
+    exact = clean(of_hf, plan, given, first) if needed else []
+    with alone_in_starting():
+        engine = open_scorer(given.spec)
     try:
+        calibrate(engine, given)
         windows, text = plan_windows(plan, engine.tokenizer)
+        if known.facts.get("text", {}).get("windows_sha256", text["windows_sha256"]) != text["windows_sha256"]:
+            raise SystemExit("the rows that are kept are of other windows")
         read_calibration(given.table).check_text(text, windows)
         runner = Runner(given, engine, windows)
         runner.document["facts"] = runner.document.get("facts", {}) | {
@@ -480,24 +564,30 @@ def main() -> None:
             "tail": given.tail,
             f"machine {given.name}": describe() | {"gpu": gpu_name()},
         }
-        runner.engines(exact)
-        for stage in (given.stages or DEFAULT[given.engine]).split(","):
-            rows = (
-                hottest(given.subject, 0.95, runner.document["rows"], given.name)
-                if stage == "hottest"
-                else STAGES[stage](given.subject)
-            )
-            if not runner.run(rows):
+        runner.engines(exact, first)
+        for stage, every in stages:
+            if stage == "sizes":
+                done = runner.sizes(row for own in STAGES.values() for row in own(given.subject))
+            elif stage == "hottest":
+                done = runner.run(hottest(given.subject, 0.95, runner.rows, given.name), every)
+            else:
+                done = runner.run(STAGES[stage](given.subject), every)
+            if not done:
                 break
     finally:
         engine.close()
 
 
-def clean(spec: str, plan: Plan, given: argparse.Namespace) -> list[Any]:
-    """Transformers' rows of all windows with the exact cache; its model is dropped again."""
+def stages_of(given: argparse.Namespace) -> list[str]:
+    """The stages as they were asked for."""
+    return str(given.stages or DEFAULT[given.engine]).split(",")
+
+
+def clean(spec: str, plan: Plan, given: argparse.Namespace, every: int) -> list[Any]:
+    """Transformers' rows of every so many windows with the exact cache; its model is dropped again."""
     engine = open_scorer(spec)
     try:
-        windows, _ = plan_windows(plan, engine.tokenizer)
+        windows = plan_windows(plan, engine.tokenizer)[0][::every]
         return list(engine.score_windows(windows, Lab(engine, spec, windows, Mode.INFORWARD, given.batch).job))
     finally:
         engine.close()

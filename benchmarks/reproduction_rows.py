@@ -43,10 +43,16 @@ class Rows:
     def has(self, *names: str) -> bool:
         return all(name in self.rows for name in names)
 
-    def sums(self, name: str, what: str, part: str = "all", each: bool = False) -> Sums:
-        """Sums of one row by cluster, neighbouring windows together where their places are known; or of `each` window."""
-        found = np.asarray(self.rows[name][part][what], dtype=np.float64)
-        return found if each or self.blocks is None else np.bincount(self.blocks, weights=found)
+    def sums(self, name: str, what: str, part: str = "all", each: bool = False, among: Sequence[str] = ()) -> Sums:
+        """Sums of one row by cluster, neighbouring windows together where their places are known; or of `each` window.
+
+        Of the windows that were scored in this row and in all `among` which it stands.
+        """
+        use = np.all([np.asarray(self.rows[n][part]["tokens"]) > 0 for n in (name, *among)], axis=0)
+        found: Sums = np.asarray(self.rows[name][part][what], dtype=np.float64)[use]
+        if each or self.blocks is None:
+            return found
+        return np.bincount(np.unique(self.blocks[use], return_inverse=True)[1], weights=found).astype(np.float64)
 
     def named(self, start: str, end: str = "") -> list[str]:
         return [n for n in self.rows if n.startswith(start) and n.endswith(end)]

@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,28 +43,26 @@ def effect(rows: Rows, name: str, part: str = "all") -> dict[str, Any]:
         "top1_pct": shown(mean(100 * rows.sums(name, "top1", part), tokens)),
         **({"ratio": rows.rows[name]["ratio"]} if "ratio" in rows.rows[name] else {}),
         **({"passages": passages(changes(rows, [name]))} if part == "tail" else {}),
-        "windows": len(rows.rows[name][part]["tokens"]),
+        "windows": rows.sums(name, "tokens", part, each=True).size,
         "tokens": int(tokens.sum()),
     }
 
 
 def difference(rows: Rows, a: Sequence[str], b: Sequence[str], part: str = "all") -> dict[str, Any]:
     """The sum of rows `a` minus that of `b`, paired by window: nats a token of KL and of NLL."""
-    tokens = rows.sums(a[0], "tokens", part)
+    sums = partial(rows.sums, part=part, among=(*a, *b))
+    tokens = sums(a[0], "tokens")
     found = {}
     for what in ("kl", "dnll"):
-        total = sum(rows.sums(n, what, part) for n in a) - sum(rows.sums(n, what, part) for n in b)
+        total = sum(sums(n, what) for n in a) - sum(sums(n, what) for n in b)
         found[what] = shown(mean(np.asarray(total), tokens))
     return found
 
 
 def ratio(rows: Rows, above: Sequence[str], below: Sequence[str]) -> dict[str, float]:
     """Σ KL of `above` over Σ KL of `below`."""
-    return shown(
-        cluster_ratio(
-            np.asarray(sum(rows.sums(n, "kl") for n in above)), np.asarray(sum(rows.sums(n, "kl") for n in below))
-        ).interval
-    )
+    over, under = (np.asarray(sum(rows.sums(n, "kl", among=(*above, *below)) for n in ns)) for ns in (above, below))
+    return shown(cluster_ratio(over, under).interval)
 
 
 def shown(interval: Interval) -> dict[str, float]:
@@ -72,8 +71,8 @@ def shown(interval: Interval) -> dict[str, float]:
 
 def changes(rows: Rows, names: Sequence[str]) -> Sums:
     """Δppl % of the tail of each window, added up over rows."""
-    tokens = rows.sums(names[0], "tokens", "tail", each=True)
-    return np.asarray(sum(100 * np.expm1(rows.sums(n, "dnll", "tail", each=True) / tokens) for n in names))
+    sums = partial(rows.sums, part="tail", each=True, among=names)
+    return np.asarray(sum(100 * np.expm1(sums(n, "dnll") / sums(n, "tokens")) for n in names))
 
 
 def passages(each: Sums) -> dict[str, Any]:
@@ -149,12 +148,15 @@ def coherence(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
     if len(names) < 2:
         return {}
     counts = [int(n.split()[2]) for n in names]
-    sums = [list(rows.sums(n, "kl")) for n in names]
-    tokens = [int(t) for t in rows.sums(names[0], "tokens")]
+    alone = {n: [f"{kind} layer {layer:02d} vr={vr}" for layer in rows.rows[n].get("layers") or ()] for n in names}
+    every, joint = rows.named(f"{kind} layer ", f" vr={vr}"), f"{kind} joint vr={vr}"
+    if rows.has(joint) and len(every) > counts[-1]:
+        names, counts, alone = [*names, joint], [*counts, len(every)], alone | {joint: every}
+    sums = [list(rows.sums(n, "kl", among=names)) for n in names]
+    tokens = [int(t) for t in rows.sums(names[0], "tokens", among=names)]
     growth = noise_growth(counts, sums, tokens, Resampling(2000, 0))
     total = [sum(s) for s in sums]
     pairs = zip(zip(counts, total, strict=True), zip(counts[1:], total[1:], strict=True), strict=False)
-    alone = {n: [f"{kind} layer {layer:02d} vr={vr}" for layer in rows.rows[n].get("layers") or ()] for n in names}
     return {
         f"coded layers vr={vr}": {
             "KL": {str(n): shown(mean(np.asarray(s), np.asarray(tokens))) for n, s in zip(counts, sums, strict=True)},
@@ -188,15 +190,18 @@ def norms(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
 
 def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
     """Single layers, their sum, and all together."""
-    tokens = rows.sums(joint, "tokens")
-    nll = [mean(rows.sums(n, "dnll"), tokens) for n in alone]
-    kl = [mean(rows.sums(n, "kl"), tokens) for n in alone]
-    tail = np.asarray(sum(rows.sums(n, "dnll", "tail") for n in alone))
+    among = (joint, *alone)
+    sums = partial(rows.sums, among=among)
+    tokens = sums(joint, "tokens")
+    nll = [mean(sums(n, "dnll"), tokens) for n in alone]
+    kl = [mean(sums(n, "kl"), tokens) for n in alone]
+    tail = np.asarray(sum(sums(n, "dnll", "tail") for n in alone))
     single = np.concatenate([groups_of(changes(rows, [n])) for n in alone])
     return {
         "layers": len(alone),
-        "sum": {w: shown(mean(np.asarray(sum(rows.sums(n, w) for n in alone)), tokens)) for w in ("kl", "dnll")},
-        "joint": {w: shown(mean(rows.sums(joint, w), tokens)) for w in ("kl", "dnll")},
+        "sum": {w: shown(mean(np.asarray(sum(sums(n, w) for n in alone)), tokens)) for w in ("kl", "dnll")},
+        "joint": {w: shown(mean(sums(joint, w), tokens)) for w in ("kl", "dnll")},
+        "each": {n: shown(i) for n, i in zip(alone, kl, strict=True)},
         "joint over sum of KL": ratio(rows, [joint], alone),
         "joint minus sum": difference(rows, [joint], alone),
         "dnll intervals with 0": sum(0.0 in i for i in nll),
@@ -205,7 +210,7 @@ def layers(rows: Rows, joint: str, alone: Sequence[str]) -> dict[str, Any]:
         "published size: single layers": {"negative": int((single < 0).sum()), "samples": int(single.size)},
         "published size: sum": passages(changes(rows, alone)),
         "published size: joint": passages(changes(rows, [joint])),
-        "tail sum dnll": shown(mean(tail, rows.sums(joint, "tokens", "tail"))),
+        "tail sum dnll": shown(mean(tail, sums(joint, "tokens", "tail"))),
     }
 
 
@@ -214,13 +219,14 @@ def noise(rows: Rows, kind: str) -> dict[str, Any]:
     names = sorted(rows.named(f"{kind} noise "), key=lambda n: float(n.split()[2]))
     if len(names) < 2:
         return {}
-    floor = float(rows.sums(names[0], "kl").sum())
-    above = [n for n in names if float(rows.sums(n, "kl").sum()) > 2 * floor]
-    tokens = [int(t) for t in rows.sums(names[0], "tokens")]
+    sums = partial(rows.sums, among=names)
+    floor = float(sums(names[0], "kl").sum())
+    above = [n for n in names if float(sums(n, "kl").sum()) > 2 * floor]
+    tokens = [int(t) for t in sums(names[0], "tokens")]
     growth = noise_growth(
-        [float(n.split()[2]) for n in above], [list(rows.sums(n, "kl")) for n in above], tokens, Resampling(2000, 0)
+        [float(n.split()[2]) for n in above], [list(sums(n, "kl")) for n in above], tokens, Resampling(2000, 0)
     )
-    level = {float(n.split()[2]): float(rows.sums(n, "kl").sum()) for n in above}
+    level = {float(n.split()[2]): float(sums(n, "kl").sum()) for n in above}
     steps = zip(level, list(level)[1:], strict=False)
     return {
         "noise slope": growth.slope and shown(growth.slope),
@@ -360,8 +366,9 @@ def main() -> None:
     rows = Rows(given.files)
     kinds = dict.fromkeys(("hf", "vllm", *(name.split()[0] for name in rows.rows)))
     figures: dict[str, Any] = {kind: parts_of(rows, kind) for kind in kinds}
-    if near := rows.rows.get("vllm engine", {}).get("symmetric_top20"):
-        figures["engines, symmetric KL of 20 ids"] = shown(mean(np.asarray(near), np.ones(len(near))))
+    for kind in kinds:
+        if near := rows.rows.get(f"{kind} engine", {}).get("symmetric_top20"):
+            figures[kind]["symmetric KL of 20 ids, tail"] = shown(mean(np.asarray(near), np.ones(len(near))))
     figures["ladder"] = ladder(rows)
     figures["preconditioning"] = preconditioning(rows)
     figures["facts"] = rows.facts

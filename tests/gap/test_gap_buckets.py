@@ -19,7 +19,7 @@ window_sums = st.builds(lambda d, k: sums(d, np.abs(k)), values, values)
 
 @settings(max_examples=30)
 @given(window_sums, window_sums, window_sums, window_sums, window_sums, window_sums)
-def test_buckets_and_closure_sum_to_the_total_whatever_the_numbers(half, cand, codec, both, asked, total) -> None:
+def test_buckets_and_repeatability_sum_to_the_total_whatever_the_numbers(half, cand, codec, both, asked, total) -> None:
     found = decompose([("engine.rounding", half), ("engine.kernels", cand)], codec, both, total, asked)
     for pick in (lambda e: e.dnll.value, lambda e: e.kl.value):
         parts = sum(pick(b.effect) for b in found.buckets)

@@ -1,4 +1,4 @@
-"""Closure rules, layers, noise curves, residuals, proposals and the comparison of set-ups."""
+"""Rules of repeatability, layers, noise curves, residuals, proposals and the comparison of set-ups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from synthetic import configurations, observed
 from assay.engines.base import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
 from assay.lab.gap.buckets import Amount, effect
-from assay.lab.gap.outcome import Place, closed, closed_nll, hot_layers, judged, place, proposals, with_more_bits
+from assay.lab.gap.outcome import Place, hot_layers, judged, place, proposals, repeated, repeated_nll, with_more_bits
 from assay.lab.gap.phases import attribute, curve, group_name, kl_at, noise_codec, relative_error, residuals, sigmas_of
 from assay.lab.gap.plan import Corners, GapPlan
 from assay.lab.kv.lab import Measured
@@ -22,20 +22,20 @@ def an(value: float, half: float) -> Amount:
     return Amount(value, value - half, value + half, 0.5)
 
 
-def test_a_small_rest_closes_and_a_large_or_vague_one_does_not() -> None:
+def test_a_small_rest_is_repeated_and_a_large_or_vague_one_is_not() -> None:
     total = an(0.2, 0.05)
-    assert closed(an(0.005, 0.01), total, 0.0).shown
-    small = closed(an(0.005, 0.03), total, 0.0)  # 2.5 % of the total, its interval up to 17 %
+    assert repeated(an(0.005, 0.01), total, 0.0).shown
+    small = repeated(an(0.005, 0.03), total, 0.0)  # 2.5 % of the total, its interval up to 17 %
     assert small.ok and not small.shown and small.bound == pytest.approx(0.02)
-    assert not closed(an(0.021, 0.001), total, 0.0).ok
-    assert not closed(an(0.0, 0.06), total, 0.0).ok  # vaguer than the total
-    assert closed(an(0.021, 0.001), total, 0.03).ok  # below the noise floor
-    assert closed(an(0.0, 0.0), an(0.0, 0.0), 0.0).ok
+    assert not repeated(an(0.021, 0.001), total, 0.0).ok
+    assert not repeated(an(0.0, 0.06), total, 0.0).ok  # vaguer than the total
+    assert repeated(an(0.021, 0.001), total, 0.03).ok  # below the noise floor
+    assert repeated(an(0.0, 0.0), an(0.0, 0.0), 0.0).ok
 
 
-def test_the_noisy_currency_closes_where_zero_is_inside() -> None:
-    assert closed_nll(an(0.001, 0.004), an(0.002, 0.002), 0.0).ok
-    assert not closed_nll(an(0.006, 0.004), an(0.002, 0.02), 0.0).ok
+def test_the_noisy_currency_is_repeated_where_zero_is_inside() -> None:
+    assert repeated_nll(an(0.001, 0.004), an(0.002, 0.002), 0.0).ok
+    assert not repeated_nll(an(0.006, 0.004), an(0.002, 0.02), 0.0).ok
 
 
 def test_the_total_is_placed_by_its_interval() -> None:

@@ -17,7 +17,7 @@ from assay.errors import AssayError
 from assay.fidelity.budget import Budget
 from assay.lab.gap import gap as run
 from assay.lab.gap.buckets import decompose, effect
-from assay.lab.gap.outcome import CodecGap, Floors, Outcome, check_step, check_sum, closed, closed_nll
+from assay.lab.gap.outcome import CodecGap, Floors, Outcome, check_step, check_sum, repeated, repeated_nll
 from assay.lab.gap.plan import GapPlan
 from assay.lab.gap.report import blocks, findings_of, headline, verdict_of
 from assay.lab.kv.lab import Measured
@@ -42,8 +42,8 @@ def outcome(
     settings: dict[str, Any] = {
         "plan": plan, "decomposition": d, "floors": floors,
         "codec_gap": CodecGap(effect(codec), effect(both - e), effect(both - e - codec)),
-        "closed_kl": closed(d.repeatability.kl, d.total.kl, floors.repeat_kl),
-        "closed_nll": closed_nll(d.repeatability.dnll, d.total.dnll, floors.repeat_dnll),
+        "repeats_kl": repeated(d.repeatability.kl, d.total.kl, floors.repeat_kl),
+        "repeats_nll": repeated_nll(d.repeatability.dnll, d.total.dnll, floors.repeat_dnll),
         "same": False, "setup": {}, "text": {"windows_available": 99}, "engines": {},
     }  # fmt: skip
     return Outcome(**settings | changed)
@@ -71,7 +71,7 @@ def test_a_total_outside_the_margin_fails_and_says_what_caused_it() -> None:
     assert "+34.99 %" in finding.title  # e^0.3 − 1
 
 
-def test_what_does_not_close_or_is_undecided_is_inconclusive() -> None:
+def test_what_does_not_repeat_or_is_undecided_is_inconclusive() -> None:
     found = outcome(left=0.004)
     assert verdict_of(found) is Verdict.INCONCLUSIVE
     assert ids(found)["gap.not_repeated"] is Severity.WARNING
@@ -210,6 +210,25 @@ def test_a_step_that_was_measured_directly_can_fail_the_bucket() -> None:
         window.nll_cand[:] += 0.1
     check = check_step("engine.kernels", wrong, before, after, found.decomposition, found.floors)
     assert not check.holds and check.quantity == "dnll"
+
+
+def test_repeatability_sees_a_run_that_drifts_and_the_checks_see_a_bucket_that_is_wrong() -> None:
+    right = outcome()
+    assert right.repeats and verdict_of(right) is Verdict.PASS
+    drifted = outcome(left=0.002)  # the second run comes out 20 % lower than the path
+    assert not drifted.repeats and verdict_of(drifted) is Verdict.INCONCLUSIVE
+
+    # A codec bucket of twice its size: the interaction takes it back, and the total repeats as before.
+    spread = np.linspace(-0.001, 0.001, 16)
+    e, codec, whole = (sums(spread / 10 + x, spread / 10 + x) for x in (0.002, 0.016, 0.01))
+    wrong = replace(right, decomposition=decompose([("engine.kernels", e)], codec, whole, whole))
+    assert wrong.repeats and wrong.decomposition.repeatability.kl.value == pytest.approx(0)
+    assert wrong.decomposition.bucket("interaction").effect.kl.value == pytest.approx(-0.008)
+    fresh = seen_of("a", 1.0)
+    for window in fresh:
+        window.kl[:] = 0.01
+    caught = replace(wrong, checks=[check_sum(wrong.decomposition, fresh, wrong.floors)])
+    assert verdict_of(wrong) is Verdict.PASS and verdict_of(caught) is Verdict.INCONCLUSIVE
 
 
 class Scripted:

@@ -18,7 +18,7 @@ from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 from assay.stats.equivalence import MIN_WINDOWS
 from assay.stats.intervals import Interval, percent_change
 
-CLOSED_SHARE = 0.1
+REPEAT_SHARE = 0.1
 """What may not repeat, as a share of the total."""
 FORETOLD_SHARE = 0.2
 """How far the sum of the buckets may be off on other text, as a share of what was measured there."""
@@ -27,7 +27,7 @@ CAUSE_SHARE = 0.05
 
 
 @dataclass(frozen=True)
-class Closed:
+class Repeated:
     """Whether what does not repeat is small. `bound` is what it may be; `shown` says that its whole interval is."""
 
     ok: bool
@@ -35,22 +35,22 @@ class Closed:
     shown: bool
 
 
-def closed(left: Amount, total: Amount, floor: float) -> Closed:
+def repeated(left: Amount, total: Amount, floor: float) -> Repeated:
     """At most 10 % of the total, or the noise floor, and known at least as well as the total itself."""
-    bound = max(CLOSED_SHARE * abs(total.value), floor)
+    bound = max(REPEAT_SHARE * abs(total.value), floor)
     shown = left.largest <= bound
     as_sharp = left.hi - left.lo <= total.hi - total.lo
-    return Closed(shown or (abs(left.value) <= bound and as_sharp), bound, shown)
+    return Repeated(shown or (abs(left.value) <= bound and as_sharp), bound, shown)
 
 
-def closed_nll(left: Amount, total: Amount, floor: float) -> Closed:
-    """As `closed`, or the interval contains zero.
+def repeated_nll(left: Amount, total: Amount, floor: float) -> Repeated:
+    """As `repeated`, or the interval contains zero.
 
     ΔNLL of the target tokens is noisy: between two runs of an engine in 16 bits it differs by more than 10 % of a small
     total although nothing has changed. KL is what decides.
     """
-    strict = closed(left, total, floor)
-    return Closed(strict.ok or left.lo <= 0 <= left.hi, strict.bound, strict.shown)
+    strict = repeated(left, total, floor)
+    return Repeated(strict.ok or left.lo <= 0 <= left.hi, strict.bound, strict.shown)
 
 
 class Place(StrEnum):
@@ -138,7 +138,7 @@ def check_step(name: str, direct: Seen, before: Seen, after: Seen, d: Decomposit
     by_path = sums["after"] - sums["before"]
     predicted, measured = effect(by_path).dnll, effect(sums["direct"]).dnll
     difference = effect(sums["direct"] - by_path).dnll
-    state = closed_nll(difference, d.total.dnll, floors.repeat_dnll)
+    state = repeated_nll(difference, d.total.dnll, floors.repeat_dnll)
     return Check(name, "dnll", predicted, measured, difference, state.bound, state.ok)
 
 
@@ -184,8 +184,8 @@ class Outcome:
     decomposition: Decomposition
     floors: Floors
     codec_gap: CodecGap | None
-    closed_kl: Closed | None
-    closed_nll: Closed | None
+    repeats_kl: Repeated | None
+    repeats_nll: Repeated | None
     same: bool
     setup: Mapping[str, tuple[Any, Any]]
     text: Mapping[str, Any]
@@ -218,17 +218,17 @@ class Outcome:
     @property
     def repeats(self) -> bool:
         """Whether the total that was measured on its own is the sum of the buckets."""
-        return bool(self.closed_kl and self.closed_kl.ok and self.closed_nll and self.closed_nll.ok)
+        return bool(self.repeats_kl and self.repeats_kl.ok and self.repeats_nll and self.repeats_nll.ok)
 
     def to_json(self) -> dict[str, Any]:
         """The object `results` of `assay gap`."""
         d, left = self.decomposition, None
-        if d.repeatability and self.closed_kl and self.closed_nll:
+        if d.repeatability and self.repeats_kl and self.repeats_nll:
             left = {
                 **d.repeatability.to_json(),
                 "closed": self.repeats,
-                "shown": {"dnll": self.closed_nll.shown, "kl": self.closed_kl.shown},
-                "bound": {"dnll": self.closed_nll.bound, "kl": self.closed_kl.bound},
+                "shown": {"dnll": self.repeats_nll.shown, "kl": self.repeats_kl.shown},
+                "bound": {"dnll": self.repeats_nll.bound, "kl": self.repeats_kl.bound},
             }
         return {
             "codec": self.plan.codec,

@@ -425,7 +425,7 @@ def _repeatability(outcome: Outcome) -> list[Finding]:
         return []
     open_ = [
         f"{name} {_span(amount, plus=True)} nats, allowed ±{state.bound:.3g}"
-        for name, amount, state in (("KL", left.kl, outcome.closed_kl), ("ΔNLL", left.dnll, outcome.closed_nll))
+        for name, amount, state in (("KL", left.kl, outcome.repeats_kl), ("ΔNLL", left.dnll, outcome.repeats_nll))
         if state and not state.ok
     ]
     return [

@@ -187,7 +187,7 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
         plan.model, plan.text, windows=plan.windows, length=plan.length, any_engine=True, progress=progress
     ) as opened:
         windows, text = opened.windows, opened.text
-        tensors, cache = _captured(opened.engine, windows, plan, progress)
+        tensors, cache = captured(opened.engine, windows, plan, progress)
         if plan.sensitivity:
             tensors["sensitivity"] = measure_sensitivity(_probing(opened, plan, tensors))
         engine = opened.engine.describe()
@@ -217,8 +217,8 @@ def run_calibrate(plan: CalibrationPlan, progress: Progress = NO_PROGRESS) -> Re
     )
 
 
-def _captured(
-    engine: ScoringEngine, windows: Sequence[Window], plan: CalibrationPlan, progress: Progress
+def captured(
+    engine: ScoringEngine, windows: Sequence[Window], plan: CalibrationPlan, progress: Progress = NO_PROGRESS
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Tensors of the file and the shape of the cache, from either engine."""
     if isinstance(engine, HfScorer):
