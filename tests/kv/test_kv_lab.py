@@ -113,6 +113,22 @@ def test_tokens_that_are_fed_together_give_the_numbers_of_one_at_a_time() -> Non
     assert numbers(blocks.measure("identity")) == [0.0] * len(numbers(alone))
 
 
+def test_a_codec_on_another_text_is_measured_and_sized_by_that_text_alone() -> None:
+    def facts(of: Lab) -> Any:
+        found = of.measure("int(bits=4)", measure_windows=6)
+        return found.bytes, found.windows, found.engagement.fires, found.engagement.notes["kv"]["streams"]
+
+    one = lab(Tiny())
+    first = facts(one)
+    # Numbered anew, as the windows of another text are.
+    others = [Window(i, tuple(reversed(w.tokens))) for i, w in enumerate(one.windows)]
+    second = facts(one.on(others))
+    alone = one.on(others)
+    alone._kept = alone._kept.within("apart")
+    assert second == facts(alone)
+    assert second != first == facts(one)
+
+
 def test_an_interrupted_measurement_goes_on_by_whole_batches_with_the_same_numbers(tmp_path: Path) -> None:
     whole = lab(Tiny()).measure("hadamard(bits=4)", measure_windows=6)
     for file in tmp_path.rglob("*"):

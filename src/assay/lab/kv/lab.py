@@ -83,13 +83,15 @@ def measure_kept(
 ) -> Measured:
     """Score windows, of which those that `kept` holds are read; `prepare` is called only if so many are left to score.
 
-    What took part is kept in pieces, one for each call that scored something, interrupted ones included.
+    What took part is kept in pieces, one for each call that scored something, interrupted ones included, with the hashes
+    of its windows: a piece of another text has no part in what is measured here.
     """
     pieces: list[dict[str, Any]] = kept.get("pieces", [])
+    told = {sha256 for piece in pieces for sha256 in piece["of"]}
     seen: dict[int, WindowObservation] = {}
     todo: list[Window] = []
     for part in batches(windows, batch):
-        if not pieces:  # a run that was killed before it could say what took part
+        if not told.issuperset(w.sha256 for w in part):  # a run that was killed before it could say what took part
             kept.forget(key_of(part))
         found = read_kept(kept, part)
         todo += [] if found else part
@@ -113,9 +115,16 @@ def measure_kept(
         finally:
             if new:
                 seconds = [fitted, time.perf_counter() - began]
-                pieces.append({**asdict(engine.engagement()), "windows": new, "seconds": seconds})
+                of = [w.sha256 for w in todo if w.index in new]
+                pieces.append({**asdict(engine.engagement()), "windows": new, "of": of, "seconds": seconds})
                 kept.put("pieces", pieces)
-    return _joined([seen[w.index] for w in windows if w.index in seen], pieces)
+    return _joined([seen[w.index] for w in windows if w.index in seen], _of(windows, pieces))
+
+
+def _of(windows: Sequence[Window], pieces: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The pieces in which some of these windows took part."""
+    asked = {window.sha256 for window in windows}
+    return [piece for piece in pieces if not asked.isdisjoint(piece["of"])]
 
 
 def _joined(seen: Sequence[WindowObservation], pieces: Sequence[Mapping[str, Any]]) -> Measured:
@@ -346,7 +355,7 @@ class Lab:
                 )
         except BaseException:
             if seen:
-                pieces = kept.get("pieces", [])
+                pieces = _of(self.windows, kept.get("pieces", []))
                 self.partial = self._sized(_joined(seen, pieces), share)
             raise
         self._seconds.append(time.monotonic() - began)
