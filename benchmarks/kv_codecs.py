@@ -8,8 +8,8 @@ the bf16 cache. Calibrated on other text than it is scored on: `wiki` is WikiTex
 (`kv_texts.py`). Every row is written as it is measured, and one that is there already is not measured again. Codecs are
 fitted ahead by other processes (--jobs).
 
-A file of SPECs may have sections, which begin with options of their own in brackets, such as `[--length 4096 --windows 16]`
-or `[--text c --text json]`: contexts and texts of one model by one command. With `--choose N` the smallest codec of a section
+A file of SPECs may have sections, which begin with options of their own in brackets, such as `[--length 4096 --windows 16]`,
+`[--text c --text json]` or `[--models qwen15]`: contexts, texts and steps of one model by one command. With `--choose N` the smallest codec of a section
 that is accepted on its windows is measured again on N fresh ones, which took no part in the choice. With `--unseen FILE` all
 of them are measured on windows that no row of that file of results has seen:
 
@@ -84,7 +84,7 @@ def main() -> None:
     bench = Measuring(arguments, spec, table)
     try:
         found = list(sections(arguments))
-        bench.fit_ahead([s for _, specs in found for s in specs])
+        bench.fit_ahead([s for section, specs in found for s in specs if bench.lacks(section, s)])
         for section, specs in found:
             try:
                 bench.section(section, [str(parse_spec(spec)) for spec in specs])
@@ -104,7 +104,7 @@ def sections(arguments: argparse.Namespace) -> Iterator[tuple[argparse.Namespace
             found.append((own, []))
         elif line and not line.startswith("#"):
             found[-1][1].append(line)
-    yield from (pair for pair in found if pair[1])
+    yield from (pair for pair in found if pair[1] and arguments.model in (pair[0].models or [arguments.model]))
 
 
 def _inherited(arguments: argparse.Namespace, line: str) -> argparse.Namespace:
@@ -144,6 +144,14 @@ class Measuring:
         self.pool: Fitters = self.stack.enter_context(fitters(self.bench, arguments.jobs))
         self._begun: dict[str, Any] = {}
         self._coders: dict[str, Any] = {}
+        self._texts: dict[tuple[str, Any], Text] = {}
+
+    def lacks(self, arguments: argparse.Namespace, spec: str) -> bool:
+        """Whether a SPEC of a section is still to be measured on some text, as far as can be told before texts are read."""
+        options = ("mode", "length", "block", "scored", "batch")
+        key = {"codec": str(parse_spec(spec)), **{k: getattr(arguments, k) for k in options}}
+        had = {row["text"] for row in self.document["rows"] if all(row.get(k) == v for k, v in key.items())}
+        return not had.issuperset(Path(source).name for source in arguments.text)
 
     def fit_ahead(self, specs: list[str]) -> None:
         """Let other processes begin with all codecs, in their order."""
@@ -167,7 +175,11 @@ class Measuring:
             self.scorer.engine.model.config.get_text_config(), "max_position_embeddings", arguments.length
         )
         arguments.length = min(arguments.length, positions)
-        texts = [self._text(arguments, source) for source in arguments.text]
+        cut = tuple(getattr(arguments, k) for k in ("windows", "choose", "length", "mode", "batch", "scored", "block"))
+        for source in arguments.text:
+            if (source, cut) not in self._texts:
+                self._texts[source, cut] = self._text(arguments, source)
+        texts = [self._texts[source, cut] for source in arguments.text]
         for codec in specs:
             for text in texts:
                 if time.monotonic() > arguments.ends:
@@ -217,7 +229,11 @@ class Measuring:
         self, arguments: argparse.Namespace, text: Text, codec: str, chosen_from: list[str] | None = None
     ) -> None:
         lab = text.fresh if chosen_from and text.fresh else text.lab
+        exact, began = lab.reference.read(), time.monotonic()
         try:
+            if exact:
+                lab.score_reference()
+            exact_s = time.monotonic() - began
             measured = lab.measure(
                 codec, coders=lambda: self.coders(codec), table_tokens=32_768, measure_windows=arguments.measured
             )
@@ -240,6 +256,7 @@ class Measuring:
             "fires": measured.engagement.fires,
             "fit_s": round(measured.seconds[0], 1),
             "score_s": round(measured.seconds[1], 1),
+            **({"exact_s": round(exact_s, 1), "exact_windows": len(exact)} if exact else {}),
             **({"chosen_from": chosen_from} if chosen_from else {}),
         }
         self.document["rows"].append(row)
@@ -290,6 +307,8 @@ def _key(arguments: argparse.Namespace, text: Text, codec: str, fresh: bool) -> 
         "calibration": arguments.calibration_name,
         "dtype": arguments.dtype,
         "block": arguments.block,
+        "scored": arguments.scored,
+        "batch": arguments.batch,
         "fresh": fresh or (text.facts.get("unseen", False) and not arguments.choose),
     }
 
@@ -325,6 +344,7 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         help="files with one SPEC a line, in place of the built-in list",
     )
+    add("--models", nargs="+", choices=MODELS, default=[], help="of a section: the models that it is for")
     add("--minutes", type=float, default=1e9, help="begin no further row after so long")
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")
@@ -373,9 +393,9 @@ def _evaluated(arguments: argparse.Namespace, source: str) -> tuple[str, str]:
 def _line(row: dict[str, Any]) -> str:
     change = row["dppl_pct"]
     return (
-        f"{row['text']} {row['length']}{' fresh' * row['fresh']} {row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
+        f"{time.strftime('%X')} {row['text']} {row['length']}{' fresh' * row['fresh']} {row['codec']}: {row['bytes']['ratio']:.2f}x KL {row['kld']['mean']:.5f} "
         f"dppl {change['value']:+.2f} [{change['lo']:+.2f}, {change['hi']:+.2f}] "
-        f"top-1 {row['top1_pct']['value']:.2f} {row['grade']} ({row['fit_s']} + {row['score_s']} s)"
+        f"top-1 {row['top1_pct']['value']:.2f} {row['grade']} apart {row['apart']:.2g} ({row.get('exact_s', 0)} + {row['fit_s']} + {row['score_s']} s)"
     )
 
 

@@ -1,8 +1,9 @@
 """Tables of `kv_codecs.py` over several models, as README.md and docs/kv.md show them.
 
-    python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json [--out benchmarks/results/kv_models.md]
+    python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json [--speed benchmarks/results/kv_blocks_*.json]
+        [--out benchmarks/results/kv_models.md]
 
-Of rows of the same codec, text, length, mode and freshness the last one given counts. A cell is `smaller, KL ± half its 95 % interval, grade` (A ACCEPT, M MARGINAL,
+Of rows of the same codec, text, length, mode and freshness those of the last file count, and of these the one of most tokens. A cell is `smaller, KL ± half its 95 % interval, grade` (A ACCEPT, M MARGINAL,
 R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table names the one that was the smallest accepted on the windows
 where they were tried, and shows what it came to on fresh ones.
 """
@@ -50,10 +51,14 @@ SAID = {"ACCEPT": "yes", "MARGINAL": "marginal", "REJECT": "**no**", "INCONCLUSI
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--speed", nargs="*", type=Path, default=[], help="rows of kv_blocks.specs")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_models.md")
     arguments = parser.parse_args()
     rows = merged(json.loads(f.read_text(encoding="utf-8")) for f in arguments.files)
-    text = "\n".join(render(rows)) + "\n"
+    lines = list(render(rows))
+    for file in arguments.speed:
+        lines += speeds(json.loads(file.read_text(encoding="utf-8")))
+    text = "\n".join(lines) + "\n"
     arguments.out.write_text(text, encoding="utf-8")
     print(text)
 
@@ -61,12 +66,15 @@ def main() -> None:
 def merged(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
     """All rows with their model, one of each codec, text, length, mode and freshness; WikiText under one name."""
     found: dict[Any, Row] = {}
-    for document in documents:
+    for document in list(documents):  # together in memory, so that each has an id of its own
         for row in document["rows"]:
             text = WIKI if row["text"] in ("test", "wikitext-2-test.txt") else row["text"]
             whole = {"length": 1024, "fresh": False, "mode": "decode", **row, "text": text, "model": document["model"]}
-            whole["gpu"] = document["machine"]["gpu"]
-            found[tuple(whole[k] for k in ("model", "codec", "text", "length", "fresh", "mode"))] = whole
+            whole |= {"gpu": document["machine"]["gpu"], "document": id(document)}
+            key = tuple(whole[k] for k in ("model", "codec", "text", "length", "fresh", "mode"))
+            known = found.get(key)
+            if known is None or known["document"] != id(document) or known["tokens"] <= whole["tokens"]:
+                found[key] = whole
     return list(found.values())
 
 
@@ -90,8 +98,8 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
     yield "\n## The same with intervals\n"
     yield from listed(sorted(fresh, key=_by_family))
     if forward:
-        yield f"\n## In-forward ({sizes(forward)})\n"
-        yield from grid(forward, models, lambda r: r["model"], NAMES.get, lambda r: r["bytes"]["ratio"])
+        yield f"\n## KL in decode, and in-forward ({sizes(forward)})\n"
+        yield from beside(fresh, forward, models)
     lengths = sorted({r["length"] for r in rows if r["text"] == WIKI})
     long = {(r["model"], r["codec"]) for r in rows if r["text"] == WIKI and r["length"] > 1024}
     mine = [
@@ -104,6 +112,12 @@ def render(rows: Sequence[Row]) -> Iterator[str]:
         yield f"\n## By text ({sizes(mine)})\n"
         texts = list(dict.fromkeys(r["text"] for r in mine))
         yield from grid(mine, texts, lambda r: r["text"], str, lambda r: r["bytes"]["ratio"], models)
+    told = [r["apart"] for r in [*rows, *forward] if "apart" in r]
+    if told:
+        yield (
+            f"\nStreams and what attention read differ by at most {100 * max(told):.1f} % of a codec's own squared error in any "
+            f"stream (median of {len(told)} rows {100 * sorted(told)[len(told) // 2]:.2g} %)."
+        )
     yield "\n## All rows\n"
     yield from listed([*rows, *forward])
 
@@ -122,6 +136,37 @@ def grid(
             found = {of(r): r for r in mine if r["codec"] == codec}
             cells = [f"{ratio(found[c]):.2f}×, {brief(found[c])}" if c in found else "–" for c in columns]
             yield f"| {' | '.join([*([NAMES[model]] if model else []), f'`{shorter(codec)}`', *cells])} |"
+
+
+def beside(decode: Sequence[Row], forward: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
+    """A line for each codec: in every model the KL in decode, then in-forward."""
+    yield "| codec | " + " | ".join(NAMES[m] for m in models) + " |"
+    yield "|---|" + "---|" * len(models)
+    for codec in dict.fromkeys(r["codec"] for r in sorted(forward, key=_by_family)):
+        cells = []
+        for model in models:
+            both = [
+                next((r for r in rows if (r["model"], r["codec"]) == (model, codec)), None)
+                for rows in (decode, forward)
+            ]
+            cells.append(
+                " → ".join(f"{r['kld']['mean']:.4f} {r['grade'][0]}" if r else "–" for r in both) if both[1] else "–"
+            )
+        yield f"| `{shorter(codec)}` | {' | '.join(cells)} |"
+
+
+def speeds(document: Mapping[str, Any]) -> Iterator[str]:
+    """How many tokens a second were scored, by the tokens and windows that are fed together."""
+    yield f"\n## Speed of scoring a decode, {NAMES[document['model']]}, {document['machine']['gpu']}, shared with other programs\n"
+    yield "| tokens at once | windows at once | codec | exact cache, tokens/s | with the codec, tokens/s | KL, nats |"
+    yield "|---:|---:|---|---:|---:|---|"
+    for r in document["rows"]:
+        exact = r["exact_windows"] * r["tokens"] / r["windows"] / r["exact_s"] if r.get("exact_s") else None
+        cells = (
+            str(r["block"]), str(r["batch"]), f"`{shorter(r['codec'])}`", f"{exact:,.0f}" if exact else "as above",
+            f"{r['tokens'] / r['score_s']:,.0f}", interval(r["kld"], ".5f", "mean"),
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
 
 
 def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
