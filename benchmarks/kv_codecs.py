@@ -55,8 +55,8 @@ from assay.lab.kv.lab import Lab
 from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
 from assay.runs import cache_dir, write_atomically
-from assay.stats.cluster import Resampling
 from assay.stats.equivalence import Margins
+from assay.stats.intervals import Resampling
 
 Facts = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 from assay.lab.kv.noise import noise_growth
-from assay.stats.cluster import Resampling, cluster_ratio
-from assay.stats.intervals import Interval, percent_change
+from assay.stats.intervals import Interval, Resampling, cluster_ratio, percent_change
 from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"

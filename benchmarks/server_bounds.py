@@ -22,8 +22,7 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, Window, WindowRows
 from assay.engines.server.scoring import TopkLogprobs
 from assay.environment import describe
-from assay.fidelity.bounds import choose_ids, window_bounds
-from assay.fidelity.metrics import window_statistics
+from assay.fidelity.metrics import choose_ids, window_bounds, window_statistics
 from assay.fidelity.plan import Plan
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.result import Bounds, bounds_of

@@ -101,8 +101,8 @@ def doctor(command: str | Sequence[str], *, progress: Progress | None = None, **
     import shlex
 
     from assay.environment import recorded
+    from assay.options import DoctorOptions
     from assay.progress import NO_PROGRESS
-    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     words = shlex.split(command) if isinstance(command, str) else list(command)

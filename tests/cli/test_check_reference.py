@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from check_servers import Sane, answering, check, ids, save, serving, words
 
-from assay.coherence import reference as reference_module
+from assay.coherence import check as reference_module
 from assay.coherence.measure import Measurement
 from assay.coherence.plan import Plan
 from assay.engines.base import GIVEN_UP, Capability, CapabilityReport, Reply, Request

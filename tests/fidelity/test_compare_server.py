@@ -20,7 +20,7 @@ from assay.cli.main import invoke
 from assay.engines.base import MissingCapability
 from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, Window, WindowRows
 from assay.engines.server.engine import ServerCandidate, parse_spec
-from assay.engines.server.errors import BadScores
+from assay.engines.server.http import BadScores
 from assay.engines.specs import open_candidate
 from assay.errors import AssayError, UsageError
 from assay.fidelity import compare as compare_module

@@ -14,15 +14,14 @@ from scipy import stats
 
 from assay.errors import UsageError
 from assay.fidelity.compare import Looks, implausible
-from assay.fidelity.control import against_control, control_findings, controlled
 from assay.fidelity.floors import Floors
-from assay.fidelity.margins import all_pairs, margin_tests
+from assay.fidelity.margins import against_control, all_pairs, control_findings, controlled, margin_tests
 from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.report import blocks, pareto, short_names
 from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
 from assay.fidelity.score import Engaged, WindowObservation
-from assay.stats.cluster import Resampling
 from assay.stats.equivalence import Grade, Margins, Standing, confidence_of_look
+from assay.stats.intervals import Resampling
 from assay.verdict import Chart, Severity, Table, Verdict
 
 TOKENS = 40

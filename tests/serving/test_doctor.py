@@ -70,10 +70,10 @@ def test_a_second_command_takes_the_baseline_of_the_first_and_fresh_takes_nothin
 
 
 def test_kept_speed_is_not_that_of_another_run(tmp_path: Path) -> None:
+    from assay.options import DoctorOptions
     from assay.progress import NO_PROGRESS
     from assay.serving.command import read_command
     from assay.serving.doctor import Doctor
-    from assay.serving.options import DoctorOptions
 
     def doctor(*words: str) -> Doctor:
         return Doctor(read_command(list(words), SERVER), DoctorOptions(command_template=SERVER), NO_PROGRESS)

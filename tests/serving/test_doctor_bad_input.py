@@ -155,9 +155,9 @@ def test_a_baseline_that_is_broken_beyond_doubt_is_asked_no_more(tmp_path: Path)
 
 
 def test_the_budget_does_not_run_while_another_doctor_is_waited_for() -> None:
+    from assay.options import DoctorOptions
     from assay.progress import NO_PROGRESS
     from assay.serving.doctor import Doctor
-    from assay.serving.options import DoctorOptions
 
     options = DoctorOptions(command_template=SERVER, seconds=3.0, budget=1.0, fault_rate=1.0, ladder=False)
     doctor = Doctor(read_command(["--harmless-a", "1"], SERVER), options, NO_PROGRESS)
@@ -235,9 +235,9 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
     from rich.console import Console
 
     from assay.cli.doctor import starts_table
+    from assay.options import DoctorOptions
     from assay.progress import NO_PROGRESS
     from assay.serving.doctor import Doctor
-    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     seen: list[str] = []

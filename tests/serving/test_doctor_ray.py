@@ -18,10 +18,10 @@ pytest.importorskip("torch")
 pytest.importorskip("ray")
 from assay.engines.ray_starts import Starts, of_command
 from assay.errors import AssayError, UsageError
+from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.serving.command import read_command
 from assay.serving.elsewhere import Answered
-from assay.serving.options import DoctorOptions
 from assay.serving.run import run_doctor
 from assay.serving.search import VARYING, Bench, Rates, Tally
 from assay.serving.symptoms import Observation

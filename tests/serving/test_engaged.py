@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from assay.options import DoctorOptions
 from assay.serving.command import read_command
 from assay.serving.doctor import Diagnosis
-from assay.serving.engaged import engaged
-from assay.serving.options import DoctorOptions
 from assay.serving.report import build_report, fault_of
-from assay.serving.symptoms import Observation, Seen
+from assay.serving.symptoms import Observation, Seen, engaged
 from assay.verdict import Finding, Report, Severity, Verdict
 
 # vLLM 0.32, on a CPU and on a GPU.

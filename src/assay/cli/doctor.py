@@ -22,7 +22,7 @@ HELP = "Evidence of a doctor in one file: show it, or verify and judge it again 
 
 @verb(
     "doctor",
-    "assay.serving.options:DoctorOptions",
+    "assay.options:DoctorOptions",
     command="-- COMMAND... :: The serve command, such as `vllm serve ./model --kv-cache-dtype fp8`.",
 )
 def doctor(command: list[str] | None = None, **given: Any) -> Report:
@@ -33,8 +33,8 @@ def doctor(command: list[str] | None = None, **given: Any) -> Report:
     set was found or the baseline itself fails, 2 nothing could be launched, 3 undecided.
     """
     from assay.cli.progress import show
+    from assay.options import DoctorOptions
     from assay.progress import NO_PROGRESS, is_terminal
-    from assay.serving.options import DoctorOptions
     from assay.serving.run import run_doctor
 
     options = DoctorOptions.of(given)

@@ -7,10 +7,12 @@ clear, the looks are used up, or the budget is spent.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +34,16 @@ from assay.coherence.plan import (
     stages_of,
 )
 from assay.coherence.record import CheckRecord, Reference
-from assay.coherence.reference import EngineReference, changed_settings, read_reference, reference_folder, settings_of
-from assay.coherence.report import build_report
+from assay.coherence.report import build_report, record_json
+from assay.engines.base import full_spec
 from assay.engines.server.engine import ServerEngine
-from assay.errors import AssayError
+from assay.environment import VERSION
+from assay.errors import AssayError, UsageError
 from assay.options import option
 from assay.progress import NO_PROGRESS, Progress, span
+from assay.runs import cache_dir, write_atomically
 from assay.stats.equivalence import confidence_of_look
-from assay.verdict import Block, Finding, Metric, Report, Verdict, worst
+from assay.verdict import Block, Finding, Metric, Report, Severity, Verdict, worst
 
 EARLY = 0.9999
 """Confidence of the intervals that may end a run before its plan is done: so many looks more cost next to no error."""
@@ -392,3 +396,218 @@ class Check:
             and dict(zip(("stage", "tokens_per_s_before", "tokens_per_s"), self.pace.slower, strict=True)),
             "left_out": [{"stage": stage.name, "why": why, "unknown": stage.without} for stage, why in self.left_out],
         }
+
+
+# -----------------------------------------------------------------------------
+# The other side of a check: an earlier healthy run, or a trusted model that is run here on the same texts.
+
+
+_REMEDY = "give the JSON of an earlier run of a healthy server: assay check URL --json > run.json"
+
+
+def read_reference(path: Path) -> Reference:
+    """Read the result of an earlier run; AssayError where it is none, or where that run failed itself."""
+    name = path.name  # a report may be shown to others, so no folder of this machine
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise _unusable(f"cannot read the reference {name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise _unusable(f"the reference {name} is not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("command") != "check":
+        raise _unusable(f"the reference {name} is not a result of `assay check --json`")
+    if document.get("verdict") in ("fail", "error"):
+        raise _unusable(f"the reference {name} is a run with the verdict {document['verdict']}")
+    try:
+        record = CheckRecord.from_json(document["results"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _unusable(f"the reference {name} lacks what a check result holds: {error}") from error
+    if not record.samples and not record.tools:
+        raise _unusable(f"the reference {name} holds no graded text")
+    subject = document.get("subject") or {}
+    plan = document["results"].get("plan") or {}
+    origin = {"source": "run", "model": subject.get("model"), "verdict": document.get("verdict")}
+    return Reference(record, origin, settings_of(subject, plan))
+
+
+def _unusable(message: str, remedy: str = _REMEDY) -> AssayError:
+    return AssayError(message, finding_id="coherence.reference", remedy=remedy)
+
+
+_GIVE = "give the folder of a checkpoint: --reference-engine hf:PATH"
+
+
+def reference_folder(spec: str) -> Path:
+    """The folder of the checkpoint in `hf:FOLDER?option=value`; AssayError where there is none to read, or nothing to run it.
+
+    Costs nothing, so it can be asked before a server is measured for minutes.
+    """
+    spec = full_spec(spec)
+    if not spec.startswith("hf:"):
+        raise UsageError(
+            f"--reference-engine {spec!r} is not an engine that can be a reference here",
+            remedy="write hf:PATH, with the folder of a trusted checkpoint",
+            finding_id="coherence.usage",
+        )
+    from assay.engines.hf.spec import parse_spec, require_packages
+
+    folder = Path(parse_spec(spec).model)
+    if not folder.is_dir():
+        raise _unusable(f"the reference model {folder.name} is not a folder that can be read", _GIVE)
+    if not (folder / "config.json").is_file():
+        raise _unusable(f"the reference model {folder.name} is no checkpoint: the folder holds no config.json", _GIVE)
+    require_packages(f"hf:{folder.name}")
+    return folder
+
+
+class EngineReference:
+    """A trusted model in this process, measured stage by stage after the server.
+
+    What it gave for a stage is kept by model files, stage and version of assay, so that a second check against the
+    same reference costs nothing; the model is loaded when the first stage is not there.
+    """
+
+    def __init__(
+        self, spec: str, folder: Path, plan: Plan, max_model_len: int | None = None, progress: Progress = NO_PROGRESS
+    ) -> None:
+        self.record = CheckRecord()
+        self._spec, self._folder, self._max_model_len = full_spec(spec), folder, max_model_len
+        self._plan = replace(plan, run_code=False)
+        self._progress = progress
+        self._side: Measurement | None = None
+        self._loaded = False
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """Where its answers come from."""
+        return {"source": "engine", "engine": "hf", "model": self._folder.name, "cached": not self._loaded}
+
+    def has_kept(self, stage: Stage) -> bool:
+        """Whether its answers to a stage are there already."""
+        return self._place(stage).exists() or (stage.kind == "tools" and bool(self.record.tools))
+
+    def prepare(self, stage: Stage) -> None:
+        """Load the model where it will be needed for a stage, so that the stage's own time can be told."""
+        if not self.has_kept(stage):
+            self._measurement()
+
+    def run(self, stage: Stage, server: CheckRecord, deadline: float = float("inf")) -> None:
+        """Answer a stage: the probes that the server answered in `server`, the tools suite once for all concurrencies."""
+        if stage.kind == "tools" and (self.record.tools or not server.tools):
+            return
+        answered = {probe.name for probe in server.probes if probe.samples}
+        stage = replace(stage, tasks=tuple(task for task in stage.tasks if task.probe.name in answered))
+        if (stage.kind == "texts" and not stage.tasks) or (stage.kind == "scores" and not server.passages):
+            return
+        place = self._place(stage)
+        if place.exists():
+            self.record = self.record.with_(CheckRecord.from_json(json.loads(place.read_text("utf-8"))))
+            return
+        side = self._measurement()
+        able = tuple(task for task in stage.tasks if side.skip_reason(task.probe) is None)
+        before = self.record
+        side.record = CheckRecord()
+        try:
+            side.run(replace(stage, tasks=able), f"reference: {stage.name}", deadline, untimed=True)
+        finally:
+            self.record = before.with_(side.record)
+        if time.monotonic() <= deadline:  # a stage that was cut would stand for a whole one in later checks
+            write_atomically(place, json.dumps(record_json(side.record)))
+
+    def close(self) -> None:
+        """Give back the memory of the model."""
+        if self._side is not None:
+            self._side.engine.close()
+
+    def _measurement(self) -> Measurement:
+        if self._side is None:
+            from assay.engines.hf.engine import HfEngine
+
+            with self._progress("reference: loading the model", 1) as advance:
+                engine = HfEngine.load(self._spec)
+                advance()
+            self._side = Measurement(engine, self._plan, self._max_model_len, self._progress)
+            self._loaded = True
+        return self._side
+
+    def _place(self, stage: Stage) -> Path:
+        """The file of a stage: named by all that decides it, the model's files (name, size, time) among them."""
+        try:
+            files = sorted(
+                (f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in self._folder.iterdir() if f.is_file()
+            )
+        except OSError as error:
+            message = f"cannot read the reference model {self._folder.name}: {error.strerror}"
+            raise _unusable(message, _GIVE) from error
+        plan = self._plan
+        tasks = [(task.probe.name, task.variant, asdict(task.sampling)) for task in stage.tasks]
+        asked = (
+            stage.kind,
+            tasks,
+            stage.texts,
+            stage.context,
+            stage.repeats,
+            plan.seed,
+            plan.concurrency,
+            plan.token_budget,
+        )
+        parts = [VERSION, self._spec.partition("?")[2], files, asked, plan.thinking, self._max_model_len]
+        digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+        return cache_dir("references") / f"{digest}.json"
+
+
+# What a setting may do when it differs from the run that is the reference: severity, and the words of the finding.
+_SETTINGS: Mapping[str, tuple[Severity, str]] = {
+    "model": (Severity.WARNING, "another model, or another name for it: what is compared may not be the same weights"),
+    "server": (Severity.INFO, "another engine has other kernels: numbers differ in rounding, and speed in all"),
+    "version": (Severity.INFO, "kernels, defaults and parsers change between versions"),
+    "dtype": (Severity.WARNING, "weights in another number format change every output a little"),
+    "quantization": (Severity.WARNING, "weights with fewer bits lose accuracy, first in exact answers and rare words"),
+    "kv_cache_dtype": (
+        Severity.WARNING,
+        "a KV cache with fewer bits loses accuracy that prose hides: look at tool calls, doubled words and long contexts, "
+        "and measure it with `assay kv eval`",
+    ),
+    "max_model_len": (Severity.INFO, "other lengths of needles and depths are asked, and longer texts may be cut"),
+    "block_size": (Severity.INFO, "another layout of the KV cache takes other kernels"),
+    "enable_prefix_caching": (Severity.INFO, "later turns read what earlier requests left in the cache"),
+    "sliding_window": (Severity.WARNING, "tokens before the window are not seen"),
+    "sampling": (Severity.WARNING, "other sampling fields reach the model: texts are drawn from another distribution"),
+    "thinking": (Severity.WARNING, "the chat template asks for reasoning on one side only"),
+    "token_budget": (Severity.INFO, "answers are cut at other lengths"),
+}  # fmt: skip
+
+
+def settings_of(subject: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that may change its texts, as the server reports them and the plan asked for them."""
+    server = subject.get("server") or {}
+    root = subject.get("model_root") or subject.get("model")
+    sent = subject.get("sent") or {}
+    found = {
+        "model": str(root).rstrip("/").rpartition("/")[2] if root else None,
+        "server": server.get("kind"),
+        "max_model_len": subject.get("max_model_len"),
+        "sampling": {route: fields.get("neutral") for route, fields in sent.items()} or None,
+        **{name: server.get(name) for name in ("version", "dtype", "quantization", "kv_cache_dtype")},
+        **{name: server.get(name) for name in ("block_size", "enable_prefix_caching", "sliding_window")},
+        **{name: plan.get(name) for name in ("thinking", "token_budget")},
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def changed_settings(now: Mapping[str, Any], before: Mapping[str, Any]) -> tuple[Finding, ...]:
+    """A finding for every setting that both runs report and that differs."""
+    return tuple(
+        Finding(
+            id="server.setting_changed",
+            severity=severity,
+            title=f"{name} is {_shown(now[name])} and was {_shown(before[name])} in the reference: {effect}",
+            evidence={"setting": name, "now": now[name], "reference": before[name]},
+        )
+        for name, (severity, effect) in _SETTINGS.items()
+        if name in now and name in before and now[name] != before[name]
+    )
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)

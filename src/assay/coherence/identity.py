@@ -28,7 +28,7 @@ from assay.engines.server.engine import ServerEngine
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import write_atomically
-from assay.stats.cluster import cluster_mean
+from assay.stats.intervals import cluster_mean
 from assay.verdict import Finding, Metric, Severity, Table, Verdict, jsonable
 
 FORMAT = "assay-identity/1"

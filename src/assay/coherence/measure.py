@@ -34,7 +34,7 @@ from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample,
 from assay.coherence.sandbox import run_fibonacci
 from assay.coherence.tools import cases, run_level
 from assay.engines.base import Capability, Engine, Reply, Request
-from assay.engines.server.errors import RequestRefused
+from assay.engines.server.http import RequestRefused
 from assay.engines.tool_calls import EXCERPT, call_remains, read_calls
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress

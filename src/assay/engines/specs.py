@@ -10,8 +10,8 @@ from typing import Any, cast
 from assay.engines.base import require_local
 from assay.engines.hf.spec import require_packages
 from assay.engines.scoring import ScoringEngine, ScoringPath
-from assay.engines.server.endpoint import without_credentials
 from assay.engines.server.engine import ServerCandidate
+from assay.engines.server.http import without_credentials
 from assay.errors import AssayError, UsageError
 from assay.plugins import get, names
 

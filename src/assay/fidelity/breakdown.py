@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from assay.fidelity.score import WindowObservation
-from assay.stats.cluster import ClusterEstimate, cluster_ratio
+from assay.stats.intervals import ClusterEstimate, cluster_ratio
 
 CONFIDENCE_EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0 + 1e-9)
 DEPTH_BINS = 8

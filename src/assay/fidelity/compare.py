@@ -23,10 +23,9 @@ from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown import by_class, by_confidence, by_depth, token_class, worst_tokens
 from assay.fidelity.budget import Budget
-from assay.fidelity.control import control_findings, control_metrics, controlled
 from assay.fidelity.floors import Floors
 from assay.fidelity.greedy import compare_greedy, continue_greedily
-from assay.fidelity.margins import all_pairs, margin_tests
+from assay.fidelity.margins import all_pairs, control_findings, control_metrics, controlled, margin_tests
 from assay.fidelity.memory import Memory, foretell
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference, windows_kept
@@ -48,8 +47,8 @@ from assay.fidelity.table import RowFile
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, RunLock, cache_dir, write_atomically
-from assay.stats.cluster import Resampling
 from assay.stats.equivalence import MIN_PILOT, confidence_of_look
+from assay.stats.intervals import Resampling
 from assay.verdict import Finding, Metric, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from assay.engines.base import full_spec, with_options
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
-from assay.engines.server.endpoint import without_credentials
+from assay.engines.server.http import without_credentials
 from assay.errors import AssayError, UsageError
 from assay.options import Options, RayOptions, RunTime, declared_options, option
 

@@ -16,17 +16,19 @@ from assay.fidelity.greedy import Greedy
 from assay.fidelity.plan import MarginOptions, Plan
 from assay.fidelity.routing import RoutingResult
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
-from assay.stats.cluster import (
+from assay.stats.equivalence import MIN_PILOT, MIN_WINDOWS, Grade, Judgement, Margins, judge, resolution, windows_for
+from assay.stats.intervals import (
     ClusterEstimate,
+    Interval,
     Resampling,
     bootstrap_quantiles,
     cluster_mean,
     cluster_proportion,
     cluster_ratio,
+    interval_json,
     not_negative,
+    percent_change,
 )
-from assay.stats.equivalence import MIN_PILOT, MIN_WINDOWS, Grade, Judgement, Margins, judge, resolution, windows_for
-from assay.stats.intervals import Interval, interval_json, percent_change
 from assay.verdict import Finding, Severity, Verdict
 
 # -----------------------------------------------------------------------------

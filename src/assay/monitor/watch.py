@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from assay.engines.server.endpoint import parse_url, without_credentials
 from assay.engines.server.engine import read_key
+from assay.engines.server.http import parse_url, without_credentials
 from assay.errors import AssayError
 from assay.monitor.canary import Canary, Round, State
 from assay.monitor.change import CALM, LEARN, MONTH_S, Changes, Numbers

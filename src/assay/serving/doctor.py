@@ -16,13 +16,12 @@ from typing import Any
 
 from assay.engines.machine import free_memory
 from assay.errors import AssayError
+from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import Kept, cache_dir, source_digest
 from assay.serving.command import ServeCommand, Setting
 from assay.serving.elsewhere import Answered, Asked, Cluster
-from assay.serving.engaged import Engaged, engaged
 from assay.serving.launch import Running, StartFailed, launched, require_disk, tail_of
-from assay.serving.options import DoctorOptions
 from assay.serving.search import (
     RATES,
     VARYING,
@@ -35,7 +34,7 @@ from assay.serving.search import (
     overturned,
     starts_needed,
 )
-from assay.serving.symptoms import Measure, Observation, Seen, measure, rules_of, see
+from assay.serving.symptoms import Engaged, Measure, Observation, Seen, engaged, measure, rules_of, see
 from assay.verdict import Finding, Report, Severity
 
 _FRESH, _SHARED = 24 * 3600.0, 3600.0

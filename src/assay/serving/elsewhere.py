@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from assay.options import DoctorOptions
 from assay.serving.command import ServeCommand
-from assay.serving.options import DoctorOptions
 from assay.serving.search import Configuration
 from assay.serving.symptoms import Observation
 from assay.verdict import Finding, Report

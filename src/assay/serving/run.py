@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from assay.errors import AssayError, UsageError
+from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.serving.command import ServeCommand, read_command, table_notice
-from assay.serving.options import DoctorOptions
 from assay.verdict import Finding, Report, Severity, Table, Verdict
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from assay.speculation.benefit import Measured
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Kind, Observation, combine, fell, subtract
 from assay.speculation.scan import looks_like_metrics, parse_samples, parsed_json
-from assay.stats.cluster import mean_interval
+from assay.stats.intervals import mean_interval
 from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
 if TYPE_CHECKING:
@@ -131,9 +131,8 @@ def watch(
 
     AssayError where the server cannot be reached at either scrape.
     """
-    from assay.engines.server.endpoint import parse_url
     from assay.engines.server.engine import ServerEngine, default_limits, read_key
-    from assay.engines.server.http import Transport
+    from assay.engines.server.http import Transport, parse_url
 
     with ExitStack() as held:
 
@@ -405,9 +404,8 @@ class Completions:
     def connect(cls, url: str, api_key_env: str | None = None, timeout: float = 120.0) -> Completions:
         """Connect to the server at `url`; AssayError where it cannot be reached or lists no model."""
         from assay.engines.server.discovery import choose_model, list_models
-        from assay.engines.server.endpoint import parse_url
         from assay.engines.server.engine import default_limits, read_key
-        from assay.engines.server.http import Transport
+        from assay.engines.server.http import Transport, parse_url
 
         endpoint = parse_url(url)
         transport = Transport(endpoint, key=read_key(api_key_env), limits=default_limits(timeout))

@@ -17,8 +17,16 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from assay.stats.cluster import ClusterEstimate, cluster_ratio, student_t
-from assay.stats.intervals import Interval, check_confidence, newcombe, percent_change, wilson
+from assay.stats.intervals import (
+    ClusterEstimate,
+    Interval,
+    check_confidence,
+    cluster_ratio,
+    newcombe,
+    percent_change,
+    student_t,
+    wilson,
+)
 
 # -----------------------------------------------------------------------------
 # What a number of windows can resolve, before the run and after an undecided one.

@@ -15,21 +15,33 @@ from typing import Any
 
 from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores, read_options
 from assay.engines.scoring import GreedyStep, ScoreJob, ScoringPath, Window
-from assay.engines.server.capabilities import Probed, detokenize, probe_capabilities
 from assay.engines.server.discovery import (
     Identity,
     Metrics,
     ModelCard,
+    Probed,
     choose_model,
     corrupted_requests,
+    detokenize,
     identify,
     kv_cache_dtype,
     list_models,
     parse_metrics,
+    probe_capabilities,
 )
-from assay.engines.server.endpoint import Endpoint, parse_url, without_credentials
-from assay.engines.server.errors import BadScores, Failing, ModelUnknown, NotFound, NotJson, RequestRefused
-from assay.engines.server.http import Limits, Transport
+from assay.engines.server.http import (
+    BadScores,
+    Endpoint,
+    Failing,
+    Limits,
+    ModelUnknown,
+    NotFound,
+    NotJson,
+    RequestRefused,
+    Transport,
+    parse_url,
+    without_credentials,
+)
 from assay.engines.server.messages import (
     CHAT,
     Route,

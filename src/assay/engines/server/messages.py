@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from assay.engines.base import Message, OnText, Reply, Request, TextPiece, Timing, ToolCall
-from assay.engines.server.endpoint import without_credentials
-from assay.engines.server.errors import (
+from assay.engines.server.http import (
     InvalidStream,
     NotJson,
     NotStreamed,
     ServerInconclusive,
     StreamCut,
     StreamFailed,
+    Transport,
     error_message,
     looks_like_html,
     one_line,
+    without_credentials,
 )
-from assay.engines.server.http import Transport
 
 Route = Literal["chat/completions", "completions"]
 CHAT: Route = "chat/completions"

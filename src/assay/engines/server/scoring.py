@@ -19,8 +19,7 @@ import numpy as np
 
 from assay.engines.base import Request, TokenScores
 from assay.engines.scoring import GreedyStep
-from assay.engines.server.errors import BadScores, NotFound, NotJson, RequestRefused, Unauthorized
-from assay.engines.server.http import Transport
+from assay.engines.server.http import BadScores, NotFound, NotJson, RequestRefused, Transport, Unauthorized
 from assay.engines.server.messages import as_count, as_number, as_object, as_text
 
 Source = str | tuple[int, ...]

@@ -39,9 +39,8 @@ from assay.engines.scoring import (
     to_host,
 )
 from assay.engines.vllm.hooks import WINDOW
-from assay.engines.vllm.ranks import Failure, HeadFile, merged
+from assay.engines.vllm.ranks import Failure, HeadFile, WindowPlan, batch_size, cache_reads, merged, plan_window
 from assay.engines.vllm.start import REPORTS, VllmSpec, forget_ranks, reason_of, start_llm
-from assay.engines.vllm.steps import WindowPlan, batch_size, cache_reads, plan_window
 from assay.errors import AssayError, UsageError
 
 _AT_ONCE = 64

@@ -20,11 +20,21 @@ from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, Tokenize
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError
 from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, measure_pace, size_for
-from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
 from assay.fidelity.reference import plan_windows, tokenizer_check
-from assay.fidelity.score import WindowObservation, engaged, from_arrays, key_of, observation, require_path, to_arrays
+from assay.fidelity.score import (
+    KeptRows,
+    WindowObservation,
+    engaged,
+    engine_key,
+    from_arrays,
+    kept_states,
+    key_of,
+    observation,
+    require_path,
+    to_arrays,
+)
 from assay.fidelity.text import read_text
 from assay.lab.gap.buckets import Effect, WindowSums, aligned, effect, ratio
 from assay.lab.gap.plan import (
@@ -49,8 +59,7 @@ from assay.lab.kv.spec import parse_spec
 from assay.lab.options import GAP_MINUTES
 from assay.progress import Progress, span
 from assay.runs import Kept
-from assay.stats.cluster import Resampling
-from assay.stats.intervals import Interval
+from assay.stats.intervals import Interval, Resampling
 from assay.verdict import Finding, jsonable
 
 RUN_COST = 1.7

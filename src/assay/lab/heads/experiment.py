@@ -54,7 +54,7 @@ from assay.lab.quant.scalar import (
 )
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
-from assay.stats.cluster import cluster_ratio
+from assay.stats.intervals import cluster_ratio
 from assay.verdict import Metric, Report, Table, Verdict, jsonable
 
 Change = Callable[[torch.Tensor], torch.Tensor]

@@ -19,7 +19,7 @@ from assay.lab.kv.lab import Lab, Measured, Unfinished, open_lab
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import AttributionPlan
 from assay.progress import NO_PROGRESS, Progress
-from assay.stats.cluster import cluster_ratio, not_negative
+from assay.stats.intervals import cluster_ratio, not_negative
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 
 

@@ -14,8 +14,8 @@ from assay.environment import describe
 from assay.errors import UsageError
 from assay.fidelity.budget import Budget
 from assay.fidelity.compare import FIRST_LOOK, Looks, assess, certain_findings, implausible, run_compare
-from assay.fidelity.control import against_control, control_findings, control_metrics
 from assay.fidelity.floors import Floors
+from assay.fidelity.margins import against_control, control_findings, control_metrics
 from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan, label_of
 from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import findings_of, is_certain, margins_of, verdict_of

@@ -21,14 +21,23 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.machine import begin_run, interrupt_run, memory_error, out_of_memory
 from assay.engines.ray_scorer import RayScorer
 from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, ScoringEngine, ScoringPath, Window
-from assay.engines.server.endpoint import without_credentials
+from assay.engines.server.http import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
 from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, Pace, measure_pace, size_for
-from assay.fidelity.kept_rows import KeptRows, engine_key, kept_states
 from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
-from assay.fidelity.score import ReferenceRows, WindowObservation, batches, key_of, observe, read_kept
+from assay.fidelity.score import (
+    KeptRows,
+    ReferenceRows,
+    WindowObservation,
+    batches,
+    engine_key,
+    kept_states,
+    key_of,
+    observe,
+    read_kept,
+)
 from assay.fidelity.text import read_text
 from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
 from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of

@@ -17,8 +17,7 @@ from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import Measured, Unfinished, open_lab
 from assay.lab.options import NoisePlan
 from assay.progress import NO_PROGRESS, Progress
-from assay.stats.cluster import Resampling, resampled_counts
-from assay.stats.intervals import Interval
+from assay.stats.intervals import Interval, Resampling, resampled_counts
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 
 # -----------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.options import SweepPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
-from assay.stats.cluster import Resampling
 from assay.stats.equivalence import MIN_WINDOWS, Margins
+from assay.stats.intervals import Resampling
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
 
 FORMAT = "assay-kv-rows/1"
