@@ -35,14 +35,14 @@ PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durat
 
 test: install system  ## All tests but the slow ones, real engines included
 	$(MAKE) -j 2 lint types
-	$(BIN)/python -m assay.cli.demo
+	$(BIN)/python -c "from assay.cli.verbs import prepare_demo; raise SystemExit(prepare_demo())"
 	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -n 3 -m "not slow"
 
 test-fast: install  ## Tests without engines (a few minutes)
 	$(PYTEST) -n 4 -m "not engine and not slow"
 
 test-slow: install system  ## The rest
-	$(BIN)/python -m assay.cli.demo
+	$(BIN)/python -c "from assay.cli.verbs import prepare_demo; raise SystemExit(prepare_demo())"
 	ASSAY_REQUIRE_CHROMIUM=1 $(BIN)/python -m pytest -m slow
 
 lint: install

@@ -47,7 +47,7 @@ VERBS: dict[str, list[str]] = {
     "kv serve": ["lab/kv/serve.py:run_serve"],
     "gate": ["gates/gate.py:gate_report", "gates/gate.py:_linted"],
     "watch": ["monitor/watch.py:Watch.report"],
-    "doctor": ["serving/report.py:build_report"],
+    "doctor": ["serving/run.py:build_report"],
     "bundle verify": ["serving/bundle.py:verify_bundle"],
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
@@ -117,10 +117,10 @@ def keys_of(place: str) -> list[str]:
 # Objects within results: their fields are listed from the dataclass, or their keys from the function that makes them.
 CLASSES = {
     "gate.parts[]": "gates/gate.py:Part.to_json",
-    "doctor.settings[]": "serving/report.py:_setting_json",
-    "doctor.starts[]": "serving/report.py:_start_json",
-    "doctor.ladder[]": "serving/report.py:_rung",
-    "doctor.best": "serving/report.py:_best",
+    "doctor.settings[]": "serving/run.py:_setting_json",
+    "doctor.starts[]": "serving/run.py:_start_json",
+    "doctor.ladder[]": "serving/run.py:_rung",
+    "doctor.best": "serving/run.py:_best",
     "check.probes[].samples[]": "coherence/record.py:Sample",
     "spec.evidence": "speculation/health.py:Assessment",
     "gap.checks[]": "lab/gap/outcome.py:Check",

@@ -10,9 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from assay.lab.kv.diagnose import diagnose_stream
+from assay.lab.kv.diagnose import Decoded, diagnose_stream, relative_mse, watch
 from assay.lab.kv.fit import last_readers
-from assay.lab.kv.reconstruction import Decoded, relative_mse, watch
 from kv.test_kv_hook import model, windows
 from kv.test_kv_sides import SPEC, bench_of, coders_of
 

@@ -14,10 +14,11 @@ from scipy import stats
 
 from assay.errors import UsageError
 from assay.lab.kv.calibrate import queries_of
-from assay.lab.kv.diagnose import DiagnosisPlan, collapsed
-from assay.lab.kv.reconstruction import (
+from assay.lab.kv.diagnose import (
+    DiagnosisPlan,
     Reads,
     coded,
+    collapsed,
     distribution,
     outlier_share,
     output_error,

@@ -10,7 +10,7 @@ from codec_cases import SITES, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.lab.kv.codecs.kmeans import _sketch, eigh_batched, random_basis, random_basis_of_grams, ranks
+from assay.lab.kv.codecs.kakeya import _sketch, eigh_batched, random_basis, random_basis_of_grams, ranks
 
 
 @settings(max_examples=10, deadline=None)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import Mode
-from assay.lab.kv.vllm_stream import Lane
+from assay.lab.kv.vllm import Lane
 from kv.test_kv_hook import Rounding
 
 HEADS, WIDTH = 2, 4

@@ -10,8 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.lab.quant.gptq import gptq, gptq_model
-from assay.lab.quant.scalar import quantise_dequantise
+from assay.lab.quant.scalar import gptq, gptq_model, quantise_dequantise
 
 
 def slow(weight: np.ndarray, gram: np.ndarray, bits: int, group: int, damping: float) -> np.ndarray:

@@ -234,7 +234,7 @@ def test_the_live_table_shows_starts_symptoms_and_the_time_left() -> None:
 
     from rich.console import Console
 
-    from assay.cli.doctor import starts_table
+    from assay.cli.progress import starts_table
     from assay.options import DoctorOptions
     from assay.progress import NO_PROGRESS
     from assay.serving.doctor import Doctor

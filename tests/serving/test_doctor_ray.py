@@ -16,12 +16,11 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("ray")
-from assay.engines.ray_starts import Starts, of_command
 from assay.errors import AssayError, UsageError
 from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.serving.command import read_command
-from assay.serving.elsewhere import Answered
+from assay.serving.elsewhere import Answered, Starts, of_command
 from assay.serving.run import run_doctor
 from assay.serving.search import VARYING, Bench, Rates, Tally
 from assay.serving.symptoms import Observation
@@ -194,7 +193,7 @@ def test_a_node_with_another_version_of_a_file_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_nodes(cluster)
-    monkeypatch.setattr("assay.engines.ray_starts.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}})
+    monkeypatch.setattr("assay.serving.elsewhere.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}})
     with pytest.raises(AssayError, match=r"node \S+ \(\w{8}\) has another set-up than this machine") as error:
         diagnose("--harmless-a", "1", ray=cluster.address)
     assert error.value.finding_id == "fidelity.other_setup" and gone(workers)

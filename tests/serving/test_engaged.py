@@ -12,7 +12,7 @@ import pytest
 from assay.options import DoctorOptions
 from assay.serving.command import read_command
 from assay.serving.doctor import Diagnosis
-from assay.serving.report import build_report, fault_of
+from assay.serving.run import build_report, fault_of
 from assay.serving.symptoms import Observation, Seen, engaged
 from assay.verdict import Finding, Report, Severity, Verdict
 

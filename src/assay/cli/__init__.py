@@ -1,1 +1,1 @@
-"""The command line: one thin file per verb."""
+"""The command line: the verbs, a function each, over options that the verbs' dataclasses declare once."""

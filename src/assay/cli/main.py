@@ -1,4 +1,4 @@
-"""`assay`: the command line. The verbs are in `verbs`, `lab`, `doctor` and `demo`; this file lists them and runs one."""
+"""`assay`: the command line. The verbs are in `verbs` and `lab`; this file lists them and runs one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from assay.cli import demo, doctor, lab, verbs
+from assay.cli import lab, verbs
 from assay.cli.verb import STDOUT, TYPER, Group, Output, Verb, group, group_of, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Verdict
 
@@ -25,8 +25,8 @@ _ClickException: type[Exception] = next(
 VERBS: Mapping[str, Verb | Any] = {
     "check": verbs.check,
     "watch": verbs.watch,
-    "doctor": doctor.doctor,
-    "bundle": group("bundle", doctor.HELP, {"show": doctor.show, "verify": doctor.verify}),
+    "doctor": verbs.doctor,
+    "bundle": group("bundle", verbs.BUNDLE_HELP, {"show": verbs.bundle_show, "verify": verbs.bundle_verify}),
     "grade": verbs.grade,
     "verify": verbs.verify,
     "spec": verbs.spec,
@@ -40,7 +40,7 @@ VERBS: Mapping[str, Verb | Any] = {
     "gate": verbs.gate,
     "card": verbs.card,
     "table": verbs.table,
-    "demo": demo.demo,
+    "demo": verbs.demo,
 }
 
 

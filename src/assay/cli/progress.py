@@ -1,4 +1,4 @@
-"""Progress of long work, on standard error: a bar on a terminal, a few plain lines elsewhere, nothing if quiet."""
+"""Progress of long work, on standard error: a bar on a terminal, a few plain lines elsewhere, nothing if quiet; a table of a doctor's starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from assay.progress import is_terminal, span
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from assay.serving.doctor import Doctor
 
 PLAIN_SECONDS = 10.0
 """Least time between two plain lines."""
@@ -235,3 +240,49 @@ def say(line: str) -> None:
 
     with contextlib.suppress(OSError, ValueError):
         print(one_line(line), file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def live_table(doctor: Doctor) -> Iterator[None]:
+    """The starts so far, what is done now, and the time left, on standard error until the block ends."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console(
+        file=sys.stderr, markup=False, emoji=False, highlight=False, no_color=bool(os.environ.get("NO_COLOR"))
+    )
+    with Live(
+        get_renderable=lambda: starts_table(doctor, console.height),
+        console=console,
+        refresh_per_second=2,
+        transient=True,
+    ):
+        yield
+
+
+def starts_table(doctor: Doctor, height: int) -> RenderableType:
+    """One row a start; the oldest are left out where the terminal is too low."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    from assay.report.text import one_line
+
+    table = Table(box=None, pad_edge=False, expand=True)
+    for name, more in (
+        ("configuration", {"ratio": 5}),
+        ("start", {"width": 5, "justify": "right"}),
+        ("symptom", {"ratio": 6}),
+        ("state", {"width": 10}),
+    ):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", **more)
+    colours = {"bad": "red", "good": "green"}
+    starts = doctor.found.starts
+    for start in starts[-max(3, height - 5) :]:
+        state = start.seen.state.replace("_", " ")
+        says = "; ".join(start.seen.bad.values()) or ("as the baseline" if start.configuration else "")
+        row = (doctor.label(start.configuration), str(start.index + 1), says)
+        table.add_row(*(one_line(word) for word in row), Text(state, colours.get(start.seen.state, "yellow")))
+    left = max(0.0, doctor.left())
+    now = f"{doctor.now or 'working'} ({len(starts)} starts so far, {span(left)} left)"
+    return Group(table, Text(one_line(now), no_wrap=True, overflow="ellipsis"))

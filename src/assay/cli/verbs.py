@@ -5,12 +5,15 @@ Options come from the dataclass that is named beside it. Nothing is imported bef
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from assay.cli.verb import verb
+from assay.errors import AssayError
 from assay.verdict import Report
 
+BUNDLE_HELP = "Evidence of a doctor in one file: show it, or verify and judge it again offline."
 _ENGINE = "hf:MODEL, vllm:MODEL or gguf:FILE, with options after '?'."
 
 
@@ -189,3 +192,76 @@ def table(rows: list[str], **given: Any) -> Report:
     from assay.fidelity.table import TableOptions, run_table
 
     return run_table(TableOptions.of({"rows": tuple(rows), **given}))
+
+
+@verb(
+    "doctor",
+    "assay.options:DoctorOptions",
+    command="-- COMMAND... :: The serve command, such as `vllm serve ./model --kv-cache-dtype fp8`.",
+)
+def doctor(command: list[str] | None = None, **given: Any) -> Report:
+    """Find the setting that breaks a serve command: launch it, bisect its settings, prove the guilty set.
+
+    Each configuration is launched as often as its noise demands. Servers are stopped at every exit, and a
+    run that was cut off goes on from there. Exit code 0 the command is as good as its baseline, 1 a guilty
+    set was found or the baseline itself fails, 2 nothing could be launched, 3 undecided.
+    """
+    from assay.cli.progress import live_table, show
+    from assay.options import DoctorOptions
+    from assay.progress import NO_PROGRESS, is_terminal
+    from assay.serving.run import run_doctor
+
+    options = DoctorOptions.of(given)
+    if is_terminal(sys.stderr):
+        report = run_doctor(command or [], options, NO_PROGRESS, live_table)
+    else:
+        report = run_doctor(command or [], options, show)
+    if options.issue and "issue" in report.results:
+        print(report.results["issue"])
+    return report
+
+
+@verb("bundle show", bundle="FILE :: What `assay doctor --bundle` wrote.")
+def bundle_show(bundle: Path) -> Report:
+    """Show the verdict, the findings and the files of a bundle. Exit code that of the doctor."""
+    from assay.serving.bundle import show_bundle
+
+    return show_bundle(bundle)
+
+
+@verb("bundle verify", bundle="FILE :: What `assay doctor --bundle` wrote.")
+def bundle_verify(bundle: Path) -> Report:
+    """Hold the files of a bundle against its manifest and judge its starts again. Exit code 0 both hold, 1 not."""
+    from assay.serving.bundle import verify_bundle
+
+    return verify_bundle(bundle)
+
+
+@verb("demo")
+def demo() -> Report:
+    """Serve a small model on this machine with vLLM, check it, damage a copy of it, and check that.
+
+    The first run installs vLLM's CPU build into a private environment and builds the model (about 4 GB in the cache).
+    """
+    from assay.cli.progress import show
+    from assay.demo.run import run_demo
+    from assay.report.console import side_by_side
+
+    report, pair = run_demo(show)
+    side_by_side(pair)
+    return report
+
+
+def prepare_demo() -> int:
+    """Install and build what demo and tests need, so that neither waits for it later; returns the exit code."""
+    from assay.cli.progress import show
+    from assay.demo.models import build_smollm2
+    from assay.demo.servers import vllm_python
+
+    try:
+        vllm_python(show)
+        build_smollm2(show)
+    except AssayError as error:
+        print(f"assay: {error.message}\n  {error.remedy}", file=sys.stderr)
+        return error.verdict.exit_code
+    return 0

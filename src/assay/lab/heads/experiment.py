@@ -43,10 +43,10 @@ from assay.lab.heads.train import (
     written,
 )
 from assay.lab.options import HeadTryPlan
-from assay.lab.quant.gptq import gptq_model
 from assay.lab.quant.scalar import (
     Rotation,
     gaussian_levels,
+    gptq_model,
     nearest_level,
     polar_round_trip,
     quantise_dequantise,
