@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from assay.errors import AssayError
 from assay.lab.kv import tier as kv_tier
 from assay.lab.kv.blocks import BlockCodec, BlockRefused
-from assay.lab.kv.tier import BlockStore, LmcacheSerde, Mover, Planner, keys_of
+from assay.lab.kv.tier import BlockStore, LmcacheSerde, Load, Mover, Planner, Save, keys_of
 from kv.tier_samples import LAYERS, WIDTH, drawn, sample, turned
 
 PAGE, BLOCK = 8, 16
@@ -116,6 +116,8 @@ def test_a_key_names_all_tokens_before_it_and_the_tables() -> None:
 class Fake:
     """Pages of an engine: [layers, 2, pages · PAGE, width]."""
 
+    target = None
+
     def __init__(self) -> None:
         self.x = torch.full((LAYERS, 2, 64 * PAGE, WIDTH), -7.0, dtype=torch.bfloat16)
 
@@ -139,7 +141,7 @@ class Engine:
 
     def model(self, tokens: Sequence[int]) -> torch.Tensor:
         """Keys after RoPE and values of a prompt, each token's from all before it."""
-        x = drawn(len(tokens), 11) + torch.tensor(np.cumsum(tokens) % 7)[None, None, :, None] * 0.1
+        x = drawn(70, 11)[:, :, : len(tokens)] + torch.tensor(np.cumsum(tokens) % 7)[None, None, :, None] * 0.1
         return turned(self.codec, x, 0).bfloat16()
 
     def serve(self, tokens: list[int], local: int = 0) -> tuple[int, torch.Tensor]:
@@ -152,13 +154,19 @@ class Engine:
         where = torch.tensor([pages[i // PAGE] * PAGE + i % PAGE for i in range(len(tokens))])
         external = self.planner.match(request, tokens, local)
         load = self.planner.allocated(request, pages, external)
-        failed = self.mover.load(load) if load else []
         computed = local + external
+        saves = self.planner.step(request, computed, len(tokens), pages, again=True)
+        failed = self.mover.load(load) if load else []
         self.pages.x[:, :, where[:local]] = whole[:, :, :local]
-        if failed:  # vLLM computes from the first page on that was not filled
+        failed += self.mover.settle()
+        if failed:  # this step computes from what was not filled, the next one from there on
+            self.pages.x[:, :, where[computed:]] = 77.0
+            self.mover.save(saves)
+            self.mover.flush()
             computed = min(pages.index(page) for page in failed) * PAGE
+            saves = self.planner.step(request, computed, len(tokens), pages, again=True)
         self.pages.x[:, :, where[computed:]] = whole[:, :, computed:]
-        self.mover.save(self.planner.step(request, computed, len(tokens), pages, again=True))
+        self.mover.save(saves)
         self.mover.flush()
         self.planner.finished(request)
         return computed - local, self.pages.x[:, :, where]
@@ -229,6 +237,25 @@ def test_a_damaged_block_is_computed_again_and_counted_and_never_read(tmp_path: 
     # It was stored anew.
     engine.planner.match = match.__get__(engine.planner)  # type: ignore[method-assign]
     assert engine.serve(PROMPT)[0] == 64
+
+
+def test_what_was_computed_behind_a_damaged_block_is_not_stored(tmp_path: Path) -> None:
+    engine = Engine(tmp_path)
+    engine.serve(PROMPT[:40])
+    path = engine.store._path(keys_of(PROMPT, BLOCK, engine.codec.tables.digest)[1])
+    path.write_bytes(path.read_bytes()[:-9])
+    loaded, found = engine.serve(PROMPT)  # computes two blocks behind the damaged one, and all of them again
+    assert loaded == 16 and engine.store.counters.dropped == 2 and len(engine.store) == 4
+    loaded, found = engine.serve(PROMPT)
+    assert loaded == 64 and close(found, engine.model(PROMPT))
+    # A step that an engine had scheduled before it knew: only what is computed again leaves.
+    engine.mover._lost(Load("a", (), 0, 64, (0, 1, 2, 3)), 20, 64)
+    saves = [Save(b"b", 64, (8, 9), "a"), Save(b"c", 0, (10, 11), "b")]
+    assert engine.mover._beyond_doubt(saves) == engine.mover._beyond_doubt(saves) == []
+    assert engine.mover._beyond_doubt(saves) == saves
+    engine.mover._lost(Load("a", (), 0, 64, (0, 1, 2, 3)), 20, 64)
+    saves = [Save(b"a", 16, (2, 3), "a"), *saves]
+    assert engine.mover._beyond_doubt(saves) == [] and engine.mover._beyond_doubt(saves) == saves[:2]
 
 
 def test_a_tier_that_is_too_small_serves_what_it_still_has(folder: Path | None) -> None:

@@ -2,8 +2,9 @@
 
 One launch decodes the coefficients of all sections of a group of blocks: a thread follows the four states of a section, as
 `assay.lab.kv.rans` does, so what a CPU encoded is read and coefficients are the same bit by bit. Products may be rounded
-differently in bf16. Groups take turns on two CUDA streams: while one is decoded, threads copy the next one into pinned
-memory, check its blocks there, and send it. Nothing is launched for a block whose checksum does not hold.
+differently in bf16. The last kernel writes into an engine's pages, where they are given. Groups take turns on two CUDA
+streams: while one is decoded, threads copy the next one into pinned memory, check its blocks there, and send it. Nothing is
+launched for a block whose checksum does not hold.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,11 +31,11 @@ from assay.lab.kv.codecs.pca_entropy import LAWS
 
 _LOG = logging.getLogger("assay.kv")
 
-SETTINGS = {"sections": 4, "merged": False, "num_warps": 1}
-"""Sections of a program (as many threads follow their states), one look-up of four bytes or two of one and four, warps."""
-_STEP = 512
-GROUP = 4096
-"""Tokens that are decoded together."""
+SETTINGS = {"sections": 4, "num_warps": 1}
+"""Sections of a program, and its warps: as many threads as sections follow their states."""
+_LEAST = 512
+GROUP = 8192
+"""Tokens that are decoded together at most: the entropy coder takes nearly as long for 512 as for so many."""
 _ESCAPE = tl.constexpr(0x7FC0)
 """What stands for an escape among coefficients in bf16 until it is filled in."""
 _LOWEST = tl.constexpr(65536)
@@ -59,19 +60,18 @@ def _refill(x, at, end, words):
 
 
 @triton.jit
-def _take(x, at, end, live, law, words, slots, codes, MERGED: tl.constexpr):
+def _take(x, at, end, live, law, words, slots, codes):
     """The next name of each state under its law, the state after it, and where the next word stands."""
-    slot = x & 4095
-    if MERGED:
-        entry = tl.load(slots + law * 4096 + slot.to(tl.int32)).to(tl.uint32, bitcast=True)
-        name = entry & 255
-        y = (((entry >> 8) & 4095) + 1) * (x >> 12) + (entry >> 20)
-    else:
-        name = tl.load(slots + law * 4096 + slot.to(tl.int32)).to(tl.uint32)
-        entry = tl.load(codes + law * 256 + name.to(tl.int32)).to(tl.uint32, bitcast=True)
-        y = (entry & 0xFFFF) * (x >> 12) + (slot - (entry >> 16))
-    x, at = _refill(tl.where(live, y, x), at, end, words)
-    return name.to(tl.int32), x, at
+    name = tl.load(slots + law * 4096 + (x & 4095).to(tl.int32)).to(tl.int32)
+    x, at = _refill(tl.where(live, _after(x, name, law, codes), x), at, end, words)
+    return name, x, at
+
+
+@triton.jit
+def _after(x, name, law, codes):
+    """States behind their names, which may lack a word yet."""
+    code = tl.load(codes + law * 256 + name).to(tl.uint32, bitcast=True)
+    return (code & 0xFFFF) * (x >> 12) + ((x & 4095) - (code >> 16))
 
 
 @triton.jit
@@ -84,11 +84,11 @@ def _rounded(x):
 @triton.jit
 def _number(
     x, at, end, live, kind, own, words, slots, codes, shifts, laws, one, more, times,
-    CLASSES: tl.constexpr, MERGED: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):  # fmt: skip
     """One number of each section, under a law that may have low bits: its coefficient as bf16 bits, whether it is an escape, state and place."""
     law = tl.load(laws + own * CLASSES + kind)
-    name, x, at = _take(x, at, end, live, law, words, slots, codes, MERGED)
+    name, x, at = _take(x, at, end, live, law, words, slots, codes)
     m = tl.load(shifts + law)
     low = (x & ((1 << m) - 1).to(tl.uint32)).to(tl.int32)
     x, at = _refill(tl.where(live, x >> m.to(tl.uint32), x), at, end, words)
@@ -99,28 +99,6 @@ def _number(
     bits = _rounded(tl.where(size == 0, 0.0, value * times))
     escaped = live & (name == 255)
     return tl.where(escaped, _ESCAPE, bits), escaped.to(tl.int32), x, at
-
-
-@triton.jit
-def _looked_up(x, law, slots, MERGED: tl.constexpr):
-    """The names that states stand for under their laws, and what `_after` needs beside them."""
-    slot = x & 4095
-    if MERGED:
-        entry = tl.load(slots + law * 4096 + slot.to(tl.int32)).to(tl.uint32, bitcast=True)
-        return (entry & 255).to(tl.int32), entry
-    else:  # noqa: RET505 (a constant: one of the two is compiled)
-        name = tl.load(slots + law * 4096 + slot.to(tl.int32)).to(tl.int32)
-        return name, slot
-
-
-@triton.jit
-def _after(x, name, entry, law, codes, MERGED: tl.constexpr):
-    """States behind their names, which may lack a word yet."""
-    if MERGED:
-        return (((entry >> 8) & 4095) + 1) * (x >> 12) + (entry >> 20)
-    else:  # noqa: RET505
-        code = tl.load(codes + law * 256 + name).to(tl.uint32, bitcast=True)
-        return (code & 0xFFFF) * (x >> 12) + (entry - (code >> 16))
 
 
 @triton.jit
@@ -137,19 +115,19 @@ def _value(name, live, one, more, times):
 @triton.jit
 def _narrow_four(
     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
-    CLASSES: tl.constexpr, MERGED: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):  # fmt: skip
     """As `_four` where no law has low bits: every look-up of all four states before what hangs on it, so that they overlap."""
     packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
     law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
     law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
     law3 = tl.load(laws + own * CLASSES + ((packed >> 24) & 255))
-    n0, f0 = _looked_up(x0, law0, slots, MERGED)
-    n1, f1 = _looked_up(x1, law1, slots, MERGED)
-    n2, f2 = _looked_up(x2, law2, slots, MERGED)
-    n3, f3 = _looked_up(x3, law3, slots, MERGED)
-    y0, y1 = _after(x0, n0, f0, law0, codes, MERGED), _after(x1, n1, f1, law1, codes, MERGED)
-    y2, y3 = _after(x2, n2, f2, law2, codes, MERGED), _after(x3, n3, f3, law3, codes, MERGED)
+    n0 = tl.load(slots + law0 * 4096 + (x0 & 4095).to(tl.int32)).to(tl.int32)
+    n1 = tl.load(slots + law1 * 4096 + (x1 & 4095).to(tl.int32)).to(tl.int32)
+    n2 = tl.load(slots + law2 * 4096 + (x2 & 4095).to(tl.int32)).to(tl.int32)
+    n3 = tl.load(slots + law3 * 4096 + (x3 & 4095).to(tl.int32)).to(tl.int32)
+    y0, y1 = _after(x0, n0, law0, codes), _after(x1, n1, law1, codes)
+    y2, y3 = _after(x2, n2, law2, codes), _after(x3, n3, law3, codes)
     l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
     y0, y1, y2, y3 = tl.where(l0, y0, x0), tl.where(l1, y1, x1), tl.where(l2, y2, x2), tl.where(l3, y3, x3)
     s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
@@ -177,18 +155,18 @@ def _pair(a, b):
 @triton.jit
 def _four(
     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-    CLASSES: tl.constexpr, MERGED: tl.constexpr,
+    CLASSES: tl.constexpr,
 ):  # fmt: skip
     """Four tokens of one channel in each section, one of each state."""
     packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
     b0, e0, x0, at = _number(x0, at, end, t < tokens, packed & 255, own, words, slots, codes, shifts, laws, one, more, times,
-                             CLASSES, MERGED)  # fmt: skip
+                             CLASSES)  # fmt: skip
     b1, e1, x1, at = _number(x1, at, end, t + 1 < tokens, (packed >> 8) & 255, own, words, slots, codes, shifts, laws, one, more,
-                             times, CLASSES, MERGED)  # fmt: skip
+                             times, CLASSES)  # fmt: skip
     b2, e2, x2, at = _number(x2, at, end, t + 2 < tokens, (packed >> 16) & 255, own, words, slots, codes, shifts, laws, one,
-                             more, times, CLASSES, MERGED)  # fmt: skip
+                             more, times, CLASSES)  # fmt: skip
     b3, e3, x3, at = _number(x3, at, end, t + 3 < tokens, (packed >> 24) & 255, own, words, slots, codes, shifts, laws, one,
-                             more, times, CLASSES, MERGED)  # fmt: skip
+                             more, times, CLASSES)  # fmt: skip
     tl.store(to + t // 2, _pair(b0, b1), mask=t < tokens)
     tl.store(to + t // 2 + 1, _pair(b2, b3), mask=t < tokens)
     return x0, x1, x2, x3, at, found + e0 + e1 + e2 + e3
@@ -198,7 +176,7 @@ def _four(
 def decode_kernel(
     words, starts, ends, tokens_ptr, columns_ptr, blocks, ranks, firsts, rows, classes_ptr, laws, wide_ptr, numbers,
     slots, codes, shifts, kinds_ptr, kinds_row, out, out_row, good,
-    LAW_COUNT: tl.constexpr, CLASSES: tl.constexpr, SECTIONS: tl.constexpr, MERGED: tl.constexpr,
+    LAW_COUNT: tl.constexpr, CLASSES: tl.constexpr, SECTIONS: tl.constexpr,
 ):  # fmt: skip
     """Coefficients of SECTIONS blocks of one stream. Grid (groups of blocks, streams).
 
@@ -227,10 +205,10 @@ def decode_kernel(
     if tl.load(classes_ptr + stream) > 1:
         law = LAW_COUNT + stream
         for t in range(0, most, 4):
-            k0, x0, at = _take(x0, at, end, t < tokens, law, words, slots, codes, MERGED)
-            k1, x1, at = _take(x1, at, end, t + 1 < tokens, law, words, slots, codes, MERGED)
-            k2, x2, at = _take(x2, at, end, t + 2 < tokens, law, words, slots, codes, MERGED)
-            k3, x3, at = _take(x3, at, end, t + 3 < tokens, law, words, slots, codes, MERGED)
+            k0, x0, at = _take(x0, at, end, t < tokens, law, words, slots, codes)
+            k1, x1, at = _take(x1, at, end, t + 1 < tokens, law, words, slots, codes)
+            k2, x2, at = _take(x2, at, end, t + 2 < tokens, law, words, slots, codes)
+            k3, x3, at = _take(x3, at, end, t + 3 < tokens, law, words, slots, codes)
             packed = (k0 - 128) | ((k1 - 128) << 8) | ((k2 - 128) << 16) | ((k3 - 128) << 24)
             tl.store(kinds + t // 4, packed, mask=t < tokens)
     else:
@@ -247,12 +225,12 @@ def decode_kernel(
             for t in range(0, most, 4):
                 x0, x1, x2, x3, at, found = _four(
                     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-                    CLASSES, MERGED)  # fmt: skip
+                    CLASSES)  # fmt: skip
         else:
             for t in range(0, most, 4):
                 x0, x1, x2, x3, at, found = _narrow_four(
                     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
-                    CLASSES, MERGED)  # fmt: skip
+                    CLASSES)  # fmt: skip
     whole = (x0 == _LOWEST) & (x1 == _LOWEST) & (x2 == _LOWEST) & (x3 == _LOWEST)
     whole = whole & fits & (at == end) & (found == escapes)
     tl.store(good + stream * blocks + i, whole.to(tl.int32), mask=there)
@@ -282,32 +260,81 @@ def escape_kernel(
             used += tl.sum(number, axis=0)
 
 
-@triton.jit(do_not_specialize=["columns", "x_row", "out_tokens"])
+@triton.jit(do_not_specialize=["columns", "size", "stride"])
 def place_kernel(
-    x, x_row, to_ptr, cos_ptr, sin_ptr, out, out_tokens, columns,
+    x, starts_ptr, x_channel, x_token, slots_ptr, cos_ptr, sin_ptr, out, table_ptr, size, stride, columns,
     HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, TURN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """x [streams · width, columns] into out [streams, tokens, width], RoPE put on keys where TURN.
+    """Tokens of all streams to where a `Target` has them, RoPE put on keys where TURN. Grid (tiles of columns, streams · heads).
 
-    Grid (tiles of columns, streams · heads). Column j is token `to[j]`, none where that is below 0.
+    Channel c of column j of a stream is element `starts[stream]` + c · x_channel + j · x_token of x; column j goes to slot `slots[j]`, or
+    nowhere if that is below 0.
     """
     stream, head = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
     j = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    to = tl.load(to_ptr + j, mask=j < columns, other=-1)
+    slot = tl.load(slots_ptr + j, mask=j < columns, other=-1)
     c = tl.arange(0, PADDED)
-    live = (to >= 0)[:, None] & (c < HALF)[None, :]
-    start = (tl.program_id(1) * (2 * HALF)).to(tl.int64)
-    at = x + (start + c)[None, :] * x_row + j[:, None]
+    live = (slot >= 0)[:, None] & (c < HALF)[None, :]
+    at = (
+        x
+        + tl.load(starts_ptr + stream)
+        + (head * 2 * HALF + c)[None, :].to(tl.int64) * x_channel
+        + j[:, None] * x_token
+    )
     a = tl.load(at, mask=live, other=0.0).to(tl.float32)
-    b = tl.load(at + HALF * x_row, mask=live, other=0.0).to(tl.float32)
+    b = tl.load(at + HALF * x_channel, mask=live, other=0.0).to(tl.float32)
     if TURN:
         turn = live & ((c + stream) % 2 == c % 2)[None, :]
         cos = tl.load(cos_ptr + j[:, None] * HALF + c[None, :], mask=turn, other=1.0)
         sin = tl.load(sin_ptr + j[:, None] * HALF + c[None, :], mask=turn, other=0.0)
         a, b = a * cos - b * sin, b * cos + a * sin
-    here = out + (stream.to(tl.int64) * out_tokens + to)[:, None] * (HEADS * 2 * HALF) + head * 2 * HALF + c[None, :]
+    slot = tl.maximum(slot, 0)
+    row = (slot // size).to(tl.int64) * stride + tl.load(table_ptr + (stream * size + slot % size) * HEADS + head)
+    here = out + row[:, None] + c[None, :]
     tl.store(here, a.to(out.dtype.element_ty), mask=live)
     tl.store(here + HALF, b.to(out.dtype.element_ty), mask=live)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where decoded tokens are written: an engine's pages, or a tensor.
+
+    Channel c of head h of a stream of the token in slot n is element n // size · `stride` + `table[stream, n % size, h]` + c
+    behind the first of `out`; `table` is int64 [streams, size, heads], and a stream 2 · layer, + 1 for values.
+    """
+
+    out: torch.Tensor
+    table: torch.Tensor
+    stride: int
+
+
+class Decoding:
+    """Groups that a device still decodes."""
+
+    def __init__(self) -> None:
+        self._goods: list[torch.Tensor] = []
+        self._begin: Any = None
+        self._end: Any = None
+
+    def add(self, good: torch.Tensor, begin: Any) -> None:
+        """`good` [streams, blocks] of a group, on the stream that decodes it and which was at `begin` when that started."""
+        least = good.amin(dim=0)
+        if begin is not None:
+            host = torch.empty(least.shape, dtype=least.dtype, pin_memory=True)
+            least = host.copy_(least, non_blocking=True)
+            self._begin = self._begin or begin
+            self._end = torch.cuda.Event(enable_timing=True)
+            self._end.record()
+        self._goods.append(least)
+
+    def wait(self) -> tuple[int, float]:
+        """How many blocks in front were codes of their tables, and the seconds that the device took, when it has ended."""
+        seconds = 0.0
+        if self._end is not None:
+            self._end.synchronize()
+            seconds = self._begin.elapsed_time(self._end) / 1e3
+        goods = torch.cat(self._goods).cpu().numpy() > 0
+        return int(np.argmin(goods)) if not goods.all() else len(goods), seconds
 
 
 @dataclass
@@ -319,7 +346,6 @@ class _Slot:
     pinned: torch.Tensor
     notes: torch.Tensor
     inputs: torch.Tensor
-    decoded: torch.Tensor
     kinds: torch.Tensor
     graphs: dict[int, Any] = field(default_factory=dict)
 
@@ -333,7 +359,6 @@ class GpuBlockCodec(BlockCodec):
         self.settings = dict(SETTINGS)
         self._copies = ThreadPoolExecutor(self.threads, "assay-kv-copy")
         self._slots: list[_Slot] = []
-        self._weights: dict[int, torch.Tensor] = {}
 
     @cached_property
     def _on_device(self) -> dict[str, torch.Tensor]:
@@ -345,39 +370,68 @@ class GpuBlockCodec(BlockCodec):
                 stream.classes if stream.classes[0].size else (np.zeros(rans.TOTAL, np.uint8), np.zeros(256, np.uint32))
             )
             slots, codes = np.concatenate([slots, own[0][None]]), np.concatenate([codes, own[1][None]])
-        named = np.take_along_axis(codes, slots.astype(np.int64), axis=1)
-        rest = np.arange(rans.TOTAL, dtype=np.uint32) - (named >> 16)
-        merged = slots | (((named & 0xFFFF) - 1) & 4095) << 8 | rest << 20
         classes = max(len(stream.laws) for stream in streams)
         laws = [np.pad(s.laws, ((0, classes - len(s.laws)), (0, 0)), mode="edge").T for s in streams]
-        depth = [stream.weight.shape[1] for stream in streams]
+        self._lay_out(streams)
         numbers = [np.stack([*s.gaps, s.scale], axis=1) for s in streams]
         found = {
             "slots": slots,
-            "merged": merged.astype(np.uint32).view(np.int32),
             "codes": codes.view(np.int32),
             "shifts": shifts.astype(np.int32),
             "ranks": np.array([s.rank for s in streams], np.int32),
             "firsts": np.cumsum([0, *(s.rank for s in streams)])[:-1].astype(np.int32),
-            "rows": np.cumsum([0, *depth])[:-1].astype(np.int32),
+            "rows": np.array(self._rows, np.int32),
             "classes": np.array([s.classes[1].size and len(s.laws) for s in streams], np.int32),
             "laws": np.concatenate(laws).astype(np.int32),
             "wide": np.concatenate([shifts[law].max(axis=1) for law in laws]).astype(np.int32),
             "numbers": np.concatenate(numbers).astype(np.float32),
             "inv_freq": self.tables.tensors["inv_freq"],
+            "outs": np.array(self._outs, np.int64),
+            "order": np.arange(len(streams)),
         }
-        self._class_count, self._depth = classes, sum(depth)
-        on = {name: torch.from_numpy(np.ascontiguousarray(table)).to(self.device) for name, table in found.items()}
-        for i, stream in enumerate(streams):
-            self._weights[i] = stream.weight.to(self.device)
-        self._ranks, self._rows = [s.rank for s in streams], np.cumsum([0, *depth])[:-1].tolist()
-        return on
+        self._class_count = classes
+        return {name: torch.from_numpy(np.ascontiguousarray(table)).to(self.device) for name, table in found.items()}
+
+    def _lay_out(self, streams: Sequence[Any]) -> None:
+        """Rows of `inputs`, and weights to match: of each stream its coefficients with two ones, then what they are decoded to.
+
+        So what a stream is predicted from stands in rows before its own, and one product takes them as they are; what lies between
+        has weight 0. Rows begin at multiples of eight, as tensor cores like it.
+        """
+        width, at = self.facts.width, 0
+        self._ranks, self._rows, self._outs = [s.rank for s in streams], list[int](), list[int]()
+        for rank in self._ranks:
+            self._rows.append(at)
+            self._outs.append(at + -(-(rank + 2) // 8) * 8)
+            at = self._outs[-1] + -(-width // 8) * 8
+        self._depth = at
+        self._products_of: list[tuple[int, torch.Tensor]] = []
+        for stream, first, out in zip(streams, self._rows, self._outs, strict=True):
+            sides = [self._outs[2 * number + "kv".index(side)] for number, side in stream.sides]
+            low = min([first, *sides])
+            weight, own = torch.zeros(width, out - low, dtype=torch.bfloat16), stream.rank + 2
+            weight[:, first - low : first - low + own] = stream.weight[:, :own]
+            for n, side in enumerate(sides):
+                weight[:, side - low : side - low + width] = stream.weight[:, own + n * width : own + (n + 1) * width]
+            self._products_of.append((low, weight.to(self.device)))
 
     def warm(self, tokens: int) -> None:
-        """Compile the kernels for blocks of so many tokens, which takes seconds, and record products as CUDA graphs."""
+        """Compile the kernels for blocks of so many tokens, which takes seconds, take memory, and record products as CUDA graphs.
+
+        Groups are smaller where there is not enough memory for both of them.
+        """
         shape = self.facts.layers, 2, tokens, self.facts.width
         block = self.encode(torch.zeros(shape, dtype=torch.bfloat16), first=0, key=bytes(32))
-        self.decode([block] * (2 * self.group // tokens + 1))
+        while True:
+            try:
+                for _ in self.decode_groups([block] * (2 * self.group // tokens)):
+                    pass
+                break
+            except torch.OutOfMemoryError:
+                if self.group < 2 * tokens:
+                    raise
+                self.group //= 2
+                self._slots.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             for slot in self._slots:
@@ -390,8 +444,9 @@ class GpuBlockCodec(BlockCodec):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _record(self, slot: _Slot) -> None:
-        """Products are a hundred small launches: a graph of them for every multiple of 512 columns."""
-        for columns in range(_STEP, slot.inputs.shape[1] + 1, _STEP):
+        """Products are many small launches: a graph of them for 512 columns, and for twice as many up to a group."""
+        columns = min(_LEAST, slot.inputs.shape[1])
+        while columns:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(slot.stream):
                 self._product(slot, columns)
@@ -399,6 +454,7 @@ class GpuBlockCodec(BlockCodec):
             with torch.cuda.graph(graph, stream=slot.stream, capture_error_mode="thread_local"):
                 self._product(slot, columns)
             slot.graphs[columns] = graph
+            columns = min(2 * columns, slot.inputs.shape[1]) if columns < slot.inputs.shape[1] else 0
 
     def decode(self, blocks: Sequence[bytes], keys: Sequence[bytes] | None = None) -> torch.Tensor:
         """As `BlockCodec.decode`, on the device."""
@@ -414,17 +470,37 @@ class GpuBlockCodec(BlockCodec):
         if not blocks:
             yield super().decode([]).to(self.device)
             return
-        goods, at, turn = [], 0, 0
+        decoding = Decoding()
+        for turn, (some, own) in enumerate(self._grouped(blocks, keys)):
+            yield self._group(turn % 2, some, own, decoding)
+        if decoding.wait()[0] < len(blocks):
+            raise BlockDamaged("a section of a block is no code of its tables")
+
+    def decode_into(
+        self, target: Target, slots: NDArray[np.int64], blocks: Sequence[bytes], keys: Sequence[bytes]
+    ) -> Decoding:
+        """Launch what decodes blocks into `target`, each token into its slot, or nowhere if that is below 0.
+
+        What is launched later on the current CUDA stream finds it there; `wait` of what comes back says whether it was good.
+        BlockRefused for a block that is not believed, behind which nothing was launched.
+        """
+        decoding, at = Decoding(), 0
+        for turn, (some, own) in enumerate(self._grouped(blocks, keys)):
+            tokens = sum(map(block_tokens, some))
+            self._group(turn % 2, some, own, decoding, target, slots[at : at + tokens])
+            at += tokens
+        return decoding
+
+    def _grouped(
+        self, blocks: Sequence[bytes], keys: Sequence[bytes] | None
+    ) -> Iterator[tuple[Sequence[bytes], Sequence[bytes] | None]]:
+        at = 0
         while at < len(blocks):
             tokens = [block_tokens(data) for data in blocks[at : at + self.group]]
             # A group takes one block at least.
-            fit = max(1, int((np.cumsum(tokens) <= self.group).sum()))
-            x, good = self._group(turn % 2, blocks[at : at + fit], None if keys is None else keys[at : at + fit])
-            goods.append(good)
-            yield x
-            at, turn = at + fit, turn + 1
-        if not bool(torch.cat(goods).all()):
-            raise BlockDamaged("a section of a block is no code of its tables")
+            fit = at + max(1, int((np.cumsum(tokens) <= self.group).sum()))
+            yield blocks[at:fit], None if keys is None else keys[at:fit]
+            at = fit
 
     def _stage(
         self, pinned: NDArray[np.uint8], blocks: Sequence[bytes], keys: Sequence[bytes] | None
@@ -433,19 +509,33 @@ class GpuBlockCodec(BlockCodec):
         sizes = np.array([len(data) for data in blocks])
         places = np.cumsum([0, *((sizes + 15) // 16 * 16)])[:-1]
 
-        def one(i: int) -> Header:
-            here = pinned[places[i] : places[i] + sizes[i]]
-            here[:] = np.frombuffer(blocks[i], np.uint8)
-            return self.check(here.data, keys[i] if keys is not None else None)
+        def some(numbers: Sequence[int]) -> list[Header]:
+            found = []
+            for i in numbers:
+                here = pinned[places[i] : places[i] + sizes[i]]
+                here[:] = np.frombuffer(blocks[i], np.uint8)
+                found.append(self.check(here.data, keys[i] if keys is not None else None))
+            return found
 
-        return list(self._copies.map(one, range(len(blocks)))), places
+        per = -(-len(blocks) // self.threads)
+        parts = [range(at, min(at + per, len(blocks))) for at in range(0, len(blocks), per)]
+        others = [self._copies.submit(some, part) for part in parts[1:]]
+        try:
+            heads = some(parts[0])
+        finally:
+            wait(others)  # none of them writes into this memory any more
+        for other in others:
+            heads += other.result()
+        return heads, places
 
     # Threads of an engine may be in inference mode, tests are not.
     @torch.inference_mode(False)
     @torch.no_grad()
     def _group(
-        self, number: int, blocks: Sequence[bytes], keys: Sequence[bytes] | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, number: int, blocks: Sequence[bytes], keys: Sequence[bytes] | None, decoding: Decoding,
+        target: Target | None = None, slots: NDArray[np.int64] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Launch a group into `target`, or into a tensor of its own [layers, 2, tokens, width]; what was written into."""
         tables, facts, cuda = self._on_device, self.facts, self.device.type == "cuda"
         slot = self._slot(number)
         room = sum(len(data) + 16 for data in blocks)
@@ -455,62 +545,87 @@ class GpuBlockCodec(BlockCodec):
             slot.pinned = torch.empty(room * 5 // 4, dtype=torch.uint8, pin_memory=cuda)
         heads, places = self._stage(slot.pinned.numpy(), blocks, keys)
         streams, width = 2 * facts.layers, facts.width
-        coded = np.array([head.tokens - head.exact for head in heads])
-        total = sum(head.tokens for head in heads)
-        exact = np.array([2 * facts.layers * h.exact * width * h.kind.itemsize for h in heads])
-        begins = places + [head.exact_at for head in heads] + exact
-        ends = begins + np.cumsum([head.sizes for head in heads], axis=1).T  # [streams, blocks]
-        starts = ends - np.array([head.sizes for head in heads]).T
+        tokens, kept = np.array([h.tokens for h in heads]), np.array([h.exact for h in heads])
+        coded, total, firsts = tokens - kept, int(tokens.sum()), np.cumsum(tokens) - tokens
+        exact_bytes = np.array([streams * h.exact * width * h.kind.itemsize for h in heads])
+        exact_at = places + [head.exact_at for head in heads]
+        sizes = np.array([head.sizes for head in heads]).T  # [streams, blocks]
+        ends = exact_at + exact_bytes + np.cumsum(sizes, axis=0)
         if (ends % 2).any():
             raise BlockDamaged("a section of a block is no whole number of words")
-        column = np.cumsum([0, *((coded + 3) // 4 * 4)])
-        columns = int(column[-1])
-        to, positions = np.full(columns, -1), np.zeros(columns, np.int64)
-        first = 0
-        for head, n, c in zip(heads, coded, column[:-1], strict=True):
-            to[c : c + n] = first + head.exact + np.arange(n)
-            positions[c : c + n] = head.first + head.exact + np.arange(n)
-            first += head.tokens
-        parts = (starts // 2, ends // 2, coded, column[:-1], to, positions)
+        # A column is a coded token; each block begins at a multiple of four of them.
+        padded = (coded + 3) // 4 * 4
+        column = np.cumsum([0, *padded])
+        columns, place = int(column[-1]), np.arange(column[-1]) - np.repeat(column[:-1], padded)
+        slots = np.arange(total) if target is None or slots is None else slots
+        token = np.minimum(np.repeat(firsts + kept, padded) + place, total - 1)
+        to = np.where(place < np.repeat(coded, padded), slots[token], -1)
+        positions = np.repeat(np.array([h.first for h in heads]) + kept, padded) + place
+        raw_to = np.concatenate([slots[first : first + n] for first, n in zip(firsts, kept, strict=True)])
+        parts = ((ends - sizes) // 2, ends // 2, coded, column[:-1], to, positions, raw_to)
         # Each at a multiple of 16 bytes: Triton compiles a kernel for every alignment of its arguments.
-        padded = [np.pad(part.ravel(), (0, -part.size % 4)) for part in parts]
-        notes = np.concatenate(padded).astype(np.int32)
+        filled = [np.pad(part.ravel(), (0, -part.size % 4)) for part in parts]
+        notes = np.concatenate(filled).astype(np.int32)
+        current = torch.cuda.current_stream(self.device) if cuda else None
         # All memory is the slot's own stream's: groups do not wait for what an engine does with the ones before.
         with torch.cuda.stream(slot.stream) if cuda else nullcontext():
+            begin = torch.cuda.Event(enable_timing=True) if cuda else None
+            if begin is not None:
+                begin.record()
             self._make_room(slot, columns, notes.size)
             slot.notes[: notes.size] = torch.from_numpy(notes)
-            out = torch.empty(facts.layers, 2, total, width, dtype=heads[0].kind, device=self.device)
             used = int(places[-1]) + len(blocks[-1])
             raw = slot.pinned[: used + used % 2].to(self.device, non_blocking=True)
             sent = slot.notes[: notes.size].to(self.device, non_blocking=True)
             if cuda:
                 slot.sent.record()
-            halves = zip(sent.split([part.size for part in padded]), parts, strict=True)
-            begin, end, counts, where, to_, place = (half[: part.size] for half, part in halves)
-            good = torch.zeros(streams * len(blocks), dtype=torch.int32, device=self.device)
-            self._coefficients(slot, raw.view(torch.int16), begin, end, counts, where, int(coded.max()), good)
+            halves = zip(sent.split([part.size for part in filled]), parts, strict=True)
+            starts, stops, counts, where, to_, at, raw_to_ = (half[: part.size] for half, part in halves)
+            good = torch.zeros(streams, len(blocks), dtype=torch.int32, device=self.device)
+            self._coefficients(slot, raw.view(torch.int16), starts, stops, counts, where, int(coded.max()), good)
             self._products(slot, columns)
-            turn = facts.before_rope
-            angles = place.double()[:, None] * tables["inv_freq"] if turn else place.double()[:0, None]
-            cos, sin = ((f(angles) * facts.scaling).float() for f in (torch.cos, torch.sin))
-            half = facts.head_dim // 2
-            if columns:
-                place_kernel[(triton.cdiv(columns, 32), streams * facts.kv_heads)](
-                    slot.decoded, slot.decoded.shape[1], to_, cos, sin, out, total, columns, HEADS=facts.kv_heads, HALF=half,
-                    PADDED=triton.next_power_of_2(half), TURN=turn, TILE=32, enable_fp_fusion=False,
-                )  # fmt: skip
-            first = 0
-            for head, at, size in zip(heads, places, exact, strict=True):
-                if head.exact:
-                    here = raw[at + head.exact_at : at + head.exact_at + size].view(head.kind)
-                    out[:, :, first : first + head.exact] = here.view(facts.layers, 2, head.exact, width)
-                first += head.tokens
-        if cuda:
-            current = torch.cuda.current_stream(self.device)
+            cos = sin = tables["numbers"]  # not read where nothing is turned
+            if facts.before_rope:
+                angles = at.double()[:, None] * tables["inv_freq"]
+                cos, sin = ((f(angles) * facts.scaling).float() for f in (torch.cos, torch.sin))
+            own = target is None
+            if target is None:
+                target = self._tensor(total, heads[0].kind)
+            elif current is not None:
+                slot.stream.wait_stream(current)  # which may still read what those pages held before
+            row = slot.inputs.shape[1]
+            self._place(slot.inputs, tables["outs"] * row, (row, 1), to_, cos, sin, target, facts.before_rope)
+            done = 0
+            for n, size, first in zip(kept, exact_bytes, exact_at, strict=True):
+                if n:
+                    here = raw[first : first + size].view(heads[0].kind)
+                    there = raw_to_[done : done + n].clone()  # from a multiple of 16 bytes on
+                    self._place(here, tables["order"] * (int(n) * width), (1, width), there, cos, sin, target, False)
+                    done += n
+            decoding.add(good, begin)
+        if current is not None:
             current.wait_stream(slot.stream)
-            for x in (out, good):
-                x.record_stream(current)
-        return out, good
+            if own:
+                target.out.record_stream(current)
+        return target.out
+
+    def _tensor(self, tokens: int, kind: torch.dtype) -> Target:
+        """A tensor [layers, 2, tokens, width] as a target."""
+        facts = self.facts
+        out = torch.empty(facts.layers, 2, tokens, facts.width, dtype=kind, device=self.device)
+        heads = torch.arange(facts.kv_heads, device=self.device) * facts.head_dim
+        return Target(out, (self._on_device["order"] * (tokens * facts.width))[:, None, None] + heads, facts.width)
+
+    def _place(
+        self, x: torch.Tensor, starts: torch.Tensor, steps: tuple[int, int], slots: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+        target: Target, turn: bool,
+    ) -> None:  # fmt: skip
+        half, heads = self.facts.head_dim // 2, self.facts.kv_heads
+        if slots.numel():
+            place_kernel[(triton.cdiv(slots.numel(), 32), 2 * self.facts.layers * heads)](
+                x, starts, *steps, slots, cos, sin, target.out, target.table, target.table.shape[1], target.stride, slots.numel(),
+                HEADS=heads, HALF=half, PADDED=triton.next_power_of_2(half), TURN=turn, TILE=32, enable_fp_fusion=False,
+            )  # fmt: skip
 
     def _coefficients(
         self, slot: _Slot, words: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, counts: torch.Tensor,
@@ -518,14 +633,13 @@ class GpuBlockCodec(BlockCodec):
     ) -> None:  # fmt: skip
         """Decode all sections into the coefficients' rows of `inputs`."""
         tables, blocks = self._on_device, counts.numel()
-        streams, sections, merged = len(self._streams), int(self.settings["sections"]), bool(self.settings["merged"])
+        streams, sections = len(self._streams), int(self.settings["sections"])
         row = slot.inputs.shape[1]
         decode_kernel[(triton.cdiv(blocks, sections), streams)](
             words, begin, end, counts, where, blocks, tables["ranks"], tables["firsts"], tables["rows"], tables["classes"],
-            tables["laws"], tables["wide"], tables["numbers"], tables["merged" if merged else "slots"], tables["codes"],
+            tables["laws"], tables["wide"], tables["numbers"], tables["slots"], tables["codes"],
             tables["shifts"], slot.kinds, slot.kinds.shape[1], slot.inputs.view(torch.int32), row // 2, good,
-            LAW_COUNT=LAWS, CLASSES=self._class_count, SECTIONS=sections, MERGED=merged,
-            num_warps=int(self.settings["num_warps"]),
+            LAW_COUNT=LAWS, CLASSES=self._class_count, SECTIONS=sections, num_warps=int(self.settings["num_warps"]),
         )  # fmt: skip
         escape_kernel[(blocks, streams)](
             words, begin, counts, where, blocks, tables["ranks"], tables["firsts"], tables["rows"], tables["numbers"],
@@ -533,24 +647,18 @@ class GpuBlockCodec(BlockCodec):
         )  # fmt: skip
 
     def _products(self, slot: _Slot, columns: int) -> None:
-        """By their graph where one was recorded: columns behind those that are wanted do no harm."""
-        graph = slot.graphs.get(-(-columns // _STEP) * _STEP)
-        if graph is not None:
-            graph.replay()
+        """By the smallest graph that was recorded for as many: columns behind those that are wanted do no harm."""
+        recorded = min((n for n in slot.graphs if n >= columns), default=0)
+        if recorded:
+            slot.graphs[recorded].replay()
         else:
             self._product(slot, columns)
 
     def _product(self, slot: _Slot, columns: int) -> None:
-        """What the streams are decoded to, layer by layer, from their coefficients and what was decoded before."""
-        width = self.facts.width
-        for i, stream in enumerate(self._streams.values()):
-            first, rank, depth = self._rows[i], self._ranks[i], self._weights[i].shape[1]
-            if stream.sides:
-                sides = [2 * number + "kv".index(side) for number, side in stream.sides]
-                below = [slot.decoded[s * width : (s + 1) * width, :columns] for s in sides]
-                torch.cat(below, out=slot.inputs[first + rank + 2 : first + depth, :columns])
-            found = slot.decoded[i * width : (i + 1) * width, :columns]
-            torch.mm(self._weights[i], slot.inputs[first : first + depth, :columns], out=found)
+        """What the streams are decoded to, one after the other, from their coefficients and what was decoded before."""
+        for (low, weight), out in zip(self._products_of, self._outs, strict=True):
+            x = slot.inputs[:, :columns]
+            torch.mm(weight, x[low : low + weight.shape[1]], out=x[out : out + self.facts.width])
 
     def _slot(self, number: int) -> _Slot:
         while len(self._slots) <= number:
@@ -558,7 +666,13 @@ class GpuBlockCodec(BlockCodec):
             stream, sent = (torch.cuda.Stream(self.device), torch.cuda.Event()) if cuda else (None, None)
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self.device))  # it copied the tables
-            self._slots.append(_Slot(stream, sent, none, none, none[None], none[None], none[None]))
+            # What is stored takes a fifth of bf16 at most, for most codecs.
+            pinned = (
+                torch.empty(self.group * self.facts.token_bytes // 5, dtype=torch.uint8, pin_memory=True)
+                if cuda
+                else none
+            )
+            self._slots.append(_Slot(stream, sent, pinned, none, none[None], none[None]))
         return self._slots[number]
 
     def _make_room(self, slot: _Slot, columns: int, notes: int) -> None:
@@ -572,5 +686,4 @@ class GpuBlockCodec(BlockCodec):
             slot.inputs = torch.zeros(self._depth, columns, dtype=torch.bfloat16, device=self.device)
             for first, rank in zip(self._rows, self._ranks, strict=True):
                 slot.inputs[first + rank : first + rank + 2] = 1
-            slot.decoded = torch.empty(streams * self.facts.width, columns, dtype=torch.bfloat16, device=self.device)
             slot.kinds = torch.empty(streams, columns // 4, dtype=torch.int32, device=self.device)

@@ -9,6 +9,7 @@ a backend lays out a page is found by writing into one: CPU attention packs keys
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -35,6 +36,7 @@ from assay.lab.kv.blocks import BlockCodec, BlockTables, weights_digest
 from assay.lab.kv.tier import BlockStore, Load, Mover, Planner, Save, write_counters
 
 let_numba_be_looked_into()
+_LOG = logging.getLogger("assay.kv")
 
 BLOCK = 128
 """Tokens of a block where nobody says how many."""
@@ -152,6 +154,7 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             codec = GpuBlockCodec(codec.tables, pages.device, min(16, os.cpu_count() or 1))
             codec.warm(self._block)
             encoder = GpuEncoder(codec)
+            encoder.warm(self._block)
         self._mover = Mover(self._store, codec, pages, self._block, self._spec.block_size, encoder=encoder)
         self._tell(now=True)
 
@@ -160,23 +163,24 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         work = self._get_connector_metadata()
         for load in work.loads:
             self._failed.update(self._workers().load(load))
-        if work.loads:
-            self._tell()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Everything was loaded before the step."""
+        """Everything is loaded, or on its way before the step on the device."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Blocks leave after the step, all layers together."""
 
     def wait_for_save(self) -> None:
-        """Copy out what became full in this step."""
-        if self.has_connector_metadata() and (saves := self._get_connector_metadata().saves):
-            self._workers().save(saves)
+        """Copy out what became full in this step, whose loads have ended or soon will."""
+        if self._mover is not None and self.has_connector_metadata():
+            self._failed.update(self._mover.settle())
+            self._mover.save(self._get_connector_metadata().saves)
         self._tell()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages that vLLM must compute again."""
+        if self._mover is not None:
+            self._failed.update(self._mover.settle())
         failed, self._failed = self._failed, set()
         return failed
 
@@ -223,6 +227,7 @@ class VllmPages:
         self._layers = [layers[i] for i in range(count)]
         self._heads, self._dim, self._size = spec.num_kv_heads, spec.head_size, spec.block_size
         self._places = self._probe()
+        self.target = self._target() if self.device.type == "cuda" else None
 
     @property
     def device(self) -> torch.device:
@@ -246,6 +251,29 @@ class VllmPages:
         if len(found.unique()) != count:
             raise _refused("vLLM's attention backend keeps a page in a way that cannot be read back", "choose another")
         return places
+
+    def _target(self) -> Any:
+        """Where a kernel writes tokens itself; None where channels of a head do not lie side by side, or layers differ."""
+        from assay.lab.kv.blocks_gpu import Target
+
+        caches = [cache for _, cache in self._layers]
+        first, size = caches[0], caches[0].element_size()
+        where = torch.zeros((), dtype=torch.long, device=self.device)
+        for count, step in zip(first.shape[1:], first.stride()[1:], strict=True):
+            where = where[..., None] + torch.arange(count, device=self.device) * step
+        lies = where.reshape(-1)[self._places].view(2, self._size, self._heads, self._dim)
+        apart = [cache.data_ptr() - first.data_ptr() for cache in caches]
+        alike = all((c.dtype, c.shape, c.stride()) == (first.dtype, first.shape, first.stride()) for c in caches)
+        dense = bool((lies == lies[..., :1] + torch.arange(self._dim, device=self.device)).all())
+        if not alike or not dense or any(n % size for n in apart):
+            _LOG.warning(
+                "loaded blocks are copied into vLLM's pages layer by layer: %s lays them out in another way",
+                first.stride(),
+            )
+            return None
+        offsets = torch.tensor([n // size for n in apart], device=self.device)
+        table = (offsets[:, None, None, None] + lies[..., 0]).flatten(0, 1).contiguous()
+        return Target(first, table, first.stride(0))
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """See `assay.lab.kv.tier.Pages`."""

@@ -118,7 +118,8 @@ class GpuEncoder:
         def of(stream: _Stream) -> dict[str, torch.Tensor]:
             found = {"zero": stream.zero, "radius": stream.radius, "gaps": stream.gaps, "scale": stream.scale}
             tensors = {name: torch.from_numpy(np.ascontiguousarray(table)) for name, table in found.items()}
-            more = {"mean": stream.mean, "analysis": stream.analysis, "kind_bits": torch.from_numpy(stream.kind_bits)}
+            more = {"mean": stream.mean, "analysis": stream.analysis, "weight": stream.weight}
+            more["kind_bits"] = torch.from_numpy(stream.kind_bits)
             return {name: x.to(self.device) for name, x in (tensors | more).items()}
 
         return [of(stream) for stream in self.codec._streams.values()]
@@ -127,6 +128,11 @@ class GpuEncoder:
     def _stream(self) -> Any:
         """Beside what an engine does, and behind it where both want the device."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+
+    def warm(self, tokens: int) -> None:
+        """Compile what encodes blocks of so many tokens, which takes seconds."""
+        shape = self.facts.layers, 2, 2 * tokens, self.facts.width
+        self.encode(torch.zeros(shape, dtype=torch.bfloat16, device=self.device), [0, tokens], [bytes(32)] * 2)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -198,7 +204,8 @@ class GpuEncoder:
         beyond: list[torch.Tensor] = []
         first = 0
         for i, ((layer, name), stream) in enumerate(codec._streams.items()):
-            own, weight, rank = self._on_device[i], codec._weights[i], stream.rank
+            own, rank = self._on_device[i], stream.rank
+            weight = own["weight"]
             rows = x[layer, "kv".index(name)].float()
             if name == "k" and facts.before_rope:
                 low, high = rows.view(total, facts.kv_heads, 2, half).unbind(2)

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +45,8 @@ class Counters:
     """What a tier did. Blocks, tokens, bytes and seconds since it was opened; `exact_bytes` are those blocks had in bf16.
 
     A block that is `missing` was let go between match and load; one that was `refused` is damaged or of other tables.
-    `recomputed_tokens` had been promised and were computed again. `dropped`: not stored, since as many waited as may.
+    `recomputed_tokens` had been promised and were computed again. `dropped`: not stored, since as many waited as may, or
+    because they were computed while pages before them had been lost.
     """
 
     stored_blocks: int = 0
@@ -88,6 +90,7 @@ class BlockStore:
         self._memory: dict[bytes, bytes] = {}
         self._total = 0
         self._lock = threading.RLock()
+        self._readers = ThreadPoolExecutor(8, "assay-kv-read")
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
             self._find(folder)
@@ -123,20 +126,24 @@ class BlockStore:
 
     def get(self, key: bytes) -> bytes | None:
         """The bytes of a block, which is then the most recently used; None where it is not there or cannot be read."""
+        data = None
+        if self.folder is not None:  # several threads read at once
+            path = self._path(key)
+            with suppress(OSError):
+                data = path.read_bytes()
+                path.touch()
         with self._lock:
-            data = self._memory.get(key)
-            if self.folder is not None:
-                path = self._path(key)
-                try:
-                    data = path.read_bytes()
-                    path.touch()
-                except OSError:
-                    data = data or None
+            data = self._memory.get(key) if self.folder is None else data
             if data is None:
                 self._forget(key)
-                return None
-            self._note(key, len(data))
+            else:
+                self._note(key, len(data))
             return data
+
+    def get_all(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Blocks up to the first one that `get` does not have."""
+        found = map(self.get, keys) if self.folder is None or len(keys) < 2 else self._readers.map(self.get, keys)
+        return [data for data in takewhile(lambda data: data is not None, found) if data is not None]
 
     def put(self, key: bytes, data: bytes) -> bool:
         """Keep a block; older ones go until there is room. False where it is larger than the tier or cannot be written."""
@@ -197,10 +204,11 @@ def keys_of(tokens: Sequence[int], block: int, seed: bytes, known: Sequence[byte
 
     `known` are the first ones, where they were found before. A key thus names all tokens up to the end of its block.
     """
-    keys = list(known)
-    for start in range(block * len(keys), len(tokens) - block + 1, block):
-        ids = np.asarray(tokens[start : start + block], "<u4").tobytes()
-        keys.append(hashlib.blake2b(ids, digest_size=32, key=keys[-1] if keys else _seed(seed)).digest())
+    keys, begin = list(known), block * len(known)
+    ids = np.asarray(tokens[begin:], "<u4").tobytes()
+    for at in range(0, len(ids) - 4 * block + 1, 4 * block):
+        own = ids[at : at + 4 * block]
+        keys.append(hashlib.blake2b(own, digest_size=32, key=keys[-1] if keys else _seed(seed)).digest())
     return keys
 
 
@@ -230,6 +238,7 @@ class Save:
     key: bytes
     first: int
     pages: tuple[int, ...]
+    request: str = ""
 
 
 @dataclass
@@ -295,7 +304,7 @@ class Planner:
         self._name(followed, known * self.block)
         per = self.block // self.page
         return [
-            Save(followed.keys[i], i * self.block, tuple(followed.pages[i * per : (i + 1) * per]))
+            Save(followed.keys[i], i * self.block, tuple(followed.pages[i * per : (i + 1) * per]), request)
             for i in range(start, known)
             if len(followed.pages) >= (i + 1) * per and followed.keys[i] not in self.store
         ]
@@ -312,7 +321,12 @@ class Planner:
 
 
 class Pages(Protocol):
-    """The engine's cache. Tensors are [layers, 2, tokens, KV heads · head_dim]."""
+    """The engine's cache. Tensors are [layers, 2, tokens, KV heads · head_dim].
+
+    `target` is where a device may write tokens itself, by slot (`assay.lab.kv.blocks_gpu.Target`); None where `write` must be used.
+    """
+
+    target: Any
 
     def read(self, pages: Sequence[int]) -> torch.Tensor:
         """A copy of what whole pages hold, on any device."""
@@ -346,19 +360,20 @@ class Mover:
         self._waiting = waiting or max(8, (1 << 30) // (block * codec.facts.token_bytes))
         self._pending: dict[bytes, Future[None]] = {}
         self._encoder = encoder
+        self._unsettled: list[tuple[Load, list[bytes], int, Any]] = []
+        self._doubtful_steps, self._lost_from = 0, dict[str, int]()
         self._pool = ThreadPoolExecutor(1, "assay-kv-encode", _in_the_background)
 
     def load(self, load: Load) -> list[int]:
-        """Decode what was promised into its pages; the pages that were not filled, because a block is gone or not believed."""
+        """Decode what was promised into its pages; the pages that were not filled, because a block is gone or not believed.
+
+        A device may still be at it: what turns out later, `settle` says.
+        """
         counters = self.store.counters
         start, first = time.perf_counter(), load.lo // self.block
-        keys, blocks = load.keys[first:], list[bytes]()
-        for key in keys:
-            data = self.store.get(key)
-            if data is None:
-                counters.missing += 1
-                break
-            blocks.append(data)
+        keys = load.keys[first:]
+        blocks = self.store.get_all(keys)
+        counters.missing += len(blocks) < len(keys)
         hi = load.lo
         # Which one is refused, then whether a good checksum stands over a stream that no encoder wrote.
         for deep in (False, True, None):
@@ -370,21 +385,57 @@ class Mover:
             except torch.OutOfMemoryError as error:
                 _LOG.warning("no memory to decode stored blocks, so they are computed again: %s", error)
                 blocks = []
+        hi = max(hi, load.lo)
         if hi > load.lo:
             counters.loaded_blocks += len(blocks)
-            counters.loaded_tokens += hi - load.lo
-            counters.loaded_bytes += (hi - load.lo) * self.codec.facts.token_bytes
+            self._count(hi - load.lo)
         counters.decode_s += time.perf_counter() - start
-        hi = max(hi, load.lo)
-        counters.recomputed_tokens += load.hi - hi
-        return list(load.pages[hi // self.page : -(-load.hi // self.page)])
+        return self._lost(load, hi, load.hi)
 
-    def _fill(self, load: Load, keys: Sequence[bytes], blocks: Sequence[bytes]) -> int:
+    def settle(self) -> list[int]:
+        """Wait for what a device decodes; the pages of blocks that were no code of their tables, and of those behind them."""
+        counters, failed = self.store.counters, list[int]()
+        unsettled, self._unsettled = self._unsettled, []
+        for load, blocks, hi, decoding in unsettled:
+            good, seconds = decoding.wait()
+            counters.decode_s += seconds
+            if good < len(blocks):
+                first = load.lo // self.block
+                counters.loaded_blocks -= len(blocks) - good
+                self._believed(load.keys[first + good :], blocks[good : good + 1], decode=True)
+                filled = max(load.lo, (first + good) * self.block)
+                self._count(filled - hi)
+                failed += self._lost(load, filled, hi)
+        return failed
+
+    def _count(self, tokens: int) -> None:
+        self.store.counters.loaded_tokens += tokens
+        self.store.counters.loaded_bytes += tokens * self.codec.facts.token_bytes
+
+    def _lost(self, load: Load, lo: int, hi: int) -> list[int]:
+        """The pages of tokens that were promised and are computed again; the step that was to have them stores nothing."""
+        if lo >= hi:
+            return []
+        self.store.counters.recomputed_tokens += hi - lo
+        self._doubtful_steps = 2
+        self._lost_from[load.request] = min(lo, self._lost_from.get(load.request, lo))
+        return list(load.pages[lo // self.page : -(-hi // self.page)])
+
+    def _fill(self, load: Load, keys: Sequence[bytes], blocks: list[bytes]) -> int:
         """Decode blocks into pages, the next ones while an engine still takes the last; up to which token pages are filled."""
         done = load.lo // self.block * self.block
         if any(block_tokens(data) != self.block for data in blocks):
             raise BlockDamaged(f"a block has another number of tokens than {self.block}")
-        for x in self.codec.decode_groups(blocks, keys[: len(blocks)]) if blocks else ():
+        if not blocks:
+            return load.lo
+        end, into = min(load.hi, done + len(blocks) * self.block), getattr(self.codec, "decode_into", None)
+        if into is not None and (target := self.pages.target) is not None:
+            slots = np.full(len(blocks) * self.block, -1)
+            slots[load.lo - done : end - done] = self._slots(load.pages, load.lo, end)
+            decoding = into(target, slots, blocks, keys[: len(blocks)])
+            self._unsettled.append((load, blocks, end, decoding))
+            return end
+        for x in self.codec.decode_groups(blocks, keys[: len(blocks)]):
             lo, hi = max(load.lo, done), min(load.hi, done + x.shape[2])
             if hi > lo:
                 self.pages.write(self._slots(load.pages, lo, hi), x[:, :, lo - done : hi - done])
@@ -401,7 +452,8 @@ class Mover:
         return good
 
     def save(self, saves: Iterable[Save]) -> None:
-        """Copy what leaves out of its pages, and encode it later."""
+        """Copy what leaves out of its pages, and encode it later. To be called once a step, behind `settle`."""
+        saves = self._beyond_doubt(saves)
         self._pending = {key: future for key, future in self._pending.items() if not future.done()}
         taken: dict[bytes, Save] = {}
         for save in saves:
@@ -431,6 +483,26 @@ class Mover:
             some = all_[at : at + together]
             future = self._pool.submit(self._encode, some, part, ready)
             self._pending |= dict.fromkeys((save.key for save in some), future)
+
+    def _beyond_doubt(self, saves: Iterable[Save]) -> list[Save]:
+        """Without what a step computed behind pages that were not filled, or the next one, which may have been scheduled before.
+
+        What the engine computes again, from the first token that was lost on, is good.
+        """
+        if not self._doubtful_steps:
+            return list(saves)
+        self._doubtful_steps -= 1
+        good, again = [], set[str]()
+        for save in saves:
+            if not self._doubtful_steps and save.first <= self._lost_from.get(save.request, -1):
+                again.add(save.request)
+            if save.request in again:
+                good.append(save)
+            else:
+                self.store.counters.dropped += 1
+        if not self._doubtful_steps:
+            self._lost_from.clear()
+        return good
 
     def flush(self) -> None:
         """Wait until all that left is stored."""
