@@ -4,7 +4,7 @@
     python benchmarks/kv_tier_gpu.py tables MODEL --calibrate WIKI_VALID   # calibrate and fit, kept in --tables
     python benchmarks/kv_tier_gpu.py codec MODEL --text FILE --out FILE    # ratio, entropy, GB/s by length
     python benchmarks/kv_tier_gpu.py kl MODEL --text FILE --out FILE       # a prefix from the tier against the exact one
-    python benchmarks/kv_tier_gpu.py ttft MODEL --text FILE --out FILE     # vLLM: prefill, stored, a copy of bf16
+    python benchmarks/kv_tier_gpu.py ttft MODEL --text FILE --out FILE     # vLLM: prefill, stored, a copy of bf16; memory and disk
 
 Results are added to --out by stage and model. GB are those of bf16 keys and values. Times are medians by CUDA events, or by the clock
 where the CPU has a part in it, with their range. `kl` prefills windows with transformers, puts the prefix through encoder and decoder,
@@ -125,10 +125,8 @@ def kernels(args: argparse.Namespace) -> None:
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         data = list(pool.map(lambda i: cpu.encode(blocks[i % 16], first=BLOCK * i, key=keys[i]), range(many)))
     gpu = GpuBlockCodec(tables, "cuda", min(16, os.cpu_count() or 1))
-    for merged in (True, False):
-        gpu.settings["merged"] = merged
-        found[f"exact, {'one look-up' if merged else 'two look-ups'}"] = exactly(cpu, gpu, data[:16])
-        note(args.out, "kernels", args.model, found)
+    found["exact"] = exactly(cpu, gpu, data[:16])
+    note(args.out, "kernels", args.model, found)
     forged = bytearray(data[3])
     forged[-1] ^= 1
     for what, why in ((bytes(forged), "checksum"), (data[3], "key")):
@@ -144,36 +142,75 @@ def kernels(args: argparse.Namespace) -> None:
         gpu._slots.clear()
         gpu.warm(BLOCK)
         # Each takes seconds to compile, once.
-        for merged, sections in ((True, 8), (False, 8), (True, 2), (True, 32), (False, 32), (True, 16), (True, 4)):
-            gpu.settings = {"sections": sections, "merged": merged, "num_warps": 1}
-            calls: list[Any] = []
-            real = gpu._coefficients
-            gpu._coefficients = lambda *a, calls=calls, real=real: (calls.append(a), real(*a))[1]
-            begin = time.perf_counter()
-            gpu.decode(some, keys[: len(some)])
-            first = time.perf_counter() - begin
-            gpu._coefficients = real
+        for sections in (4, 2, 8, 1, 16, 32):
+            gpu.settings = {"sections": sections, "num_warps": 1}
+            calls, begin = recorded(gpu, some, keys), time.perf_counter()
             took = on_gpu(partial(gpu._coefficients, *calls[0]), 5)
-            rows.append({"tokens": tokens, **gpu.settings, **took, "gb_s": size / took["ms"] / 1e6, "first_s": first})
+            first = time.perf_counter() - begin
+            rows.append({"tokens": tokens, **gpu.settings, **took, "gb_s": size / took["ms"] / 1e6, "all_s": first})
             note(args.out, "kernels", args.model, found)
         best = min((r for r in rows if r["tokens"] == tokens), key=lambda r: r["ms"])
-        gpu.settings = {name: best[name] for name in ("sections", "merged", "num_warps")}
+        gpu.settings = {name: best[name] for name in ("sections", "num_warps")}
         products = on_gpu(partial(gpu._products, gpu._slots[0], tokens), 5)
         rows.append({"tokens": tokens, "products": True, **products, "gb_s": size / products["ms"] / 1e6})
         note(args.out, "kernels", args.model, found)
     whole = found["whole"] = []
-    for tokens in (512, 2048, args.tokens):
+    for tokens in (args.tokens, 512, 2048):
         some, size = data[: tokens // BLOCK], tokens * tables.facts.token_bytes
-        for group in (512, 1024, 2048, 4096, 8192):
-            if group > tokens:
-                break
+        for group in (8192, 4096, 2048, 512):
+            if group > max(tokens, 512):
+                continue
             gpu.group = group
             gpu._slots.clear()
             gpu.warm(BLOCK)
+            row = {"tokens": tokens, "group": group, "settings": gpu.settings, "stored_bytes": sum(map(len, some))}
             took = by_clock(partial(gpu.decode, some, keys[: len(some)]), 5)
-            whole.append({"tokens": tokens, "group": group, "settings": gpu.settings, **took, "gb_s": size / took["ms"] / 1e6,
-                          "stored_bytes": sum(map(len, some))})  # fmt: skip
-    note(args.out, "kernels", args.model, found)
+            whole.append({**row, **took, "gb_s": size / took["ms"] / 1e6, "into_pages": into_pages(gpu, some, keys)})
+            note(args.out, "kernels", args.model, found)
+
+
+def recorded(gpu: Any, some: list[bytes], keys: list[bytes]) -> list[Any]:
+    """What the first kernel is called with, by group."""
+    calls: list[Any] = []
+    real = gpu._coefficients
+    gpu._coefficients = lambda *a: (calls.append(a), real(*a))[1]
+    gpu.decode(some, keys[: len(some)])
+    gpu._coefficients = real
+    return calls
+
+
+def into_pages(gpu: Any, some: list[bytes], keys: list[bytes]) -> dict[str, Any]:
+    """Blocks into pages of 16 tokens as vLLM has them: by the clock, the CPU's part of it, and that of checks and copies into pinned memory."""
+    import numpy as np
+
+    from assay.lab.kv.blocks_gpu import Target
+
+    facts, tokens, page = gpu.facts, len(some) * BLOCK, 16
+    heads, dim = facts.kv_heads, facts.head_dim
+    x = torch.empty(facts.layers, tokens // page, heads, page, 2 * dim, dtype=torch.bfloat16, device=gpu.device)
+    layer, kv, slot, head = np.ogrid[: facts.layers, :2, :page, :heads]
+    table = layer * x.stride(0) + head * x.stride(2) + slot * x.stride(3) + kv * dim
+    target = Target(x, torch.from_numpy(table.reshape(-1, page, heads)).to(gpu.device), x.stride(1))
+    slots, launched = np.random.default_rng(0).permutation(tokens), []
+
+    def run() -> None:
+        begin = time.perf_counter()
+        decoding = gpu.decode_into(target, slots, some, keys[: len(some)])
+        launched.append(1e3 * (time.perf_counter() - begin))
+        assert decoding.wait()[0] == len(some)
+
+    whole = by_clock(run, 7)
+    count = min(len(some), gpu.group // BLOCK)
+    stage = by_clock(partial(gpu._stage, gpu._slots[0].pinned.numpy(), some[:count], keys[:count]), 7)
+    wanted, where = gpu.decode(some, keys[: len(some)]), torch.from_numpy(slots).to(gpu.device)
+    pages = (
+        x.permute(0, 1, 3, 2, 4)
+        .reshape(facts.layers, tokens, heads, 2, dim)[:, where]
+        .permute(0, 3, 1, 2, 4)
+        .flatten(3)
+    )
+    return {**whole, "gb_s": tokens * facts.token_bytes / whole["ms"] / 1e6, "cpu_ms": statistics.median(launched[2:]),
+            "check_and_copy_of_a_group_ms": stage["ms"], "as_the_tensor": bool(torch.equal(pages, wanted))}  # fmt: skip
 
 
 def spec_of(step: float) -> str:
@@ -286,16 +323,9 @@ def codec(args: argparse.Namespace) -> None:
         for tokens in args.lengths:
             some, size, count = data[: tokens // BLOCK], tokens * facts.token_bytes, min(tokens, group)
             whole = by_clock(partial(gpu.decode, some, keys[: len(some)]), 7)
-            calls: list[Any] = []
-            real = gpu._coefficients
-            gpu._coefficients = lambda *a, calls=calls, real=real: (calls.append(a), real(*a))[1]
-            gpu.decode(data[: count // BLOCK], keys[: count // BLOCK])
-            gpu._coefficients = real
-            kernel = on_gpu(partial(real, *calls[0]), 5)
+            calls = recorded(gpu, data[: count // BLOCK], keys)
+            kernel = on_gpu(partial(gpu._coefficients, *calls[0]), 5)
             products = on_gpu(partial(gpu._products, gpu._slots[0], count - 4), 5)
-            stage = by_clock(
-                partial(gpu._stage, gpu._slots[0].pinned.numpy(), some[: count // BLOCK], keys[: count // BLOCK]), 5
-            )
             pinned = torch.empty(size // 2, dtype=torch.bfloat16, pin_memory=True)
             copy = on_gpu(partial(torch.empty_like(pinned, device=args.device).copy_, pinned, non_blocking=True), 5)
             found["speed"].append({
@@ -303,7 +333,7 @@ def codec(args: argparse.Namespace) -> None:
                 "decode": whole, "gb_s": size / whole["ms"] / 1e6, "best_gb_s": size / whole["least_ms"] / 1e6,
                 "kernel": kernel, "kernel_gb_s": count * facts.token_bytes / kernel["ms"] / 1e6,
                 "products": products, "products_gb_s": count * facts.token_bytes / products["ms"] / 1e6,
-                "check_and_copy_to_pinned": stage, "bf16_copy": copy, "bf16_copy_gb_s": size / copy["ms"] / 1e6,
+                "into_pages": into_pages(gpu, some, keys), "bf16_copy": copy, "bf16_copy_gb_s": size / copy["ms"] / 1e6,
             })  # fmt: skip
             note(args.out, "codec", f"{Path(args.model).name} step={args.step:g}", found)
 
@@ -373,13 +403,56 @@ def kl(args: argparse.Namespace) -> None:
 
 
 class Copied:
-    """In the place of a codec: bf16 from pinned memory, as a tier without a codec would have it."""
+    """In the place of a codec: bf16 from pinned memory or from files, as a tier without a codec would have it.
 
-    def __init__(self, codec: Any, groups: list[torch.Tensor]) -> None:
-        self.facts, self.device, self._groups = codec.facts, codec.device, groups
+    Groups are [layers, 2, tokens, width] in pinned memory; with `paths` they are read from there first, by eight threads.
+    """
+
+    def __init__(self, codec: Any, groups: list[torch.Tensor], paths: list[Path] | None = None) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        self.facts, self.device, self._groups, self._paths = codec.facts, codec.device, groups, paths
+        self._codec, self._pool = codec, ThreadPoolExecutor(8)
+
+    def _read(self, job: tuple[Path, memoryview, int]) -> None:
+        path, part, at = job
+        with path.open("rb", buffering=0) as file:
+            file.seek(at)
+            assert file.readinto(part) == len(part)
+
+    def _filled(self) -> Any:
+        for i, group in enumerate(self._groups):
+            if self._paths is not None:
+                raw, step = memoryview(group.view(torch.uint8).numpy().reshape(-1)), -(-group.numel() // 4)
+                list(
+                    self._pool.map(
+                        self._read, [(self._paths[i], raw[at : at + step], at) for at in range(0, len(raw), step)]
+                    )
+                )
+            yield group.to(self.device, non_blocking=True)
 
     def decode_groups(self, blocks: Any, keys: Any = None) -> Any:
-        yield from (group.to(self.device, non_blocking=True) for group in self._groups)
+        yield from self._filled()
+
+    def decode_into(self, target: Any, slots: Any, blocks: Any, keys: Any) -> Any:
+        at, width, order = 0, self.facts.width, self._codec._on_device["order"]
+        none = self._codec._on_device["numbers"]
+        for x in self._filled():
+            own = torch.from_numpy(slots[at : at + x.shape[2]]).int().pin_memory().to(self.device, non_blocking=True)
+            self._codec._place(x, order * (x.shape[2] * width), (1, width), own, none, none, target, False)
+            at += x.shape[2]
+        return self
+
+    def wait(self) -> tuple[int, float]:
+        return 1 << 30, 0.0
+
+
+def cold(paths: list[Path]) -> None:
+    """Let the operating system forget files."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def ttft(args: argparse.Namespace) -> None:
@@ -412,24 +485,47 @@ def ttft(args: argparse.Namespace) -> None:
     ids = llm.get_tokenizer()(args.text.read_text(encoding="utf-8")).input_ids
     core = llm.llm_engine.engine_core.engine_core
     planner, mover = core.scheduler.connector._planner, get_kv_transfer_group()._mover
-    real, counters = mover.codec, mover.store.counters
+    real = mover.codec
     match, step = planner.match, planner.step
-    how = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    from assay.lab.kv.tier import BlockStore
 
-    def ask(tokens: list[int], mode: str) -> tuple[float, float, dict[int, float]]:
-        """Seconds, seconds of loading, and log-probabilities of the first token."""
+    one = SamplingParams(temperature=0, max_tokens=1)
+    store, folder = mover.store, Path(tempfile.mkdtemp(prefix="assay-kv-ttft-", dir=args.disk))
+    on_disk = BlockStore(folder, 10**11)
+    found["disk"] = os.popen(f"stat -f -c %T {folder}").read().strip()
+
+    def ask(tokens: list[int], mode: str, how: Any = one) -> tuple[float, float, dict[int, float]]:
+        """Seconds, the CPU's seconds of loading, and log-probabilities of the first token where they are asked for."""
+        mover.store = planner.store = on_disk if mode == "disk" else store
+        if mode == "disk":
+            cold(list(folder.rglob("*.block")))
+        elif mode == "disk copy":
+            cold(paths)
         planner.match = (lambda *a, **k: 0) if mode == "prefill" else match
         planner.step = step if mode == "store" else lambda *a, **k: []
-        mover.codec = copied if mode == "copy" else real
+        mover.codec = copied.get(mode, real)
         llm.reset_prefix_cache()
-        loaded, begin = counters.decode_s, time.perf_counter()
+        loading.clear()
+        begin = time.perf_counter()
         (answer,) = llm.generate([{"prompt_token_ids": tokens}], how, use_tqdm=False)
         took = time.perf_counter() - begin
         if mode == "store":
             mover.flush()
-        return took, counters.decode_s - loaded, {t: p.logprob for t, p in answer.outputs[0].logprobs[0].items()}
+        said = answer.outputs[0].logprobs
+        return took, sum(loading), {t: p.logprob for t, p in said[0].items()} if said else {}
 
-    copied: Any = None
+    copied: dict[str, Any] = {}
+    paths: list[Path] = []
+    loading: list[float] = []
+    load = mover.load
+
+    def timed_load(given: Any) -> list[int]:
+        begin = time.perf_counter()
+        failed: list[int] = load(given)
+        loading.append(time.perf_counter() - begin)
+        return failed
+
+    mover.load = timed_load
     for number, length in enumerate(args.lengths):
         prompt = ids[number * 50 : number * 50 + length + 8]  # beginnings in different places share nothing
         ask(prompt, "prefill")
@@ -437,19 +533,28 @@ def ttft(args: argparse.Namespace) -> None:
         ask(prompt, "store")
         stored_in = time.perf_counter() - begin
         planner_keys = planner_blocks(planner, prompt)
-        data = [mover.store.get(key) for key in planner_keys]
-        groups = [x.cpu() for x in real.decode_groups(data, planner_keys)]
-        copied = Copied(real, [g.pin_memory() if cuda else g for g in groups])
+        data = [store.get(key) for key in planner_keys]
+        for key, block in zip(planner_keys, data, strict=True):
+            on_disk.put(key, block)
+        # Of 1,024 tokens each, so that one is sent while the next one is read.
+        whole = torch.cat([x.cpu() for x in real.decode_groups(data, planner_keys)], dim=2)
+        groups = [g.pin_memory() if cuda else g.contiguous() for g in whole.split(1024, dim=2)]
+        paths[:] = [folder / f"{i}.bf16" for i in range(len(groups))]
+        for path, group in zip(paths, groups, strict=True):
+            path.write_bytes(group.view(torch.uint8).numpy().tobytes())
+        copied = {"copy": Copied(real, groups), "disk copy": Copied(real, groups, paths)}
         row: dict[str, Any] = {"tokens": length, "store_s": stored_in, "blocks": len(data), "stored_bytes": sum(map(len, data)),
                                "ratio": length * tables_.facts.token_bytes / sum(map(len, data))}  # fmt: skip
-        modes = ("prefill", "load", "copy")
+        modes = ("prefill", "load", "copy", "disk", "disk copy")
         times: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
-        said = {}
-        for i in range(args.rounds + 1):
-            for mode in modes:
-                took, loading, said[mode] = ask(prompt, mode)
-                if i:
-                    times[mode].append((took, loading))
+        said = {
+            mode: ask(prompt, mode, SamplingParams(temperature=0, max_tokens=1, logprobs=20))[2] for mode in modes[:2]
+        }
+        # A mode is asked all its rounds in a row: another one leaves the caches of the device in another state.
+        for mode in modes:
+            times[mode] = [ask(prompt, mode)[:2] for _ in range(args.rounds + 1)][1:]
+        if cuda:
+            row["into_pages_alone"] = into_pages(real, data, planner_keys)
         for mode in modes:
             all_, loading_ = zip(*times[mode], strict=True)
             row[mode] = {"ttft_ms": 1e3 * statistics.median(all_), "least_ms": 1e3 * min(all_), "most_ms": 1e3 * max(all_),
@@ -457,9 +562,12 @@ def ttft(args: argparse.Namespace) -> None:
         both = said["prefill"].keys() & said["load"].keys()
         row["first_token_logprob_gap"] = max(abs(said["prefill"][t] - said["load"][t]) for t in both)
         row["times_faster_than_prefill"] = row["prefill"]["ttft_ms"] / row["load"]["ttft_ms"]
-        row["times_faster_than_copy"] = row["copy"]["ttft_ms"] / row["load"]["ttft_ms"]
+        for mode in modes[2:]:
+            row[f"times_faster_than_{mode.replace(' ', '_')}"] = row[mode]["ttft_ms"] / row["load"]["ttft_ms"]
+        row["times_faster_disk_than_disk_copy"] = row["disk copy"]["ttft_ms"] / row["disk"]["ttft_ms"]
+        row["load_average"] = os.getloadavg()[0]
         found["prompts"][str(length)] = row
-        found["tier"] = counters.to_json()
+        found["tier"], found["tier_on_disk"] = store.counters.to_json(), on_disk.counters.to_json()
         note(args.out, "ttft", f"{Path(args.model).name} step={args.step:g}", found)
     llm.llm_engine.engine_core.shutdown()
 
@@ -487,8 +595,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--tables", type=Path, default=Path(tempfile.gettempdir()) / "assay-kv-tables")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
-    parser.add_argument("--groups", type=int, nargs="+", default=[4096, 1024])
+    parser.add_argument("--groups", type=int, nargs="+", default=[8192, 4096])
     parser.add_argument("--characters", type=int, default=400_000, help="of the text")
+    parser.add_argument("--disk", type=Path, help="folder on a disk, for ttft's blocks and bf16 files there")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=int, default=2, help="GiB of vLLM's cache")
     parser.add_argument("--eager", action="store_true")
