@@ -136,7 +136,7 @@ def kernels(args: argparse.Namespace) -> None:
         except BlockRefused:
             found[f"refused, {why}"] = True
     rows = found["settings"] = []
-    for tokens in (512, 2048, args.tokens):
+    for tokens in () if args.only_whole else (args.tokens, 512, 2048):
         some, size = data[: tokens // BLOCK], tokens * tables.facts.token_bytes
         gpu.group = tokens
         gpu._slots.clear()
@@ -154,8 +154,10 @@ def kernels(args: argparse.Namespace) -> None:
         products = on_gpu(partial(gpu._products, gpu._slots[0], tokens), 5)
         rows.append({"tokens": tokens, "products": True, **products, "gb_s": size / products["ms"] / 1e6})
         note(args.out, "kernels", args.model, found)
+    if rows:
+        gpu.settings = {name: rows[0][name] for name in ("sections", "num_warps")}  # the default
     whole = found["whole"] = []
-    for tokens in (args.tokens, 512, 2048):
+    for tokens in (args.tokens,) if args.only_whole else (args.tokens, 512, 2048):
         some, size = data[: tokens // BLOCK], tokens * tables.facts.token_bytes
         for group in (8192, 4096, 2048, 512):
             if group > max(tokens, 512):
@@ -584,6 +586,7 @@ def main() -> None:
     parser.add_argument("stage", choices=("kernels", "tables", "codec", "kl", "ttft"))
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--only-whole", action="store_true", help="kernels: the whole decoder at --tokens, nothing else")
     parser.add_argument("--step", type=float, default=0.0052, help="of the codec; tables: 0 calibrates alone")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--windows", type=int, default=96)
