@@ -586,7 +586,9 @@ def main() -> None:
     parser.add_argument("stage", choices=("kernels", "tables", "codec", "kl", "ttft"))
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--only-whole", action="store_true", help="kernels: the whole decoder at --tokens, nothing else")
+    parser.add_argument(
+        "--only-whole", action="store_true", help="kernels: the whole decoder at --tokens, nothing else"
+    )
     parser.add_argument("--step", type=float, default=0.0052, help="of the codec; tables: 0 calibrates alone")
     parser.add_argument("--calibrate", type=Path)
     parser.add_argument("--windows", type=int, default=96)
