@@ -117,7 +117,12 @@ def _narrow_four(
     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
     CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """As `_four` where no law has low bits: every look-up of all four states before what hangs on it, so that they overlap."""
+    """As `_four` where no law has low bits: every look-up of all four states before what hangs on it, so that they overlap.
+
+    So are the four words that may be needed, whoever takes them.
+    """
+    next0, next1 = _word(words, at, at < end), _word(words, at + 1, at + 1 < end)
+    next2, next3 = _word(words, at + 2, at + 2 < end), _word(words, at + 3, at + 3 < end)
     packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
     law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
     law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
@@ -131,12 +136,12 @@ def _narrow_four(
     l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
     y0, y1, y2, y3 = tl.where(l0, y0, x0), tl.where(l1, y1, x1), tl.where(l2, y2, x2), tl.where(l3, y3, x3)
     s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
-    at1 = at + s0.to(tl.int32)
-    at2 = at1 + s1.to(tl.int32)
-    at3 = at2 + s2.to(tl.int32)
-    w0, w1 = _word(words, at, s0 & (at < end)), _word(words, at1, s1 & (at1 < end))
-    w2, w3 = _word(words, at2, s2 & (at2 < end)), _word(words, at3, s3 & (at3 < end))
-    x0, x1 = tl.where(s0, (y0 << 16) | w0, y0), tl.where(s1, (y1 << 16) | w1, y1)
+    used1 = s0.to(tl.int32)
+    used2 = used1 + s1.to(tl.int32)
+    used3 = used2 + s2.to(tl.int32)
+    w1, w2 = tl.where(s0, next1, next0), tl.where(used2 == 0, next0, tl.where(used2 == 1, next1, next2))
+    w3 = tl.where(used3 < 2, tl.where(used3 == 0, next0, next1), tl.where(used3 == 2, next2, next3))
+    x0, x1 = tl.where(s0, (y0 << 16) | next0, y0), tl.where(s1, (y1 << 16) | w1, y1)
     x2, x3 = tl.where(s2, (y2 << 16) | w2, y2), tl.where(s3, (y3 << 16) | w3, y3)
     b0, e0 = _value(n0, l0, one, more, times)
     b1, e1 = _value(n1, l1, one, more, times)
@@ -144,7 +149,7 @@ def _narrow_four(
     b3, e3 = _value(n3, l3, one, more, times)
     tl.store(to + t // 2, _pair(b0, b1), mask=l0)
     tl.store(to + t // 2 + 1, _pair(b2, b3), mask=l0)
-    return x0, x1, x2, x3, at3 + s3.to(tl.int32), found + e0 + e1 + e2 + e3
+    return x0, x1, x2, x3, at + used3 + s3.to(tl.int32), found + e0 + e1 + e2 + e3
 
 
 @triton.jit
@@ -314,7 +319,7 @@ class Decoding:
     def __init__(self) -> None:
         self._goods: list[torch.Tensor] = []
         self._begin: Any = None
-        self._end: Any = None
+        self._ends: list[Any] = []
 
     def add(self, good: torch.Tensor, begin: Any) -> None:
         """`good` [streams, blocks] of a group, on the stream that decodes it and which was at `begin` when that started."""
@@ -323,16 +328,16 @@ class Decoding:
             host = torch.empty(least.shape, dtype=least.dtype, pin_memory=True)
             least = host.copy_(least, non_blocking=True)
             self._begin = self._begin or begin
-            self._end = torch.cuda.Event(enable_timing=True)
-            self._end.record()
+            self._ends.append(torch.cuda.Event(enable_timing=True))
+            self._ends[-1].record()
         self._goods.append(least)
 
     def wait(self) -> tuple[int, float]:
         """How many blocks in front were codes of their tables, and the seconds that the device took, when it has ended."""
         seconds = 0.0
-        if self._end is not None:
-            self._end.synchronize()
-            seconds = self._begin.elapsed_time(self._end) / 1e3
+        for end in self._ends:
+            end.synchronize()
+            seconds = max(seconds, self._begin.elapsed_time(end) / 1e3)
         goods = torch.cat(self._goods).cpu().numpy() > 0
         return int(np.argmin(goods)) if not goods.all() else len(goods), seconds
 
@@ -424,8 +429,9 @@ class GpuBlockCodec(BlockCodec):
         block = self.encode(torch.zeros(shape, dtype=torch.bfloat16), first=0, key=bytes(32))
         while True:
             try:
-                for _ in self.decode_groups([block] * (2 * self.group // tokens)):
-                    pass
+                many = [block] * (2 * self.group // tokens)
+                nowhere = np.full(len(many) * tokens, -1)
+                self.decode_into(self._tensor(1, torch.bfloat16), nowhere, many, None).wait()
                 break
             except torch.OutOfMemoryError:
                 if self.group < 2 * tokens:
@@ -477,7 +483,7 @@ class GpuBlockCodec(BlockCodec):
             raise BlockDamaged("a section of a block is no code of its tables")
 
     def decode_into(
-        self, target: Target, slots: NDArray[np.int64], blocks: Sequence[bytes], keys: Sequence[bytes]
+        self, target: Target, slots: NDArray[np.int64], blocks: Sequence[bytes], keys: Sequence[bytes] | None
     ) -> Decoding:
         """Launch what decodes blocks into `target`, each token into its slot, or nowhere if that is below 0.
 
