@@ -27,7 +27,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -193,6 +193,7 @@ def cells(subject: Subject, ratio: float = 0.95) -> Iterator[Row]:
     yield Row(f"K4V4 vr={ratio}", recipe(ratio, bits=(4, 4)), size=True)
     yield Row("K4V4 vr=1.0", recipe(1.0, bits=(4, 4)), size=True)
     yield Row(f"V outliers vr={ratio}", recipe(ratio, far=",outlier=2"), size=True)
+    yield Row(f"v only outliers vr={ratio}", recipe(ratio, far=",outlier=2"), streams="v")
     four = recipe(ratio, bits=(4, 4))
     special = tuple((layer, four) for layer in subject.exact)
     yield Row(f"exact at 4 bits vr={ratio}", recipe(ratio), skip=(), special=special, size=True)
@@ -547,7 +548,7 @@ def main() -> None:
     first = stages[0][1]
     needed = given.name != "hf" and f"{given.name} engine" not in known.rows
     exact = clean(of_hf, plan, given, first) if needed else []
-    with alone_in_starting():
+    with alone_in_starting() if given.engine == "vllm" else nullcontext():
         engine = open_scorer(given.spec)
     try:
         calibrate(engine, given)

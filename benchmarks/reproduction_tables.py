@@ -132,6 +132,13 @@ def cells(rows: Rows, kind: str, vr: float) -> dict[str, Any]:
     starts = ("plain", "prefix only", "K4", "V outliers", "exact at", "tables of")
     names = [n for start in starts for n in rows.named(f"{kind} {start}", f" vr={vr}")]
     found = {n.removeprefix(f"{kind} "): difference(rows, [n], [joint]) for n in names} if rows.has(joint) else {}
+    for name in ("K4", "V outliers", "exact at 4 bits", "K4V4", "plain", "prefix only", "tables of the other"):
+        if rows.has(joint, f"{kind} {name} vr={vr}"):
+            found[f"{name} vr={vr}, tail"] = difference(rows, [f"{kind} {name} vr={vr}"], [joint], "tail")
+    values, apart = f"{kind} v only vr={vr}", f"{kind} v only outliers vr={vr}"
+    if rows.has(values, apart):
+        found[f"v only outliers minus v only vr={vr}"] = difference(rows, [apart], [values])
+        found[f"v only outliers minus v only vr={vr}, tail"] = difference(rows, [apart], [values], "tail")
     replaced, plain = f"{kind} decode vr={vr}", f"{kind} decode plain vr={vr}"
     if rows.has(replaced, plain):
         found[f"decode plain vr={vr}, tail"] = difference(rows, [plain], [replaced], "tail")
