@@ -25,6 +25,31 @@ from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"
 RATIOS = (1.0, 0.95)
+SIZES = (
+    ("cache replaced, share 1.0", 7.8, "decode vr=1.0"),
+    ("in-forward, share 0.95", 35.3, "joint vr=0.95"),
+    ("keys alone", 22.6, "k only vr=0.95"),
+    ("values alone", 11.1, "v only vr=0.95"),
+    ("snapshot", 29.1, "snapshot vr=0.95"),
+)
+"""Published Δppl %, and the row that asks for it."""
+CHANGES = (
+    ("share 0.95 and in-forward for share 1.0 and a replaced cache", 27.5, "joint vr=0.95", "decode vr=1.0"),
+    ("snapshot for in-forward", -6.2, "snapshot vr=0.95", "joint vr=0.95"),
+    ("without Q-preconditioning, norm lost", 117.5, "joint vr=0.95 q=off norm=lost", "joint vr=0.95"),
+    ("without Q-preconditioning, norm kept", None, "joint vr=0.95 q=off", "joint vr=0.95"),
+    ("moments of queries after RoPE for before", 19.0, "joint vr=0.95", "plain vr=0.95"),
+    ("tables of the other engine", 3.4, "tables of the other vr=0.95", "joint vr=0.95"),
+    ("only the prefix coded", 0.1, "prefix only vr=0.95", "joint vr=0.95"),
+    ("keys with 4 bits", 2.0, "K4 vr=0.95", "joint vr=0.95"),
+    ("keys and values with 4 bits", -8.0, "K4V4 vr=0.95", "joint vr=0.95"),
+    ("outliers of values apart, values alone", -4.1, "v only outliers vr=0.95", "v only vr=0.95"),
+    ("the exact layers with 4 bits", None, "exact at 4 bits vr=0.95", "joint vr=0.95"),
+    ("10 layers exact, at the ends", None, "exact 10 vr=0.95", "joint vr=0.95"),
+    ("10 layers exact, the hottest", None, "exact 10 hottest vr=0.95", "joint vr=0.95"),
+)
+"""Published change in points of Δppl (None: none was), the row with it and the row without."""
+KERNELS = (("eager attention", "hf-eager", "hf", None), ("another attention backend", "vllm-triton", "vllm", 2.5))
 PASSAGES = 4
 
 
@@ -83,6 +108,49 @@ def passages(each: Sums) -> dict[str, Any]:
         found |= {"lowest": low, "median": middle, "highest": high, "negative": int((groups < 0).sum())}
         found["deviation"] = float(groups.std(ddof=1)) if groups.size > 1 else math.nan
     return found | {"samples": int(groups.size)}
+
+
+def points(rows: Rows, a: str, b: str) -> dict[str, float]:
+    """Δppl of a row minus that of another, as published: points, the mean over the tails of windows, paired."""
+    sums = partial(rows.sums, part="tail", each=True, among=(a, b))
+    each = [100 * np.expm1(sums(n, "dnll") / sums(n, "tokens")) for n in (a, b)]
+    return shown(cluster_ratio(each[0] - each[1], np.ones(each[0].size)).interval)
+
+
+def claims(rows: Rows, kinds: Sequence[str] = ("hf", "vllm")) -> list[dict[str, Any]]:
+    """Published sizes and changes beside what each engine shows.
+
+    A size survives where it lies among samples of four passages. A change survives where the interval lies on its side of
+    zero; it does not where it lies on the other, or holds zero and not the change; else it is undecided.
+    """
+    found: list[dict[str, Any]] = []
+    for name, published, row in SIZES:
+        for kind in (k for k in kinds if rows.has(f"{k} {row}")):
+            seen = passages(changes(rows, [f"{kind} {row}"]))
+            inside = seen.get("lowest", math.inf) <= published <= seen.get("highest", -math.inf)
+            told = "survives" if inside else "does not" if seen["samples"] else "undecided"
+            found.append({"claim": name, "published": published, "engine": kind, **seen, "verdict": told})
+    pairs = [(name, said, k, f"{k} {a}", f"{k} {b}") for name, said, a, b in CHANGES for k in kinds]
+    for name, kind, base, said in KERNELS:
+        same = ("joint vr=0.95", "joint vr=1.0", "decode vr=1.0")
+        pairs += [(f"{name}: {n}", said, kind, f"{kind} {n}", f"{base} {n}") for n in same]
+    for name, said, kind, a, b in pairs:
+        if rows.has(a, b):
+            found.append({"claim": name, "published": said, "engine": kind, "points": points(rows, a, b)})
+            found[-1]["verdict"] = judged(found[-1]["points"], said)
+            if "all" in rows.rows[a] and "all" in rows.rows[b]:
+                found[-1]["KL"] = difference(rows, [a], [b])["kl"]
+    return found
+
+
+def judged(change: dict[str, float], published: float | None) -> str:
+    """The rule of `claims` for a change."""
+    lo, hi = change["lo"], change["hi"]
+    if published is None:
+        return "–"
+    if lo > 0 or hi < 0:
+        return "survives" if (lo > 0) == (published > 0) else "does not"
+    return "undecided" if lo <= published <= hi else "does not"
 
 
 def groups_of(each: Sums) -> Sums:
@@ -334,6 +402,16 @@ def markdown(figures: dict[str, Any]) -> str:
             lines.append(f"| {name.removeprefix(kind + ' ')} | {' | '.join(cells)} |")
         rest = {k: v for k, v in figures[kind].items() if k not in ("rows", "tail")}
         lines += ["", *flat(rest), ""]
+    lines += ["## claims", "", "| claim | published | engine | tail, mean over passages | KL, all tokens | verdict |"]
+    lines += ["|---|---:|---|---|---|---|"]
+    for one in figures["claims"]:
+        shown_ = one.get("points") or one["mean over passages"]
+        told = "–" if one["published"] is None else f"{one['published']:+.1f}"
+        kl = said(one["KL"], "+.3f") if "KL" in one else "–"
+        lines.append(
+            f"| {one['claim']} | {told} | {one['engine']} | {said(shown_, '+.1f')} | {kl} | {one['verdict']} |"
+        )
+    lines.append("")
     for part in ("ladder", "preconditioning"):
         lines += [f"## {part}", "", *flat(figures[part]), ""]
     return "\n".join(lines) + "\n"
@@ -375,6 +453,7 @@ def main() -> None:
     for kind in kinds:
         if near := rows.rows.get(f"{kind} engine", {}).get("symmetric_top20"):
             figures[kind]["symmetric KL of 20 ids, tail"] = shown(mean(np.asarray(near), np.ones(len(near))))
+    figures["claims"] = claims(rows)
     figures["ladder"] = ladder(rows)
     figures["preconditioning"] = preconditioning(rows)
     figures["facts"] = rows.facts

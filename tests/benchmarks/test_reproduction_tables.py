@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from reproduction_rows import Rows, pack
-from reproduction_tables import difference, effect, ladder, markdown, parts_of, passages, preconditioning, rounded
+from reproduction_tables import (
+    claims,
+    difference,
+    effect,
+    judged,
+    ladder,
+    markdown,
+    parts_of,
+    passages,
+    preconditioning,
+    rounded,
+)
 
 WINDOWS = 8
 TOKENS = {"all": 100, "tail": 64}
@@ -60,6 +71,7 @@ def rows(tmp_path: Path) -> Rows:
 def figures(rows: Rows) -> dict[str, Any]:
     return {
         **{kind: parts_of(rows, kind) for kind in ("hf", "vllm")},
+        "claims": claims(rows),
         "ladder": ladder(rows),
         "preconditioning": preconditioning(rows),
     }
@@ -150,3 +162,30 @@ def test_kl_against_the_number_of_layers_has_its_power_and_its_share_of_the_sing
     assert found["power"]["value"] == pytest.approx(2.0, abs=0.05)
     assert found["over the sum of the same layers alone"]["2"]["value"] == pytest.approx(1.0)
     assert list(found["over the sum of the same layers alone"]) == ["1", "2"]
+
+
+def test_rows_of_some_windows_are_paired_with_the_same_windows_of_others(rows: Rows) -> None:
+    half = row(0.3, 0.3)
+    for part, sums in ((p, half[p]) for p in ("all", "tail")):
+        for what in sums:
+            sums[what] = [x if i % 2 == 0 else 0 for i, x in enumerate(sums[what])]
+        sums["kl"] = [x + 0.5 * TOKENS[part] * (i % 4 == 0) for i, x in enumerate(sums["kl"])]
+    rows.rows["hf K4 vr=0.95"] = half
+    assert effect(rows, "hf K4 vr=0.95")["windows"] == WINDOWS // 2
+    assert effect(rows, "hf K4 vr=0.95")["tokens"] == 100 * WINDOWS // 2
+    whole = rows.sums("hf joint vr=0.95", "kl", each=True)
+    expected = (np.asarray(half["all"]["kl"])[::2] - whole[::2]).sum() / (100 * WINDOWS // 2)
+    assert difference(rows, ["hf K4 vr=0.95"], ["hf joint vr=0.95"])["kl"]["value"] == pytest.approx(expected)
+    assert rows.sums("hf joint vr=0.95", "kl", each=True, among=["hf K4 vr=0.95"]) == pytest.approx(whole[::2])
+
+
+def test_a_claim_is_judged_by_the_side_and_the_size_of_what_was_measured(rows: Rows) -> None:
+    change = {"value": 2.0, "lo": 1.0, "hi": 3.0}
+    assert judged(change, 10.0) == "survives" and judged(change, -1.0) == "does not"
+    wide = {"value": 0.5, "lo": -1.0, "hi": 2.0}
+    assert judged(wide, 1.5) == "undecided" and judged(wide, 4.0) == "does not" and judged(wide, None) == "–"
+    found = {(c["claim"], c["engine"]): c for c in claims(rows)}
+    snapshot = found["snapshot for in-forward", "hf"]
+    assert snapshot["verdict"] == "survives" and snapshot["points"]["hi"] < 0
+    assert snapshot["KL"]["value"] == pytest.approx(-0.3)
+    assert found["in-forward, share 0.95", "vllm"]["verdict"] == "does not"  # its samples lie around e^0.9 - 1
