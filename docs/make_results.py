@@ -31,13 +31,13 @@ VERBS: dict[str, list[str]] = {
         "fidelity/compare.py:unfinished",
         "fidelity/result.py:Summary.to_json",
         "fidelity/result.py:CandidateResult.to_json",
-        "fidelity/budget.py:Budget.results",
+        "fidelity/cost.py:Budget.results",
     ],
     "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
-    "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/budget.py:Budget.results"],
-    "kv sweep": ["lab/kv/sweep.py:run_sweep", "lab/kv/sweep.py:_row", "fidelity/budget.py:Budget.results"],
-    "kv attribute": ["lab/kv/attribute.py:run_attribute", "fidelity/budget.py:Budget.results"],
-    "kv allocate": ["lab/kv/allocate.py:run_allocate", "fidelity/budget.py:Budget.results"],
+    "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/cost.py:Budget.results"],
+    "kv sweep": ["lab/kv/sweep.py:run_sweep", "lab/kv/sweep.py:_row", "fidelity/cost.py:Budget.results"],
+    "kv attribute": ["lab/kv/allocate.py:run_attribute", "fidelity/cost.py:Budget.results"],
+    "kv allocate": ["lab/kv/allocate.py:run_allocate", "fidelity/cost.py:Budget.results"],
     "kv noise": ["lab/kv/noise.py:run_noise"],
     "kv diagnose": ["lab/kv/diagnose.py:run_diagnose"],
     "kv calibrate": ["lab/kv/calibrate.py:run_calibrate"],
@@ -52,7 +52,7 @@ VERBS: dict[str, list[str]] = {
     "demo": ["demo/run.py:_report"],
     "card": ["gates/card.py:_report"],
     "table": ["fidelity/table.py:run_table"],
-    "gap": ["lab/gap/outcome.py:Outcome.to_json", "fidelity/budget.py:Budget.results"],
+    "gap": ["lab/gap/outcome.py:Outcome.to_json", "fidelity/cost.py:Budget.results"],
 }
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from assay.checkpoint import serve_args as arguments
 from assay.checkpoint import serve_flags as lint
-from assay.checkpoint.quantization.check import check_orphans, check_quantization, kv_cache
-from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.quantization import check_orphans, check_quantization, kv_cache
 from assay.checkpoint.safetensors import DTYPE_BITS, Header, Tensor
+from assay.checkpoint.schemes import parse
 from assay.checkpoint.structure import check_structure, expectation
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from assay.checkpoint import serve_args as arguments
-from assay.checkpoint.quantization.check import KvCache
-from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.declared import Declared
+from assay.checkpoint.quantization import KvCache
 from assay.checkpoint.serve_args import BACKENDS, KV_DTYPES, OTHER_NAMES, choice, chosen, lint_kv
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from assay.checkpoint.mtp import FAMILIES, TRACK, MtpReport, check_mtp, examine_checkpoint, loudness
-from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.schemes import parse
 from assay.checkpoint.serve_args import Version
 from checkpoint.head_samples import Shapes, checkpoint, family
 from checkpoint_quantized import FAMILIES as LAYOUTS

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.schemes import parse
 from assay.checkpoint.serve_args import Version
 from assay.checkpoint.serve_flags import DEPRECATED, METHODS, MIN_CAPABILITY, Outcome, resolve
 from assay.checkpoint.subject import Checkpoint

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
-from assay.checkpoint.quantization.declared import Declared, listed
-from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.declared import Declared, listed
+from assay.checkpoint.quantization import check_kv, check_orphans, check_quantization, kv_cache
+from assay.checkpoint.schemes import parse
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding
 from checkpoint.head_samples import Shapes, checkpoint, rows

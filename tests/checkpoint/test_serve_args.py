@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.checkpoint.mtp import examine_checkpoint
-from assay.checkpoint.quantization.check import kv_cache
-from assay.checkpoint.quantization.schemes import parse as declared_in
+from assay.checkpoint.quantization import kv_cache
+from assay.checkpoint.schemes import parse as declared_in
 from assay.checkpoint.serve_args import Version, engine_version, known_options, parse
 from assay.checkpoint.serve_flags import REPORTS, Target, advise, lint
 from assay.checkpoint.subject import Checkpoint

@@ -61,7 +61,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "attribute",
-            "attribute:run_attribute",
+            "allocate:run_attribute",
             PASSAGES | CODEC | {"--skip-layers": "5", "--mode": "decode", "--each": "layer"},
             EXPECTED_PASSAGES | EXPECTED_CODEC | {"skip_layers": (5,), "mode": "decode", "each": "layer"},
         ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from assay.cli.main import invoke
-from assay.fidelity.budget import Budget, OutOfTime, size_for
+from assay.fidelity.cost import Budget, OutOfTime, size_for
 from assay.fidelity.plan import Plan, plan_from
 from assay.fidelity.result import is_certain
 from assay.fidelity.score import WindowObservation

@@ -18,8 +18,8 @@ import transformers
 from assay.cli.main import invoke
 from assay.engines.hf import cache, scorer
 from assay.engines.scoring import ScoreJob, ScoringPath
-from assay.fidelity import memory
-from assay.fidelity.memory import Memory, Side, predict, read_checkpoint
+from assay.fidelity import cost
+from assay.fidelity.cost import Memory, Side, predict, read_checkpoint
 from assay.fidelity.plan import Plan
 from tiny_target import make_experts, make_target
 
@@ -77,7 +77,7 @@ def test_windows_are_those_that_the_engine_will_run_together(
     tmp_path: Path, path: ScoringPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model, free = dummy(tmp_path / "70b", 2), meta(2), 40 << 30
-    monkeypatch.setattr(memory, "free_memory", lambda device: free)
+    monkeypatch.setattr(cost, "free_memory", lambda device: free)
     plan = Plan(f"hf:{folder}", (f"hf:{folder}?dtype=float16",), path=path, length=2048)
     side = predict(plan).sides[0]
     monkeypatch.setattr(scorer, "free_memory", lambda device: free - side.weights)
@@ -88,9 +88,9 @@ def test_windows_are_those_that_the_engine_will_run_together(
 
 def test_ranks_share_weights_cache_and_head_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = dummy(tmp_path / "70b", 4)
-    monkeypatch.setattr(memory, "free_memory", lambda device: 80 << 30)
+    monkeypatch.setattr(cost, "free_memory", lambda device: 80 << 30)
     for device in ("cpu", "cuda"):
-        monkeypatch.setattr(memory, "choose_device", lambda wanted, device=device: device)
+        monkeypatch.setattr(cost, "choose_device", lambda wanted, device=device: device)
         specs = [
             f"vllm:{folder}?kv_cache_gib=8&{p}"
             for p in ("tensor_parallel=1", "tensor_parallel=2", "pipeline_parallel=2")
@@ -149,7 +149,7 @@ def test_what_does_not_fit_is_refused_before_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(memory, "free_memory", lambda device: 64 << 30)
+    monkeypatch.setattr(cost, "free_memory", lambda device: 64 << 30)
     monkeypatch.setattr("assay.fidelity.compare.open_reference", lambda *a: pytest.fail("it was opened"))
     folder = dummy(tmp_path / "70b", 80)
     assert invoke(["compare", f"hf:{folder}?device=cpu", f"vllm:{folder}", "--json"]) == 2

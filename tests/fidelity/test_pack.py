@@ -199,7 +199,7 @@ def test_a_key_pair_signs_and_its_public_half_checks(pack: Any, tmp_path: Path, 
 def test_the_signature_is_the_one_of_the_standard(tmp_path: Path) -> None:
     """The first two test vectors of RFC 8032, section 7.1."""
     ed = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ed25519")
-    from assay.fidelity.signature import Key
+    from assay.fidelity.pack import Key
 
     secret = "4ccd089b28ff96da9db6c346ec114e0f5b8a319f35aba624da8cf6ed4fb8a6fb"
     public = bytes.fromhex("3d4017c3e843895a92b70aa74d1b7ebc9c982ccf2ec4968cc0cd55f12af4660c")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import ScoreJob
 from assay.errors import AssayError
-from assay.fidelity.budget import OutOfTime, Pace
+from assay.fidelity.cost import OutOfTime, Pace
 from assay.lab.gap import phases as bench_module
 from assay.lab.gap.gap import Runs, measure_all
 from assay.lab.gap.phases import Bench

@@ -14,7 +14,7 @@ from synthetic import configurations, observed, sums
 
 from assay.engines.scoring import Engagement
 from assay.errors import AssayError
-from assay.fidelity.budget import Budget
+from assay.fidelity.cost import Budget
 from assay.lab.gap import gap as run
 from assay.lab.gap.buckets import decompose, effect
 from assay.lab.gap.outcome import CodecGap, Floors, Outcome, check_step, check_sum, repeated, repeated_nll

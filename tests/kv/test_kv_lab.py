@@ -23,12 +23,11 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.hf.spec import HfSpec
 from assay.engines.scoring import ScoreJob, TokenizerFacts, Window, WindowRows
 from assay.errors import AssayError
-from assay.fidelity.budget import Budget, OutOfTime, Pace
+from assay.fidelity.cost import Budget, OutOfTime, Pace
 from assay.fidelity.plan import Plan
 from assay.lab.kv import lab as lab_module
 from assay.lab.kv import sweep as sweep_module
-from assay.lab.kv.allocate import run_allocate
-from assay.lab.kv.attribute import run_attribute
+from assay.lab.kv.allocate import run_allocate, run_attribute
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.evaluate import run_eval

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from assay.checkpoint import found, noted, plural, warned
+from assay.checkpoint.declared import Declared
 from assay.checkpoint.digests import (
     Digest,
     DigestCache,
@@ -24,8 +25,7 @@ from assay.checkpoint.digests import write as write_manifest
 from assay.checkpoint.gguf import Gguf
 from assay.checkpoint.hub import list_revision
 from assay.checkpoint.mtp import MtpReport
-from assay.checkpoint.quantization.check import KvCache
-from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.quantization import KvCache
 from assay.checkpoint.serve_args import Version
 from assay.checkpoint.serve_args import engine_version as parse_engine_version
 from assay.checkpoint.structure import loaded_files

@@ -15,7 +15,7 @@ import numpy as np
 
 from assay.checkpoint import SHOWN, found, plural, some, unexamined, warned
 from assay.checkpoint.mtp import MtpReport, Status
-from assay.checkpoint.rules.tokenizer import template_problem
+from assay.checkpoint.rules import template_problem
 from assay.checkpoint.safetensors import Fault, Tensor
 from assay.checkpoint.structure import lost_parts
 from assay.verdict import Finding

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from assay.checkpoint import SHOWN, found, noted, plural, some, structure, warned
+from assay.checkpoint.declared import PLAIN, Declared, Kind
 from assay.checkpoint.documents import Document
-from assay.checkpoint.quantization.check import weights
-from assay.checkpoint.quantization.declared import PLAIN, Declared, Kind
-from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.quantization import weights
+from assay.checkpoint.schemes import parse
 from assay.checkpoint.serve_args import TABLED, Version
 from assay.checkpoint.structure import MAX_PIECES, Dims, Layer, Piece, Shape, attention, is_stored, linear, norms
 from assay.checkpoint.subject import Checkpoint, open_checkpoint

@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any, Literal
 
 from assay.checkpoint import found, warned
-from assay.checkpoint.quantization.check import KvCache
-from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.declared import Declared
+from assay.checkpoint.quantization import KvCache
 from assay.checkpoint.structure import Dims
 from assay.checkpoint.subject import Checkpoint
 from assay.errors import UsageError

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from assay.checkpoint import found, plural, warned
+from assay.checkpoint.declared import Declared
 from assay.checkpoint.documents import CONFIG, Document, clean
 from assay.checkpoint.draft import draft_kind
 from assay.checkpoint.mtp import MtpReport
-from assay.checkpoint.quantization.check import KvCache
-from assay.checkpoint.quantization.declared import Declared
+from assay.checkpoint.quantization import KvCache
 from assay.checkpoint.serve_args import TABLED, KvChoice, ServeArgs, Version, choice, lint_kv
 from assay.checkpoint.subject import Checkpoint
 from assay.verdict import Finding

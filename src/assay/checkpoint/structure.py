@@ -14,8 +14,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from assay.checkpoint import SHOWN, found, noted, plural, some, unexamined, warned
+from assay.checkpoint.declared import carrier, stored_kind, weight_shape
 from assay.checkpoint.documents import INDEX
-from assay.checkpoint.quantization.declared import carrier, stored_kind, weight_shape
 from assay.checkpoint.safetensors import layer_index
 from assay.checkpoint.subject import BrokenDocument, Checkpoint
 from assay.verdict import Finding, Severity

@@ -16,10 +16,10 @@ from assay.checkpoint.draft import check_draft, is_draft
 from assay.checkpoint.files import Outcome, Show, VerifyOptions, examine_local, examine_remote, silent
 from assay.checkpoint.gguf import check_gguf, check_splits, examine_gguf, read_gguf
 from assay.checkpoint.mtp import check_mtp, examine_checkpoint, head_prefixes
-from assay.checkpoint.quantization.check import check_kv, check_orphans, check_quantization, kv_cache
-from assay.checkpoint.quantization.schemes import parse
+from assay.checkpoint.quantization import check_kv, check_orphans, check_quantization, kv_cache
 from assay.checkpoint.rules import all_rules
 from assay.checkpoint.safetensors import Tensor
+from assay.checkpoint.schemes import parse
 from assay.checkpoint.serve_args import TABLED, ServeArgs
 from assay.checkpoint.serve_flags import advise
 from assay.checkpoint.structure import (

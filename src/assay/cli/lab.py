@@ -82,7 +82,7 @@ def attribute(**given: Any) -> Report:
     Goes on where an interrupted run stopped.
     """
     from assay.cli.progress import show
-    from assay.lab.kv.attribute import run_attribute
+    from assay.lab.kv.allocate import run_attribute
     from assay.lab.options import AttributionPlan
 
     return run_attribute(AttributionPlan.of(given), show)

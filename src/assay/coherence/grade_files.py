@@ -16,14 +16,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from assay.coherence.answers import Answer, Assembly, Value, finish, has
 from assay.coherence.diagnosis import explain
 from assay.coherence.grading import Grade, Label, grade
 from assay.coherence.readers import read
 from assay.coherence.reading import (
     MAX_BYTES,
+    Answer,
+    Assembly,
     Parsed,
     Reading,
+    Value,
+    finish,
+    has,
     http_head,
     json_values,
     python_fields,

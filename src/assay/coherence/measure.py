@@ -23,6 +23,7 @@ from assay.coherence.conversation import (
     answer_text,
     generate_all,
     in_order,
+    run_fibonacci,
     run_tasks,
     user,
 )
@@ -31,7 +32,6 @@ from assay.coherence.grading import Grade, grade
 from assay.coherence.plan import FIRST, Plan, Stage
 from assay.coherence.probes import FIBONACCI, extract_code, filler, score_alone, score_in_context, standard_probes
 from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText
-from assay.coherence.sandbox import run_fibonacci
 from assay.coherence.tools import cases, run_level
 from assay.engines.base import Capability, Engine, Reply, Request
 from assay.engines.server.http import RequestRefused

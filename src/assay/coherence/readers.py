@@ -11,8 +11,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from assay.coherence.answers import Assembly, Value, finish, has, speech, string
-from assay.coherence.reading import json_values
+from assay.coherence.reading import Assembly, Value, finish, has, json_values, speech, string
 
 
 def openai(value: Value, out: Assembly) -> bool:

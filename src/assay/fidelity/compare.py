@@ -21,12 +21,18 @@ from assay.engines.server.engine import ServerCandidate
 from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.fidelity.breakdown import by_class, by_confidence, by_depth, token_class, worst_tokens
-from assay.fidelity.budget import Budget
+from assay.fidelity.breakdown import (
+    by_class,
+    by_confidence,
+    by_depth,
+    compare_greedy,
+    continue_greedily,
+    token_class,
+    worst_tokens,
+)
+from assay.fidelity.cost import Budget, Memory, foretell
 from assay.fidelity.floors import Floors
-from assay.fidelity.greedy import compare_greedy, continue_greedily
 from assay.fidelity.margins import all_pairs, control_findings, control_metrics, controlled, margin_tests
-from assay.fidelity.memory import Memory, foretell
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference, windows_kept
 from assay.fidelity.report import blocks, headline

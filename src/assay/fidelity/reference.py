@@ -15,11 +15,10 @@ from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Wi
 from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import WORTH_MEASURING, Budget, measure_pace
+from assay.fidelity.breakdown import Continued, continue_greedily
+from assay.fidelity.cost import WORTH_MEASURING, Budget, foretell, measure_pace
 from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
-from assay.fidelity.greedy import Continued, continue_greedily
 from assay.fidelity.llama_base import open_base, write_base
-from assay.fidelity.memory import foretell
 from assay.fidelity.pack import open_pack
 from assay.fidelity.plan import Plan, available_windows, blocks_of, cut_windows, fingerprint, label_of, places_of
 from assay.fidelity.routing import Routing, read_routing

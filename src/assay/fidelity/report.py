@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from assay.engines.scoring import GreedyStep
-from assay.fidelity.greedy import NEAR_TIE, Divergence, Greedy
+from assay.fidelity.breakdown import NEAR_TIE, Divergence, Greedy
 from assay.fidelity.margins import MarginTest, Pair
 from assay.fidelity.plan import Plan
 from assay.fidelity.result import CandidateResult, beyond_text, interval_text, kl_text, top1_text, tv_text

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.fidelity.breakdown import Bin
+from assay.fidelity.breakdown import Bin, Greedy
 from assay.fidelity.floors import Floors
-from assay.fidelity.greedy import Greedy
 from assay.fidelity.plan import MarginOptions, Plan
 from assay.fidelity.routing import RoutingResult
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled

@@ -19,7 +19,7 @@ import numpy as np
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath, TokenizerFacts, Window
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError
-from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, measure_pace, size_for
+from assay.fidelity.cost import WORTH_MEASURING, Budget, OutOfTime, measure_pace, size_for
 from assay.fidelity.metrics import statistics_device, window_statistics
 from assay.fidelity.plan import fingerprint, label_of
 from assay.fidelity.reference import plan_windows, tokenizer_check
@@ -53,9 +53,9 @@ from assay.lab.kv.accounting import measured_bytes, stream_facts
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
-from assay.lab.kv.live_stream import Key, StreamFacts
 from assay.lab.kv.noise import NoiseGrowth, noise_growth
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.stream_coder import Key, StreamFacts
 from assay.lab.options import GAP_MINUTES
 from assay.progress import Progress, span
 from assay.runs import Kept

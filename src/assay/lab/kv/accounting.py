@@ -16,7 +16,7 @@ from typing import Any
 from assay.engines.scoring import Engagement
 from assay.errors import AssayError
 from assay.lab.kv.codec import CacheShape
-from assay.lab.kv.live_stream import Coders, Key, StreamFacts
+from assay.lab.kv.stream_coder import Coders, Key, StreamFacts
 from assay.lab.options import TABLE_TOKENS
 
 LENGTHS = (1024, 8192, 32_768)

@@ -37,9 +37,9 @@ from assay.errors import AssayError
 from assay.lab.kv import rans
 from assay.lab.kv.codecs.pca_entropy import ESCAPE, RADIUS, RangeCoder, code_lengths, radii
 from assay.lab.kv.fit import Bench, CoderSet
-from assay.lab.kv.live_stream import Key
 from assay.lab.kv.pages.source import BLOCKS, source_of
 from assay.lab.kv.spec import KvSpec, parse_spec
+from assay.lab.kv.stream_coder import Key
 from assay.runs import cache_dir, write_atomically
 
 MAGIC, VERSION = b"AKVB", 2

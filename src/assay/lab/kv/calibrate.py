@@ -14,7 +14,7 @@ from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.lab.kv.attribute import alone, count_alone
+from assay.lab.kv.allocate import alone, count_alone
 from assay.lab.kv.cache_hook import Mode, observed_cache
 from assay.lab.kv.calibration import (
     Calibration,

@@ -12,8 +12,8 @@ from urllib.parse import quote
 from assay.engines.ray_scorer import on_ray
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.fidelity.budget import Budget
 from assay.fidelity.compare import FIRST_LOOK, Looks, assess, certain_findings, implausible, run_compare
+from assay.fidelity.cost import Budget
 from assay.fidelity.floors import Floors
 from assay.fidelity.margins import against_control, control_findings, control_metrics
 from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan, label_of

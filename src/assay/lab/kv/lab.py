@@ -24,7 +24,7 @@ from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, Sc
 from assay.engines.server.http import without_credentials
 from assay.engines.specs import open_scorer
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import WORTH_MEASURING, Budget, OutOfTime, Pace, measure_pace, size_for
+from assay.fidelity.cost import WORTH_MEASURING, Budget, OutOfTime, Pace, measure_pace, size_for
 from assay.fidelity.plan import Plan, blocks_of, label_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import (

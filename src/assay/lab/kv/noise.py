@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from assay.environment import describe
 from assay.errors import UsageError
-from assay.lab.kv.attribute import figures, kl_text
+from assay.lab.kv.allocate import figures, kl_text
 from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import Measured, Unfinished, open_lab
 from assay.lab.options import NoisePlan

@@ -26,7 +26,7 @@ CODECS = {
     "bf16": "plain:Bf16",
     "fp8": "plain:Fp8",
     "int": "plain:IntGroups",
-    "hadamard": "hadamard:Hadamard",
+    "hadamard": "plain:Hadamard",
     "lattice": "lattice:Lattice",
     "kakeya": "kakeya:Kakeya",
     "pca": "pca:Pca",

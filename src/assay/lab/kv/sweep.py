@@ -19,7 +19,7 @@ from typing import Any
 from assay.engines.ray_scorer import RayScorer, on_ray
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.budget import Budget
+from assay.fidelity.cost import Budget
 from assay.fidelity.plan import QUICK_MINUTES
 from assay.fidelity.result import summarise
 from assay.lab.kv.fit import Fitters, fitters, kept_layers

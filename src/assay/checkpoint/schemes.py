@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from assay.checkpoint.quantization import declared
-from assay.checkpoint.quantization.declared import (
+from assay.checkpoint import declared
+from assay.checkpoint.declared import (
     PLAIN,
     Declared,
     Found,

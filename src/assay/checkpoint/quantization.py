@@ -10,17 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from assay.checkpoint import SHOWN, found, plural, some, unexamined, warned
+from assay.checkpoint.declared import CARRIERS, FUSED, PACKED_KINDS, Declared, Kind, carrier, fused_kind, stored_kind
 from assay.checkpoint.documents import SIDECARS
-from assay.checkpoint.quantization.declared import (
-    CARRIERS,
-    FUSED,
-    PACKED_KINDS,
-    Declared,
-    Kind,
-    carrier,
-    fused_kind,
-    stored_kind,
-)
 from assay.checkpoint.safetensors import Params, layer_index
 from assay.checkpoint.structure import expectation
 from assay.checkpoint.subject import Checkpoint

@@ -1,1 +1,0 @@
-"""The quantisation that a checkpoint declares, against the tensors that it stores."""
