@@ -61,6 +61,46 @@ Path(job["out"]).write_text(json.dumps(found))
 """
 
 
+PAGES = """
+from types import SimpleNamespace as Some
+import torch
+from assay.lab.kv.connector import VllmPages
+def check(cache, put):
+    caches, spec = [cache[i] for i in range(3)], Some(num_kv_heads=2, head_size=8, block_size=16)
+    def update(module, k, v, page, slots):
+        for n, slot in enumerate(slots.tolist()):
+            put(page[slot // 16], slot % 16, k[n], v[n])
+    module = Some(impl=Some(do_kv_cache_update=update))
+    pages = VllmPages({i: (module, c) for i, c in enumerate(caches)}, spec, 3)
+    target, x, slots = pages._target(), torch.randn(3, 2, 40, 16).bfloat16(), torch.randperm(80)[:40].numpy()
+    pages.write(slots, x)
+    flat = torch.as_strided(target.out, (cache.untyped_storage().nbytes() // 2,), (1,), 0)
+    for n, slot in enumerate(slots):
+        at = slot // 16 * target.stride + target.table[:, slot % 16]
+        found = flat[at[..., None] + torch.arange(8)].view(3, 2, 16)
+        assert torch.equal(found, x[:, :, n]), (n, slot)
+def side_by_side(page, slot, k, v):
+    page[:, slot, :8], page[:, slot, 8:] = k, v
+def apart(page, slot, k, v):
+    page[0, slot], page[1, slot] = k, v
+def crossed(page, slot, k, v):
+    page[0, :, :, slot], page[1, :, :, slot] = k, v
+zeros = lambda *shape: torch.zeros(*shape, dtype=torch.bfloat16)
+check(zeros(3, 5, 2, 16, 16), side_by_side)
+check(zeros(3, 5, 16, 2, 16).transpose(2, 3), side_by_side)
+check(zeros(3, 5, 2, 16, 2, 8), apart)
+module = Some(impl=Some(do_kv_cache_update=lambda m, k, v, page, slots: [crossed(page[0], i, k[i], v[i]) for i in range(16)]))
+spec = Some(num_kv_heads=2, head_size=8, block_size=16)
+assert VllmPages({0: (module, zeros(5, 2, 2, 8, 16))}, spec, 1)._target() is None
+"""
+
+
+def test_pages_say_where_a_kernel_may_write_however_they_are_laid_out() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "PYTHONPATH": str(plugin_folder())}
+    subprocess.run([str(vllm_python()), "-c", PAGES], env=environment, check=True, timeout=120)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Three random layers with heads as vLLM's CPU attention takes them, and their tables."""
