@@ -356,7 +356,7 @@ class DoctorOptions(RayOptions):
     concurrency: int = option(24, "Requests at once in the burst.", lo=2, hi=512)
     fault_rate: float = option(
         1 / 3,
-        "Smallest share of starts that a fault shows in and must be found at; 1 needs one good start only.",
+        "A fault that shows in this share of starts must be found; 1: it shows in every one, so one good start is enough.",
         lo=0.05,
         hi=1,
     )
@@ -382,4 +382,4 @@ class DoctorOptions(RayOptions):
     )
     bundle: Path | None = option(None, "Write the evidence to this file (.tar.zst).", apart=True)
     issue: bool = option(False, "Print a bug report with the minimal command.", apart=True)
-    fresh: bool = option(False, "Forget what an interrupted doctor of this command measured.", apart=True)
+    fresh: bool = option(False, "Forget what earlier doctors of this command measured.", apart=True)

@@ -45,6 +45,20 @@ def test_a_wrong_command_line_is_one_json_object_and_exit_2(
     assert report["findings"][0]["id"].endswith(".usage")
 
 
+def test_a_slip_on_the_command_line_is_answered_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, said in (
+        (["chek"], "ERROR  assay: No such command 'chek'. The nearest is 'check'."),
+        (["kv", "evl"], "No such command 'evl'. The nearest is 'eval'."),
+        (["xyzzy"], "No such command 'xyzzy'.\n"),
+        (["check", "u", "--samples", "x"], "Invalid value for '--samples': not a whole number."),
+        (["check", "u", "--budget", "x"], "Invalid value for '--budget': not a number."),
+    ):
+        assert invoke(arguments) == 2
+        assert said in capsys.readouterr().out
+    assert invoke(["check", "--help"]) == 0
+    assert "[default: 1%; 0% to 100%]" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize(
     ("area", "arguments"),
     [

@@ -44,7 +44,8 @@ def evaluate(**given: Any) -> Report:
 def sweep(**given: Any) -> Report:
     """Measure many codecs on one reference: which are worth their bytes, and does the best one hold on fresh text?
 
-    Goes on where an interrupted run stopped.
+    Goes on where an interrupted run stopped. Exit code 0 one is accepted or MARGINAL, on fresh text too, 1 all are REJECT,
+    2 could not be examined, 3 inconclusive.
     """
     from assay.cli.progress import show
     from assay.lab.kv.sweep import run_sweep
@@ -55,7 +56,10 @@ def sweep(**given: Any) -> Report:
 
 @_command("calibrate", "CalibrationPlan", model=_ANY_MODEL)
 def calibrate(**given: Any) -> Report:
-    """Learn from text what codecs need to know of a model's keys and values. Never evaluate on that text."""
+    """Learn from text what codecs need to know of a model's keys and values. Never evaluate on that text.
+
+    Exit code 0 written, 2 could not be written.
+    """
     from assay.cli.progress import show
     from assay.lab.kv.calibrate import run_calibrate
     from assay.lab.options import CalibrationPlan
@@ -67,7 +71,10 @@ def calibrate(**given: Any) -> Report:
 
 @_command("diagnose", "DiagnosisPlan", model=_MODEL)
 def diagnose(**given: Any) -> Report:
-    """Say where a codec's error comes from: by layer, head and stage, and what attention makes of it."""
+    """Say where a codec's error comes from: by layer, head and stage, and what attention makes of it.
+
+    Exit code 0 measured, whatever it says; 2 could not be examined.
+    """
     from assay.cli.progress import show
     from assay.lab.kv.diagnose import run_diagnose
     from assay.lab.options import DiagnosisPlan
@@ -79,7 +86,7 @@ def diagnose(**given: Any) -> Report:
 def attribute(**given: Any) -> Report:
     """Code every layer and stream alone, then all together: what hurts, and does it add up?
 
-    Goes on where an interrupted run stopped.
+    Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined, 3 the time was too short.
     """
     from assay.cli.progress import show
     from assay.lab.kv.allocate import run_attribute
@@ -92,7 +99,7 @@ def attribute(**given: Any) -> Report:
 def allocate(**given: Any) -> Report:
     """Give every layer and stream its bits under a budget of bytes, from measured sensitivity; measure the choice again.
 
-    Goes on where an interrupted run stopped.
+    Goes on where an interrupted run stopped. Exit code 0 allocated, 2 could not be examined, 3 the time was too short.
     """
     from assay.cli.progress import show
     from assay.lab.kv.allocate import run_allocate
@@ -105,7 +112,7 @@ def allocate(**given: Any) -> Report:
 def noise(**given: Any) -> Report:
     """Put noise of known size into the KV cache: how much error does the model bear, and where?
 
-    Goes on where an interrupted run stopped.
+    Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined.
     """
     from assay.cli.progress import show
     from assay.lab.kv.noise import run_noise
@@ -121,7 +128,8 @@ def serve(options: list[str] | None = None, **given: Any) -> Report:
     """Serve a model with vLLM and a codec in its KV cache; refuses what would give wrong numbers.
 
     The command is printed and run: `assay kv serve MODEL --codec SPEC -- --port 8001 --max-model-len 4096`.
-    With --tier stream the cache stays exact, and full blocks leave it in the codec and come back by prefix.
+    With --tier stream the cache stays exact; full blocks are also kept in the codec and read back for a request with the same
+    prefix. Exit code 0 the server ran to its end, 2 it was refused or failed.
     """
     from assay.lab.kv.serve import run_serve
     from assay.lab.options import ServePlan
@@ -132,7 +140,10 @@ def serve(options: list[str] | None = None, **given: Any) -> Report:
 
 @_command("encode", "EncodePlan", source="KKTV file, or a safetensors file of [KV heads, tokens, head_dim].")
 def encode(**given: Any) -> Report:
-    """Encode a tensor of keys or values to its serialised stream, and say what was lost."""
+    """Encode a tensor of keys or values to its serialised stream, and say what was lost.
+
+    Exit code 0 written, 2 could not be written.
+    """
     from assay.lab.kv.files import run_encode
     from assay.lab.options import EncodePlan
 
@@ -141,7 +152,10 @@ def encode(**given: Any) -> Report:
 
 @_command("decode", "DecodePlan", source="Stream that `assay kv encode` wrote.")
 def decode(**given: Any) -> Report:
-    """Decode a stream with the codec that its header names."""
+    """Decode a stream with the codec that its header names.
+
+    Exit code 0 written, 2 could not be written.
+    """
     from assay.lab.kv.files import run_decode
     from assay.lab.options import DecodePlan
 
@@ -157,7 +171,7 @@ KV_COMMANDS = (
     "gap",
     "assay.lab.options:GapOptions",
     reference="hf:MODEL or vllm:MODEL, with options after '?'.",
-    candidate="The same, for the other side.",
+    candidate="The other side: the same, or gguf:FILE.",
 )
 def gap(**given: Any) -> Report:
     """Take the difference of two deployments apart into buckets that sum, with intervals, and measure what would help.

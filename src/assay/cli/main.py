@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +126,7 @@ def invoke(arguments: list[str]) -> int:
         if arguments in ([], *([name] for name in GROUPS)):  # the "error" is the help text
             print(_message(error))
             return Verdict.ERROR.exit_code
-        report = usage_report(_verb_of(arguments), _message(error))
+        report = usage_report(_verb_of(arguments), _message(error) + _nearest(arguments, error))
         json = next((a.partition("=")[2] for a in arguments if a.startswith("--json=")), None)
         return run(report.command, Output(json=json), lambda: report)
     return result if isinstance(result, int) else 0
@@ -177,7 +179,20 @@ def _verb_of(arguments: list[str]) -> str:
 
 
 def _message(error: Exception) -> str:
-    return str(getattr(error, "format_message", error.__str__)())
+    said = str(getattr(error, "format_message", error.__str__)())
+    return re.sub(r"Input should be a valid (integer|number),.*", lambda found: _NOT_A[found[1]], said)
+
+
+_NOT_A = {"integer": "not a whole number", "number": "not a number"}
+"""What the parser's message says in plain words."""
+
+
+def _nearest(arguments: list[str], error: Exception) -> str:
+    """The verb that a mistyped one was meant to be, as a clause."""
+    wanted = re.match(r"No such command '(.+)'", _message(error))
+    known = GROUPS.get(arguments[0], VERBS)
+    near = get_close_matches(wanted[1], known, n=1) if wanted else []
+    return f" The nearest is {near[0]!r}." if near else ""
 
 
 if __name__ == "__main__":

@@ -174,7 +174,8 @@ def _with_bounds(declared: Declared) -> str:
     shown = f"{default:g}" if isinstance(default, float) else default
     notes = [] if shown in (None, "") or isinstance(default, bool) else [f"default: {shown}"]
     if lo is not None and hi is not None and hi < 1e9:
-        notes.append(f"{lo:g} to {hi:,.15g}")
+        percent = declared.form == "fraction"
+        notes.append(f"{100 * lo:g}% to {100 * hi:g}%" if percent else f"{lo:g} to {hi:,.15g}")
     elif lo is not None and lo > 1:
         notes.append(f"at least {lo:g}")
     return f"{declared.help} [{'; '.join(notes)}]" if notes else declared.help

@@ -65,7 +65,7 @@ def verify(checkpoint: str, **given: Any) -> Report:
 
     Hashes the files and reads their headers; --values reads every number as well. Opens no pickle. Digests are kept,
     so a second run hashes only what changed. Exit code 0 pass, 1 fail, 2 could not be examined, 3 files with no
-    digest to hold against.
+    digest to compare with.
     """
     from assay.checkpoint.files import VerifyOptions
     from assay.checkpoint.verify import verify as verify_checkpoint
@@ -187,7 +187,7 @@ def card(reports: list[Path], **given: Any) -> Report:
 def table(rows: list[str], **given: Any) -> Report:
     """Compare thousands of candidates in one table with intervals, from rows that may be larger than memory.
 
-    Exit code 0 compared, 2 a file holds no rows, or a window stands in twice.
+    Exit code 0 compared, 2 a file holds no rows, or a window occurs twice.
     """
     from assay.fidelity.table import TableOptions, run_table
 
@@ -231,7 +231,7 @@ def bundle_show(bundle: Path) -> Report:
 
 @verb("bundle verify", bundle="FILE :: What `assay doctor --bundle` wrote.")
 def bundle_verify(bundle: Path) -> Report:
-    """Hold the files of a bundle against its manifest and judge its starts again. Exit code 0 both hold, 1 not."""
+    """Compare the files of a bundle with its manifest and judge its starts again. Exit code 0 both agree, 1 not."""
     from assay.serving.bundle import verify_bundle
 
     return verify_bundle(bundle)

@@ -69,7 +69,7 @@ class Plan(RunTime):
         apart=True,
     )
     quick: bool = option(False, "One text per probe, in 60 s, or in 3 min on a slow server.", apart=True)
-    all: bool = option(False, "Measure everything, also once the verdict is certain.", apart=True)
+    all: bool = option(False, "Measure everything, even after the verdict is certain.", apart=True)
 
 
 @dataclass(frozen=True)

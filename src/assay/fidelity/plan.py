@@ -272,7 +272,9 @@ class TimeOptions(RunTime):
 
     _: KW_ONLY
     all: bool = option(
-        False, "Score every passage, also once the verdict is certain; --windows means it too.", apart=True
+        False,
+        "Score every passage, even after the verdict is certain; a number given by --windows does so too.",
+        apart=True,
     )
 
     @classmethod

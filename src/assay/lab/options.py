@@ -24,10 +24,12 @@ EXACT_BITS = 16.0
 
 def _codec() -> Any:
     """The codec."""
-    return option(help="SPEC, such as sinks(n=4)+hadamard(bits=4).", metavar="SPEC")
+    return option(
+        help="Codec and its wrappers, such as sinks(n=4)+hadamard(bits=4); `assay kv list` names them.", metavar="SPEC"
+    )
 
 
-def _mode(default: str, help: str = "decode is what serving does.") -> Any:
+def _mode(default: str, help: str = "How the codec takes part; decode is what serving does.") -> Any:
     """How the codec takes part."""
     return option(default, help, choices=MODES)
 
@@ -42,9 +44,9 @@ def _skip_layers() -> Any:
     return option((), "Layers that stay exact: 0,1,28-29.", form="numbers", metavar="LAYERS")
 
 
-def _text() -> Any:
-    """Sources of text; none: the English of Python's own documentation."""
-    return option((), "File, glob, FILE.jsonl or datasets:NAME; may be given again.", metavar="SOURCE")
+def _text(left_out: str = "Left out: the English of Python's own documentation.") -> Any:
+    """Sources of text."""
+    return option((), f"File, glob, FILE.jsonl or datasets:NAME; may be given again. {left_out}", metavar="SOURCE")
 
 
 def _windows(default: int, least: int = 1) -> Any:
@@ -65,7 +67,7 @@ def _batch(default: int) -> Any:
 def _block() -> Any:
     """How many tokens decode together."""
     return option(
-        1, "decode: tokens of the second half that are fed together; each sees the cache as if it came alone.", lo=1
+        1, "With --mode decode: tokens that are fed together; each still reads the cache as if it came alone.", lo=1
     )
 
 
@@ -144,7 +146,7 @@ class SweepPlan(RayOptions, ModelPlan, TimeOptions):
 
     model: str
     _: KW_ONLY
-    codecs: tuple[str, ...] = option((), "SPEC; give it several times.", flag="codec", metavar="SPEC")
+    codecs: tuple[str, ...] = option((), "Codec and its wrappers; may be given again.", flag="codec", metavar="SPEC")
     specs: Path | None = option(None, "File with one SPEC per line.", apart=True)
     mode: str = _mode("decode")
     streams: str = _streams()
@@ -179,7 +181,9 @@ class NoisePlan(ModelPlan):
         (0.003, 0.01, 0.03, 0.1), "Sizes of the noise, relative to the rms of a token.", flag="sigma", form="sizes"
     )
     each: str = option(
-        "all", "All together, each stream alone, or each layer alone.", choices=("all", "stream", "layer")
+        "all",
+        "Put noise into the whole cache, into each stream alone, or into each layer alone.",
+        choices=("all", "stream", "layer"),
     )
     streams: str = _streams()
     mode: str = _mode("inforward")
@@ -226,7 +230,9 @@ class AttributionPlan(ModelPlan, RunTime):
     model: str
     codec: str = _codec()
     _: KW_ONLY
-    each: str = option("stream", "K and V of a layer apart, or together.", choices=("stream", "layer"))
+    each: str = option(
+        "stream", "Code K and V of a layer apart (stream), or together (layer).", choices=("stream", "layer")
+    )
     mode: str = _mode("inforward")
     skip_layers: tuple[int, ...] = _skip_layers()
     text: tuple[str, ...] = _text()
@@ -244,7 +250,7 @@ class AllocationPlan(ModelPlan, RunTime):
 
     model: str
     codec: str = _codec()
-    target_ratio: float = option(help="Stored bytes: how many times smaller than bf16.")
+    target_ratio: float = option(help="How many times smaller than bf16 the stored bytes should be; between 1 and 16.")
     _: KW_ONLY
     mode: str = _mode("inforward")
     text: tuple[str, ...] = _text()
@@ -276,8 +282,8 @@ class CalibrationPlan(ModelPlan):
     model: str
     out: Path = option(help="File that is written.", apart=True)
     _: KW_ONLY
-    text: tuple[str, ...] = _text()
-    windows: int = _windows(32)
+    text: tuple[str, ...] = _text("Required; text that is never evaluated on.")
+    windows: int = option(32, "Passages that are read.", lo=1)
     length: int = _length(1024)
     batch: int = _batch(4)
     tokens: int = option(4096, "Sampled tokens that the file holds.", lo=256)
@@ -306,13 +312,15 @@ class ServePlan(KvPlan):
     skip_layers: tuple[int, ...] = _skip_layers()
     tier: str = option(
         "none",
-        "stream: full blocks leave the cache entropy-coded, and come back when their prefix does.",
+        "stream: also keep full blocks, entropy-coded, for later requests with the same prefix.",
         choices=("none", "stream"),
     )
     tier_size: float = option(
-        4.0, "--tier: what it may hold; the least recently used blocks go first.", lo=0, metavar="GB"
+        4.0, "Size of the tier; when it is full, the least recently used blocks go first.", lo=0, metavar="GB"
     )
-    tier_dir: Path | None = option(None, "--tier: folder that keeps it; none: in memory.", metavar="DIR")
+    tier_dir: Path | None = option(
+        None, "Folder that keeps the blocks of the tier; without it they are in memory.", metavar="DIR"
+    )
     python: str = option("", "Python executable with vLLM installed.", metavar="FILE")
     dry_run: bool = option(False, "Print the command and stop.", apart=True)
     options: tuple[str, ...] = option((), listed=False)
@@ -390,18 +398,18 @@ class GapOptions(RayOptions, RunTime, ThreadOptions):
     candidate: str
     _: KW_ONLY
     codec: str = option(
-        "", "SPEC of `assay kv`, such as hadamard(bits=4); left out: two engines are told apart.", metavar="SPEC"
+        "", "Codec of `assay kv`, such as hadamard(bits=4); without it only the engines are compared.", metavar="SPEC"
     )
     quick: bool = option(
         False,
         "8 windows of 256 tokens, layers in 5 groups, fewer noise levels, in 10 minutes (or --budget).",
         apart=True,
     )
-    mode: str = _mode("decode", "What the total is measured in.")
-    base_mode: str = _mode("inforward", "What engine and codec are told apart in.")
+    mode: str = _mode("decode", "Mode in which the total is measured.")
+    base_mode: str = _mode("inforward", "Mode in which the effects of engine and codec are measured.")
     phases: tuple[int, ...] = option(
         tuple(PHASES),
-        "1 baseline, 2 residual, 3 noise, 4 layers, 5 harness, 6 calibration: 1,4.",
+        "What to measure, such as 1,4: 1 baseline, 2 residual, 3 noise, 4 layers, 5 harness, 6 calibration.",
         form="numbers",
         metavar="PHASES",
     )
@@ -416,7 +424,7 @@ class GapOptions(RayOptions, RunTime, ThreadOptions):
     other_calibration: str | None = _calibration("The same from the candidate's engine, for phase 6.")
     margin: float = option(0.03, "The total must lie within ± this.", flag="margin-ppl", form="fraction")
     seed: int = _seed("Seed of the noise.")
-    keep: bool = option(False, "What was scored is kept in any case; this changes nothing.", apart=True)
+    keep: bool = option(False, "Changes nothing: what was scored is always kept.", apart=True)
 
     @classmethod
     def read(cls, given: Mapping[str, Any], where: str = "") -> dict[str, Any]:
@@ -448,7 +456,7 @@ class HeadTrainPlan(RayOptions):
         apart=True,
     )
     kind: str = option("eagle3", "Layout of the head; mtp is MiMo's layer, for Qwen2.", choices=("eagle3", "mtp"))
-    text: tuple[str, ...] = _text()
+    text: tuple[str, ...] = _text("Prompts are made from it too.")
     prompts: int = option(6000, "Prompts that the target answers.", lo=32)
     tokens: int = option(256, "Largest number of tokens in an answer.", lo=16)
     draft_vocab: int = option(8192, "Tokens that an EAGLE-3 head can guess; 0: all.", lo=0)
@@ -481,7 +489,7 @@ class HeadTryPlan(Options):
     heads: tuple[str, ...] = option((), "State of the head; may be given again (default: all).", flag="head-state")
     dead_beside: tuple[str, ...] = option(("bf16", "int4-g128"), listed=False)
     temperatures: tuple[float, ...] = option((0.0, 0.7), "Temperatures of the target.", form="sizes")
-    text: tuple[str, ...] = _text()
+    text: tuple[str, ...] = _text("Prompts are made from it too.")
     prompts: int = option(6000, "Prompts of the training, of which those held out are taken.", lo=32)
     texts: int = option(240, "Held-out prompts.", lo=4)
     tokens: int = option(192, "Largest number of tokens in an answer.", lo=16)

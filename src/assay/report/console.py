@@ -391,11 +391,16 @@ def _left_out(report: Report, findings: int, tables: int, console: Console) -> T
     return dim(f"-v shows {', '.join(rest) or 'all details'}; --html FILE draws the charts; --json has every number.")
 
 
+def _command(report: Report) -> str:
+    """`assay check`; `assay` alone where the command line named no verb."""
+    return "assay" if report.command == "assay" else f"assay {one_line(report.command)}"
+
+
 def banner(report: Report, console: Console) -> RenderableType:
     """The verdict, its one sentence and the subject."""
     look = VERDICTS[report.verdict]
     subject = ", ".join(f"{key} {value}" for key, value in subject_items(report.subject, 120))
-    command = f"assay {one_line(report.command)}"
+    command = _command(report)
     if not console.is_terminal:
         lines = [f"{look.word}  {command}: {sentence(report)}", *([f"Subject: {subject}"] if subject else [])]
         return Text("\n".join(lines))
@@ -414,7 +419,7 @@ def _verdict_line(report: Report) -> Text:
         if severity is not Severity.INFO and any(f.severity is severity for f in report.findings)
     ]
     tail = f" ({', '.join(counts)})" if counts else ""
-    return Text.assemble(f"assay {one_line(report.command)}: ", (look.word, f"bold {TONES[look.tone]}"), tail)
+    return Text.assemble(f"{_command(report)}: ", (look.word, f"bold {TONES[look.tone]}"), tail)
 
 
 def headline(metrics: Sequence[Metric], console: Console) -> RenderableType:

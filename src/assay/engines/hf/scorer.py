@@ -56,7 +56,7 @@ def window_states(
     A batch that does not fit into memory is halved and tried again. AssayError where one window does not fit, where a hook
     cannot forget what it has seen of a batch that failed, and where windows are longer than the positions that the model has.
     """
-    _check_positions(model, windows)
+    check_positions(model, windows)
     if not windows:
         return
     length = len(windows[0].tokens)
@@ -120,7 +120,8 @@ def _through_cache(
     return torch.cat(rows, dim=1)
 
 
-def _check_positions(model: Any, windows: Sequence[Window]) -> None:
+def check_positions(model: Any, windows: Sequence[Window]) -> None:
+    """AssayError where windows are longer than the model has positions, or hold a token that it has not."""
     config = model.config.get_text_config()
     limit = getattr(config, "max_position_embeddings", None)
     # Scaled rotary embeddings may reach further than this number says.
@@ -128,7 +129,7 @@ def _check_positions(model: Any, windows: Sequence[Window]) -> None:
     longest = max((len(w.tokens) for w in windows), default=0)
     if limit and longest > limit and not scaled:
         raise AssayError(
-            f"windows of {longest:,} tokens are longer than the {limit:,} positions of {type(model).__name__}",
+            f"windows of {longest:,} tokens are longer than the {limit:,} positions that the model has",
             finding_id="fidelity.window_too_long",
             remedy=f"give --length {limit} or less",
         )

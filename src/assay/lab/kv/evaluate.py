@@ -82,6 +82,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
         budget=budget,
         together=spec.token_by_token and (not plan.control or parse_spec(plan.control).token_by_token),
         codecs=1 + bool(plan.control),
+        skip_layers=plan.skip_layers,
         progress=progress,
     ) as lab:
         plan = replace(plan, windows=len(lab.windows), length=lab.length, block=lab.block)

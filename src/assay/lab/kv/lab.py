@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from assay.engines.base import full_spec
-from assay.engines.hf.scorer import HfScorer
+from assay.engines.hf.scorer import HfScorer, check_positions
 from assay.engines.machine import begin_run, interrupt_run, memory_error, out_of_memory
 from assay.engines.ray_scorer import RayScorer
 from assay.engines.scoring import Engagement, EngineHook, HookSpec, ScoreJob, ScoringEngine, ScoringPath, Window
@@ -43,7 +43,7 @@ from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
 from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of
 from assay.lab.kv.calibration import Calibration, read_calibration, without_passages
 from assay.lab.kv.codec import CacheShape, cache_shape
-from assay.lab.kv.fit import Bench, CoderSet
+from assay.lab.kv.fit import Bench, CoderSet, kept_layers
 from assay.lab.kv.rope import Rotary
 from assay.lab.options import TABLE_TOKENS
 from assay.progress import NO_PROGRESS, Progress, span
@@ -415,6 +415,7 @@ def open_lab(
     together: bool = False,
     codecs: int | Callable[[CacheShape], int] = 0,
     least_codecs: int = 0,
+    skip_layers: Sequence[int] = (),
     progress: Progress = NO_PROGRESS,
 ) -> Iterator[Lab]:
     """Load a model, cut the text, and check the calibration against both; the model is given back at the end.
@@ -464,6 +465,9 @@ def open_lab(
                     plan = replace(plan, path=path_of(mode).value)
                 plan = replace(plan, windows=windows + fresh, length=length)
             found, facts = plan_windows(plan, engine.tokenizer)
+            if isinstance(engine, HfScorer):
+                check_positions(engine.engine.model, found)
+                kept_layers(cache_shape(engine.engine.model), skip_layers)
             if known:
                 known.check_text(facts, found)
             measured = min(windows, len(found))
