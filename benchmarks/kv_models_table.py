@@ -1,7 +1,7 @@
 """Tables of `kv_codecs.py` over several models, as README.md and docs/kv.md show them.
 
-    python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json [--speed benchmarks/results/kv_blocks_*.json]
-        [--out benchmarks/results/kv_models.md]
+    python benchmarks/kv_models_table.py benchmarks/results/kv_{models,fixed,wide,fresh}_*.json --speed benchmarks/results/kv_blocks_qwen15.json
+        --into README.md docs/kv.md [--out benchmarks/results/kv_models.md]
 
 Of rows of the same codec, text, length, mode and freshness those of the last file count, and of these the one of most tokens. A cell is `smaller, KL ± half its 95 % interval, grade` (A ACCEPT, M MARGINAL,
 R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table names the one that was the smallest accepted on the windows
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--speed", nargs="*", type=Path, default=[], help="rows of kv_blocks.specs")
+    parser.add_argument(
+        "--into", nargs="*", type=Path, default=[], help="pages whose blocks are filled: README.md docs/kv.md"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kv_models.md")
     arguments = parser.parse_args()
     rows = merged(json.loads(f.read_text(encoding="utf-8")) for f in arguments.files)
-    lines = list(render(rows))
-    for file in arguments.speed:
-        lines += speeds(json.loads(file.read_text(encoding="utf-8")))
-    text = "\n".join(lines) + "\n"
+    speed = [json.loads(f.read_text(encoding="utf-8")) for f in arguments.speed]
+    text = "\n".join(render(rows, speed)) + "\n"
     arguments.out.write_text(text, encoding="utf-8")
+    for page in arguments.into:
+        page.write_text(filled(page.read_text(encoding="utf-8"), tables(rows, speed)), encoding="utf-8")
     print(text)
 
 
@@ -78,48 +82,73 @@ def merged(documents: Iterable[Mapping[str, Any]]) -> list[Row]:
     return list(found.values())
 
 
-def render(rows: Sequence[Row]) -> Iterator[str]:
+def render(rows: Sequence[Row], speed: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
     """Markdown of everything."""
     yield "# KV codecs on several models\n"
-    models = [m for m in NAMES if any(r["model"] == m for r in rows)]
-    for model in models:
+    for model in (m for m in NAMES if any(r["model"] == m for r in rows)):
         facts = next(r for r in rows if r["model"] == model)
         yield (
             f"- {NAMES[model]}: {facts['gpu']}, perplexity of the reference {facts['ppl_reference']:.1f}, "
             f"{facts['characters_per_token']:.2f} characters a token"
         )
-    forward, rows = ([r for r in rows if (r["mode"] == "inforward") is inside] for inside in (True, False))
-    short = [r for r in rows if r["text"] == WIKI and r["length"] == 1024]
-    fresh = [r for r in short if r["fresh"]]
-    yield "\n## What a user may take (README)\n"
-    yield from taken(short, models)
-    yield f"\n## WikiText, 1,024 tokens, fresh windows ({sizes(fresh)})\n"
-    yield from grid(fresh, models, lambda r: r["model"], NAMES.get, lambda r: r["bytes"]["ratio"])
-    yield "\n## The same with intervals\n"
-    yield from listed(sorted(fresh, key=_by_family))
-    if forward:
-        yield f"\n## KL in decode, and in-forward ({sizes(forward)})\n"
-        yield from beside(fresh, forward, models)
-    lengths = sorted({r["length"] for r in rows if r["text"] == WIKI})
-    long = {(r["model"], r["codec"]) for r in rows if r["text"] == WIKI and r["length"] > 1024}
-    mine = [
-        r for r in rows if r["text"] == WIKI and (r["fresh"] or r["length"] > 1024) and (r["model"], r["codec"]) in long
-    ]
-    yield f"\n## By context ({sizes(mine)}); one cache of so many tokens with all its tables\n"
-    yield from grid(mine, lengths, lambda r: r["length"], "{:,} tokens".format, own, models)
-    mine = [r for r in rows if r["text"] != WIKI]
-    if mine:
-        yield f"\n## By text ({sizes(mine)})\n"
-        texts = list(dict.fromkeys(r["text"] for r in mine))
-        yield from grid(mine, texts, lambda r: r["text"], str, lambda r: r["bytes"]["ratio"], models)
-    told = [r["apart"] for r in [*rows, *forward] if "apart" in r]
-    if told:
+    for title, lines in tables(rows, speed).values():
+        yield f"\n## {title}\n"
+        yield from lines
+    if told := sorted(r["apart"] for r in rows if "apart" in r):
         yield (
-            f"\nStreams and what attention read differ by at most {100 * max(told):.1f} % of a codec's own squared error in any "
-            f"stream (median of {len(told)} rows {100 * sorted(told)[len(told) // 2]:.2g} %)."
+            f"\nStreams and what attention read differ by at most {100 * told[-1]:.1f} % of a codec's own squared error in any "
+            f"stream (median of {len(told)} rows {100 * told[len(told) // 2]:.2g} %)."
         )
     yield "\n## All rows\n"
-    yield from listed([*rows, *forward])
+    yield from listed(rows)
+
+
+def tables(rows: Sequence[Row], speed: Sequence[Mapping[str, Any]] = ()) -> dict[str, tuple[str, list[str]]]:
+    """Title and lines of every table, by the name of the block of README.md or docs/kv.md that holds it."""
+    models = [m for m in NAMES if any(r["model"] == m for r in rows)]
+    forward, rows = ([r for r in rows if (r["mode"] == "inforward") is inside] for inside in (True, False))
+    wiki, others = ([r for r in rows if (r["text"] == WIKI) is same] for same in (True, False))
+    short = [r for r in wiki if r["length"] == 1024]
+    fresh = [r for r in short if r["fresh"]]
+    fixed = [r for r in short if "gains=3" in r["codec"] and "predict" not in r["codec"]]
+    long = {(r["model"], r["codec"]) for r in wiki if r["length"] > 1024}
+    by_length = [r for r in wiki if (r["fresh"] or r["length"] > 1024) and (r["model"], r["codec"]) in long]
+    lengths = sorted({r["length"] for r in by_length})
+    texts = list(dict.fromkeys(r["text"] for r in others))
+
+    def size(row: Row) -> float:
+        return float(row["bytes"]["ratio"])
+
+    def model_of(row: Row) -> str:
+        return str(row["model"])
+
+    found = {
+        "taken": ("What a user may take (README)", taken(short, models)),
+        "fresh": (
+            f"WikiText, 1,024 tokens, fresh windows ({sizes(fresh)})", grid(fresh, models, model_of, NAMES.get, size)
+        ),
+        "steps": ("Codes of fixed width: steps that were tried, and what was measured again", stepped(fixed)),
+        "forward": (f"KL in decode, and in-forward ({sizes(forward)})", beside(fresh, forward, models)),
+        "contexts": (
+            f"By context ({sizes(by_length)}); one cache of so many tokens with all its tables",
+            grid(by_length, lengths, lambda r: r["length"], "{:,} tokens".format, own, models),
+        ),
+        "texts": (f"By text ({sizes(others)})", grid(others, texts, lambda r: r["text"], str, size, models)),
+        "fresh, with intervals": ("Fresh windows, with intervals", listed(sorted(fresh, key=_by_family))),
+        **{
+            f"speed {d['model']}": (f"Speed of scoring a decode, {NAMES[d['model']]}, on a GPU that other programs used too", speeds(d))
+            for d in speed
+        },
+    }  # fmt: skip
+    return {name: (title, list(lines)) for name, (title, lines) in found.items()}
+
+
+def filled(text: str, found: Mapping[str, tuple[str, list[str]]]) -> str:
+    """A page whose blocks `<!-- kv NAME -->` … `<!-- end of kv NAME -->` hold the tables of those names."""
+    for name, (_, lines) in found.items():
+        block = re.compile(f"(<!-- kv {name} -->\n).*?(<!-- end of kv {name} -->)", re.DOTALL)
+        text = block.sub(lambda m, lines=lines: m[1] + "\n".join(lines) + "\n" + m[2], text)
+    return text
 
 
 def grid(
@@ -157,7 +186,6 @@ def beside(decode: Sequence[Row], forward: Sequence[Row], models: Sequence[str])
 
 def speeds(document: Mapping[str, Any]) -> Iterator[str]:
     """How many tokens a second were scored, by the tokens and windows that are fed together."""
-    yield f"\n## Speed of scoring a decode, {NAMES[document['model']]}, {document['machine']['gpu']}, shared with other programs\n"
     yield "| tokens at once | windows at once | codec | exact cache, tokens/s | with the codec, tokens/s | KL, nats |"
     yield "|---:|---:|---|---:|---:|---|"
     for r in document["rows"]:
@@ -165,6 +193,20 @@ def speeds(document: Mapping[str, Any]) -> Iterator[str]:
         cells = (
             str(r["block"]), str(r["batch"]), f"`{shorter(r['codec'])}`", f"{exact:,.0f}" if exact else "as above",
             f"{r['tokens'] / r['score_s']:,.0f}", interval(r["kld"], ".5f", "mean"),
+        )  # fmt: skip
+        yield f"| {' | '.join(cells)} |"
+
+
+def stepped(rows: Sequence[Row]) -> Iterator[str]:
+    """A line for each model and step of one codec, fresh windows behind those that it was tried on."""
+    yield "| model | step | smaller, at 32k | KL, nats | Δppl % | top-1 % | grade | one cache of 1,024 / 8,192 tokens |"
+    yield "|---|---:|---:|---|---|---:|---|---|"
+    for r in sorted(rows, key=lambda r: (list(NAMES).index(r["model"]), r["codec"], r["fresh"])):
+        at = r["bytes"]["ratio_at"]
+        cells = (
+            NAMES[r["model"]], r["codec"].partition("step=")[2].partition(",")[0] + ", fresh windows" * r["fresh"],
+            f"{r['bytes']['ratio']:.2f}×", interval(r["kld"], ".4f", "mean"), interval(r["dppl_pct"], "+.2f"),
+            f"{r['top1_pct']['value']:.1f}", r["grade"], f"{at['1024']:.2f}× / {at['8192']:.2f}×",
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
 

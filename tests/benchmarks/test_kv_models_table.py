@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kv_models_table import chosen, merged, own, render
+from kv_models_table import chosen, filled, merged, own, render, tables
 
 FIXED = "prerope+sinks+pca(step={}, coding=fixed, weights=measured, gains=3)"
 
@@ -71,3 +71,34 @@ def test_one_cache_carries_all_its_tables() -> None:
 def test_a_longer_context_has_a_column_of_its_own() -> None:
     rows = merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True), row("fp8", 0.9, 2.0, "REJECT", length=16384))])
     assert any(line.startswith("| model | codec | 1,024 tokens | 16,384 tokens |") for line in render(rows))
+
+
+def test_of_one_file_the_row_of_most_tokens_counts_for_a_codec_that_was_measured_twice() -> None:
+    short = row("fp8", 0.9, 2.0, "REJECT", fresh=True, tokens=12264)
+    for rows in (
+        (short, row("fp8", 0.8, 2.0, "REJECT", fresh=True)),
+        (row("fp8", 0.8, 2.0, "REJECT", fresh=True), short),
+    ):
+        (one,) = merged([document(*rows)])
+        assert one["kld"]["mean"] == 0.8
+
+
+def test_in_forward_stands_beside_the_fresh_decode_of_the_same_codec() -> None:
+    inside = row("fp8", 0.9, 2.0, "REJECT", mode="inforward")
+    lines = tables(merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True), inside)]))["forward"][1]
+    assert lines[-1] == "| `fp8` | 0.8000 R → 0.9000 R |"
+
+
+def test_speed_counts_the_tokens_that_were_scored_now() -> None:
+    timed = row("fp8", 0.8, 2.0, "REJECT", block=1, batch=192, score_s=2.0, exact_s=4.0, exact_windows=24)
+    lines = tables([], [document(timed)])["speed qwen15"][1]
+    assert lines[-1].startswith("| 1 | 192 | `fp8` | 3,066 | 12,264 |")
+
+
+def test_a_page_has_its_blocks_filled_and_is_otherwise_left_alone() -> None:
+    page = (
+        "before\n<!-- kv fresh -->\nold\n<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!-- end of kv other -->\n"
+    )
+    found = filled(page, tables(merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True))])))
+    assert "old" not in found and found.startswith("before\n<!-- kv fresh -->\n| codec | Qwen2.5-Coder-1.5B |")
+    assert found.endswith("<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!-- end of kv other -->\n")
