@@ -37,9 +37,21 @@ def test_a_section_has_the_options_of_the_command_but_for_its_own(tmp_path: Path
     ]  # a section without SPECs is none
 
 
+def test_a_section_of_other_models_is_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "one"
+    file.write_text("fp8\n[--models qwen15 gemma3 --length 64]\nint(bits=4)\n[--windows 9]\nbf16\n", encoding="utf-8")
+    by_model = {
+        m: [(a.length, lines) for a, lines in sections(given(file, more=(f"--model={m}",)))]
+        for m in ("qwen15", "qwen05")
+    }
+    assert by_model["qwen15"] == [(1024, ["fp8"]), (64, ["int(bits=4)"]), (1024, ["bf16"])]
+    assert by_model["qwen05"] == [(1024, ["fp8"]), (1024, ["bf16"])]
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3", "qwen05", "qwen15"])
 @pytest.mark.parametrize("file", SPECS, ids=lambda f: f.stem)
-def test_every_line_of_every_file_is_a_codec_once_in_its_section(file: Path) -> None:
-    for arguments, lines in sections(given(file)):
+def test_every_line_of_every_file_is_a_codec_once_in_its_section(file: Path, model: str) -> None:
+    for arguments, lines in sections(given(file, more=(f"--model={model}",))):
         codecs = [str(parse_spec(line)) for line in lines]
         assert len(set(codecs)) == len(codecs), arguments
 
