@@ -284,7 +284,8 @@ def sizes(rows: Sequence[Row]) -> str:
 
 
 def shorter(codec: str) -> str:
-    """Without what all rows of a table share."""
+    """Without what all rows of a table share, and with the bits where they are the default."""
+    codec = re.sub(r"\b(int|hadamard)(?=;|$)", r"\1(bits=4)", codec).replace("(norm=", "(bits=4, norm=")
     return codec.replace(", weights=measured", "").replace(", ", ",")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kv_models_table import chosen, filled, merged, own, render, tables
+from kv_models_table import chosen, filled, merged, own, render, shorter, tables
 
 FIXED = "prerope+sinks+pca(step={}, coding=fixed, weights=measured, gains=3)"
 
@@ -102,3 +102,18 @@ def test_a_page_has_its_blocks_filled_and_is_otherwise_left_alone() -> None:
     found = filled(page, tables(merged([document(row("fp8", 0.8, 2.0, "REJECT", fresh=True))])))
     assert "old" not in found and found.startswith("before\n<!-- kv fresh -->\n| codec | Qwen2.5-Coder-1.5B |")
     assert found.endswith("<!-- end of kv fresh -->\n<!-- kv other -->\nkept\n<!-- end of kv other -->\n")
+
+
+@pytest.mark.parametrize(
+    ("codec", "shown"),
+    [
+        ("int", "int(bits=4)"),
+        ("int(bits=2)", "int(bits=2)"),
+        ("k:fp8;v:hadamard", "k:fp8;v:hadamard(bits=4)"),
+        ("hadamard(norm=projection)", "hadamard(bits=4,norm=projection)"),
+        ("prerope+mean+sinks+hadamard(bits=5)", "prerope+mean+sinks+hadamard(bits=5)"),
+        ("prerope+sinks+pca(step=0.004, weights=measured)", "prerope+sinks+pca(step=0.004)"),
+    ],
+)
+def test_a_codec_is_shown_with_its_bits(codec: str, shown: str) -> None:
+    assert shorter(codec) == shown
