@@ -515,24 +515,24 @@ class GpuBlockCodec(BlockCodec):
         sizes = np.array([len(data) for data in blocks])
         places = np.cumsum([0, *((sizes + 15) // 16 * 16)])[:-1]
 
-        def some(numbers: Sequence[int]) -> list[Header]:
-            found = []
-            for i in numbers:
+        todo, heads = iter(range(len(blocks))), dict[int, Header]()
+
+        def some() -> None:
+            for i in todo:
                 here = pinned[places[i] : places[i] + sizes[i]]
                 here[:] = np.frombuffer(blocks[i], np.uint8)
-                found.append(self.check(here.data, keys[i] if keys is not None else None))
-            return found
+                heads[i] = self.check(here.data, keys[i] if keys is not None else None)
 
-        per = -(-len(blocks) // self.threads)
-        parts = [range(at, min(at + per, len(blocks))) for at in range(0, len(blocks), per)]
-        others = [self._copies.submit(some, part) for part in parts[1:]]
+        # A thread that comes too late, on a machine that is busy, is not waited for: all others take its blocks.
+        others = [self._copies.submit(some) for _ in range(min(self.threads, len(blocks)) - 1)]
         try:
-            heads = some(parts[0])
+            some()
         finally:
-            wait(others)  # none of them writes into this memory any more
-        for other in others:
-            heads += other.result()
-        return heads, places
+            begun = [other for other in others if not other.cancel()]
+            wait(begun)  # none of them writes into this memory any more
+        for other in begun:
+            other.result()
+        return [heads[i] for i in range(len(blocks))], places
 
     # Threads of an engine may be in inference mode, tests are not.
     @torch.inference_mode(False)
