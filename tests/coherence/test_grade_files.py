@@ -99,6 +99,15 @@ def test_several_choices_are_graded_and_the_worst_is_told(tmp_path: Path, capsys
     assert [c["label"] for c in row["choices"]] == ["ok", "degenerate"]
 
 
+def test_a_file_of_several_answers_says_which_one_decided_and_how_many_are_bad(tmp_path: Path, capsys) -> None:
+    file = tmp_path / "answers.jsonl"
+    answers = ["Paris is the capital of France.", "Paris is" + " the" * 60, ""]
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in answers))
+    invoke(["grade", str(file), "--json"])
+    title = json.loads(capsys.readouterr().out)["findings"][0]["title"]
+    assert title.endswith("of content: record 2, the worst of 3 answers, of which 2 are not ok")
+
+
 def test_content_parts_and_odd_fields_are_read() -> None:
     message = {"content": [{"type": "text", "text": GOOD}, {"type": "image"}], "tool_calls": "none", "reasoning": 3}
     assert grade_completion({"choices": [{"message": message, "finish_reason": 7}]}).label == "ok"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from assay.coherence.diagnosis import explain
@@ -308,7 +308,8 @@ def _findings(file: GradedFile) -> list[Finding]:
     if result.label is Label.NOT_EXAMINED:
         found.append(_not_examined(file))
     elif result.label is not Label.OK:
-        found.append(explain(file.path, result))
+        explained = explain(file.path, result)
+        found.append(replace(explained, title=explained.title + _which(file)))
     if part := _part(file):
         title = f"{file.path}: only a part was examined: {part}"
         evidence = {"path": file.path, "examined_chars": result.examined_chars}
@@ -319,6 +320,15 @@ def _findings(file: GradedFile) -> list[Finding]:
         remedies = ("write the output as UTF-8",)
         found.append(Finding("coherence.invalid_utf8", Severity.WARNING, title, evidence=evidence, remedies=remedies))
     return found
+
+
+def _which(file: GradedFile) -> str:
+    """Which answer decided for a file of several, and how many of them are not ok."""
+    if len(file.choices) < 2:
+        return ""
+    name = next(name for name, result in file.choices if result is file.grade)
+    bad = sum(result.label is not Label.OK for _, result in file.choices)
+    return f": {name}, the worst of {len(file.choices):,} answers, of which {bad:,} are not ok"
 
 
 _ASK_AGAIN = {

@@ -224,7 +224,7 @@ def _seldom(judged: Judged) -> Finding:
     return Finding(
         "speculation.low_coverage",
         Severity.ERROR if bad else Severity.WARNING,
-        f"{share} of the steps drafted, which makes {record.overall or 1:.2f} tokens a step over all of them",
+        f"{share} of the steps had a draft, so a step gives {record.overall or 1:.2f} tokens on average over all steps",
         detail=a.reason if bad else "",
         evidence={**_figures(a), "coverage": record.coverage, "overall_tokens_per_step": record.overall},
         causes=(

@@ -395,7 +395,7 @@ def by_all_steps(record: Record, found: Assessment) -> Assessment:
     health = Health.INSUFFICIENT
     if (record.drafted or record.drafts) >= MIN_DRAFT_TOKENS:
         health = Health.DEGRADED if hi < WORTH else Health.HEALTHY if lo >= WORTH else health
-    reason = f"{100 * share:.3g} % of the steps drafted: {text}"
+    reason = f"{100 * share:.3g} % of the steps had a draft: {text}"
     return replace(found, health=health, reason=reason, basis="all steps", seldom=True)
 
 
