@@ -44,9 +44,8 @@ from assay.errors import AssayError
 from assay.fidelity.plan import Plan, blocks_of
 from assay.fidelity.reference import plan_windows
 from assay.fidelity.result import summarise
-from assay.lab.kv import accounting
-from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv import cache_hook
+from assay.lab.kv.cache_hook import Mode, stream_facts
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
@@ -71,7 +70,7 @@ AROUND = [f"prerope+sinks(n=4)+mean+hadamard(bits={b})" for b in (6, 5, 4, 3, 2.
 def main() -> None:
     arguments = _parser().parse_args()
     arguments.ends = time.monotonic() + 60 * arguments.minutes
-    accounting.APART = arguments.apart
+    cache_hook.APART = arguments.apart
     if arguments.memory and arguments.device != "cpu":
         whole = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(arguments.memory * 2**30 / whole)
@@ -349,7 +348,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=8192, help="sampled tokens of the calibration")
     add("--mode", default="decode")
     add("--jobs", type=int, default=1, help="processes that fit codecs")
-    add("--apart", type=float, default=accounting.APART, help="share from which streams are not what attention read")
+    add("--apart", type=float, default=cache_hook.APART, help="share from which streams are not what attention read")
     add("--memory", type=float, default=0, help="GiB of a shared GPU that may be taken")
     add("--out", type=Path)
     return parser

@@ -43,8 +43,7 @@ from assay.fidelity.reference import plan_windows
 from assay.fidelity.score import WindowObservation, engaged, observe
 from assay.lab.gap.phases import noise_codec
 from assay.lab.kv import calibration
-from assay.lab.kv.accounting import measured_bytes
-from assay.lab.kv.cache_hook import Mode, hook_spec
+from assay.lab.kv.cache_hook import Mode, hook_spec, measured_bytes
 from assay.lab.kv.calibrate import captured
 from assay.lab.kv.calibration import Calibration, passages, read_calibration, write_calibration
 from assay.lab.kv.lab import Lab

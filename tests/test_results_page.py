@@ -64,8 +64,8 @@ def test_what_light_verbs_print_is_documented(
 
 
 def test_every_verb_is_documented(script: ModuleType) -> None:
-    from assay.cli.lab import KV_COMMANDS as COMMANDS
     from assay.cli.main import GROUPS, VERBS
+    from assay.cli.verbs import KV_COMMANDS as COMMANDS
 
     known = {*script.VERBS, *script.SAME}
     wanted = {name for name in VERBS if name not in GROUPS and name != "reference pack"}

@@ -16,9 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import assay
-from assay.coherence import determinism, identity
-from assay.coherence.determinism import Answer, part
-from assay.coherence.identity import ALLOWED, Item, compare_prints, moved, read_print, take
+from assay.coherence import identity
+from assay.coherence.identity import ALLOWED, Answer, Item, compare_prints, moved, part, read_print, take
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.scoring import TopToken, read_top
 from assay.errors import AssayError
@@ -256,18 +255,18 @@ def test_a_kept_check_is_a_reference_of_scores(tmp_path: Path) -> None:
 # Determinism.
 
 
-def measured(model: lm) -> determinism.Determinism:
+def measured(model: lm) -> identity.Determinism:
     with stub(model) as server, ServerEngine.connect(server.url) as engine:
         engine.capabilities  # noqa: B018
         model.count = 0
-        return determinism.measure_determinism(engine)
+        return identity.measure_determinism(engine)
 
 
 def test_one_answer_each_is_deterministic() -> None:
     found = measured(lm())
     assert found.decision == "same" and found.verdict is Verdict.PASS
     assert [(level.batch, level.asked, level.outputs) for level in found.levels] == [(1, 12, (1,) * 4), (8, 8, (1,) * 4), (44, 44, (1,) * 4)]  # fmt: skip
-    assert determinism.findings_of(found) == ()
+    assert identity.findings_of(found) == ()
 
 
 def test_a_close_call_is_rounding_and_a_clear_one_is_corruption() -> None:
@@ -277,7 +276,7 @@ def test_a_close_call_is_rounding_and_a_clear_one_is_corruption() -> None:
     assert {p.position for p in close.partings} == {3} and all(abs(p.gap or 9) < 0.02 for p in close.partings)
     clear = measured(lm(after=30, near=False))
     assert clear.decision == "corruption" and clear.verdict is Verdict.FAIL
-    (finding,) = determinism.findings_of(clear)
+    (finding,) = identity.findings_of(clear)
     assert finding.id == "coherence.nondeterministic" and "nats less likely" in finding.detail
 
 
@@ -293,9 +292,9 @@ def test_requests_that_fail_in_a_batch_are_told() -> None:
         model.count = 0
         refuse = text("{}")
         server.on("POST /v1/completions", lambda e: (refuse if model.count >= 30 else model)(e))
-        found = determinism.measure_determinism(engine)
+        found = identity.measure_determinism(engine)
     assert found.verdict is Verdict.INCONCLUSIVE and found.levels[2].failed > 0
-    assert determinism.findings_of(found)[-1].id == "coherence.determinism_unfinished"
+    assert identity.findings_of(found)[-1].id == "coherence.determinism_unfinished"
 
 
 def test_where_two_answers_part() -> None:

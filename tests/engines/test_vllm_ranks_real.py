@@ -23,8 +23,7 @@ from assay.engines.vllm.scorer import VllmScorer
 from assay.errors import AssayError
 from assay.fidelity.metrics import RowStatistics, window_statistics
 from assay.fidelity.store import StoreHeader, StoreWriter
-from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import hook_spec
+from assay.lab.kv.cache_hook import hook_spec, stream_facts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 STATISTICS = "assay.fidelity.metrics:batch_statistics"

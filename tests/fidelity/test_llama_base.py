@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from assay.engines.scoring import LogitRows, Window
 from assay.errors import AssayError
-from assay.fidelity.llama_base import encode_rows, open_base, write_base
+from assay.fidelity.store import encode_rows, open_base, write_base
 
 
 def scored(count: int, length: int, vocab: int, seed: int = 0) -> tuple[list[Window], list[LogitRows]]:

@@ -12,9 +12,9 @@ import pytest
 
 from assay.engines.gguf import GgufScorer
 from assay.engines.scoring import LogitRows, ScoreJob
-from assay.fidelity.llama_base import BaseFile, open_base, write_base
 from assay.fidelity.metrics import window_statistics
 from assay.fidelity.plan import Cut, cut_windows
+from assay.fidelity.store import BaseFile, open_base, write_base
 from assay.fidelity.text import read_text
 from assay.runs import cache_dir
 from llama_cpp_package import require_llama_cpp

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES, SPECS, fitted, metric, samples, tokens
 
 from assay.errors import AssayError, UsageError
+from assay.lab.kv.codec import from_bytes
 from assay.lab.kv.spec import parse_recipe, parse_spec
-from assay.lab.kv.stream import from_bytes
 
 # Every codec meets one site of keys, with a head_dim that is no power of two, and one of values; the others when there
 # is time.

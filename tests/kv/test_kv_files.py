@@ -15,10 +15,9 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES
 
 from assay.errors import AssayError
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codec import Block, Samples, Site, Stream, from_bytes, to_bytes
 from assay.lab.kv.files import read_kktv, write_kktv
 from assay.lab.kv.spec import parse_recipe
-from assay.lab.kv.stream import Block, Stream, from_bytes, to_bytes
 
 GOLDEN = Path(__file__).parents[1] / "data" / "kv_streams"
 GOLDEN_SPECS = {

@@ -16,8 +16,7 @@ from codec_cases import SPECS, samples
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.accounting import check_read, measured_bytes, stream_facts
-from assay.lab.kv.cache_hook import CodecHook, Mode, spread
+from assay.lab.kv.cache_hook import CodecHook, Mode, check_read, measured_bytes, spread, stream_facts
 from assay.lab.kv.codec import Site, cache_shape
 from assay.lab.kv.spec import parse_recipe
 

@@ -14,8 +14,7 @@ transformers = pytest.importorskip("transformers")
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import HookSpec, ScoreJob, load_hook
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.accounting import measured_bytes, stream_facts
-from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of
+from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, measured_bytes, path_of, stream_facts
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.rope import Rotary

@@ -15,8 +15,7 @@ from test_kv_vllm_hook import HEADS, LAYERS, LENGTH, WIDTH, Context, LlamaForCau
 from assay.engines.scoring import load_hook
 from assay.engines.vllm.hooks import Request
 from assay.errors import UsageError
-from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import check_ranks, hook_spec
+from assay.lab.kv.cache_hook import check_ranks, hook_spec, stream_facts
 from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.fit import Bench

@@ -16,8 +16,7 @@ from tests.kv.test_kv_hook import LENGTH, model, windows
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import CodecHook, Mode
+from assay.lab.kv.cache_hook import CodecHook, Mode, stream_facts
 from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import cache_shape

@@ -13,8 +13,7 @@ transformers = pytest.importorskip("transformers")
 from assay.engines.scoring import load_hook
 from assay.engines.vllm.hooks import Request
 from assay.errors import AssayError
-from assay.lab.kv.accounting import measured_bytes, stream_facts
-from assay.lab.kv.cache_hook import hook_spec
+from assay.lab.kv.cache_hook import hook_spec, measured_bytes, stream_facts
 
 LAYERS, HEADS, WIDTH, LENGTH = 3, 2, 16, 21
 

@@ -12,8 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from assay.engines.vllm.hooks import Request
-from assay.lab.kv.accounting import stream_facts
-from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode
+from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, stream_facts
 from assay.lab.kv.fit import CoderSet
 from assay.lab.kv.vllm import VllmCodecHook, lanes_of
 from kv.predicting import leaning

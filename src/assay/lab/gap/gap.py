@@ -52,7 +52,7 @@ from assay.lab.gap.phases import (
 )
 from assay.lab.gap.plan import Configuration, Corners, GapPlan, Step, must_be_tried
 from assay.lab.gap.report import blocks, findings_of, headline, measured_table, verdict_of
-from assay.lab.kv.accounting import NOTE
+from assay.lab.kv.cache_hook import NOTE
 from assay.lab.kv.lab import Measured, Unfinished
 from assay.lab.options import PHASES
 from assay.progress import NO_PROGRESS, Progress

@@ -49,8 +49,7 @@ from assay.lab.gap.plan import (
     planned_runs,
     with_placement,
 )
-from assay.lab.kv.accounting import measured_bytes, stream_facts
-from assay.lab.kv.cache_hook import Mode
+from assay.lab.kv.cache_hook import Mode, measured_bytes, stream_facts
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
 from assay.lab.kv.noise import NoiseGrowth, noise_growth

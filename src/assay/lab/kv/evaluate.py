@@ -20,8 +20,7 @@ from assay.fidelity.plan import QUICK_MINUTES, MarginOptions, Plan, label_of
 from assay.fidelity.report import blocks, headline
 from assay.fidelity.result import findings_of, is_certain, margins_of, verdict_of
 from assay.fidelity.score import WindowObservation, engaged
-from assay.lab.kv.accounting import LENGTHS, NOTE, CacheBytes
-from assay.lab.kv.cache_hook import Mode, check_ranks, path_of
+from assay.lab.kv.cache_hook import LENGTHS, NOTE, CacheBytes, Mode, check_ranks, path_of
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.lab import Unfinished, engine_spec, open_lab

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codec import Samples, Site, from_bytes
 from assay.lab.kv.spec import Recipe, parse_recipe
-from assay.lab.kv.stream import from_bytes
 from assay.lab.kv.stream_coder import FittedCodec
 from assay.lab.options import DecodePlan, EncodePlan, Place
 from assay.verdict import Metric, Report, Verdict

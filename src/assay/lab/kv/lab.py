@@ -39,8 +39,7 @@ from assay.fidelity.score import (
     read_kept,
 )
 from assay.fidelity.text import read_text
-from assay.lab.kv.accounting import NOTE, CacheBytes, measured_bytes
-from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, path_of
+from assay.lab.kv.cache_hook import NOTE, CacheBytes, CodecHook, HookPlan, Mode, hook_spec, measured_bytes, path_of
 from assay.lab.kv.calibration import Calibration, read_calibration, without_passages
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, kept_layers

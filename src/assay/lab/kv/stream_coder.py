@@ -13,8 +13,18 @@ from zlib import crc32
 import torch
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.codec import BlockCoder, Site, StreamCoder, Tables
-from assay.lab.kv.stream import Block, Stream, exact_from_bytes, exact_to_bytes, from_bytes, to_bytes
+from assay.lab.kv.codec import (
+    Block,
+    BlockCoder,
+    Site,
+    Stream,
+    StreamCoder,
+    Tables,
+    exact_from_bytes,
+    exact_to_bytes,
+    from_bytes,
+    to_bytes,
+)
 
 if TYPE_CHECKING:
     from assay.lab.kv.rope import Rotary

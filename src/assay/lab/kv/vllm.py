@@ -15,8 +15,7 @@ from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringEngine,
 from assay.engines.vllm.hooks import HookContext, Request, Rewrite
 from assay.engines.vllm.ranks import merged
 from assay.errors import AssayError
-from assay.lab.kv.accounting import NOTE, merged_notes, streams_note
-from assay.lab.kv.cache_hook import HookPlan, Mode, bench_of, spread
+from assay.lab.kv.cache_hook import NOTE, HookPlan, Mode, bench_of, merged_notes, spread, streams_note
 from assay.lab.kv.calibration import Sampler, kept_per_window
 from assay.lab.kv.codec import CacheShape, StreamCoder, cache_shape
 from assay.lab.kv.fit import last_readers

@@ -21,8 +21,19 @@ import numpy as np
 import torch
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Stage, Tables, need_table
-from assay.lab.kv.stream import damaged, from_halves, to_halves
+from assay.lab.kv.codec import (
+    BlockCoder,
+    Codec,
+    Parts,
+    Samples,
+    Site,
+    Stage,
+    Tables,
+    damaged,
+    from_halves,
+    need_table,
+    to_halves,
+)
 from assay.lab.quant.scalar import (
     empirical_levels,
     gaussian_levels,

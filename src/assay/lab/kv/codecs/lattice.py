@@ -13,8 +13,7 @@ from typing import Literal
 import torch
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site
-from assay.lab.kv.stream import EXPONENT, Field, from_halves, to_halves
+from assay.lab.kv.codec import EXPONENT, BlockCoder, Codec, Field, Parts, Samples, Site, from_halves, to_halves
 from assay.lab.quant.scalar import Rotation
 
 # The lattices D4 and E8 inside a cube: nearest point, and the number of each point, so that a rate is real.

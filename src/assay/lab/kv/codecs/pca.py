@@ -30,7 +30,19 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.codec import BlockCoder, Codec, Parts, Samples, Site, Tables, inner_tables, need_table
+from assay.lab.kv.codec import (
+    BlockCoder,
+    Codec,
+    Field,
+    Parts,
+    Samples,
+    Site,
+    Tables,
+    inner_tables,
+    join_fields,
+    need_table,
+    split_fields,
+)
 from assay.lab.kv.codecs.pca_entropy import RangeCoder, RangeSettings, fit_range, step_for_bits
 from assay.lab.kv.klt import (
     Klt,
@@ -43,7 +55,6 @@ from assay.lab.kv.klt import (
     sampled_rows,
     spectrum,
 )
-from assay.lab.kv.stream import Field, join_fields, split_fields
 from assay.lab.quant.scalar import empirical_levels, nearest_level
 from assay.lab.quant.trellis import STATES
 

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from scipy.special import expit, ndtr
 
 from assay.errors import AssayError
-from assay.lab.kv.codec import Parts, Site, Tables
+from assay.lab.kv.codec import Parts, Site, Tables, damaged
 from assay.lab.kv.klt import Klt, Predictor, Spectrum, TransformCoder
-from assay.lab.kv.stream import damaged
 from assay.lab.quant.trellis import Trellis, candidates, cheapest_path, quantisers, trellis, values
 
 # A bank of probability laws of whole numbers, and range coding under a choice of them.

@@ -12,9 +12,24 @@ import torch
 
 from assay.engines.hf.cache import Format, cast, fp8_dtype
 from assay.errors import UsageError
-from assay.lab.kv.codec import BLOCK_TOKENS, BlockCoder, Codec, Parts, Samples, Site, Stage, Tables, need_table
+from assay.lab.kv.codec import (
+    BLOCK_TOKENS,
+    EXPONENT,
+    BlockCoder,
+    Codec,
+    Field,
+    Parts,
+    Samples,
+    Site,
+    Stage,
+    Tables,
+    exact_from_bytes,
+    exact_to_bytes,
+    from_halves,
+    need_table,
+    to_halves,
+)
 from assay.lab.kv.klt import rows_of
-from assay.lab.kv.stream import EXPONENT, Field, exact_from_bytes, exact_to_bytes, from_halves, to_halves
 from assay.lab.quant.scalar import (
     Rotation,
     gaussian_levels,

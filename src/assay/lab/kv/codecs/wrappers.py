@@ -11,8 +11,10 @@ import torch
 
 from assay.errors import UsageError
 from assay.lab.kv.codec import (
+    EXPONENT,
     BlockCoder,
     Codec,
+    Field,
     Parts,
     Placement,
     Samples,
@@ -20,10 +22,14 @@ from assay.lab.kv.codec import (
     Stage,
     Tables,
     Wrapper,
+    damaged,
+    from_halves,
     inner_tables,
+    join_fields,
     need_table,
+    split_fields,
+    to_halves,
 )
-from assay.lab.kv.stream import EXPONENT, Field, damaged, from_halves, join_fields, split_fields, to_halves
 
 
 class Around(BlockCoder):
