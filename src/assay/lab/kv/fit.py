@@ -160,24 +160,21 @@ class Fitters:
         """As `Bench.fit_all`; an error of a worker is raised here."""
         if self.pool is None:
             return self.bench.fit_all(lambda _, stream: spec.of(stream), layers, streams)
-        if predicts(spec, self.bench.shape):
-            return self.start(spec, layers, streams)()
-        work = [(spec, layer, stream) for layer in layers for stream in streams if spec.of(stream)]
-        found = {}
-        for (_, layer, stream), coder in zip(work, self.pool.map(_fit_one, work, chunksize=1), strict=True):
-            found[layer, stream] = _opened(coder)
-        return CoderSet(found)
+        return self.start(spec, layers, streams)()
 
     def start(self, spec: KvSpec, layers: Iterable[int], streams: str = "kv") -> Callable[[], CoderSet]:
-        """Begin in one other process what `fit` does; the result is there when the returned function returns."""
+        """Begin in other processes what `fit` does; the result is there when the returned function returns.
+
+        Coders that need one another are fitted by one process, others by all that are free.
+        """
         if self.pool is None:
             return lambda: self.fit(spec, layers, streams)
-        begun = self.pool.apply_async(_fit_all, ((spec, tuple(layers), streams),))
-
-        def result() -> CoderSet:
-            return CoderSet(_opened(begun.get()))
-
-        return result
+        if predicts(spec, self.bench.shape):
+            whole = self.pool.apply_async(_fit_all, ((spec, tuple(layers), streams),))
+            return lambda: CoderSet(_opened(whole.get()))
+        work = [(spec, layer, stream) for layer in layers for stream in streams if spec.of(stream)]
+        parts = self.pool.map_async(_fit_one, work, chunksize=1)
+        return lambda: CoderSet({item[1:]: _opened(coder) for item, coder in zip(work, parts.get(), strict=True)})
 
 
 def predicts(spec: KvSpec, shape: CacheShape) -> bool:
