@@ -379,7 +379,7 @@ def _bins(result: CandidateResult, name: str, prefix: str) -> Table:
 def _worst(result: CandidateResult, prefix: str) -> list[Block]:
     return [
         Quote(
-            f"{prefix}KL {row['kld']:.3g} at token {row['position']} of window {row['window']}",
+            f"{prefix}Among the worst tokens: token {row['position']} of window {row['window']}, KL {row['kld']:.3g}",
             f"{row['before']}⟦{row['token']}⟧",
             note=f"p {row['p_reference']:.3g} → {row['p_candidate']:.3g}",
         )

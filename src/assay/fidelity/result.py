@@ -518,7 +518,7 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
             Finding(
                 "fidelity.inconclusive",
                 Severity.ERROR if no_accept else Severity.WARNING,
-                f"{result.label}: not within the margins of ACCEPT; {windows_text(summary.windows)} not decide more ({what})"
+                f"{result.label}: ACCEPT is ruled out; {windows_text(summary.windows)} not tell MARGINAL from REJECT ({what})"
                 if no_accept
                 else f"{result.label}: {windows_text(summary.windows)} not decide ({what})",
                 _aim_text(result),

@@ -360,7 +360,7 @@ def _short_finding(finding: Finding, console: Console) -> list[RenderableType]:
     mark = f"{look.glyph} {look.word}" if console.is_terminal else look.word.upper()
     parts: list[RenderableType] = [
         "",
-        Text.assemble((mark, f"bold {TONES[look.tone]}"), "  ", (shorten(one_line(finding.title), 180), "bold")),
+        Text.assemble((mark, f"bold {TONES[look.tone]}"), "  ", (shorten(one_line(finding.title), 240), "bold")),
     ]
     for remedy in finding.remedies[:_MAX_REMEDIES]:
         pieces = split_code(remedy)
