@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 from assay.engines.scoring import Window
 from assay.fidelity.plan import blocks_of
 from assay.lab.kv.spec import parse_spec
-from kv_codecs import _parser, _seen, sections, unseen
+from kv_codecs import Measuring, _parser, _seen, sections, unseen
 
 SPECS = sorted((Path(__file__).parents[2] / "benchmarks").glob("kv_*.specs"))
 
@@ -83,3 +84,15 @@ def test_unseen_windows_have_a_cluster_each_and_are_the_first_of_those_that_are_
     blocks = blocks_of(facts["places"])
     assert all(0 <= w.index < len(blocks) for w in left)
     assert len({w.index for w in left}) == 2
+
+
+def test_only_what_has_no_row_yet_on_some_text_is_fitted_ahead() -> None:
+    arguments = _parser().parse_args(["--text=/texts/test", "--text=chat"])
+    row = {"codec": "int", "mode": "decode", "length": 1024, "block": 1, "scored": 0, "batch": 16}
+    had: Any = SimpleNamespace(document={"rows": [{**row, "text": "test"}]})
+    assert Measuring.lacks(had, arguments, "int(bits=4)")
+    had.document["rows"].append({**row, "text": "chat"})
+    assert not Measuring.lacks(had, arguments, "int(bits=4)")
+    assert Measuring.lacks(had, arguments, "int(bits=2)")
+    arguments.scored = 128
+    assert Measuring.lacks(had, arguments, "int(bits=4)")
