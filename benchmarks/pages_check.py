@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from assay.lab.kv.pages import kernels
+from assay.lab.kv.pages import launch
 from assay.lab.kv.pages import layout as lay
 
 MODELS = {128: (2, 6), 64: (3, 3)}
@@ -27,25 +27,19 @@ MODELS = {128: (2, 6), 64: (3, 3)}
 MOST = {"store": 0.02, "decode": 0.015, "unpack": 0.006, "graph": 0.015}
 
 
-def tables_of(d: int, heads: int) -> kernels.LayerTables:
+def tables_of(d: int, heads: int) -> launch.LayerTables:
     """Tables with means far from zero and channels of unequal size."""
-    made = torch.Generator(device="cpu").manual_seed(0)
-    sizes = torch.logspace(0.7, -0.7, d, device="cpu")
-    found = []
-    for _ in "kv":
-        turn = torch.linalg.qr(torch.randn(heads, d, d, generator=made, device="cpu"))[0]
-        mean = (3 * torch.randn(heads, d, generator=made, device="cpu")).half().float()
-        weight = (sizes.square() / sizes.square().mean()).expand(heads, d)
-        found.append(lay.StreamTables(mean, turn / sizes, (turn * sizes).mT, weight))
     with torch.device("cpu"):
+        made = torch.Generator(device="cpu").manual_seed(0)
+        found = [launch.drawn_tables(heads, d, made) for _ in "kv"]
         angles = lay.trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, 17_000)
-    return kernels.LayerTables.of(lay.layout_of(heads, d, 64), *found, angles.cuda())
+    return launch.LayerTables.of(lay.layout_of(heads, d, 64), *found, angles.cuda())
 
 
 class Cache:
     """Pages in a shuffled order with the drawn tokens of requests of given lengths, and what the pages say by the reference."""
 
-    def __init__(self, t: kernels.LayerTables, lengths: list[int]) -> None:
+    def __init__(self, t: launch.LayerTables, lengths: list[int]) -> None:
         self.t, self.lengths = t, lengths
         per = [-(-n // 64) for n in lengths]
         order = torch.randperm(sum(per) + 3)
@@ -57,22 +51,31 @@ class Cache:
         self.slots = torch.cat([self.table[i, p // 64].long() * 64 + p % 64 for i, p in enumerate(places)])
         self.positions = torch.cat(places)
         size = (len(self.slots), t.layout.heads, t.layout.head_dim)
-        r = [torch.einsum("nhe,hed->nhd", torch.randn(size), x.synthesis) for x in (t.k, t.v)]
+        r = [torch.einsum("nhe,hed->nhd", 4 * torch.randn(size), x.synthesis) for x in (t.k, t.v)]
         self.k, self.v = ((x + mean).bfloat16().contiguous() for x, mean in zip(r, self.means(), strict=True))
-        kernels.store(self.k, self.v, self.positions, self.pages, self.slots, t)
+        launch.prepare(self.k, self.k, self.v, self.positions, self.pages, self.slots, self.slots, t, 1.0, requests=0)
 
-    def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return lay.rotated_mean(self.t.k.mean, self.t.trig[self.positions]), self.t.v.mean
+    def means(self) -> list[torch.Tensor]:
+        cosines = self.t.trig[self.positions]
+        return [lay.means(x, s, self.positions, cosines) for s, x in (("k", self.t.k), ("v", self.t.v))]
 
     def decoded(self) -> list[torch.Tensor]:
         parts = zip("kv", (self.t.k, self.t.v), self.means(), strict=True)
-        return [lay.read(self.pages, self.t.layout, self.slots, s, x) + mean for s, x, mean in parts]
+        return [lay.read(self.pages, self.t.layout, self.slots, s, x, self.positions) + mean for s, x, mean in parts]
+
+    def last(self) -> list[int]:
+        """The row of each request's last token, which asks."""
+        return [sum(self.lengths[: i + 1]) - 1 for i in range(len(self.lengths))]
 
     def attended(self, q: torch.Tensor) -> torch.Tensor:
-        ends = [sum(self.lengths[:i]) for i in range(len(self.lengths) + 1)]
+        """What the reference makes of pages; a token's own key and value are as they were."""
+        found = []
         k, v = self.decoded()
-        rows = [slice(*ends[i : i + 2]) for i in range(len(self.lengths))]
-        return torch.cat([lay.attend(q[i : i + 1], k[r], v[r], q.shape[-1] ** -0.5) for i, r in enumerate(rows)])
+        for i, (end, length) in enumerate(zip(self.last(), self.lengths, strict=True)):
+            rows = slice(end + 1 - length, end)
+            own = [torch.cat([x[rows], exact[end : end + 1].float()]) for x, exact in ((k, self.k), (v, self.v))]
+            found.append(lay.attend(q[i : i + 1], *own, q.shape[-1] ** -0.5))
+        return torch.cat(found)
 
 
 def lengths_of(batch: int, longest: int) -> list[int]:
@@ -88,8 +91,10 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def store(d: int, heads: int, batch: int, longest: int) -> float:
     cache = Cache(tables_of(d, heads), lengths_of(batch, longest))
     t, shares = cache.t, []
-    for x, mean, held, tables in zip((cache.k, cache.v), cache.means(), cache.decoded(), (t.k, t.v), strict=True):
-        exact = lay.reconstruct(x.float() - mean, tables, t.layout.wide)
+    for stream, x, mean, held, tables in zip(
+        "kv", (cache.k, cache.v), cache.means(), cache.decoded(), (t.k, t.v), strict=True
+    ):
+        exact = lay.reconstruct(x.float() - mean, tables, t.layout, stream, cache.positions)
         shares.append(float(((held - mean - exact).abs().amax(dim=(1, 2)) > 1e-2).float().mean()))
     return max(shares)
 
@@ -97,8 +102,8 @@ def store(d: int, heads: int, batch: int, longest: int) -> float:
 def decode(
     d: int, heads: int, group: int, batch: int, longest: int, promised: int = 0, dtype: str = "bfloat16", asm: bool = True, **how: int
 ) -> float:  # fmt: skip
-    usual, kernels.ASM = dict(kernels.DECODE[d]), asm
-    kernels.DECODE[d].update(how)
+    usual, launch.ASM = dict(launch.DECODE[d]), asm
+    launch.DECODE[d].update(how)
     try:
         cache = Cache(tables_of(d, heads), lengths_of(batch, longest))
         q = torch.randn(batch, heads * group, d).to(getattr(torch, dtype))
@@ -106,23 +111,38 @@ def decode(
         starts = torch.tensor([*range(batch + 1), batch, batch], dtype=torch.int32)
         lengths = torch.tensor([*cache.lengths, 0, 0], dtype=torch.int32)
         table = torch.cat([cache.table, cache.table[:1], cache.table[:1]])
+        last = cache.last()
+        step = cache.k[last].to(q.dtype), cache.v[last].to(q.dtype)
+        if q.dtype != cache.k.dtype:
+            cache.k[last], cache.v[last] = (x.bfloat16() for x in step)
         more: dict[str, int] = {"requests": batch + 2, "longest": promised or longest}
-        kernels.attend(q, out, cache.pages, table, starts, lengths, cache.t, d**-0.5, **more)
+        turned = launch.prepare(
+            q,
+            *step,
+            cache.positions[last],
+            cache.pages,
+            cache.slots[last],
+            starts,
+            cache.t,
+            d**-0.5,
+            requests=batch + 2,
+        )
+        launch.attend(turned, q, *step, out, cache.pages, table, starts, lengths, cache.t, d**-0.5, **more)
         return off(out, cache.attended(q))
     finally:
-        kernels.DECODE[d].update(usual)
-        kernels.ASM = True
+        launch.DECODE[d].update(usual)
+        launch.ASM = True
 
 
 def unpack(d: int, heads: int, batch: int, longest: int, **how: int) -> float:
-    usual = dict(kernels.UNPACK)
-    kernels.UNPACK.update(how)
+    usual = dict(launch.UNPACK)
+    launch.UNPACK.update(how)
     cache = Cache(tables_of(d, heads), lengths_of(batch, longest))
     k, v = (torch.full(cache.k.shape, 9.0, dtype=torch.bfloat16) for _ in "kv")
     places = torch.tensor([0, *cache.lengths[:-1]]).cumsum(0).int()
     lengths = torch.tensor(cache.lengths, dtype=torch.int32)
-    kernels.unpack(k, v, places, cache.pages, cache.table, lengths, cache.t, first=0, requests=batch, longest=longest)
-    kernels.UNPACK.update(usual)
+    launch.unpack(k, v, places, cache.pages, cache.table, lengths, cache.t, first=0, requests=batch, longest=longest)
+    launch.UNPACK.update(usual)
     return max(off(found, wanted) for found, wanted in zip((k, v), cache.decoded(), strict=True))
 
 
@@ -131,12 +151,13 @@ def graph(d: int, heads: int, group: int) -> float:
     cache = Cache(tables_of(d, heads), lengths)
     q = torch.randn(8, heads * group, d).bfloat16()
     out, starts, held = torch.zeros_like(q), torch.arange(9, dtype=torch.int32), torch.ones(8, dtype=torch.int32)
-    last = [sum(lengths[: i + 1]) - 1 for i in range(8)]
-    new = cache.k[last], cache.v[last], cache.positions[last], cache.pages, cache.slots[last], cache.t
+    last = cache.last()
+    k, v, positions, slots = cache.k[last], cache.v[last], cache.positions[last], cache.slots[last]
 
     def run() -> None:
-        kernels.store(*new)
-        kernels.attend(q, out, cache.pages, cache.table, starts, held, cache.t, d**-0.5, requests=8, longest=2048)
+        turned = launch.prepare(q, k, v, positions, cache.pages, slots, starts, cache.t, d**-0.5, requests=8)
+        more = {"requests": 8, "longest": 2048}
+        launch.attend(turned, q, k, v, out, cache.pages, cache.table, starts, held, cache.t, d**-0.5, **more)
 
     run()
     torch.cuda.synchronize()
@@ -166,10 +187,10 @@ def cases(quick: bool) -> Iterator[tuple[Callable[..., float], dict[str, Any]]]:
             continue
         middle = one | {"batch": 17, "longest": 1500}
         for warps in (1, 2, 4, 8):
-            for stages in (2, 3, 5, 7):
+            for stages in (3, 4, 5, 6):
                 for tile in (64, 32):
                     yield decode, middle | {"num_warps": warps, "num_stages": stages, "tile": tile}
-        for warps, stages in ((2, 3), (4, 5)):
+        for warps, stages in ((1, 3), (2, 4)):
             yield decode, middle | {"num_warps": warps, "num_stages": stages, "asm": False}
         for group in (1, 2, 3, 4, 5, 6, 7, 8, 16):
             heads = (2, 1, 3, 4, 8)[group % 5]
@@ -191,7 +212,7 @@ def main() -> None:
     torch.set_default_device("cuda")
     part, parts = map(int, arguments.part.split("/"))
     wrong = 0
-    facts = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": kernels.triton.__version__}
+    facts = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "triton": launch.triton.__version__}
     for number, (what, case) in enumerate(cases(arguments.quick)):
         if number % parts != part:
             continue

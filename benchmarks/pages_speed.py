@@ -41,7 +41,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.35, help="share of the GPU that must be free")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
-    parser.add_argument("--decode", default="{}", help="JSON: what kernels.DECODE shall be, by head_dim")
+    parser.add_argument(
+        "--settings", default="{}", help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, …"
+    )
     parser.add_argument("--head-dim", type=int, default=0, help="kernel: 64 or 128 alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
@@ -57,11 +59,15 @@ def keep(arguments: argparse.Namespace, row: dict[str, Any]) -> None:
 
 
 def _use(arguments: argparse.Namespace) -> None:
-    """The settings of decode that were asked for."""
-    from assay.lab.kv.pages import kernels
+    """The settings of kernels that were asked for."""
+    from assay.lab.kv.pages import launch
 
-    for d, how in json.loads(arguments.decode).items():
-        kernels.DECODE[int(d)].update(how)
+    text = arguments.settings
+    for name, how in json.loads(Path(text).read_text() if text.endswith(".json") else text).items():
+        if name.isdigit():
+            launch.DECODE[int(name)].update(how)
+        else:
+            getattr(launch, name).update(how)
 
 
 def engine(arguments: argparse.Namespace) -> None:
@@ -161,85 +167,195 @@ def _one(llm: Any, words: int, batch: int, context: int, new: int, number: int) 
     }
 
 
+SIZES = {128: (2, 6), 64: (3, 3)}
+"""KV heads and query heads of each of Qwen2.5-Coder-1.5B and SmolLM2-135M, by head_dim."""
+COLD = 192 * 2**20
+"""Bytes of cache that are read in turn, so that none is in the GPU's own cache: that of an H200 has 50 MiB."""
+
+
 def kernel(arguments: argparse.Namespace) -> None:
+    """One layer: what a decoded token takes, its parts, and with --tune which settings are the best for all cases together."""
     import torch
     from triton.testing import do_bench_cudagraph
 
-    from assay.lab.kv.pages import kernels
-    from assay.lab.kv.pages.layout import StreamTables, layout_of, trigonometry
+    from assay.lab.kv.pages import launch
+    from assay.lab.kv.pages.layout import layout_of, trigonometry
 
     _use(arguments)
-
-    def tables(heads: int, d: int) -> StreamTables:
-        one = torch.eye(d).expand(heads, d, d).contiguous()
-        return StreamTables(torch.randn(heads, d), one, one, torch.ones(heads, d)).to("cuda")
-
-    for d, heads, group in ((128, 2, 6), (64, 3, 3)):
+    for d, (heads, group) in SIZES.items():
         if arguments.head_dim not in (0, d):
             continue
         layout = layout_of(heads, d, 64)
+        drawn = torch.Generator().manual_seed(0)
+        tables = [launch.drawn_tables(heads, d, drawn) for _ in "kv"]
         trig = trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, 40_000).cuda()
-        t = kernels.LayerTables.of(layout, tables(heads, d), tables(heads, d), trig)
+        usual = dict(launch.DECODE[d])
+        tries = [usual]
+        if arguments.tune:
+            shapes = (
+                [(1, 64, n) for n in (3, 4, 5, 6)]
+                + [(2, 64, n) for n in (3, 4, 5)]
+                + [(4, 64, 3), (4, 64, 4), (1, 32, 4), (1, 32, 6)]
+            )
+            tries = [
+                {"num_warps": w, "tile": tile, "num_stages": n, "waves": waves} for w, tile, n in shapes for waves in (4, 8, 16, 2)
+            ]  # fmt: skip
         for batch, context in ((64, 16384), (8, 4096), (8, 16384), (64, 4096), (1, 16384), (1, 4096)):
             count = batch * (-(-context // 64))
-            pages = torch.randint(0, 60, (count, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
+            layers = max(2, min(24, COLD // (count * heads * 64 * layout.slot)))
+            # Codes and gains of ordinary size: bits drawn at random would be gains of all sizes, and NaN.
+            one = torch.randint(0, 256, (count, heads, 64 * layout.slot), dtype=torch.uint8, device="cuda")
+            gains = torch.full((2 * 64,), 1.0, dtype=torch.float16, device="cuda").view(torch.uint8)
+            at = layout.offsets()["gk"]
+            one[:, :, at : at + gains.numel()] = gains
+            pages = [one.view(count, -1)] + [one.view(count, -1).clone() for _ in range(layers - 1)]
             table = torch.randperm(count, device="cuda").int().view(batch, -1)
             q = torch.randn(batch, heads * group, d, device="cuda", dtype=torch.bfloat16)
+            k, v = (torch.randn(batch, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
             out = torch.empty_like(q)
             starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
             lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
+            positions = lengths.long() - 1
+            slots = table[:, -1].long() * 64 + 63
+            held: dict[str, Any] = {}
 
-            def run(
-                q=q, out=out, pages=pages, table=table, starts=starts, lengths=lengths, t=t, batch=batch, d=d
+            def write(
+                pages=pages, q=q, k=k, v=v, positions=positions, slots=slots, starts=starts, held=held, batch=batch, d=d
             ) -> None:
-                kernels.attend(q, out, pages, table, starts, lengths, t, d**-0.5, requests=batch, longest=16384)
+                for one in pages:
+                    held["turned"] = launch.prepare(
+                        q, k, v, positions, one, slots, starts, held["t"], d**-0.5, requests=batch
+                    )
 
-            torch.cuda.synchronize()  # graphs are recorded and played on a stream of their own
-            read = batch * context * heads * layout.slot
-            flash = _flash_time(batch, context, heads, group, d)
-            tries = [dict(kernels.DECODE[d])]
-            if arguments.tune:
-                tries = [
-                    {"num_warps": w, "num_stages": stages, "tile": tile, "waves": waves}
-                    for w, stages, tile in ((2, 5, 64), (2, 3, 64), (2, 7, 64), (1, 5, 32), (1, 5, 64), (4, 5, 64))
-                    for waves in (4, 8, 16, 2)
-                ]
+            def read(
+                pages=pages,
+                q=q,
+                k=k,
+                v=v,
+                table=table,
+                starts=starts,
+                lengths=lengths,
+                out=out,
+                held=held,
+                batch=batch,
+                d=d,
+            ) -> None:
+                for one in pages:
+                    launch.attend(
+                        held["turned"],
+                        q,
+                        k,
+                        v,
+                        out,
+                        one,
+                        table,
+                        starts,
+                        lengths,
+                        held["t"],
+                        d**-0.5,
+                        requests=batch,
+                        longest=16384,
+                    )
+
+            def both(pages=pages, q=q, k=k, v=v, table=table, starts=starts, lengths=lengths, out=out, held=held, batch=batch, d=d,
+                     positions=positions, slots=slots) -> None:  # fmt: skip
+                for one in pages:
+                    turned = launch.prepare(q, k, v, positions, one, slots, starts, held["t"], d**-0.5, requests=batch)
+                    launch.attend(
+                        turned,
+                        q,
+                        k,
+                        v,
+                        out,
+                        one,
+                        table,
+                        starts,
+                        lengths,
+                        held["t"],
+                        d**-0.5,
+                        requests=batch,
+                        longest=16384,
+                    )
+
+            flash = None if arguments.tune else _flash_time(batch, context, heads, group, d)
             best: dict[str, Any] = {}
             times: dict[str, float] = {}
-            usual = dict(kernels.DECODE[d])
             for settings in tries:
                 if time.monotonic() > arguments.ends:
                     break
-                kernels.DECODE[d].update(settings)
+                launch.DECODE[d].update(settings)
+                held["t"] = launch.LayerTables.of(layout, *(t.to("cuda") for t in tables), trig)
                 try:
-                    ms = do_bench_cudagraph(run, rep=8)
+                    write()
+                    read()
+                    torch.cuda.synchronize()  # graphs are recorded and played on a stream of their own
+                    ms = do_bench_cudagraph(read, rep=12) / layers
                 except Exception as error:  # a setting that needs more shared memory than there is
-                    print(settings, str(error)[:100], flush=True)
+                    print(settings, str(error)[:200], flush=True)
+                    if "illegal" in str(error) or "CUDA error" in str(error):
+                        raise
                     continue
                 times[json.dumps(settings)] = ms
                 if not best or ms < best["ms"]:
                     best = {"ms": ms, "settings": settings}
-            kernels.DECODE[d].update(usual)
             if best:
-                keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context,
-                                 **best, "times": times, "flash_ms": flash, "share_of_hbm": read / (best["ms"] / 1e3) / HBM,
+                launch.DECODE[d].update(best["settings"])
+                held["t"] = launch.LayerTables.of(layout, *(t.to("cuda") for t in tables), trig)
+                bytes_read = batch * context * heads * layout.slot
+                more = (
+                    {}
+                    if arguments.tune
+                    else {"write_ms": do_bench_cudagraph(write) / layers, "both_ms": do_bench_cudagraph(both) / layers}
+                )
+                keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context, **best,
+                                 **more, "times": times, "flash_ms": flash, "share_of_hbm": bytes_read / (best["ms"] / 1e3) / HBM,
                                  "flash_share": 4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None})  # fmt: skip
+            launch.DECODE[d].update(usual)
+        t = launch.LayerTables.of(layout, *(t.to("cuda") for t in tables), trig)
         k = torch.randn(8192, heads, d, device="cuda", dtype=torch.bfloat16)
-        pages = torch.zeros(128, heads * 64 * layout.slot, dtype=torch.uint8, device="cuda")
-        for tokens in (1, 64, 8192):
-            slots = torch.arange(tokens, device="cuda")
-            x = k[:tokens]
-            ms = do_bench_cudagraph(partial(kernels.store, x, x, slots, pages, slots, t))
-            keep(arguments, {"row": "store", "d": d, "heads": heads, "tokens": tokens, "ms": ms})
-        pages = torch.randint(0, 60, (256, heads * 64 * layout.slot), dtype=torch.uint8, device="cuda")
+        q = torch.randn(8192, heads * group, d, device="cuda", dtype=torch.bfloat16)
+        pages = torch.zeros(256, heads * 64 * layout.slot, dtype=torch.uint8, device="cuda")
+        starts = torch.arange(65, device="cuda", dtype=torch.int32)
+        lengths = starts[:1] + 16384
         table = torch.arange(256, device="cuda", dtype=torch.int32)[None]
-        k, v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-        places = torch.zeros(1, device="cuda", dtype=torch.int32)
-        lengths = places + 16384
-        ms = do_bench_cudagraph(
-            partial(kernels.unpack, k, v, places, pages, table, lengths, t, first=0, requests=1, longest=16384)
-        )
-        keep(arguments, {"row": "unpack", "d": d, "heads": heads, "tokens": 16384, "ms": ms})
+        found_k, found_v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        for name, tries in (("PREPARE", [{"num_warps": w, "rows": 16} for w in (8, 4)] + [{"num_warps": 8, "rows": 32}]),
+                            ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
+                            ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))])):  # fmt: skip
+            of = getattr(launch, name)
+            usual = dict(of)
+            for settings in tries if arguments.tune else [usual]:
+                if time.monotonic() > arguments.ends:
+                    break
+                of.update(settings)
+                row = {"row": name, "d": d, "settings": settings}
+                if name == "PREPARE":
+                    for tokens in (1, 64, 8192):
+                        requests = tokens if tokens <= 64 else 0
+                        at = torch.arange(tokens, device="cuda")
+                        row[str(tokens)] = do_bench_cudagraph(partial(
+                            launch.prepare, q[:tokens], k[:tokens], k[:tokens], at, pages, at, starts, t, 1.0, requests=requests))  # fmt: skip
+                elif name == "COMBINE":
+                    for requests in (1, 8, 64):
+                        few = q[:requests], k[:requests], k[:requests]
+                        turned = launch.prepare(
+                            *few,
+                            starts[:requests].long(),
+                            pages,
+                            starts[:requests].long(),
+                            starts,
+                            t,
+                            1.0,
+                            requests=requests,
+                        )
+                        row[str(requests)] = do_bench_cudagraph(partial(
+                            launch.attend, turned, *few, torch.empty_like(few[0]), pages, table.expand(64, -1)[:requests].contiguous(), starts,
+                            lengths.expand(64).contiguous() // 64, t, 1.0, requests=requests, longest=16384))  # fmt: skip
+                else:
+                    row["16384"] = do_bench_cudagraph(partial(
+                        launch.unpack, found_k, found_v, starts, pages, table, lengths, t, first=0, requests=1, longest=16384))  # fmt: skip
+                keep(arguments, row)
+            of.update(usual)
 
 
 def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> float | None:
@@ -251,15 +367,21 @@ def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> flo
         from vllm.v1.attention.backends import fa_utils
 
         count = batch * context // 16
-        cache = torch.randn(2, count, 16, heads, d, device="cuda", dtype=torch.bfloat16)
+        layers = max(2, min(24, COLD // (count * 16 * heads * 4 * d)))
+        caches = [torch.zeros(2, count, 16, heads, d, device="cuda", dtype=torch.bfloat16) for _ in range(layers)]
         table = torch.randperm(count, device="cuda").int().view(batch, -1)
         q = torch.randn(batch, heads * group, d, device="cuda", dtype=torch.bfloat16)
         starts = torch.arange(batch + 1, device="cuda", dtype=torch.int32)
         lengths = torch.full((batch,), context, device="cuda", dtype=torch.int32)
         version = fa_utils.get_flash_attn_version(head_size=d)
-        return float(do_bench_cudagraph(lambda: fa_utils.flash_attn_varlen_func(
-            q=q, k=cache[0], v=cache[1], cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=context,
-            softmax_scale=d**-0.5, causal=True, block_table=table, fa_version=version)))  # fmt: skip
+
+        def run() -> None:
+            for cache in caches:
+                fa_utils.flash_attn_varlen_func(
+                    q=q, k=cache[0], v=cache[1], cu_seqlens_q=starts, max_seqlen_q=1, seqused_k=lengths, max_seqlen_k=context,
+                    softmax_scale=d**-0.5, causal=True, block_table=table, fa_version=version)  # fmt: skip
+
+        return float(do_bench_cudagraph(run)) / layers
     except Exception as error:
         print("flash:", str(error)[:200], flush=True)
         return None

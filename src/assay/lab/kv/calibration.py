@@ -177,6 +177,7 @@ _BASE, _MIX = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9)
 _SHARED = 0.02
 """Share of passages from which a text counts as calibrated on; licences and headings recur below it."""
 _OTHER_WEIGHTS = 0.05
+_ALWAYS = 4
 
 
 def gram(weight: torch.Tensor, groups: int, width: int) -> torch.Tensor:
@@ -326,10 +327,15 @@ class Sampler:
         self.chosen = torch.empty(0, dtype=torch.long)
 
     def begin(self, batch: int) -> None:
-        """A batch of so many windows comes: sorted random positions are drawn, the same in each of them."""
+        """A batch of so many windows comes: sorted random positions are drawn, the same in each of them.
+
+        Of many the first ones are always there: attention rests on them, and they are unlike all others.
+        """
         import torch
 
+        always = min(_ALWAYS, self.keep // 8)
         order = torch.randperm(self.length - 1, generator=self._generator)
+        order = torch.cat([torch.arange(always), order[order >= always]])
         self.chosen = order[: self.keep].sort().values
         self.positions += [self.chosen] * batch
         self.tokens += batch * (self.length - 1)

@@ -34,7 +34,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from assay.engines.vllm.hooks import report
 from assay.errors import AssayError
-from assay.lab.kv.pages import BLOCK, PAGES, kernels
+from assay.lab.kv.pages import BLOCK, PAGES, launch
 from assay.lab.kv.pages.layout import Layout, StreamTables, layout_of, together
 from assay.lab.kv.pages.source import source_of
 
@@ -225,10 +225,10 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
             raise ValueError("packed pages take tensor_parallel_size=1")
         self._config = config
         self._longest = int(config.model_config.max_model_len)
-        self._tables: kernels.LayerTables | None = None
+        self._tables: launch.LayerTables | None = None
         self._flash = _flash(head_size, scale)
 
-    def _ready(self, layer: Any, device: torch.device) -> kernels.LayerTables:
+    def _ready(self, layer: Any, device: torch.device) -> launch.LayerTables:
         """Tables of this layer; made when vLLM first runs the model, before it measures memory or captures graphs."""
         if self._tables is None:
             from vllm.model_executor.models.utils import extract_layer_index
@@ -253,17 +253,20 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
         m = attn_metadata
         n = m.tokens
         q, out = query[:n], output[:n]
-        kernels.store(key[:n], value[:n], m.positions[:n], kv_cache, m.slots[:n], tables)
+        k_new, v_new = key[:n], value[:n]
+        turned = launch.prepare(
+            q, k_new, v_new, m.positions[:n], kv_cache, m.slots[:n], m.starts, tables, self.scale, requests=m.decodes
+        )
         if m.decodes:
-            kernels.attend(
-                q, out, kv_cache, m.table, m.starts, m.lengths, tables, self.scale,
+            launch.attend(
+                turned, q, k_new, v_new, out, kv_cache, m.table, m.starts, m.lengths, tables, self.scale,
                 requests=m.decodes, longest=self._longest,
             )  # fmt: skip
         for p in m.prompts:
             k, v = key[p.rows], value[p.rows]
             if not p.fresh:
                 k, v = _workspace(self._config, self.num_kv_heads, self.head_size, query.device)
-                kernels.unpack(
+                launch.unpack(
                     k, v, p.keys, kv_cache, m.table, m.lengths, tables,
                     first=p.first, requests=p.requests, longest=p.longest,
                 )  # fmt: skip
@@ -271,9 +274,7 @@ class PagesImpl(AttentionImpl[PagesMetadata]):
         return output
 
 
-def _layer(
-    config: VllmConfig, number: int, layout: Layout, positions: int, device: torch.device
-) -> kernels.LayerTables:
+def _layer(config: VllmConfig, number: int, layout: Layout, positions: int, device: torch.device) -> launch.LayerTables:
     """Tables of a layer on the GPU, from the calibration that the environment names."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         source = source_of(os.environ[PAGES], config.model_config.model)
@@ -283,7 +284,7 @@ def _layer(
         if at not in _TRIG:
             _TRIG[at] = source.trigonometry(positions).to(device)
     found = _TABLES[source.key][number]
-    return kernels.LayerTables.of(layout, found["k"], found["v"], _TRIG[at])
+    return launch.LayerTables.of(layout, found["k"], found["v"], _TRIG[at])
 
 
 _TABLES: dict[str, list[dict[str, StreamTables]]] = {}
@@ -309,11 +310,11 @@ def _check_once(layout: Layout, group: int, dtype: torch.dtype, device: torch.de
     """Hold the kernels against the reference on this GPU, before anything is served: without PTX where it goes wrong with it."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         try:
-            return kernels.check(layout, group, dtype, device)
+            return launch.check(layout, group, dtype, device)
         except AssayError:
-            kernels.ASM = False
+            launch.ASM = False
         try:
-            kernels.check(layout, group, dtype, device)
+            launch.check(layout, group, dtype, device)
         except AssayError as error:
             report({"error": error.message, "remedy": error.remedy})
             raise

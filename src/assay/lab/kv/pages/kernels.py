@@ -1,329 +1,476 @@
-"""The kernels of packed pages in Triton: code into pages, attend to them with one query a request, combine what splits
-found, and unpack the pages of requests for attention with many queries.
+"""The kernels of packed pages in Triton: prepare a step (code keys and values into pages, turn queries), attend to pages with
+one query a request, combine what splits found, and unpack the pages of requests for attention with many queries.
 
 `assay.lab.kv.pages.layout` says what they compute; tests hold them against its reference in Triton's interpreter.
+
+Digits become fp16 numbers by a mask: a word & 0x000f is, read as fp16, the number n 2⁻²⁴, & 0x00f0 is 16 n 2⁻²⁴, and the upper
+half of a word shifted by six gives two more; tensor cores take such small numbers as they are. Factors are in the tables (T).
+A word of two tokens or two columns fills a register, and lies in it as products want it. The offsets ½ − 2^(b−1) are the same for
+all tokens: they are taken off once, from the sum of a query's numbers and from the sum of weights.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
-from assay.errors import AssayError
-from assay.lab.kv.pages import layout as reference
-from assay.lab.kv.pages.layout import Layout, StreamTables
-
-DECODE: dict[int, dict[str, int]] = {
-    64: {"num_warps": 1, "num_stages": 5, "tile": 64, "waves": 16},
-    128: {"num_warps": 2, "num_stages": 5, "tile": 64, "waves": 2},
-}
-"""How decode runs, by head_dim: tokens read at once (a page holds whole tiles), and programs wanted for a multiprocessor.
-
-The best of 24 settings over six cases on an H200 (`benchmarks/pages_speed.py kernel --tune`). Loads of a tile wait for its
-number in the table: of 5 stages, 2 are the tiles that are on their way.
-"""
-ASM = True
-"""Unpack codes by PTX's instructions for two numbers at once."""
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-UNPACK = {"num_warps": 4, "tile": 32}
-"""How pages are unpacked: tokens at once."""
-
 
 @triton.jit
-def _code(z, g, ROUND: tl.constexpr, TOP: tl.constexpr):
-    """Codes 0 … TOP of coefficients z [n, c] over gains g [n], at ROUND codes a unit."""
-    scaled = z / g[:, None] * ROUND + ((TOP + 1) // 2 + 0.5)
-    return tl.minimum(tl.maximum(tl.floor(scaled), 0.0), TOP * 1.0)
-
-
-@triton.jit
-def _error(z, codes, g, weight, ROUND: tl.constexpr, TOP: tl.constexpr):
-    off = (codes - (TOP + 1) // 2) / ROUND * g[:, None] - z
-    return tl.sum(off * off * weight[None, :], axis=1)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def store_kernel(
-    k_ptr, k_token, v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr,
-    mean_k_ptr, analysis_k_ptr, weight_k_ptr, mean_v_ptr, analysis_v_ptr, weight_v_ptr, tokens,
-    OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
-    OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Code keys and values [tokens, heads, D]; tables [heads, D(, D)], pages as bytes. Grid (ROWS tokens, heads, keys or values)."""
-    if tl.program_id(2) == 0:
-        _store(k_ptr, k_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_k_ptr, analysis_k_ptr,
-               weight_k_ptr, tokens, OFF_NK, OFF_TK, OFF_GK, SLOT, BLOCK, D, WIDE, True, ROWS)  # fmt: skip
-    else:
-        _store(v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_v_ptr, analysis_v_ptr,
-               weight_v_ptr, tokens, OFF_NV, OFF_TV, OFF_GV, SLOT, BLOCK, D, WIDE, False, ROWS)  # fmt: skip
+def _code(z, g, half):
+    """Codes 0 … 2 half − 1 of coefficients z [n, c] over gains g [n]; half [n, c]."""
+    return tl.minimum(tl.maximum(tl.floor(z / g[:, None] + half), 0.0), 2 * half - 1)
 
 
 @triton.jit
 def _store(
-    x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, analysis_ptr, weight_ptr,
-    tokens, OFF_N: tl.constexpr, OFF_T: tl.constexpr, OFF_G: tl.constexpr,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, ROTATE: tl.constexpr,
-    ROWS: tl.constexpr,
+    x_ptr, x_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_ptr, first_ptr, analysis_ptr,
+    weight_ptr, tokens, OFF_W: tl.constexpr, OFF_E: tl.constexpr, OFF_G: tl.constexpr, OFF_F: tl.constexpr,
+    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, FINER: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Code ROWS tokens of one head of keys or values."""
-    head = tl.program_id(1)
     HALF: tl.constexpr = D // 2
+    W: tl.constexpr = D // 4
+    head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = rows < tokens
     slot = tl.load(slots_ptr + rows, mask=live, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
     live = live & (slot >= 0)
-    c = tl.arange(0, HALF)
-    at = x_ptr + rows.to(tl.int64)[:, None] * x_token + head * D + c[None, :]
-    first = tl.load(at, mask=live[:, None], other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32)
-    mean1 = tl.load(mean_ptr + head * D + c)[None, :]
-    mean2 = tl.load(mean_ptr + head * D + HALF + c)[None, :]
-    if ROTATE:
-        position = tl.load(positions_ptr + rows, mask=live, other=0).to(tl.int64)
-        turn = trig_ptr + position[:, None] * D + c[None, :]
-        cos, sin = tl.load(turn), tl.load(turn + HALF)
-        first -= mean1 * cos - mean2 * sin
-        second -= mean2 * cos + mean1 * sin
-    else:
-        first -= mean1
-        second -= mean2
-    table = analysis_ptr + head * D * D + c[:, None] * D + c[None, :]
-    low = tl.dot(first, tl.load(table), input_precision="tf32x3")
-    low += tl.dot(second, tl.load(table + HALF * D), input_precision="tf32x3")
-    high = tl.dot(first, tl.load(table + HALF), input_precision="tf32x3")
-    high += tl.dot(second, tl.load(table + HALF * D + HALF), input_precision="tf32x3")
-    weight1 = tl.load(weight_ptr + head * D + c)
-    weight2 = tl.load(weight_ptr + head * D + HALF + c)
+    c = tl.arange(0, D)
+    x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_token + head * D + c[None, :], mask=live[:, None], other=0.0)
+    mean = tl.broadcast_to(tl.load(mean_ptr + head * D + c)[None, :], (ROWS, D))
+    if KEYS:
+        turn = trig_ptr + position[:, None] * D + (c % HALF)[None, :]
+        other = tl.load(mean_ptr + head * D + (c + HALF) % D) * tl.where(c < HALF, -1.0, 1.0)
+        mean = mean * tl.load(turn) + other[None, :] * tl.load(turn + HALF)
+    early = (position < 4)[:, None]
+    own = tl.load(first_ptr + (head * 4 + tl.minimum(position, 3))[:, None] * D + c[None, :], mask=early, other=0.0)
+    r = x.to(tl.float32) - tl.where(early, own, mean)
+    z = tl.dot(r, tl.load(analysis_ptr + head * D * D + c[:, None] * D + c[None, :]), input_precision="tf32x3")
+    weight = tl.load(weight_ptr + head * D + c)[None, :]
+    parts = tl.where(early, 1.0 + 3 * FINER, 1.0)  # of a step
+    z = z * parts
+    half = tl.where(c < WIDE * W, 32.0, 8.0)[None, :] * parts
 
-    top = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
-    top = tl.maximum(top, 1e-6) / 7.0
-    wide = (c < WIDE)[None, :]
+    top = tl.maximum(tl.max(tl.abs(z) / half, axis=1), 1e-6)
     best = tl.full([ROWS], float("inf"), tl.float32)
     gain = tl.full([ROWS], 1.0, tl.float32)
     for i in tl.static_range(4):
         # In parts of 20: 1, 0.85, 0.7 and 0.6, as the reference tries them.
         g = tl.maximum((top * ((20 - 3 * i + i // 3) / 20)).to(tl.float16).to(tl.float32), 5.9604644775390625e-08)
-        near = _error(low, _code(low, g, 4.0, 63), g, tl.where(c < WIDE, weight1, 0.0), 4.0, 63)
-        near += _error(low, _code(low, g, 1.0, 15), g, tl.where(c < WIDE, 0.0, weight1), 1.0, 15)
-        near += _error(high, _code(high, g, 1.0, 15), g, weight2, 1.0, 15)
+        off = (_code(z, g, half) + 0.5 - half) * g[:, None] - z
+        near = tl.sum(off * off * weight, axis=1)
         gain = tl.where(near < best, g, gain)
         best = tl.minimum(near, best)
 
-    fine = _code(low, gain, 4.0, 63).to(tl.int32)
-    lows = tl.where(wide, fine >> 2, _code(low, gain, 1.0, 15).to(tl.int32))
-    highs = _code(high, gain, 1.0, 15).to(tl.int32)
+    codes = _code(z, gain, half).to(tl.int32)
+    finest = codes & 3
+    codes = codes >> tl.where(early, 2 * FINER, 0)
     page = pages_ptr + (slot // BLOCK) * page_bytes + head * (BLOCK * SLOT)
     place = slot % BLOCK
-    tl.store((page + OFF_N + place * HALF)[:, None] + c[None, :], (lows | highs << 4).to(tl.uint8), mask=live[:, None])
-    # Four codes of two bits to a byte: the others of a byte are added as 0.
-    rest = tl.where(wide, (fine & 3) << (2 * (c % 4))[None, :], 0)
-    packed = tl.sum(tl.reshape(rest, (ROWS, HALF // 4, 4)), axis=2)
-    b = tl.arange(0, HALF // 4)
-    tl.store((page + OFF_T + place * (WIDE // 4))[:, None] + b[None, :], packed.to(tl.uint8),
-             mask=live[:, None] & (b < WIDE // 4)[None, :])  # fmt: skip
-    gains = (page + OFF_G).to(tl.pointer_type(tl.float16)) + place
-    tl.store(gains, gain.to(tl.float16), mask=live)
-
-
-NIBBLES = """{ .reg .b32 a, b, c, d, e;
-    prmt.b32 a, $4, 0, 0x4140; prmt.b32 b, $4, 0, 0x4342;
-    lop3.b32 $0, a, 0x000f000f, 0x64006400, 0xea; lop3.b32 $1, b, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 $2, a, 0x00f000f0, 0x64006400, 0xea; lop3.b32 $3, b, 0x00f000f0, 0x64006400, 0xea;
-    mov.b32 c, 0x64086408; mov.b32 d, 0x2c002c00; mov.b32 e, 0xd480d480;
-    sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; fma.rn.f16x2 $2, $2, d, e; fma.rn.f16x2 $3, $3, d, e; }"""
-"""Of four bytes: 1024 + n has n in the last bits of its mantissa, less 1032; 1024 + 16 n over 16, less 72."""
-FINE = """{ .reg .b32 a, b, c;
-    prmt.b32 a, $2, 0, 0x4140; prmt.b32 b, $2, 0, 0x4342; mov.b32 c, 0x64006400;
-    lop3.b32 $0, a, $3, c, 0xea; lop3.b32 $1, b, $4, c, 0xea; sub.f16x2 $0, $0, c; sub.f16x2 $1, $1, c; }"""
-"""Of four bytes and their masks, 16 bits each: 1024 + n less 1024."""
-NIBBLES, FINE = tl.constexpr(NIBBLES), tl.constexpr(FINE)
-
-
-@triton.jit
-def _whole(codes, ASM: tl.constexpr):
-    """Numbers −8 … 7 in fp16 of the 4 low bits and of the 4 high bits of bytes."""
-    if ASM:
-        low, high = tl.inline_asm_elementwise(
-            NIBBLES, "=&r,=&r,=&r,=&r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-        )
-    else:
-        low, high = (codes & 15).to(tl.float16) - 8.0, (codes >> 4).to(tl.float16) - 8.0
-    return low.to(tl.float16), high.to(tl.float16)
+    # Numbers of a word do not overlap, so that their sum is the word.
+    upper = tl.where(c < WIDE * W, 2, 0)[None, :]
+    words = tl.sum(tl.reshape((codes >> upper) << (c // W * 4)[None, :], (ROWS, 4, W)), axis=1)
+    w = tl.arange(0, W)
+    to = (page + OFF_W).to(tl.pointer_type(tl.int16)) + place * W
+    tl.store(to[:, None] + w[None, :], words.to(tl.int16), mask=live[:, None])
+    e = tl.arange(0, D // 8)[None, :]
+    if WIDE > 0:
+        lower = tl.reshape((codes & 3) << (c % 16 // 2 * 2)[None, :], (ROWS, D // 16, 8, 2))
+        words = tl.reshape(tl.sum(lower, axis=2), (ROWS, D // 8)).to(tl.int16)
+        E: tl.constexpr = WIDE * (W // 8)
+        to = (page + OFF_E).to(tl.pointer_type(tl.int16))
+        if KEYS:
+            tl.store((to + place * E)[:, None] + e, words, mask=live[:, None] & (e < E))
+        else:
+            tl.store((to + place)[:, None] + e * BLOCK, words, mask=live[:, None] & (e < E))
+    if FINER > 0:
+        lower = tl.reshape(finest << (c % 16 // 2 * 2)[None, :], (ROWS, D // 16, 8, 2))
+        words = tl.reshape(tl.sum(lower, axis=2), (ROWS, D // 8)).to(tl.int16)
+        to = (page + OFF_F).to(tl.pointer_type(tl.int16)) + tl.minimum(position, 3) * (D // 8)
+        tl.store(to[:, None] + e, words, mask=live[:, None] & early)
+    tl.store((page + OFF_G).to(tl.pointer_type(tl.float16)) + place, gain.to(tl.float16), mask=live)
 
 
 @triton.jit
-def _fine(packed, WIDE: tl.constexpr, ASM: tl.constexpr):
-    """[n, WIDE] in fp16 of [n, WIDE / 4] bytes: two bits a channel where they stand, over which is `_place`."""
-    same = tl.broadcast_to(packed[:, :, None], (packed.shape[0], WIDE // 4, 4)).reshape(packed.shape[0], WIDE)
-    mask = (3 << (2 * (tl.arange(0, WIDE) % 4)))[None, :].to(tl.int16)
-    if ASM:
-        # An operation on each element alone: which four are in a register is the compiler's business.
-        found = tl.inline_asm_elementwise(
-            FINE, "=&r,=&r,r,r,r", [same, tl.broadcast_to(mask, same.shape)], dtype=tl.float16, is_pure=True, pack=4
-        )
+def _offset(W: tl.constexpr, FIELD: tl.constexpr):
+    """What is taken off digits of quarter FIELD, or off lower bits (FIELD = 4), times their place: [W] float32."""
+    if FIELD < 4:
+        found = tl.full([W], 7.5 * (16 if FIELD % 2 == 1 else 1) * (4 if FIELD >= 2 else 1), tl.float32)
     else:
-        found = (same.to(tl.int16) & mask).to(tl.float16)
+        found = 1.5 * (1 << (2 * (tl.arange(0, W) % 16 // 2 % 4))).to(tl.float32)
     return found
 
 
 @triton.jit
-def _place(WIDE: tl.constexpr):
-    """[WIDE] float32: a quarter over 1, 4, 16 and 64, for two bits that were left where they stand in their byte."""
-    i = tl.arange(0, WIDE) % 4
-    return tl.where(i < 2, tl.where(i == 0, 0.25, 0.0625), tl.where(i == 2, 0.015625, 0.00390625))
+def _turn(
+    q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, mean_ptr, table_ptr, unit_ptr, scale, requests,
+    D: tl.constexpr, WIDE: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """What depends on queries alone: q Tᵀ in fp16 and the products with the mean of a pair, a row for each of their heads."""
+    HALF: tl.constexpr = D // 2
+    W: tl.constexpr = D // 4
+    LINE: tl.constexpr = D + WIDE * W
+    head = tl.program_id(1)
+    line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    request = line // GROUP
+    live = (request < requests)[:, None]
+    query = head * GROUP + line % GROUP
+    begin = tl.load(starts_ptr + request, mask=request < requests, other=0).to(tl.int64)
+    c = tl.arange(0, D)
+    w = tl.arange(0, W)
+    j = tl.arange(0, PAIR)
+    at = (q_ptr + begin * q_token + query * D)[:, None]
+    q = tl.load(at + c[None, :], mask=live, other=0.0).to(tl.float16)
+    unit = tl.load(unit_ptr + head) * scale
+    line = (request * (HEADS * GROUP) + query).to(tl.int64)
+    table = table_ptr + head * LINE * D + c[:, None]  # Tᵀ: channels of k down, digits across
+    turned = (tl.dot(q, tl.load(table + c[None, :] * D)) * unit).to(tl.float16)
+    tl.store(digits_ptr + line[:, None] * LINE + c[None, :], turned, mask=live)
+    place = 7.5 * tl.where(c // W % 2 == 1, 16.0, 1.0) * tl.where(c >= 2 * W, 4.0, 1.0)
+    base = -tl.sum(turned.to(tl.float32) * place[None, :], axis=1)
+    for field in tl.static_range(4, 4 + WIDE):
+        turned = (tl.dot(q, tl.load(table + (field * W + w)[None, :] * D)) * unit).to(tl.float16)
+        tl.store(digits_ptr + line[:, None] * LINE + field * W + w[None, :], turned, mask=live)
+        base -= tl.sum(turned.to(tl.float32) * _offset(W, 4)[None, :], axis=1)
+    pair = tl.load(pairs_ptr + head * PAIR + j)[None, :]
+    p1 = tl.load(at + pair, mask=live, other=0.0).to(tl.float32) * scale
+    p2 = tl.load(at + HALF + pair, mask=live, other=0.0).to(tl.float32) * scale
+    m1, m2 = tl.load(mean_ptr + head * D + pair), tl.load(mean_ptr + head * D + HALF + pair)
+    wave = waves_ptr + line[:, None] * (2 * PAIR + 1)
+    tl.store(wave + j[None, :], p1 * m1 + p2 * m2, mask=live)
+    tl.store(wave + PAIR + j[None, :], p2 * m1 - p1 * m2, mask=live)
+    tl.store(waves_ptr + line * (2 * PAIR + 1) + 2 * PAIR, base, mask=request < requests)
 
 
-@triton.jit(do_not_specialize=["first_request", "splits"])
+@triton.jit(do_not_specialize=["tokens", "requests"])
+def prepare_kernel(
+    k_ptr, k_token, v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr,
+    mean_k_ptr, first_k_ptr, analysis_k_ptr, weight_k_ptr, mean_v_ptr, first_v_ptr, analysis_v_ptr, weight_v_ptr,
+    tokens, q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, table_k_ptr, unit_k_ptr, scale, requests,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Code keys and values [tokens, HEADS, D] into pages, and turn the queries of the first `requests` requests.
+
+    Tables are [HEADS, D(, D)]. Grid (ROWS tokens, or rows of queries, whichever are more; KV heads; keys, values and queries).
+    """
+    if tl.program_id(2) == 0:
+        if tl.program_id(0) * ROWS < tokens:
+            _store(k_ptr, k_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_k_ptr, first_k_ptr,
+                   analysis_k_ptr, weight_k_ptr, tokens, OFF_WK, OFF_EK, OFF_GK, OFF_FK, SLOT, BLOCK, D, WK, FK, True,
+                   ROWS)  # fmt: skip
+    elif tl.program_id(2) == 1:
+        if tl.program_id(0) * ROWS < tokens:
+            _store(v_ptr, v_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_v_ptr, first_v_ptr,
+                   analysis_v_ptr, weight_v_ptr, tokens, OFF_WV, OFF_EV, OFF_GV, OFF_FV, SLOT, BLOCK, D, WV, FV, False,
+                   ROWS)  # fmt: skip
+    else:
+        if tl.program_id(0) * ROWS < requests * GROUP:
+            _turn(q_ptr, q_token, digits_ptr, waves_ptr, starts_ptr, pairs_ptr, mean_k_ptr, table_k_ptr, unit_k_ptr,
+                  scale, requests, D, WK, PAIR, GROUP, HEADS, ROWS)  # fmt: skip
+
+
+WORDS = """{ .reg .b32 t; shr.u32 t, $4, 6;
+    and.b32 $0, $4, 0x000f000f; and.b32 $1, $4, 0x00f000f0; and.b32 $2, t, 0x003c003c; and.b32 $3, t, 0x03c003c0; }"""
+"""The four digits of two words, each where a number of fp16 has its last ten bits."""
+LOWER = """{ .reg .b32 t, u; shr.u32 t, $1, 8; and.b32 u, $1, $2; lop3.b32 $0, t, $3, u, 0xea; }"""
+"""Two bits of each of two words, in either half of the word as the masks say."""
+WORDS, LOWER = tl.constexpr(WORDS), tl.constexpr(LOWER)
+
+
+@triton.jit
+def _upper(words, ASM: tl.constexpr):
+    """Digits of words (int16) in fp16, times 2⁻²⁴ and 1, 16, 4 and 64."""
+    if ASM:
+        a, b, c, d = tl.inline_asm_elementwise(
+            WORDS, "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2
+        )  # fmt: skip
+    else:
+        # A shift that draws copies of the sign leaves them above what is kept.
+        a, b = (words & 0xF).to(tl.float16, bitcast=True), (words & 0xF0).to(tl.float16, bitcast=True)
+        half = words >> 6
+        c, d = (half & 0x3C).to(tl.float16, bitcast=True), (half & 0x3C0).to(tl.float16, bitcast=True)
+    return a, b, c, d
+
+
+@triton.jit
+def _lower(words, first, second, ASM: tl.constexpr):
+    """Two bits of words in fp16: those that the mask `first` keeps, or `second` of the upper half; times 2⁻²⁴ and their place."""
+    if ASM:
+        found = tl.inline_asm_elementwise(
+            LOWER, "=&r,r,r,r", [words, first, second], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        found = ((words & first) | (words >> 8 & second)).to(tl.float16, bitcast=True)
+    return found
+
+
+@triton.jit
+def _masks(W: tl.constexpr):
+    """What `_lower` takes for each of W columns."""
+    t = tl.arange(0, W) % 16 // 2
+    first = tl.where(t < 4, 3 << (2 * (t % 4)), 0).to(tl.int16)
+    second = tl.where(t < 4, 0, 3 << (2 * (t % 4))).to(tl.int16)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["splits"])
 def attend_kernel(
-    q_ptr, q_token, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row,
-    starts_ptr, lengths_ptr, trig_ptr, near_ptr, mean_k_ptr, synthesis_k_ptr, scale,
-    first_request, splits,
-    OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
-    OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    digits_ptr, waves_ptr, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr,
+    trig_ptr, pairs_ptr, near_ptr, step_ptr, splits,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The one query token of a request, the GROUP ≤ ROWS heads of a KV head at once, over a part of its pages.
 
+    Tokens are down, heads across. The first FIRST tokens and the query's own are left to `combine_kernel`.
     Grid (requests, KV heads, splits).
     """
-    HALF: tl.constexpr = D // 2
+    W: tl.constexpr = D // 4
+    LK: tl.constexpr = D + WK * W
+    LV: tl.constexpr = D + WV * W
+    E: tl.constexpr = W // 8
     head = tl.program_id(1)
-    request = first_request + tl.program_id(0)
-    begin = tl.load(starts_ptr + request)
+    request = tl.program_id(0)
     length = tl.load(lengths_ptr + request)
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     lo = tl.program_id(2) * share
     hi = tl.minimum(lo + share, length)
-    if (tl.load(starts_ptr + request + 1) == begin) | (lo >= length):
+    if (tl.load(starts_ptr + request + 1) == tl.load(starts_ptr + request)) | (lo >= length):
         return
     row = tl.arange(0, ROWS)
-    live = row < GROUP
-    c = tl.arange(0, HALF)
-    e = tl.arange(0, WIDE)
-
-    # What depends on the query alone: q Sᵀ, and its products with cosines and sines.
-    at = q_ptr + begin.to(tl.int64) * q_token + (head * GROUP + row)[:, None] * D + c[None, :]
-    q1 = (tl.load(at, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
-    q2 = (tl.load(at + HALF, mask=live[:, None], other=0.0).to(tl.float32) * scale).to(tl.float16)
-    s_k = synthesis_k_ptr + head * D * D + c[:, None] + c[None, :] * D  # Sᵀ: channels of k down, codes across
-    low = tl.dot(q1, tl.load(s_k)) + tl.dot(q2, tl.load(s_k + HALF))
-    high = tl.dot(q1, tl.load(s_k + HALF * D)) + tl.dot(q2, tl.load(s_k + HALF * D + HALF))
-    s_w = synthesis_k_ptr + head * D * D + c[:, None] + e[None, :] * D
-    fine = tl.dot(q1, tl.load(s_w)) + tl.dot(q2, tl.load(s_w + HALF))
-    low, high, fine = low.to(tl.float16), high.to(tl.float16), (fine * _place(WIDE)[None, :]).to(tl.float16)
-    mean1 = tl.load(mean_k_ptr + head * D + c)[None, :]
-    mean2 = tl.load(mean_k_ptr + head * D + HALF + c)[None, :]
-    on_cos = q1.to(tl.float32) * mean1 + q2.to(tl.float32) * mean2
-    on_sin = q2.to(tl.float32) * mean1 - q1.to(tl.float32) * mean2
-
-    biggest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc1 = tl.zeros([ROWS, HALF], tl.float32)
-    acc2 = tl.zeros([ROWS, HALF], tl.float32)
-    acc3 = tl.zeros([ROWS, WIDE], tl.float32)
+    live = (row < GROUP)[None, :]
+    w = tl.arange(0, W)
+    e = tl.arange(0, E)
+    j = tl.arange(0, PAIR)
     n = tl.arange(0, TILE)
-    # A tile's angles are those of its first token and, the same in every tile, those from there on.
-    near = near_ptr + n[None, :] * D + c[:, None]
-    near_cos, near_sin = tl.load(near), tl.load(near + HALF)
-    b = tl.arange(0, WIDE // 4)
+    line = (request * HEADS + head) * GROUP + row
+    at = digits_ptr + line[None, :] * LK + w[:, None]
+    q0 = tl.load(at, mask=live, other=0.0)
+    q1 = tl.load(at + W, mask=live, other=0.0)
+    q2 = tl.load(at + 2 * W, mask=live, other=0.0)
+    q3 = tl.load(at + 3 * W, mask=live, other=0.0)
+    q4, q5 = q3, q3
+    if WK > 0:
+        q4 = tl.load(at + 4 * W, mask=live, other=0.0)
+    if WK > 1:
+        q5 = tl.load(at + 5 * W, mask=live, other=0.0)
+    wave = waves_ptr + line[None, :] * (2 * PAIR + 1)
+    on_cos = tl.load(wave + j[:, None], mask=live, other=0.0)
+    on_sin = tl.load(wave + PAIR + j[:, None], mask=live, other=0.0)
+    base = tl.broadcast_to(tl.load(wave + 2 * PAIR, mask=live, other=0.0) * 5.9604644775390625e-08, (TILE, ROWS))
+    # Angles are those of the tile's first token, which turn what is in `waves`, and the same from there on.
+    turn = trig_ptr + lo * D + tl.load(pairs_ptr + head * PAIR + j)[:, None]
+    cos, sin = tl.load(turn), tl.load(turn + D // 2)
+    on_cos, on_sin = on_cos * cos + on_sin * sin, on_sin * cos - on_cos * sin
+    cos = tl.load(step_ptr + head * 2 * PAIR + j)[:, None]
+    sin = tl.load(step_ptr + head * 2 * PAIR + PAIR + j)[:, None]
+    near = near_ptr + (head * BLOCK + n)[:, None] * (2 * PAIR) + j[None, :]
+    near_cos, near_sin = tl.load(near), tl.load(near + PAIR)
+    first, second = _masks(W)
+
+    biggest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    weights = tl.zeros([ROWS], tl.float32)
+    acc0, acc1 = tl.zeros([W, ROWS], tl.float32), tl.zeros([W, ROWS], tl.float32)
+    acc2, acc3 = tl.zeros([W, ROWS], tl.float32), tl.zeros([W, ROWS], tl.float32)
+    acc4, acc5 = tl.zeros([W, ROWS], tl.float32), tl.zeros([W, ROWS], tl.float32)
     for start in tl.range(lo, hi, TILE, num_stages=STAGES):
         block = tl.load(table_ptr + request.to(tl.int64) * table_row + start // BLOCK).to(tl.int64)
         page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
-        place = start % BLOCK + n
+        place = n
+        if TILE < BLOCK:
+            place += start % BLOCK
+        words = tl.load((page + OFF_WK).to(tl.pointer_type(tl.int16)) + place[:, None] * W + w[None, :])
+        k0, k1, k2, k3 = _upper(words, ASM)
+        s = tl.dot(k0, q0, base)
+        s = tl.dot(k1, q1, s)
+        s = tl.dot(k2, q2, s)
+        s = tl.dot(k3, q3, s)
+        lows = (page + OFF_EK).to(tl.pointer_type(tl.int16)) + place[:, None] * (WK * E) + e[None, :]
+        for field in tl.static_range(WK):
+            lower = tl.reshape(tl.load(lows + field * E), (TILE, W // 16, 1, 2))
+            lower = tl.reshape(tl.broadcast_to(lower, (TILE, W // 16, 8, 2)), (TILE, W))
+            mask1, mask2 = tl.broadcast_to(first[None, :], (TILE, W)), tl.broadcast_to(second[None, :], (TILE, W))
+            s = tl.dot(_lower(lower, mask1, mask2, ASM), q4 if field == 0 else q5, s)
+        fixed = tl.dot(near_cos, on_cos.to(tl.float16))
+        fixed = tl.dot(near_sin, on_sin.to(tl.float16), fixed)
+        on_cos, on_sin = on_cos * cos + on_sin * sin, on_sin * cos - on_cos * sin
+        gain = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + place).to(tl.float32) * 16777216.0
         token = start + n
-        cos = tl.load(trig_ptr + start * D + c)[None, :]
-        sin = tl.load(trig_ptr + start * D + HALF + c)[None, :]
-        codes = tl.load(page + OFF_NK + place[:, None] * HALF + c[None, :])
-        packed = tl.load(page + OFF_TK + place[:, None] * (WIDE // 4) + b[None, :])
-        lows, highs = _whole(codes, ASM)
-        s = tl.dot(low, tl.trans(lows))
-        s = tl.dot(high, tl.trans(highs), s)
-        s = tl.dot(fine, tl.trans(_fine(packed, WIDE, ASM)), s)
-        gain = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
-        fixed = tl.dot((on_cos * cos + on_sin * sin).to(tl.float16), near_cos)
-        fixed = tl.dot((on_sin * cos - on_cos * sin).to(tl.float16), near_sin, fixed)
-        s = s * gain[None, :] + fixed
-        s = tl.where((token < length)[None, :], s, -float("inf"))  # every tile has a token
-        new = tl.maximum(biggest, tl.max(s, axis=1))
-        p = tl.exp2(s - new[:, None])
+        here = (token >= 4) & (token < length - 1)
+        s = tl.where(here[:, None], s * gain[:, None] + fixed, -float("inf"))
+        new = tl.maximum(biggest, tl.max(s, axis=0))
+        p = tl.exp2(s - new[None, :])
         fade = tl.exp2(biggest - new)
-        total = total * fade + tl.sum(p, axis=1)
+        total = total * fade + tl.sum(p, axis=0)
         biggest = new
         gain = tl.load((page + OFF_GV).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)
-        gain = tl.where(token < length, gain, 0.0)
-        w = (p * gain[None, :]).to(tl.float16)
-        codes = tl.load(page + OFF_NV + place[:, None] * HALF + c[None, :])
-        packed = tl.load(page + OFF_TV + place[:, None] * (WIDE // 4) + b[None, :])
-        lows, highs = _whole(codes, ASM)
-        acc1 = tl.dot(w, lows, acc1 * fade[:, None])
-        acc2 = tl.dot(w, highs, acc2 * fade[:, None])
-        acc3 = tl.dot(w, _fine(packed, WIDE, ASM), acc3 * fade[:, None])
+        p = p * tl.where(here, gain, 0.0)[:, None]
+        weights = weights * fade + tl.sum(p, axis=0)
+        p = p.to(tl.float16)
+        words = tl.load((page + OFF_WV).to(tl.pointer_type(tl.int16)) + place[None, :] * W + w[:, None])
+        v0, v1, v2, v3 = _upper(words, ASM)
+        acc0 = tl.dot(v0, p, acc0 * fade[None, :])
+        acc1 = tl.dot(v1, p, acc1 * fade[None, :])
+        acc2 = tl.dot(v2, p, acc2 * fade[None, :])
+        acc3 = tl.dot(v3, p, acc3 * fade[None, :])
+        lows = (page + OFF_EV).to(tl.pointer_type(tl.int16)) + e[:, None] * BLOCK + place[None, :]
+        for field in tl.static_range(WV):
+            lower = tl.reshape(tl.load(lows + field * E * BLOCK), (W // 16, 1, 2, TILE))
+            lower = tl.reshape(tl.broadcast_to(lower, (W // 16, 8, 2, TILE)), (W, TILE))
+            mask1, mask2 = tl.broadcast_to(first[:, None], (W, TILE)), tl.broadcast_to(second[:, None], (W, TILE))
+            lower = _lower(lower, mask1, mask2, ASM)
+            if field == 0:
+                acc4 = tl.dot(lower, p, acc4 * fade[None, :])
+            else:
+                acc5 = tl.dot(lower, p, acc5 * fade[None, :])
 
-    # [requests, HEADS, splits, GROUP, D + WIDE], not yet over the sum.
-    line = ((tl.program_id(0) * HEADS + head) * splits + tl.program_id(2)) * GROUP + row
-    part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
-    tl.store(part + c[None, :], acc1, mask=live[:, None])
-    tl.store(part + HALF + c[None, :], acc2, mask=live[:, None])
-    tl.store(part + D + e[None, :], acc3 * _place(WIDE)[None, :], mask=live[:, None])
-    tl.store(sum_ptr + line * 2, biggest, mask=live)
-    tl.store(sum_ptr + line * 2 + 1, total, mask=live)
+    # [requests, HEADS, splits, GROUP, D + WV W], not yet over the sum.
+    line = ((request * HEADS + head) * splits + tl.program_id(2)) * GROUP + row
+    part = part_ptr + line.to(tl.int64)[None, :] * LV + w[:, None]
+    tl.store(part, acc0, mask=live)
+    tl.store(part + W, acc1, mask=live)
+    tl.store(part + 2 * W, acc2, mask=live)
+    tl.store(part + 3 * W, acc3, mask=live)
+    if WV > 0:
+        tl.store(part + 4 * W, acc4, mask=live)
+    if WV > 1:
+        tl.store(part + 5 * W, acc5, mask=live)
+    tl.store(sum_ptr + line * 3, biggest, mask=row < GROUP)
+    tl.store(sum_ptr + line * 3 + 1, total, mask=row < GROUP)
+    tl.store(sum_ptr + line * 3 + 2, weights, mask=row < GROUP)
 
 
-@triton.jit(do_not_specialize=["first_request", "splits"])
+@triton.jit
+def _digit(page, place, W: tl.constexpr, OFF: tl.constexpr, FIELD: tl.constexpr):
+    """Digit FIELD of the words at places [n] of a page, [n, W] in float32, times its place."""
+    words = tl.load((page + OFF).to(tl.pointer_type(tl.int16)) + place[:, None] * W + tl.arange(0, W)[None, :])
+    half = words >> (0 if FIELD < 2 else 6)
+    return (half & (0xF if FIELD == 0 else (0xF0 if FIELD == 1 else (0x3C if FIELD == 2 else 0x3C0)))).to(tl.float32)
+
+
+@triton.jit
+def _fine(page, place, W: tl.constexpr, OFF: tl.constexpr, WIDE: tl.constexpr, FIELD: tl.constexpr, BLOCK: tl.constexpr,
+          KEYS: tl.constexpr):  # fmt: skip
+    """The lower two bits of wide channels of quarter FIELD at places [n] of a page, int16 [n, W], in their place."""
+    column = tl.arange(0, W)
+    word = FIELD * (W // 8) + column // 16 * 2 + column % 2
+    at = place[:, None] * (WIDE * (W // 8)) + word[None, :] if KEYS else word[None, :] * BLOCK + place[:, None]
+    first, second = _masks(W)
+    words = tl.load((page + OFF).to(tl.pointer_type(tl.int16)) + at)
+    return (words & first[None, :]) | (words >> 8 & second[None, :])
+
+
+@triton.jit
+def _more(
+    page, place, W: tl.constexpr, OFF: tl.constexpr, WIDE: tl.constexpr, FIELD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """What the finer part adds to digits of quarter FIELD at places [n] below FIRST, [n, W] float32."""
+    found = _fine(page, place, W, OFF, 4, FIELD, BLOCK, True).to(tl.float32) / _offset(W, 4)[None, :] * 1.5 - 1.5
+    return found * (0.25 * (16 if FIELD % 2 == 1 else 1) * (4 if FIELD >= 2 else 1) / (4 if FIELD < WIDE else 1))
+
+
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(
-    part_ptr, sum_ptr, out_ptr, out_token, starts_ptr, lengths_ptr, synthesis_ptr, mean_ptr, first_request, splits,
-    D: tl.constexpr, WIDE: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
+    q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, digits_ptr, waves_ptr, part_ptr, sum_ptr, out_ptr, out_token,
+    pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr, first_k_ptr, first_v_ptr, mean_ptr,
+    table_v_ptr, unit_ptr, scale, splits,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Add up the splits of one request and query head, and turn the sum back into values."""
-    HALF: tl.constexpr = D // 2
-    request = first_request + tl.program_id(0)
-    begin = tl.load(starts_ptr + request)
+    """Of one request and query head: add the splits up with the first tokens, out of their page, and the query's own token,
+    whose key and value are at hand as they are; and turn the sum back into values. Grid (requests, query heads)."""
+    W: tl.constexpr = D // 4
+    LK: tl.constexpr = D + WK * W
+    LV: tl.constexpr = D + WV * W
+    request = tl.program_id(0)
+    query = tl.program_id(1)
+    head = query // GROUP
+    begin = tl.load(starts_ptr + request).to(tl.int64)
     length = tl.load(lengths_ptr + request)
     if (tl.load(starts_ptr + request + 1) == begin) | (length < 1):
         return
-    head = tl.program_id(1) // GROUP
+    c = tl.arange(0, D)
+    w = tl.arange(0, W)
+    p = tl.arange(0, 4)
+    q = tl.load(q_ptr + begin * q_token + query * D + c).to(tl.float32) * scale
+    own_k = tl.load(k_ptr + begin * k_token + head * D + c).to(tl.float32)
+    own_v = tl.load(v_ptr + begin * v_token + head * D + c).to(tl.float32)
+    first_k = tl.load(first_k_ptr + (head * 4 + p)[:, None] * D + c[None, :])
+    first_v = tl.load(first_v_ptr + (head * 4 + p)[:, None] * D + c[None, :])
+    line = request * (HEADS * GROUP) + query
+    block = tl.load(table_ptr + request.to(tl.int64) * table_row).to(tl.int64)
+    page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
+    gain_k = tl.load((page + OFF_GK).to(tl.pointer_type(tl.float16)) + p).to(tl.float32)
+    gain_v = tl.load((page + OFF_GV).to(tl.pointer_type(tl.float16)) + p).to(tl.float32)
+    s = tl.zeros([4], tl.float32) + tl.load(waves_ptr + line * (2 * PAIR + 1) + 2 * PAIR)
+    for field in tl.static_range(4):
+        turned = tl.load(digits_ptr + line * LK + field * W + w).to(tl.float32)
+        found = _digit(page, p, W, OFF_WK, field)
+        if FK > 0:
+            found += _more(page, p, W, OFF_FK, WK, field, BLOCK)
+        s += tl.sum(found * turned[None, :], axis=1)
+    for field in tl.static_range(WK):
+        turned = tl.load(digits_ptr + line * LK + (4 + field) * W + w).to(tl.float32)
+        s += tl.sum(_fine(page, p, W, OFF_EK, WK, field, BLOCK, True).to(tl.float32) * turned[None, :], axis=1)
+    s = s * gain_k + tl.sum(first_k * q[None, :], axis=1)
+    early = p < length - 1
+    s = tl.where(early, s, -float("inf"))
+    own = tl.sum(own_k * q)
+
     share = tl.cdiv(tl.cdiv(length, splits), TILE) * TILE
     split = tl.arange(0, SPLITS)
     there = split * share < length
-    line = ((tl.program_id(0) * HEADS + head) * splits + split) * GROUP + tl.program_id(1) % GROUP
-    top = tl.load(sum_ptr + line * 2, mask=there, other=-float("inf"))
-    factor = tl.exp2(top - tl.max(top, axis=0))
-    total = tl.sum(factor * tl.load(sum_ptr + line * 2 + 1, mask=there, other=0.0), axis=0)
-    factor = factor / total
-    c = tl.arange(0, HALF)
-    e = tl.arange(0, WIDE)
-    part = part_ptr + line.to(tl.int64)[:, None] * (D + WIDE)
-    some = there[:, None]
-    y1 = tl.sum(tl.load(part + c[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
-    y2 = tl.sum(tl.load(part + HALF + c[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
-    y3 = tl.sum(tl.load(part + D + e[None, :], mask=some, other=0.0) * factor[:, None], axis=0)
-    out = out_ptr + begin.to(tl.int64) * out_token + tl.program_id(1) * D
-    for side in tl.static_range(2):
-        s_v = synthesis_ptr + head * D * D + side * HALF + c[None, :]
-        y = tl.sum(tl.load(s_v + c[:, None] * D).to(tl.float32) * y1[:, None], axis=0)
-        y += tl.sum(tl.load(s_v + (HALF + c)[:, None] * D).to(tl.float32) * y2[:, None], axis=0)
-        y += tl.sum(tl.load(s_v + e[:, None] * D).to(tl.float32) * y3[:, None], axis=0)
-        y += tl.load(mean_ptr + head * D + side * HALF + c)
-        tl.store(out + side * HALF + c, y.to(out_ptr.dtype.element_ty))
+    at = ((request * HEADS + head) * splits + split) * GROUP + query % GROUP
+    top = tl.load(sum_ptr + at * 3, mask=there, other=-1e30)
+    most = tl.maximum(tl.maximum(tl.max(top, axis=0), tl.max(s, axis=0)), own)
+    factor = tl.exp2(top - most)
+    first_w = tl.exp2(s - most)
+    own_w = tl.exp2(own - most)
+    later = tl.sum(factor * tl.load(sum_ptr + at * 3 + 1, mask=there, other=0.0), axis=0)
+    total = later + tl.sum(first_w, axis=0) + own_w
+    factor, first_w, own_w = factor / total, first_w / total, own_w / total
+    first_g = first_w * tl.where(early, gain_v, 0.0)
+    weights = tl.sum(factor * tl.load(sum_ptr + at * 3 + 2, mask=there, other=0.0), axis=0) + tl.sum(first_g, axis=0)
+    part = part_ptr + at.to(tl.int64)[:, None] * LV + w[None, :]
+    factor = factor * 16777216.0
+    y = tl.zeros([D], tl.float32)
+    for field in tl.static_range(4 + WV):
+        some = tl.sum(tl.load(part + field * W, mask=there[:, None], other=0.0) * factor[:, None], axis=0)
+        if field < 4:
+            found = _digit(page, p, W, OFF_WV, field)
+            if FV > 0:
+                found += _more(page, p, W, OFF_FV, WV, field, BLOCK)
+            some += tl.sum(found * first_g[:, None], axis=0)
+            some -= _offset(W, field) * weights
+        else:
+            some += tl.sum(
+                _fine(page, p, W, OFF_EV, WV, field - 4, BLOCK, False).to(tl.float32) * first_g[:, None], axis=0
+            )
+            some -= _offset(W, 4) * weights
+        row = table_v_ptr + (head * LV + field * W + w)[:, None] * D + c[None, :]
+        y += tl.sum(tl.load(row).to(tl.float32) * some[:, None], axis=0)
+    y = y * tl.load(unit_ptr + head) + tl.load(mean_ptr + head * D + c) * (later / total)
+    y += tl.sum(first_v * first_w[:, None], axis=0) + own_v * own_w
+    tl.store(out_ptr + begin * out_token + query * D + c, y.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_request"])
+@triton.jit
 def unpack_kernel(
     k_ptr, v_ptr, pages_ptr, page_bytes, table_ptr, table_row, lengths_ptr, places_ptr, trig_ptr,
-    mean_k_ptr, mean_v_ptr, synthesis_k_ptr, synthesis_v_ptr, first_request,
-    OFF_NK: tl.constexpr, OFF_NV: tl.constexpr, OFF_TK: tl.constexpr, OFF_TV: tl.constexpr,
-    OFF_GK: tl.constexpr, OFF_GV: tl.constexpr,
-    SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, HEADS: tl.constexpr,
-    TILE: tl.constexpr,
+    mean_k_ptr, mean_v_ptr, first_k_ptr, first_v_ptr, table_k_ptr, table_v_ptr, unit_k_ptr, unit_v_ptr,
+    OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
+    OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
+    WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Keys after RoPE and values of requests, out of pages into [tokens, HEADS, D]; `places_ptr` says at which row each begins.
 
@@ -331,7 +478,7 @@ def unpack_kernel(
     """
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
-    request = first_request + tl.program_id(2)
+    request = tl.program_id(2)
     length = tl.load(lengths_ptr + request)
     start = tl.program_id(0) * TILE
     if start >= length:
@@ -343,177 +490,56 @@ def unpack_kernel(
     page = pages_ptr + block * page_bytes + head * (BLOCK * SLOT)
     place = start % BLOCK + n
     live = (token < length)[:, None]
-    to = (tl.load(places_ptr + tl.program_id(2)) + token).to(tl.int64)[:, None] * (HEADS * D) + head * D + c[None, :]
+    early = (token < 4)[:, None]
+    to = (tl.load(places_ptr + request) + token).to(tl.int64)[:, None] * (HEADS * D) + head * D + c[None, :]
+    own = head * 4 * D + tl.minimum(token, 3)[:, None] * D + c[None, :]
     turn = trig_ptr + token.to(tl.int64)[:, None] * D + c[None, :]
     cos, sin = tl.load(turn, mask=live, other=0.0), tl.load(turn + HALF, mask=live, other=0.0)
     mean1 = tl.load(mean_k_ptr + head * D + c)[None, :]
     mean2 = tl.load(mean_k_ptr + head * D + HALF + c)[None, :]
-    first, second = _unpacked(page, place, synthesis_k_ptr + head * D * D, OFF_NK, OFF_TK, OFF_GK, D, WIDE)
+    unit = tl.load(unit_k_ptr + head)
+    first, second = _unpacked(
+        page, place, table_k_ptr, head, unit, early, OFF_WK, OFF_EK, OFF_GK, OFF_FK, D, WK, FK, BLOCK, True
+    )
+    first += tl.where(early, tl.load(first_k_ptr + own, mask=early, other=0.0), mean1 * cos - mean2 * sin)
+    second += tl.where(early, tl.load(first_k_ptr + own + HALF, mask=early, other=0.0), mean2 * cos + mean1 * sin)
     kind = k_ptr.dtype.element_ty
-    tl.store(k_ptr + to, (first + mean1 * cos - mean2 * sin).to(kind), mask=live)
-    tl.store(k_ptr + to + HALF, (second + mean2 * cos + mean1 * sin).to(kind), mask=live)
+    tl.store(k_ptr + to, first.to(kind), mask=live)
+    tl.store(k_ptr + to + HALF, second.to(kind), mask=live)
     mean1 = tl.load(mean_v_ptr + head * D + c)[None, :]
     mean2 = tl.load(mean_v_ptr + head * D + HALF + c)[None, :]
-    first, second = _unpacked(page, place, synthesis_v_ptr + head * D * D, OFF_NV, OFF_TV, OFF_GV, D, WIDE)
-    tl.store(v_ptr + to, (first + mean1).to(kind), mask=live)
-    tl.store(v_ptr + to + HALF, (second + mean2).to(kind), mask=live)
+    unit = tl.load(unit_v_ptr + head)
+    first, second = _unpacked(
+        page, place, table_v_ptr, head, unit, early, OFF_WV, OFF_EV, OFF_GV, OFF_FV, D, WV, FV, BLOCK, False
+    )
+    first += tl.where(early, tl.load(first_v_ptr + own, mask=early, other=0.0), mean1)
+    second += tl.where(early, tl.load(first_v_ptr + own + HALF, mask=early, other=0.0), mean2)
+    tl.store(v_ptr + to, first.to(kind), mask=live)
+    tl.store(v_ptr + to + HALF, second.to(kind), mask=live)
 
 
 @triton.jit
-def _unpacked(page, place, synthesis, OFF_N: tl.constexpr, OFF_T: tl.constexpr, OFF_G: tl.constexpr,
-              D: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+def _unpacked(page, place, table_ptr, head, unit, early, OFF_W: tl.constexpr, OFF_E: tl.constexpr, OFF_G: tl.constexpr,
+              OFF_F: tl.constexpr, D: tl.constexpr, WIDE: tl.constexpr, FINER: tl.constexpr, BLOCK: tl.constexpr,
+              KEYS: tl.constexpr):  # fmt: skip
     """Both halves [n, D / 2] of the residuals at places [n] of a page, float32."""
     HALF: tl.constexpr = D // 2
+    W: tl.constexpr = D // 4
     c = tl.arange(0, HALF)
-    b = tl.arange(0, WIDE // 4)
-    low, high = _whole(tl.load(page + OFF_N + place[:, None] * HALF + c[None, :]), False)
-    packed = tl.load(page + OFF_T + place[:, None] * (WIDE // 4) + b[None, :])
-    fine = (_fine(packed, WIDE, False) * _place(WIDE)[None, :]).to(tl.float16)
-    gain = tl.load((page + OFF_G).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)[:, None]
-    row = synthesis + c[:, None] * D + c[None, :]
-    wide = synthesis + tl.arange(0, WIDE)[:, None] * D + c[None, :]
-    first = tl.dot(low, tl.load(row)) + tl.dot(high, tl.load(row + HALF * D)) + tl.dot(fine, tl.load(wide))
-    row += HALF
-    second = tl.dot(low, tl.load(row)) + tl.dot(high, tl.load(row + HALF * D)) + tl.dot(fine, tl.load(wide + HALF))
+    w = tl.arange(0, W)
+    row = table_ptr + head * ((D + WIDE * W) * D) + w[:, None] * D + c[None, :]
+    first = tl.zeros([place.shape[0], HALF], tl.float32)
+    second = tl.zeros([place.shape[0], HALF], tl.float32)
+    for field in tl.static_range(4 + WIDE):
+        if field < 4:
+            digits = _digit(page, place, W, OFF_W, field) - _offset(W, field)[None, :]
+            if FINER > 0:
+                digits += tl.where(early, _more(page, place % 4, W, OFF_F, WIDE, field, BLOCK), 0.0)
+        else:
+            digits = _fine(page, place, W, OFF_E, WIDE, field - 4, BLOCK, KEYS).to(tl.float32)
+            digits = digits - _offset(W, 4)[None, :]
+        digits = digits.to(tl.float16)
+        first = tl.dot(digits, tl.load(row + field * W * D), first)
+        second = tl.dot(digits, tl.load(row + field * W * D + HALF), second)
+    gain = tl.load((page + OFF_G).to(tl.pointer_type(tl.float16)) + place).to(tl.float32)[:, None] * unit
     return first * gain, second * gain
-
-
-@dataclass(frozen=True)
-class LayerTables:
-    """The tables of a layer as kernels take them; `trig` [positions, d] and `near` [64, d], fp16, are shared by all layers."""
-
-    layout: Layout
-    k: StreamTables
-    v: StreamTables
-    trig: torch.Tensor
-    near: torch.Tensor
-    halves_k: torch.Tensor
-    halves_v: torch.Tensor
-
-    @classmethod
-    def of(cls, layout: Layout, k: StreamTables, v: StreamTables, trig: torch.Tensor) -> LayerTables:
-        """With S in fp16, as products with queries use it; all tensors on the device of `trig`."""
-        k, v = k.to(trig.device), v.to(trig.device)
-        scaling = trig[0, 0]  # that of the RoPE; angles are added up with one of both scaled
-        return cls(layout, k, v, trig, (trig[:64] / scaling).half(), k.synthesis.half(), v.synthesis.half())
-
-
-def store(
-    k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, pages: torch.Tensor, slots: torch.Tensor, t: LayerTables
-) -> None:
-    """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous)."""
-    layout, tokens, rows = t.layout, slots.shape[0], 16
-    store_kernel[(triton.cdiv(tokens, rows), layout.heads, 2)](
-        k, k.stride(0), v, v.stride(0), pages, pages.stride(0), slots, positions, t.trig,
-        t.k.mean, t.k.analysis, t.k.weight, t.v.mean, t.v.analysis, t.v.weight, tokens, *_places(layout),
-        layout.slot, layout.block, layout.head_dim, layout.wide, rows, num_warps=4,
-    )  # fmt: skip
-
-
-def splits_of(requests: int, layout: Layout, longest: int, multiprocessors: int = 132) -> int:
-    """Parts of a context, so that all multiprocessors have work."""
-    how = DECODE[layout.head_dim]
-    wanted = triton.next_power_of_2(triton.cdiv(how["waves"] * multiprocessors, requests * layout.heads))
-    return int(max(1, min(64, wanted, triton.next_power_of_2(triton.cdiv(longest, how["tile"])))))
-
-
-def attend(
-    q: torch.Tensor, out: torch.Tensor, pages: torch.Tensor, table: torch.Tensor, starts: torch.Tensor,
-    lengths: torch.Tensor, t: LayerTables, scale: float, *, requests: int, longest: int,
-) -> None:  # fmt: skip
-    """Attention of the first `requests` requests, which have one query each, to their pages, into `out` [tokens, H, d].
-
-    `q` [tokens, H, d]; `table` [requests, pages]; `starts` [requests + 1] the query row of each; `lengths` [requests]
-    tokens, at most `longest`, that of the query included, which must be in the pages already.
-    """
-    layout = t.layout
-    group = q.shape[1] // layout.heads
-    rows = max(16, triton.next_power_of_2(group))
-    how = DECODE[layout.head_dim]
-    tile = min(how["tile"], layout.block)
-    splits = splits_of(requests, layout, longest)
-    lines = requests * layout.heads * splits * group
-    part = q.new_empty(lines, layout.head_dim + layout.wide, dtype=torch.float32)
-    sums = q.new_empty(lines, 2, dtype=torch.float32)
-    attend_kernel[(requests, layout.heads, splits)](
-        q, q.stride(0), part, sums, pages, pages.stride(0), table, table.stride(0),
-        starts, lengths, t.trig, t.near, t.k.mean, t.halves_k, scale * 1.4426950408889634, 0, splits,
-        *_places(layout), layout.slot, layout.block, layout.head_dim, layout.wide, group, layout.heads, rows, tile,
-        how["num_stages"], ASM and not INTERPRETED, num_warps=how["num_warps"],
-    )  # fmt: skip
-    combine_kernel[(requests, q.shape[1])](
-        part, sums, out, out.stride(0), starts, lengths, t.halves_v, t.v.mean, 0, splits,
-        layout.head_dim, layout.wide, group, layout.heads, tile, splits, num_warps=4,
-    )  # fmt: skip
-
-
-def unpack(
-    k: torch.Tensor, v: torch.Tensor, places: torch.Tensor, pages: torch.Tensor, table: torch.Tensor,
-    lengths: torch.Tensor, t: LayerTables, *, first: int, requests: int, longest: int,
-) -> None:  # fmt: skip
-    """Keys after RoPE and values of requests `first` … `first + requests` − 1 into k and v [tokens, heads, d].
-
-    `places` [requests] is the row at which each begins; `lengths` (of all requests), at most `longest`.
-    """
-    layout = t.layout
-    tile = min(UNPACK["tile"], layout.block)
-    unpack_kernel[(triton.cdiv(longest, tile), layout.heads, requests)](
-        k, v, pages, pages.stride(0), table, table.stride(0), lengths, places, t.trig,
-        t.k.mean, t.v.mean, t.halves_k, t.halves_v, first, *_places(layout), layout.slot, layout.block,
-        layout.head_dim, layout.wide, layout.heads, tile, num_warps=UNPACK["num_warps"],
-    )  # fmt: skip
-
-
-def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) -> None:
-    """AssayError where kernels do not give on this device what the reference gives for a page and a half of drawn tokens.
-
-    It is the compiler that is checked: another GPU or another version of Triton may make other code of the same kernels.
-    """
-    drawn, n, d, heads = torch.Generator().manual_seed(0), layout.block * 3 // 2, layout.head_dim, layout.heads
-    sizes, place = torch.logspace(0.7, -0.7, d), torch.arange(n)
-    turns = [torch.linalg.qr(torch.randn(heads, d, d, generator=drawn))[0] for _ in "kv"]
-    tk, tv = (
-        StreamTables(
-            torch.randn(heads, d, generator=drawn), turn / sizes, (turn * sizes).mT, sizes.square().expand(heads, d)
-        )
-        for turn in turns
-    )
-    angles = reference.trigonometry(10000.0 ** (-torch.arange(0, d, 2) / d), 1.0, max(n, 64))
-    t = LayerTables.of(layout, tk, tv, angles.to(device))
-    turned = reference.rotated_mean(tk.mean, angles[:n])
-    r = [torch.einsum("nhe,hed->nhd", torch.randn(n, layout.heads, d, generator=drawn), x.synthesis) for x in (tk, tv)]
-    k, v = (r[0] + turned).to(dtype), (r[1] + tv.mean).to(dtype)
-    q = torch.randn(1, layout.heads * group, d, generator=drawn).to(dtype)
-    pages = torch.zeros(3, layout.heads * layout.block * layout.slot, dtype=torch.uint8, device=device)
-    table = torch.tensor([[2, 0]], dtype=torch.int32)
-    slots = table[0, place // layout.block].long() * layout.block + place % layout.block
-    starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 1], [n]))
-    out, on = torch.zeros_like(q, device=device), table.to(device)
-    found_k, found_v = (torch.zeros(n, layout.heads, d, dtype=dtype, device=device) for _ in "kv")
-    store(k.to(device).contiguous(), v.to(device).contiguous(), place.to(device), pages, slots.to(device), t)
-    attend(q.to(device), out, pages, on, starts, lengths, t, d**-0.5, requests=1, longest=n)
-    unpack(found_k, found_v, starts, pages, on, lengths, t, first=0, requests=1, longest=n)
-    held = [reference.read(pages.cpu(), layout, slots, "k", tk), reference.read(pages.cpu(), layout, slots, "v", tv)]
-    coded = [
-        reference.reconstruct(x, table_of, layout.wide)
-        for x, table_of in ((k.float() - turned, tk), (v.float() - tv.mean, tv))
-    ]
-    exact = held[0] + turned, held[1] + tv.mean
-    # Of the codes a few may fall on the other side of an edge; what is read are those that are in the pages.
-    for what, found, wanted, most in (
-        ("writes keys into pages", held[0], coded[0], 0.02), ("writes values into pages", held[1], coded[1], 0.02),
-        ("attends to pages", out.cpu(), reference.attend(q, *exact, d**-0.5), 0.015),
-        ("unpacks keys", found_k.cpu(), exact[0], 0.008), ("unpacks values", found_v.cpu(), exact[1], 0.008),
-    ):  # fmt: skip
-        off = float((found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
-        if not off < most:
-            raise AssayError(
-                f"the kernel that {what} is wrong on this GPU with Triton {triton.__version__}: off by {off:.2%}, {most:.1%} at most",
-                finding_id="kv.unsupported",
-                remedy="serve with vLLM's own cache, and report the GPU and the version of Triton",
-            )
-
-
-def _places(layout: Layout) -> list[int]:
-    found = layout.offsets()
-    return [found[name][0] for name in ("nk", "nv", "tk", "tv", "gk", "gv")]

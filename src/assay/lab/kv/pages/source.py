@@ -23,7 +23,7 @@ from assay.runs import cache_dir, write_atomically
 
 PAGES, BLOCKS = "packed pages", "stored blocks"
 """What a source is for."""
-VERSION = 1
+VERSION = 2
 """Of how tables are made: those of another are made anew."""
 _HEAD_DIMS = (64, 128)
 _STATIC = ("default", "linear", "llama3", "yarn")
