@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
-from assay.coherence.detectors import language as lang
+from assay.coherence import text as lang
 from assay.coherence.text import TextView
 from legit_texts import generated, stdlib, topics, udhr
 from split import is_table

@@ -37,7 +37,7 @@ from assay.coherence.check import asks_for_texts
 from assay.coherence.detectors.stutter import stutter_counts
 from assay.coherence.diagnosis import judge
 from assay.coherence.grading import grade
-from assay.coherence.plan import EXTENSIONS, LOOKS
+from assay.coherence.measure import EXTENSIONS, LOOKS
 from assay.coherence.probes import passages, score_alone, score_in_context
 from assay.coherence.record import CheckRecord, PassageScore, ProbeResult, Sample
 from assay.coherence.rules import interval_json

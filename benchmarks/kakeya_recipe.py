@@ -22,11 +22,11 @@ from typing import Any
 from assay.cli.progress import show
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.lab.kv.allocate import figures
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.diagnose import Traffic, coded, output_error, relative_mse, score_error, watch
 from assay.lab.kv.lab import Lab, open_lab
+from assay.lab.kv.sensitivity import figures
 from assay.lab.kv.spec import parse_recipe
 from assay.runs import cache_dir
 from assay.stats.intervals import mean_interval

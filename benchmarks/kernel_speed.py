@@ -33,12 +33,12 @@ import torch
 
 from assay.environment import describe
 from assay.fidelity import metrics
+from assay.lab import trellis
 from assay.lab.kv import lab
 from assay.lab.kv.cache_hook import _BENCHES
 from assay.lab.kv.codec import Samples
 from assay.lab.kv.codecs import pca_entropy
 from assay.lab.kv.spec import parse_recipe
-from assay.lab.quant import trellis
 from kv_codec_speed import SITE, values
 
 Form = Callable[[], AbstractContextManager[Any]]

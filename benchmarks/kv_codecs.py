@@ -51,8 +51,8 @@ from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, Fitters, fitters
 from assay.lab.kv.lab import Lab
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.transforms import Rotary
 from assay.runs import cache_dir, write_atomically
 from assay.stats.equivalence import Margins
 from assay.stats.intervals import Resampling

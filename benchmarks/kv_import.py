@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from assay.engines.hf.spec import parse_spec
+from assay.engines.specs import parse_spec
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, write_calibration

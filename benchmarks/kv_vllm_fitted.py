@@ -19,8 +19,8 @@ from typing import Any
 from assay.lab.kv.cache_hook import HookPlan, read
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.transforms import Rotary
 from assay.lab.kv.vllm import VllmCodecHook
 from assay.runs import cache_dir
 

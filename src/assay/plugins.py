@@ -35,7 +35,7 @@ OWN = {
         "markdown": "assay.report.markdown:render",
         "prometheus": "assay.report.prometheus:render",
     },
-    "assay.weights": {"polar": "assay.lab.quant.scalar:polar_quantise", "int": "assay.lab.quant.scalar:quantise_model"},
+    "assay.weights": {"polar": "assay.lab.quantisation:polar_quantise", "int": "assay.lab.quantisation:quantise_model"},
 }
 """Entries of assay itself that its lower layers ask for by name, so that they need not import what is above them."""
 

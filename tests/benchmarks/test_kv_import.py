@@ -18,8 +18,8 @@ from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codec import CacheShape, Site, cache_shape
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_recipe
+from assay.lab.kv.transforms import Rotary
 from kv_import import convert, read_levels, read_moments, read_sidecar
 
 SHAPE = CacheShape(2, 2, 4, 16, (None, None), "LlamaForCausalLM")

@@ -49,7 +49,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "noise",
-            "noise:run_noise",
+            "sensitivity:run_noise",
             PASSAGES | STREAMS | {"--mode": "snapshot", "--sigma": "0.1,0.2", "--seed": "7"},
             EXPECTED_PASSAGES | ALL_STREAMS | {"sigmas": (0.1, 0.2), "seed": 7},
         ),
@@ -61,13 +61,13 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "attribute",
-            "allocate:run_attribute",
+            "sensitivity:run_attribute",
             PASSAGES | CODEC | {"--skip-layers": "5", "--mode": "decode", "--each": "layer"},
             EXPECTED_PASSAGES | EXPECTED_CODEC | {"skip_layers": (5,), "mode": "decode", "each": "layer"},
         ),
         (
             "allocate",
-            "allocate:run_allocate",
+            "sensitivity:run_allocate",
             PASSAGES | CODEC | {"--target-ratio": "4", "--mode": "decode", "--fresh": "9", "--step": "0.5"},
             EXPECTED_PASSAGES | EXPECTED_CODEC | {"target_ratio": 4.0, "mode": "decode", "fresh": 9, "step": 0.5},
         ),

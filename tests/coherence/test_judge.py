@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from assay.coherence.check import asks_for_texts
 from assay.coherence.diagnosis import judge
-from assay.coherence.measure import grade_reply
-from assay.coherence.plan import Plan
+from assay.coherence.measure import Plan, grade_reply
 from assay.coherence.record import CheckRecord, ProbeResult, Reference
 from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import is_loop
@@ -304,7 +303,7 @@ def test_fixed_texts_say_the_same_at_every_look_of_a_finished_plan() -> None:
 
 def test_every_look_judges_the_fixed_texts_alike_and_a_run_that_may_end_early_more_strictly() -> None:
     from assay.coherence.check import EARLY
-    from assay.coherence.plan import LOOKS
+    from assay.coherence.measure import LOOKS
     from assay.coherence.rules import BEYOND_LOOKS
     from assay.stats.equivalence import confidence_of_look
 

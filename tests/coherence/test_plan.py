@@ -7,7 +7,7 @@ from check_records import passages, record, sample, samples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.coherence.plan import EXTENSIONS, FIRST, LOOKS, Pace, Plan, Stage, extension, fit, stages_of
+from assay.coherence.measure import EXTENSIONS, FIRST, LOOKS, Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import standard_probes
 from assay.coherence.record import CheckRecord, ProbeResult
 from assay.progress import span

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from assay.coherence.conversation import GREEDY, Context, to_request
-from assay.coherence.measure import timed_requests
-from assay.coherence.plan import Plan
+from assay.coherence.measure import Plan, timed_requests
 from assay.coherence.probes import (
     NAMES,
     Needle,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from assay.coherence.diagnosis import judge
-from assay.coherence.plan import Plan
+from assay.coherence.measure import Plan
 from assay.coherence.record import AnswerCheck, CheckRecord, ProbeResult, Reference, Sample, ToolAnswer, ToolLevel
 from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import Ruling, tools

@@ -18,8 +18,8 @@ from assay.engines.base import Request
 from assay.engines.hf.cache import cache_dtype, new_cache, set_cache_dtype, token_bytes
 from assay.engines.hf.engine import HfEngine, Row, decode_batch, token_logprobs
 from assay.engines.hf.scorer import HfScorer, choose_batch, greedy_steps, output_head, window_states
-from assay.engines.hf.spec import KV_CACHE_DTYPES, HfSpec
 from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringPath, Window
+from assay.engines.specs import KV_CACHE_DTYPES, HfSpec
 from assay.errors import AssayError
 
 torch.set_num_threads(1)

@@ -199,7 +199,7 @@ def test_greedy_steps_are_those_of_transformers_with_its_two_likeliest(engine: H
 def test_a_text_of_its_own_begins_after_the_start_token_or_what_separates_documents() -> None:
     from types import SimpleNamespace
 
-    from assay.engines.hf.spec import document_start
+    from assay.engines.specs import document_start
 
     def tokenizer(vocabulary: dict[str, int], puts: list[int], **names: int | None) -> Any:
         class Tokenizer(SimpleNamespace):

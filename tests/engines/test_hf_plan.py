@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.engines.hf.engine import plan_batches
-from assay.engines.hf.spec import HfSpec, parse_spec
+from assay.engines.specs import HfSpec, parse_spec
 from assay.errors import UsageError
 
 

@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
 from assay.engines.hf.engine import HfEngine, _on_device
-from assay.engines.hf.spec import HfSpec
 from assay.engines.scoring import ScoreJob, Window
+from assay.engines.specs import HfSpec
 from assay.errors import AssayError
 
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.base import ToolCall
-from assay.engines.tool_calls import call_remains, read_calls
+from assay.engines.base import ToolCall, call_remains, read_calls
 
 NAMES = ("get_weather", "book_table")
 PLAIN = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'

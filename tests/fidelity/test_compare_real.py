@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     # This tokenizer puts no start token before a text, so a window is 64 tokens of it.
     places = places_of(len(ids), Cut(length=64), None, 8)
     windows = [ids[i * 64 : (i + 1) * 64] for i in places]
-    from assay.lab.quant.scalar import quantise_model
+    from assay.lab.quantisation import quantise_model
 
     logits = []
     for quantised in (False, True):

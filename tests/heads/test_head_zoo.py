@@ -114,7 +114,7 @@ def test_packed_int4_is_the_grid_that_is_simulated_and_passes_verify(target: Pat
 
     from assay.checkpoint.files import VerifyOptions
     from assay.checkpoint.verify import verify
-    from assay.lab.quant.scalar import quantise_dequantise
+    from assay.lab.quantisation import quantise_dequantise
 
     folder = shutil.copytree(target, tmp_path / "target")
     before = load_file(folder / "model.safetensors")

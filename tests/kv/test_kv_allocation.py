@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from assay.engines.scoring import Engagement
 from assay.errors import UsageError
-from assay.lab.kv.allocate import allocate, bits_of, placed, predicted_kl
 from assay.lab.kv.cache_hook import NOTE, measured_bytes
+from assay.lab.kv.sensitivity import allocate, bits_of, placed, predicted_kl
 from assay.lab.kv.spec import parse_spec
 from assay.lab.options import EXACT_BITS, AllocationPlan, AttributionPlan
 

@@ -17,8 +17,8 @@ from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.lab.kv.cache_hook import CodecHook, Mode
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.transforms import Rotary
 
 torch.set_num_threads(1)
 

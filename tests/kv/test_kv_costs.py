@@ -15,15 +15,15 @@ pytest.importorskip("transformers")
 from tests.kv.test_kv_hook import LENGTH, model, windows
 
 from assay.engines.hf.scorer import HfScorer
-from assay.engines.hf.spec import HfSpec
+from assay.engines.specs import HfSpec
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibrate import capture, measure_sensitivity
 from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.transforms import Rotary
 
 
 def test_it_foretells_what_other_errors_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from assay.errors import UsageError
-from assay.lab.kv.noise import NoisePlan, longest_run, noise_growth
+from assay.lab.kv.sensitivity import NoisePlan, longest_run, noise_growth
 from assay.stats.intervals import Resampling
 
 SIGMAS = [0.003, 0.01, 0.03, 0.1, 0.3]

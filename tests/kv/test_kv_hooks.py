@@ -17,7 +17,7 @@ from assay.errors import AssayError, UsageError
 from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, measured_bytes, path_of, stream_facts
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench
-from assay.lab.kv.rope import Rotary
+from assay.lab.kv.transforms import Rotary
 from kv.test_kv_hook import LENGTH, model, windows
 
 SPEC: dict[str, Any] = {"codec": "hadamard(bits=4)", "mode": "decode", "length": LENGTH}

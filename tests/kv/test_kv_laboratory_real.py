@@ -89,8 +89,8 @@ def by_the_laboratory(net: Any, ids: Any, spec: str, count: int, calibration: Pa
     from assay.lab.kv.calibration import read_calibration
     from assay.lab.kv.codec import cache_shape
     from assay.lab.kv.fit import Bench
-    from assay.lab.kv.rope import Rotary
     from assay.lab.kv.spec import parse_spec
+    from assay.lab.kv.transforms import Rotary
 
     parsed, length = parse_spec(spec), ids.shape[1] + count
     known = read_calibration(calibration) if calibration else None

@@ -22,8 +22,8 @@ from assay.lab.kv.cache_hook import CodecHook, Mode
 from assay.lab.kv.codec import Samples, Site, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.resident import HeldStream, resident_cache
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_recipe, parse_spec
+from assay.lab.kv.transforms import Rotary
 
 # Small tensors: threads would only wait for each other.
 torch.set_num_threads(1)

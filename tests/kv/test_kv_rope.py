@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.lab.kv.rope import Rotary, Rotation
+from assay.lab.kv.transforms import Rotary, Rotation
 
 SMALL = {
     "hidden_size": 64,

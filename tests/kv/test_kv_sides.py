@@ -21,8 +21,8 @@ from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, fitters, predicts
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.transforms import Rotary
 
 SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
 

@@ -12,8 +12,8 @@ from assay.lab.kv.blocks import BlockTables
 from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.fit import Bench, CoderSet
-from assay.lab.kv.rope import Rotary, Rotation
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.transforms import Rotary, Rotation
 
 LAYERS, HEADS, DIM = 3, 2, 16
 WIDTH = HEADS * DIM

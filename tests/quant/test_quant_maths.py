@@ -17,8 +17,8 @@ from scipy.linalg import hadamard
 from scipy.stats import norm
 
 from assay.errors import UsageError
-from assay.lab.kv.codecs.lattice import nearest, number, point, points
-from assay.lab.quant.scalar import (
+from assay.lab.kv.codecs.plain import nearest, number, point, points
+from assay.lab.quantisation import (
     Rotation,
     empirical_levels,
     gaussian_levels,

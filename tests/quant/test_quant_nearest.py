@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.lab.quant.scalar import _grid, gaussian_levels, nearest_level
+from assay.lab.quantisation import _grid, gaussian_levels, nearest_level
 
 
 def awkward(levels: torch.Tensor) -> torch.Tensor:

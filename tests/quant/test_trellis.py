@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.lab.quant.trellis import STATES, candidates, cheapest_path, quantisers, trellis, values
+from assay.lab.trellis import STATES, candidates, cheapest_path, quantisers, trellis, values
 
 
 def walked(choices: tuple[int, ...], states: int) -> list[int] | None:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.demo.servers import vllm_python
-from assay.lab.quant import trellis as module
-from assay.lab.quant.trellis import STATES, by_torch, cheapest_path, trellis
+from assay.lab import trellis as module
+from assay.lab.trellis import STATES, by_torch, cheapest_path, trellis
 
 HERE = Path(__file__).parent
 AWKWARD = [0.0, -0.0, 1e-42, 1e29, 1e31, -3.0, float("inf"), float("-inf"), float("nan")]
@@ -100,7 +100,7 @@ def test_a_search_is_used_where_it_finds_the_same(monkeypatch: pytest.MonkeyPatc
 
 def test_without_numba_torch_searches_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAME", {})
-    monkeypatch.setitem(sys.modules, "assay.lab.quant.trellis_loops", None)
+    monkeypatch.setitem(sys.modules, "assay.lab.trellis_loops", None)
     costs = torch.rand(3, 9, 2, 2)
     with pytest.warns(RuntimeWarning, match="trellis_loops"):
         found = cheapest_path(costs, trellis(4))

@@ -8,7 +8,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from assay.lab.quant.trellis_kernel import _search
+from assay.lab.trellis_kernel import _search
 
 KINDS = {"costs_at": "*fp32", "words_at": "*i32", "out_at": "*i16", "rows": "i32", "count": "i32", "far": "fp32"}
 FIXED = {"half": 4, "quantisers": 0b11001100, "parities": 0b11111010, "block": 2, "lanes": 32}

@@ -9,8 +9,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from assay.lab.quant.trellis import _FAR, STATES, by_torch, trellis
-from assay.lab.quant.trellis_kernel import block_of, search
+from assay.lab.trellis import _FAR, STATES, by_torch, trellis
+from assay.lab.trellis_kernel import block_of, search
 
 generator = torch.Generator().manual_seed(1)
 for states in STATES:

@@ -352,7 +352,7 @@ def attribute(**given: Any) -> Report:
     Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined, 3 the time was too short.
     """
     from assay.cli.progress import show
-    from assay.lab.kv.allocate import run_attribute
+    from assay.lab.kv.sensitivity import run_attribute
     from assay.lab.options import AttributionPlan
 
     return run_attribute(AttributionPlan.of(given), show)
@@ -365,7 +365,7 @@ def allocate(**given: Any) -> Report:
     Goes on where an interrupted run stopped. Exit code 0 allocated, 2 could not be examined, 3 the time was too short.
     """
     from assay.cli.progress import show
-    from assay.lab.kv.allocate import run_allocate
+    from assay.lab.kv.sensitivity import run_allocate
     from assay.lab.options import AllocationPlan
 
     return run_allocate(AllocationPlan.of(given), show)
@@ -378,7 +378,7 @@ def noise(**given: Any) -> Report:
     Goes on where an interrupted run stopped. Exit code 0 measured, 2 could not be examined.
     """
     from assay.cli.progress import show
-    from assay.lab.kv.noise import run_noise
+    from assay.lab.kv.sensitivity import run_noise
     from assay.lab.options import NoisePlan
 
     return run_noise(NoisePlan.of(given), show)

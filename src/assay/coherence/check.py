@@ -18,14 +18,14 @@ from typing import Any
 
 from assay.coherence import identity
 from assay.coherence.diagnosis import Judgement, judge
-from assay.coherence.measure import Measurement
-from assay.coherence.plan import (
+from assay.coherence.measure import (
     EVIDENCE_SECONDS,
     LEAST_EXTENSION,
     LOOKS,
     QUICK_SECONDS,
     QUICK_SECONDS_SLOW,
     SLOW,
+    Measurement,
     Pace,
     Plan,
     Stage,
@@ -449,7 +449,7 @@ def reference_folder(spec: str) -> Path:
             remedy="write hf:PATH, with the folder of a trusted checkpoint",
             finding_id="coherence.usage",
         )
-    from assay.engines.hf.spec import parse_spec, require_packages
+    from assay.engines.specs import parse_spec, require_packages
 
     folder = Path(parse_spec(spec).model)
     if not folder.is_dir():

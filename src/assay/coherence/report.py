@@ -7,8 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from assay.coherence.diagnosis import Judgement, Subject, diagnose, rollback_command
-from assay.coherence.measure import aggregate_tokens_per_s, summary
-from assay.coherence.plan import Plan
+from assay.coherence.measure import Plan, aggregate_tokens_per_s, summary
 from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample, ToolLevel
 from assay.coherence.rules import Ruling
 from assay.coherence.tools import against, checked_answers, paired, standing

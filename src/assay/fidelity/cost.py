@@ -15,9 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from assay.engines.hf.spec import parse_spec
 from assay.engines.machine import choose_device, free_memory, window_bytes, windows_at_once
 from assay.engines.scoring import ScoreJob, ScoringEngine, ScoringPath
+from assay.engines.specs import parse_spec
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import AssayError
 from assay.fidelity.metrics import BLOCK_BYTES, CACHE_BYTES, window_statistics

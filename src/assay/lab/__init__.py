@@ -1,6 +1,7 @@
 """The laboratory: research on top of the core. Nothing outside `lab` and `cli` imports it.
 
-`codec(SPEC).attached(model)` puts a KV codec into a plain model of transformers.
+`codec(SPEC).attached(model)` puts a KV codec into a plain model of transformers. `quantisation` and `trellis` are the maths
+that weights and KV codecs share; `kv`, `heads` and `gap` have the commands, and `options` what each is asked for.
 """
 
 from __future__ import annotations

@@ -18,8 +18,7 @@ from typing import Any
 
 from assay.coherence.check import DECIDED_BY_TEXTS, EARLY
 from assay.coherence.diagnosis import judge
-from assay.coherence.measure import Measurement
-from assay.coherence.plan import FIRST, Pace, Plan, Stage, extension, fit, stages_of
+from assay.coherence.measure import FIRST, Measurement, Pace, Plan, Stage, extension, fit, stages_of
 from assay.coherence.probes import LEAST_TEXTS, NAMES, passages
 from assay.coherence.record import CheckRecord, PassageScore
 from assay.coherence.report import record_json

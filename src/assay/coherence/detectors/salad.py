@@ -22,7 +22,7 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-import assay.coherence.detectors.language as language
+import assay.coherence.text as language
 from assay.coherence.text import FUNCTION_WORDS, Detection, TextView, true_stretches
 
 # -----------------------------------------------------------------------------

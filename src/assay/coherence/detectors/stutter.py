@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import assay.coherence.detectors.language as language
+import assay.coherence.text as language
 from assay.coherence.text import Detection, TextView
 from assay.stats.intervals import cluster_ratio
 

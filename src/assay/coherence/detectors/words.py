@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-import assay.coherence.detectors.language as language
+import assay.coherence.text as language
 from assay.coherence.text import (
     FUNCTION_WORDS,
     Detection,

@@ -1,7 +1,7 @@
 """transformers in this process: the trusted side of a comparison.
 
-`engine.HfEngine` loads a model, writes and scores text; `scorer.HfScorer` scores windows with it; `spec` reads how it is
-written, without torch; `cache` is its KV cache.
+`engine.HfEngine` loads a model, writes and scores text; `scorer.HfScorer` scores windows with it; `cache` is its KV
+cache. `assay.engines.specs` reads how it is written, without torch.
 """
 
 import os

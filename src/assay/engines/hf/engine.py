@@ -30,6 +30,7 @@ from assay.engines.base import (
     Reply,
     Request,
     TokenScores,
+    read_calls,
     require_local,
     setup_facts,
 )
@@ -42,9 +43,8 @@ from assay.engines.hf.cache import (
     token_bytes,
     with_cache,
 )
-from assay.engines.hf.spec import HfSpec, parse_spec, transform_weights, weight_bytes
 from assay.engines.machine import Batches, choose_device, give_back, memory_error, out_of_memory, use_threads
-from assay.engines.tool_calls import read_calls
+from assay.engines.specs import HfSpec, parse_spec, transform_weights, weight_bytes
 from assay.errors import AssayError, UsageError
 
 MAX_ROWS = 48

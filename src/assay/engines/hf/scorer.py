@@ -13,7 +13,6 @@ import torch
 from assay.engines.base import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
-from assay.engines.hf.spec import document_start, tokenizer_facts
 from assay.engines.machine import Batches, free_memory, memory_error, out_of_memory, window_bytes, windows_at_once
 from assay.engines.scoring import (
     Engagement,
@@ -31,6 +30,7 @@ from assay.engines.scoring import (
     load_hook,
     top_two,
 )
+from assay.engines.specs import document_start, tokenizer_facts
 from assay.errors import AssayError
 
 

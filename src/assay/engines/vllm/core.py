@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from assay.engines.base import setup_facts
-from assay.engines.hf.spec import tokenizer_facts
 from assay.engines.machine import Batches, memory_error, out_of_memory
 from assay.engines.scoring import (
     Engagement,
@@ -38,6 +37,7 @@ from assay.engines.scoring import (
     load_hook,
     to_host,
 )
+from assay.engines.specs import tokenizer_facts
 from assay.engines.vllm.hooks import WINDOW
 from assay.engines.vllm.ranks import Failure, HeadFile, WindowPlan, batch_size, cache_reads, merged, plan_window
 from assay.engines.vllm.start import REPORTS, VllmSpec, forget_ranks, reason_of, start_llm

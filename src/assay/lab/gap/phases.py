@@ -52,7 +52,7 @@ from assay.lab.gap.plan import (
 from assay.lab.kv.cache_hook import Mode, measured_bytes, stream_facts
 from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.lab import LEAST_CODED, Measured, Scoring, kept_measurements, measure_kept
-from assay.lab.kv.noise import NoiseGrowth, noise_growth
+from assay.lab.kv.sensitivity import NoiseGrowth, noise_growth
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.stream_coder import Key, StreamFacts
 from assay.lab.options import GAP_MINUTES
@@ -472,7 +472,7 @@ def _relative(facts: list[StreamFacts]) -> float:
 # Phase 3: what an error of known size does, on both engines.
 #
 # Gaussian noise of σ · rms goes where the codec's error goes. KL grows with the power of a small error
-# (`assay.lab.kv.noise`); the codec's own error, put on that curve, tells whether it is worse than noise of its
+# (`assay.lab.kv.sensitivity`); the codec's own error, put on that curve, tells whether it is worse than noise of its
 # size.
 
 _FALLBACK = 0.02

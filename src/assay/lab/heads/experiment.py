@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from assay.engines.hf.engine import HfEngine
-from assay.engines.hf.spec import parse_spec
+from assay.engines.specs import parse_spec
 from assay.errors import UsageError
 from assay.lab.heads.export import read_head, target_facts
 from assay.lab.heads.model import AnyHead, RmsNorm, batches, observe, padded
@@ -43,7 +43,7 @@ from assay.lab.heads.train import (
     written,
 )
 from assay.lab.options import HeadTryPlan
-from assay.lab.quant.scalar import (
+from assay.lab.quantisation import (
     Rotation,
     gaussian_levels,
     gptq_model,

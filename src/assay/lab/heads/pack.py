@@ -10,7 +10,7 @@ import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from assay.engines.hf.spec import parse_spec
+from assay.engines.specs import parse_spec
 from assay.lab.heads.export import MTP_FILE, cannot_write, read_head
 from assay.lab.heads.train import CHECKPOINT, percent, ratio, run_train
 from assay.lab.options import HeadPackPlan, HeadTrainPlan

@@ -24,8 +24,8 @@ import torch
 
 from assay.engines.base import full_spec
 from assay.engines.hf.engine import HfEngine
-from assay.engines.hf.spec import parse_spec
 from assay.engines.ray_scorer import Pool
+from assay.engines.specs import parse_spec
 from assay.errors import AssayError, UsageError
 from assay.fidelity.text import read_text
 from assay.lab.heads.export import cannot_write, target_facts, write_head

@@ -27,9 +27,9 @@ from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, kept_layers, require_layers
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import Recipe, parse_spec
 from assay.lab.kv.stream_coder import Coders, Key, StreamFacts, Track, facts_of_window
+from assay.lab.kv.transforms import Rotary
 from assay.lab.options import TABLE_TOKENS
 
 if TYPE_CHECKING:

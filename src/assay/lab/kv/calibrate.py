@@ -14,7 +14,6 @@ from assay.engines.scoring import Engagement, ScoreJob, ScoringEngine, Window
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.environment import describe
 from assay.errors import AssayError
-from assay.lab.kv.allocate import alone, count_alone
 from assay.lab.kv.cache_hook import Mode, observed_cache
 from assay.lab.kv.calibration import (
     Calibration,
@@ -27,9 +26,10 @@ from assay.lab.kv.calibration import (
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab, open_lab
-from assay.lab.kv.rope import Rotary
+from assay.lab.kv.sensitivity import alone, count_alone
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.stream_coder import FittedCodec
+from assay.lab.kv.transforms import Rotary
 from assay.lab.options import CalibrationPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Metric, Report, Verdict

@@ -32,7 +32,7 @@ import numpy as np
 from assay.engines.scoring import Window
 from assay.errors import AssayError
 from assay.lab.kv.codec import CacheShape, Samples, Site
-from assay.lab.kv.rope import Rotary, Rotation
+from assay.lab.kv.transforms import Rotary, Rotation
 
 if TYPE_CHECKING:
     import torch

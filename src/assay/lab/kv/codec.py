@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from assay.errors import AssayError
-from assay.lab.quant.scalar import pack, packed_bytes, unpack
+from assay.lab.quantisation import pack, packed_bytes, unpack
 
 # -----------------------------------------------------------------------------
 # The bytes of a coded KV stream: header, block index, payloads (docs/methods/kv_stream.md).

@@ -14,9 +14,9 @@ from assay.lab.kv.calibrate import Capture
 from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.fit import kept_layers, last_readers
 from assay.lab.kv.lab import open_lab
-from assay.lab.kv.rope import Rotary, Rotation
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.stream_coder import Key
+from assay.lab.kv.transforms import Rotary, Rotation
 from assay.lab.options import DiagnosisPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict

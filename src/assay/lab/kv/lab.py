@@ -43,7 +43,7 @@ from assay.lab.kv.cache_hook import NOTE, CacheBytes, CodecHook, HookPlan, Mode,
 from assay.lab.kv.calibration import Calibration, read_calibration, without_passages
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, kept_layers
-from assay.lab.kv.rope import Rotary
+from assay.lab.kv.transforms import Rotary
 from assay.lab.options import TABLE_TOKENS
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, cache_path, source_digest

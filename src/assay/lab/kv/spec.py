@@ -27,7 +27,7 @@ CODECS = {
     "fp8": "plain:Fp8",
     "int": "plain:IntGroups",
     "hadamard": "plain:Hadamard",
-    "lattice": "lattice:Lattice",
+    "lattice": "plain:Lattice",
     "kakeya": "kakeya:Kakeya",
     "pca": "pca:Pca",
     "noise": "plain:Noise",

@@ -27,7 +27,7 @@ from assay.lab.kv.codec import (
 )
 
 if TYPE_CHECKING:
-    from assay.lab.kv.rope import Rotary
+    from assay.lab.kv.transforms import Rotary
 
 
 _LARGEST = 1e37

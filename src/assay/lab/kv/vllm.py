@@ -19,9 +19,9 @@ from assay.lab.kv.cache_hook import NOTE, HookPlan, Mode, bench_of, merged_notes
 from assay.lab.kv.calibration import Sampler, kept_per_window
 from assay.lab.kv.codec import CacheShape, StreamCoder, cache_shape
 from assay.lab.kv.fit import last_readers
-from assay.lab.kv.rope import Rotary
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.stream_coder import Coders, Growing, Key, StreamFacts, Track, facts_of_window
+from assay.lab.kv.transforms import Rotary
 from assay.progress import NO_PROGRESS, Progress
 
 if TYPE_CHECKING:

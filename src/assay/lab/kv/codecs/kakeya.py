@@ -34,7 +34,7 @@ from assay.lab.kv.codec import (
     need_table,
     to_halves,
 )
-from assay.lab.quant.scalar import (
+from assay.lab.quantisation import (
     empirical_levels,
     gaussian_levels,
     nearest_level,

@@ -1,6 +1,6 @@
 """Transform coding of all KV heads of a token together, the family of KVTC (arXiv:2511.01815).
 
-Linear transform in the metric of attention (`assay.lab.kv.klt`), one step for all coefficients, and either
+Linear transform in the metric of attention (`assay.lab.kv.transforms`), one step for all coefficients, and either
 
     coding=range  indices range-coded under calibrated laws (`pca_entropy`); `bits` is the calibrated mean a value
     coding=fixed  indices of fixed width, the widths found by dynamic programming
@@ -10,7 +10,7 @@ Linear transform in the metric of attention (`assay.lab.kv.klt`), one step for a
 as measured by the calibration, so one step for all of them spends bits where they save most. `coding=fixed` then takes
 the widths whose last bits save what they save there.
 
-`trellis` (of so many states) codes the indices of two quantisers that take turns (`assay.lab.quant.trellis`): for
+`trellis` (of so many states) codes the indices of two quantisers that take turns (`assay.lab.trellis`): for
 `coding=range`, 4 to 6 % fewer bits at the same error, and more time to encode.
 
 `predict` first subtracts a linear map of what the decoder has of the same token:
@@ -44,7 +44,7 @@ from assay.lab.kv.codec import (
     split_fields,
 )
 from assay.lab.kv.codecs.pca_entropy import RangeCoder, RangeSettings, fit_range, step_for_bits
-from assay.lab.kv.klt import (
+from assay.lab.kv.transforms import (
     Klt,
     Predictor,
     Spectrum,
@@ -55,8 +55,8 @@ from assay.lab.kv.klt import (
     sampled_rows,
     spectrum,
 )
-from assay.lab.quant.scalar import empirical_levels, nearest_level
-from assay.lab.quant.trellis import STATES
+from assay.lab.quantisation import empirical_levels, nearest_level
+from assay.lab.trellis import STATES
 
 _SMALLEST = 0.12
 """Coefficients with less deviation than this many steps are practically always zero."""

@@ -23,8 +23,8 @@ from scipy.special import expit, ndtr
 
 from assay.errors import AssayError
 from assay.lab.kv.codec import Parts, Site, Tables, damaged
-from assay.lab.kv.klt import Klt, Predictor, Spectrum, TransformCoder
-from assay.lab.quant.trellis import Trellis, candidates, cheapest_path, quantisers, trellis, values
+from assay.lab.kv.transforms import Klt, Predictor, Spectrum, TransformCoder
+from assay.lab.trellis import Trellis, candidates, cheapest_path, quantisers, trellis, values
 
 # A bank of probability laws of whole numbers, and range coding under a choice of them.
 #

@@ -9,7 +9,7 @@ position p, k the key after RoPE and v the value:
 
 The first FIRST tokens of a request, on which attention rests, have a mean of their own for each position, and two bits more where
 the layout has room (`finer`). A = L U Λ^(−½) / Δ
-with the metric M = L Lᵀ and Lᵀ Σ L = U Λ Uᵀ, as in `assay.lab.kv.klt`; Δ is the best step of a uniform quantiser of b bits
+with the metric M = L Lᵀ and Lᵀ Σ L = U Λ Uᵀ, as in `assay.lab.kv.transforms`; Δ is the best step of a uniform quantiser of b bits
 for a normal variable, and S = A⁻¹. Of a key's mean those `PAIRS` pairs of channels are taken off in which it is largest.
 Nothing is turned back while pages are read. With T the rows of S for each digit, n = 4 hi + lo where b is 6:
 
@@ -34,7 +34,7 @@ import torch
 
 from assay.lab.kv.calibration import Calibration, averaged
 from assay.lab.kv.codec import CacheShape, Site
-from assay.lab.kv.rope import Rotary
+from assay.lab.kv.transforms import Rotary
 
 CANDIDATES = (1.0, 0.85, 0.7, 0.6)
 """Ranges that are tried for each vector, in parts of the one that holds all coefficients; that with the least error is kept."""

@@ -18,7 +18,7 @@ from assay.errors import AssayError
 from assay.lab.kv.calibration import Calibration, read_calibration
 from assay.lab.kv.codec import CacheShape, cache_shape
 from assay.lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
-from assay.lab.kv.rope import Rotary
+from assay.lab.kv.transforms import Rotary
 from assay.runs import cache_dir, write_atomically
 
 PAGES, BLOCKS = "packed pages", "stored blocks"

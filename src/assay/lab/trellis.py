@@ -154,13 +154,13 @@ def by_torch(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
 
 
 def _in_loops(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    from assay.lab.quant.trellis_loops import search
+    from assay.lab.trellis_loops import search
 
     return search(costs, code, far=_FAR)
 
 
 def _by_kernel(costs: torch.Tensor, code: Trellis) -> torch.Tensor:
-    from assay.lab.quant.trellis_kernel import search
+    from assay.lab.trellis_kernel import search
 
     with torch.cuda.device_of(costs):  # Triton launches on the current GPU
         return search(costs, code, far=_FAR)

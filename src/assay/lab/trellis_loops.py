@@ -1,4 +1,4 @@
-"""The search of `assay.lab.quant.trellis` on a CPU: sixteen rows side by side, from the first number to the last and back.
+"""The search of `assay.lab.trellis` on a CPU: sixteen rows side by side, from the first number to the last and back.
 
 Additions and comparisons are those of torch in the same order, so that the paths are the same, NaN and ties included.
 LLVM makes no vectors of a step written as a loop, where it would have to know that old and new sums lie apart: a pair

@@ -1,4 +1,4 @@
-"""The search of `assay.lab.quant.trellis` as one kernel on a GPU: a row a thread, a warp a program.
+"""The search of `assay.lab.trellis` as one kernel on a GPU: a row a thread, a warp a program.
 
 The sums of all states stay in registers, one vector of rows a state, so that a step needs nothing of another thread;
 costs are read a block of numbers ahead. Additions and comparisons are those of torch in the same order, so that

@@ -1,1 +1,0 @@
-"""Maths of quantisation that weights and KV codecs share: rotations, tables, packing, trellises."""
