@@ -166,6 +166,12 @@ def test_checkpoints_that_cannot_be_hooked_are_refused(
         launch_of(ServePlan(str(checkpoint), "fp8", python=python))
 
 
+def test_a_checkpoint_that_is_not_there_is_refused_before_vllm_starts(python: str) -> None:
+    with pytest.raises(AssayError, match="there is no") as caught:
+        launch_of(ServePlan("./nomodel", "fp8", python=python))
+    assert "check the path" in caught.value.remedy
+
+
 def test_a_plugin_that_would_not_be_loaded_is_refused(
     checkpoint: Path, python: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -314,7 +314,10 @@ def sweep(**given: Any) -> Report:
     from assay.lab.kv.sweep import run_sweep
     from assay.lab.options import SweepPlan
 
-    return run_sweep(SweepPlan.of(given), show)
+    plan = SweepPlan.of(given)
+    if plan.out:
+        check_writable("out", plan.out)
+    return run_sweep(plan, show)
 
 
 @_command("calibrate", "CalibrationPlan", model=_ANY_MODEL)

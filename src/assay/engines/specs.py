@@ -250,7 +250,9 @@ def _read(spec: str) -> tuple[str, dict[str, Any]]:
         return call.func.id, {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
     except ValueError as error:
         raise UsageError(
-            f"weights={spec!r}: options must be plain numbers or strings", finding_id="fidelity.usage"
+            f"weights={spec!r}: options must be plain numbers or strings",
+            remedy="write them like weights=int(bits=4,group=128)",
+            finding_id="fidelity.usage",
         ) from error
 
 

@@ -317,7 +317,7 @@ def read_manifest(folder: Path) -> Manifest:
         raw = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise _unusable(
-            f"{folder} is no stored reference: it has no {NAME}", "make one with `assay reference`"
+            f"the folder {folder} is no stored reference: it has no {NAME}", "make one with `assay reference`"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise damaged(path, f"it cannot be read ({error})") from error

@@ -268,9 +268,12 @@ class AllocationPlan(ModelPlan, RunTime):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 1 < self.target_ratio < 16:
-            raise self.usage(f"a ratio of {self.target_ratio} cannot be aimed at", "give one between 1 and 16")
+            raise self.usage(f"target-ratio must lie between 1 and 16, got {self.target_ratio:g}")
         if not 0 < self.step <= 4 or not 0 < self.least < self.most <= EXACT_BITS:
-            raise self.usage("bits must satisfy 0 < least < most ≤ 16 and 0 < step ≤ 4")
+            raise self.usage(
+                "bits must satisfy 0 < least < most ≤ 16 and 0 < step ≤ 4, got "
+                f"least {self.least:g}, most {self.most:g}, step {self.step:g}"
+            )
 
 
 @dataclass(frozen=True)

@@ -157,7 +157,8 @@ def read_head(folder: Path, target: Path | None = None) -> AnyHead:
         mtp = config.get("architectures") == [MTP_ARCHITECTURE]
         tensors = load_file(folder / (MTP_FILE if mtp else "model.safetensors"))
     except (OSError, ValueError) as error:
-        raise _no_head(folder, f"cannot be read: {error}") from error
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        raise _no_head(folder, f"cannot be read: {said}") from error
     except Exception as error:  # what safetensors raises for a damaged file is a class of its own
         raise _no_head(folder, f"holds no readable weights: {error}") from error
     if not mtp and config.get("architectures") != [ARCHITECTURE]:

@@ -133,7 +133,7 @@ def check_codec(spec: KvSpec) -> None:
             why = "recent tokens stay exact"
         if why is not None:
             raise AssayError(
-                f"{spec} has no stored blocks: {why}",
+                f"blocks cannot be stored in {spec}: {why}",
                 finding_id="kv.unsupported",
                 remedy='use --codec "prerope+sinks(n=4)+pca(step=0.005, predict=all, weights=measured)" or the like',
             )

@@ -91,7 +91,11 @@ def from_bytes(data: bytes) -> Stream:
     if len(data) < _HEAD.size or data[:4] != MAGIC:
         if data[: len(MAGIC)] == MAGIC:
             raise damaged(f"it ends after {len(data)} bytes, inside its header")
-        raise AssayError("this is no KV stream of assay (it does not begin with AKVS)", finding_id="kv.stream_unknown")
+        raise AssayError(
+            "this is no KV stream of assay (it does not begin with AKVS)",
+            finding_id="kv.stream_unknown",
+            remedy="give a file that `assay kv encode` wrote",
+        )
     _, version, spec_bytes, heads, head_dim, count, tables = _HEAD.unpack_from(data)
     if version != VERSION:
         raise AssayError(
@@ -329,7 +333,7 @@ class Samples:
 
 def _missing(who: str, site: Site, what: str) -> AssayError:
     return AssayError(
-        f"{who} needs a calibration with {what} of layer {site.layer}, stream {site.stream}",
+        f"the codec {who} needs a calibration with {what} of layer {site.layer}, stream {site.stream}",
         finding_id="kv.no_calibration",
         remedy="give one by --calibration; this makes it: `assay kv calibrate MODEL --text FILE --out FILE`",
     )

@@ -63,7 +63,9 @@ def write_kktv(path: Path, vectors: np.ndarray[Any, Any]) -> None:
 
 def _wrong(path: Path, why: str) -> AssayError:
     return AssayError(
-        f"{path} {why}", finding_id="kv.kktv", remedy="write the tensor again as KKTV, or give it as safetensors"
+        f"the file {path} {why}",
+        finding_id="kv.kktv",
+        remedy="write the tensor again as KKTV, or give it as safetensors",
     )
 
 

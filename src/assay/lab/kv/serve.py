@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from assay.engines.base import require_local
 from assay.engines.vllm.hooks import HOOK, REPORT
 from assay.engines.vllm.scorer import find_python
 from assay.environment import VERSION, describe
@@ -177,6 +178,7 @@ class Launch:
 
 def launch_of(plan: ServePlan) -> Launch:
     """The command that serves; UsageError or AssayError for what cannot work."""
+    require_local(plan.model, plan.model, finding_id="kv.engine_load")
     if plan.tier == "stream":
         return _tiered(plan)
     if plan.codec == CODEC:
