@@ -6,6 +6,10 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
+# Memory that torch frees is kept for its next tensors: to take it from the system page by page again costs a tenth of the
+# processor time (glibc's own limit is 32 MiB; others ignore these).
+export MALLOC_MMAP_THRESHOLD_ ?= 536870912
+export MALLOC_TRIM_THRESHOLD_ ?= 1073741824
 # Several workers and hundreds of processes would compile the same files anew.
 unexport PYTHONDONTWRITEBYTECODE
 

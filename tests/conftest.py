@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -22,6 +24,10 @@ from assay.demo.run import damage_checkpoint
 # every run, so that what passed once passes everywhere; ASSAY_RANDOM_EXAMPLES=1 goes looking for new ones.
 settings.register_profile("shared cores", deadline=None, derandomize=not os.environ.get("ASSAY_RANDOM_EXAMPLES"))
 settings.load_profile("shared cores")
+
+# A shell that starts a program in the background without job control (`nohup make test &`) has Ctrl-C ignored in it and in
+# all that it starts; tests of interrupts send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Read when triton is imported, by whatever imports it first: without a GPU its kernels are interpreted.
 if not Path("/dev/nvidiactl").exists():
@@ -50,6 +56,16 @@ WAITING = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {file: place for place, file in enumerate((*SERVED, *WAITING[:1], *LONG, *WAITING[1:]))}
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """Leave seven thousand tests out of the search for garbage, which each engine asks for as it closes: a second each time."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or what is compiled calls it a leak at the end
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -31,6 +31,7 @@ def test_shares_are_of_one_round() -> None:
     assert found["speed_up"]["scored"]["lo"] < 1.8 < 2 < found["speed_up"]["scored"]["hi"]
 
 
+@pytest.mark.slow
 def test_two_workers_share_the_windows(tmp_path: Path) -> None:
     model, out = make_target(tmp_path / "tiny", hidden=32, layers=1), tmp_path / "out.json"
     sizes = ["--windows", "5", "--length", "32", "--batch", "2", "--rounds", "1", "--threads", "1"]

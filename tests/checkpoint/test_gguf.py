@@ -211,7 +211,10 @@ def test_the_value_writer_of_these_tests_is_the_formats() -> None:
 # Real files.
 
 FOLDER = cache_dir("gguf")  # before a test moves the cache
-REAL = ("smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "gemma3/gemma-3-270m-Q4_K_M.gguf")
+REAL = (
+    "smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    pytest.param("gemma3/gemma-3-270m-Q4_K_M.gguf", marks=pytest.mark.slow),  # 262,144 pieces of a vocabulary
+)
 
 
 @pytest.mark.engine

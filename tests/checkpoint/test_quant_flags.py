@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from assay.checkpoint.serve_args import Version
 from assay.checkpoint.serve_flags import DEPRECATED, METHODS, MIN_CAPABILITY, Outcome, resolve
 from assay.checkpoint.subject import Checkpoint
 from checkpoint.flag_configs import KINDS, model_type
+from vllm_cpu import said_by_vllm
 
 RECORDED = Path(__file__).parents[3] / "shared" / "facts" / "quantization_flags.json"
 FLAGS = ("None", "awq", "awq_marlin", "gptq", "auto-round", "inc", "fp8", "marlin", "humming", "moe_wna16", "mxfp4")
@@ -73,16 +73,9 @@ def test_every_cell_of_the_recorded_table_agrees() -> None:
 
 @pytest.mark.engine
 def test_vllm_itself_agrees() -> None:
-    from assay.demo.servers import vllm_python
-
     flags = ["None", *sorted(METHODS | set(FLAGS) | {"bitsandbytes", "gguf", "torchao"})]
     kinds = {name: {"config": raw, "model_type": model_type(name)} for name, raw in KINDS.items()}
-    ran = subprocess.run(
-        [str(vllm_python()), str(Path(__file__).with_name("vllm_probe.py"))],
-        input=json.dumps({"kinds": kinds, "flags": flags}), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    said = json.loads(ran.stdout.splitlines()[-1])
+    said = said_by_vllm(Path(__file__).with_name("vllm_probe.py"), json.dumps({"kinds": kinds, "flags": flags}))
     assert set(said["methods"]) == METHODS
     wrong = [
         (kind, flag, cell(kind, flag), theirs)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from assay.verdict import Finding
 from checkpoint.head_samples import checkpoint, family
 from checkpoint.test_draft import eagle, eagle3
 from checkpoint_quantized import AUTO_ROUND, FP8_BLOCK, GPTQ, MODELOPT_NVFP4
+from vllm_cpu import said_by_vllm
 
 PLAIN = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 512}
 
@@ -80,11 +79,7 @@ def test_no_text_breaks_the_reader(text: str) -> None:
 
 @pytest.mark.engine
 def test_vllm_has_exactly_these_options() -> None:
-    from assay.demo.servers import vllm_python
-
-    probe = Path(__file__).with_name("vllm_options_probe.py")
-    ran = subprocess.run([str(vllm_python()), str(probe)], capture_output=True, text=True, timeout=300, check=True)
-    theirs = json.loads(ran.stdout.splitlines()[-1])
+    theirs = said_by_vllm(Path(__file__).with_name("vllm_options_probe.py"))
     short = {option for option in theirs if not option.startswith("--")}
     assert {o: kind for o, kind in theirs.items() if o not in short} == {
         o: kind for o, kind in known_options().items() if o.startswith("--")

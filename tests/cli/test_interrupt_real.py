@@ -112,7 +112,7 @@ def test_compare_while_it_scores_its_reference(tiny_llama: Path, tmp_path: Path)
 
 def test_compare_while_it_scores_its_candidate(tiny_llama: Path, tmp_path: Path) -> None:
     coarse = f"hf:{tiny_llama}?weights=int(bits=8)"
-    words = ("compare", str(tiny_llama), coarse, "--windows", "64", "--length", "256", "--batch", "4", "--no-floors")
+    words = ("compare", str(tiny_llama), coarse, "--windows", "64", "--length", "128", "--batch", "4", "--no-floors")
     body = interrupted(tmp_path, lambda cache: len(kept(cache, "compare")) > 70 + 4, signal.SIGINT, *words)
     assert "fidelity.interrupted" in ids(body)
     (candidate,) = body["results"]["candidates"]
@@ -126,9 +126,9 @@ def test_compare_while_it_scores_its_candidate(tiny_llama: Path, tmp_path: Path)
 def test_gap_shows_what_it_has_and_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
     words = (
         "gap", str(tiny_llama), f"hf:{tiny_llama}?weights=int(bits=8)", "--codec", "fp8", "--phases", "2",
-        "--windows", "16", "--fresh", "0", "--length", "256",
+        "--windows", "16", "--fresh", "0", "--length", "128",
     )  # fmt: skip
-    body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) == 4, signal.SIGTERM, *words)
+    body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) >= 4, signal.SIGTERM, *words)
     assert "gap.interrupted" in ids(body)
     # At least a run of its own, or the first windows of one, each with an interval.
     assert all(row["kl"]["lo"] <= row["kl"]["value"] for row in body["results"]["measured"].values())

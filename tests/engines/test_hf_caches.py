@@ -22,6 +22,8 @@ from assay.engines.scoring import Engagement, HookSpec, ScoreJob, ScoringPath, W
 from assay.engines.specs import KV_CACHE_DTYPES, HfSpec
 from assay.errors import AssayError
 
+pytestmark = pytest.mark.engine
+
 torch.set_num_threads(1)
 
 LENGTH, LAYERS, SLIDING = 30, 3, 8

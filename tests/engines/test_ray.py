@@ -391,19 +391,15 @@ def test_a_cluster_gives_the_same_numbers_and_survives_its_losses(
     assert run_compare(there, Meanwhile({6: interrupt})).interrupted
     assert numbers(run_compare(plan)) == expected
 
-    # A worker dies, then a node.
-    cache("lost")
-    losses = Meanwhile({6: lambda: _kill(workers_of_assay()[0]), 24: lambda: cluster.stop(spot)})
+    # Interrupted without the cluster, the run goes on there; a worker dies, then a node.
+    cache("from here")
+    assert run_compare(plan, Meanwhile({6: interrupt})).interrupted
+    losses = Meanwhile({10: lambda: _kill(workers_of_assay()[0]), 26: lambda: cluster.stop(spot)})
     report = run_compare(there, losses)
     assert numbers(report) == expected
     assert report.environment["cluster"]["workers"] == 2
     assert report.environment["cluster"]["lost"] >= 2
     assert any(line.startswith("lost a worker on node ") for line in losses.lines)
-
-    # Interrupted without the cluster, the run goes on there, by now on one node.
-    cache("from here")
-    assert run_compare(plan, Meanwhile({6: interrupt})).interrupted
-    assert numbers(run_compare(there)) == expected
     until = time.monotonic() + 10
     while workers_of_assay():
         assert time.monotonic() < until

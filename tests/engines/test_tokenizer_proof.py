@@ -143,7 +143,8 @@ def test_what_cannot_be_read_is_not_taken_for_proven(tmp_path: Path, converted: 
 
 
 @pytest.mark.engine
-def test_real_tokenizers_of_both_kinds_are_proven(smollm2: Path, gemma3: Path) -> None:
-    for folder, name in ((smollm2, "smollm2"), (gemma3, "gemma3")):
-        (file,) = (cache_dir("gguf") / name).glob("*.gguf")
-        assert prove_tokenizer(loaded(folder), file).chars_per_token > 1.5
+@pytest.mark.parametrize("name", ["smollm2", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_real_tokenizer_of_either_kind_is_proven(name: str, request: pytest.FixtureRequest) -> None:
+    folder: Path = request.getfixturevalue(name)
+    (file,) = (cache_dir("gguf") / name).glob("*.gguf")
+    assert prove_tokenizer(loaded(folder), file).chars_per_token > 1.5

@@ -89,10 +89,10 @@ def test_the_figures_are_those_of_the_models_own_logits(compare: Compare, smollm
     assert code in (1, 3)
 
 
-def test_decode_reads_the_cache_and_says_so(compare: Compare, smollm2: Path) -> None:
+def test_decode_reads_the_cache_and_says_so(compare: Compare, tiny_llama: Path) -> None:
     code, body = compare(
-        f"hf:{smollm2}?dtype=float32",
-        f"hf:{smollm2}?dtype=bfloat16",
+        f"hf:{tiny_llama}?dtype=float32",
+        f"hf:{tiny_llama}?dtype=bfloat16",
         "--path",
         "decode",
         "--windows",
@@ -183,8 +183,8 @@ def test_the_reference_writes_the_text_and_both_go_on_from_it(
         assert again[part] == results[part]
 
 
-def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, smollm2: Path) -> None:
-    code, body = compare(f"hf:{smollm2}?dtype=auto", f"hf:{smollm2}", *SMALL)
+def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, tiny_llama: Path) -> None:
+    code, body = compare(f"hf:{tiny_llama}?dtype=auto", f"hf:{tiny_llama}", *SMALL)
     assert code == 2
     assert body["findings"][0]["id"] == "fidelity.not_engaged"
 
@@ -195,15 +195,15 @@ def test_other_tokenizers_are_refused(compare: Compare, smollm2: Path, gemma3: P
     assert body["findings"][0]["id"] == "fidelity.tokenizer_mismatch"
 
 
-def test_a_short_text_is_refused(compare: Compare, smollm2: Path, tmp_path: Path) -> None:
+def test_a_short_text_is_refused(compare: Compare, tiny_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "short.txt").write_text("Only a few words.")
-    code, body = compare(f"hf:{smollm2}", f"hf:{smollm2}", "--text", tmp_path / "short.txt")
+    code, body = compare(f"hf:{tiny_llama}", f"hf:{tiny_llama}", "--text", tmp_path / "short.txt")
     assert code == 2
     assert "tokens" in body["findings"][0]["title"]
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(
-    compare: Compare, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+    compare: Compare, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import assay.fidelity.score as measure_module
 
@@ -215,7 +215,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
         calls.append(reference.window.index)
         return real(reference, candidate)
 
-    arguments = (f"hf:{smollm2}", f"hf:{smollm2}?weights=int(bits=4,group=64)", *SMALL, "--batch", "4")
+    arguments = (f"hf:{tiny_llama}", f"hf:{tiny_llama}?weights=int(bits=4,group=64)", *SMALL, "--batch", "4")
     monkeypatch.setattr(measure_module, "window_statistics", cut_after_four)
     code, body = compare(*arguments)
     assert code == 130
@@ -228,13 +228,13 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     assert code in (0, 1, 3)
 
 
-def test_a_batch_that_does_not_fit_is_halved(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_does_not_fit_is_halved(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from assay.engines.hf.scorer import HfScorer
     from assay.engines.scoring import Window
 
-    scorer = HfScorer.load(f"hf:{smollm2}?dtype=float32")
+    scorer = HfScorer.load(f"hf:{tiny_llama}?dtype=float32")
     windows = [Window(i, tuple(range(i, i + 12))) for i in range(5)]
     whole = [r.states.clone() for r in scorer.score_windows(windows, ScoreJob(batch=5))]  # type: ignore[attr-defined]
     real, sizes = window_scoring._forward, []
@@ -260,14 +260,14 @@ class TestStored:
     """`assay reference`, then `run:`: as good as the reference itself, and never trusted unseen."""
 
     @pytest.fixture
-    def store(self, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def store(self, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("ASSAY_CACHE", str(tmp_path / "cache"))
         out = tmp_path / "store"
         assert (
             invoke(
                 [
                     "reference",
-                    f"hf:{smollm2}",
+                    f"hf:{tiny_llama}",
                     "--out",
                     str(out),
                     "--windows",
@@ -283,9 +283,9 @@ class TestStored:
         )
         return out
 
-    def test_a_store_stands_for_its_reference(self, compare: Compare, smollm2: Path, store: Path) -> None:
-        candidate = f"hf:{smollm2}?weights=int(bits=4,group=64)"
-        _, live = compare(f"hf:{smollm2}", candidate, *SMALL)
+    def test_a_store_stands_for_its_reference(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
+        candidate = f"hf:{tiny_llama}?weights=int(bits=4,group=64)"
+        _, live = compare(f"hf:{tiny_llama}", candidate, *SMALL)
         _, stored = compare(f"run:{store}", candidate, *SMALL)
         assert stored["results"]["kld"] == live["results"]["kld"]
         assert stored["results"]["per_window"] == live["results"]["per_window"]
@@ -294,13 +294,13 @@ class TestStored:
         assert invoke(["rerun", str(result)]) == stored["exit_code"]
 
     def test_a_store_says_how_it_was_scored_and_knows_its_model(
-        self, compare: Compare, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, compare: Compare, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.chdir(smollm2.parent)
+        monkeypatch.chdir(tiny_llama.parent)
         out = tmp_path / "store"
         shape = ["--windows", "2", "--length", "24", "--scored", "second-half"]
-        assert invoke(["reference", f"hf:{smollm2}", "--out", str(out), *shape]) == 0
-        code, body = compare(f"run:{out}", f"hf:./{smollm2.name}/")
+        assert invoke(["reference", f"hf:{tiny_llama}", "--out", str(out), *shape]) == 0
+        code, body = compare(f"run:{out}", f"hf:./{tiny_llama.name}/")
         assert code == 0
         assert body["results"]["self_test"] is True
         assert body["results"]["tokens"] == 2 * 11
@@ -310,26 +310,26 @@ class TestStored:
         assert body["results"]["floors"]["rounding_bf16"] > 0
         assert [f["id"] for f in body["findings"]] == ["fidelity.self_test"]
 
-    def test_one_flipped_bit_is_noticed(self, compare: Compare, smollm2: Path, store: Path) -> None:
+    def test_one_flipped_bit_is_noticed(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
         shard = next((store / "states").iterdir())
         raw = bytearray(shard.read_bytes())
         raw[-3] ^= 1
         shard.write_bytes(raw)
-        code, body = compare(f"run:{store}", f"hf:{smollm2}?dtype=float32", *SMALL)
+        code, body = compare(f"run:{store}", f"hf:{tiny_llama}?dtype=float32", *SMALL)
         assert code == 2
         assert shard.name in body["findings"][0]["title"]
 
-    def test_other_settings_than_the_stored_are_refused(self, compare: Compare, smollm2: Path, store: Path) -> None:
-        code, body = compare(f"run:{store}", f"hf:{smollm2}", "--length", 32)
+    def test_other_settings_than_the_stored_are_refused(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
+        code, body = compare(f"run:{store}", f"hf:{tiny_llama}", "--length", 32)
         assert code == 2
         assert "--length 64" in body["findings"][0]["title"]
 
-    def test_the_file_of_llama_cpp_is_read_too(self, compare: Compare, smollm2: Path, tmp_path: Path) -> None:
+    def test_the_file_of_llama_cpp_is_read_too(self, compare: Compare, tiny_llama: Path, tmp_path: Path) -> None:
         base = tmp_path / "base.kld"
         shape = ["--windows", "8", "--length", "64", "--scored", "second-half"]
-        arguments = ["reference", f"hf:{smollm2}", "--out", str(base), "--format", "llama.cpp", *shape]
+        arguments = ["reference", f"hf:{tiny_llama}", "--out", str(base), "--format", "llama.cpp", *shape]
         assert invoke(arguments) == 0
-        code, body = compare(f"run:{base}", f"hf:{smollm2}?dtype=float32", *shape)
+        code, body = compare(f"run:{base}", f"hf:{tiny_llama}?dtype=float32", *shape)
         assert code in (0, 1, 3)
         assert body["results"]["kld"]["mean"] < 0.01
         assert body["results"]["tokens"] == 8 * 31

@@ -21,6 +21,8 @@ from assay.fidelity.metrics import window_statistics
 from assay.fidelity.routing import Routed, RoutingHook, _changed, _moved, check_engines, expert_layers, routed_rows
 from tiny_target import make_experts, make_target
 
+pytestmark = pytest.mark.engine
+
 DOCS = Path(__file__).parents[2] / "docs" / "compare.md"
 KINDS = ("mixtral", "qwen3_moe")
 

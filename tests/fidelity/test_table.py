@@ -23,6 +23,8 @@ import pyarrow.parquet as pq
 from assay.fidelity.table import COLUMNS, TableOptions, column_reference, rows_of, run_table, schema
 from tiny_target import make_target
 
+pytestmark = pytest.mark.engine
+
 
 def result(run: str, *candidates: str, windows: int = 12, seed: int = 0, sha: str = "w") -> dict[str, Any]:
     """The parts of a result of `assay compare --json` that hold its windows."""

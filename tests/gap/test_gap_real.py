@@ -77,10 +77,10 @@ def test_a_gap_sums_is_kept_and_goes_on_from_there(
 
 
 def test_an_engine_against_itself_with_an_identity_is_a_self_test(
-    gap: Gap, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gap: Gap, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
-    spec = f"hf:{smollm2}?dtype=float32"
+    spec = f"hf:{tiny_llama}?dtype=float32"
     few = ("--windows", 2, "--length", 24, "--fresh", 0, "--batch", 2, "--phases", "1", "--mode", "inforward")
     code, body = gap(spec, spec, "--codec", "identity", *few)
     assert (code, body["verdict"]) == (0, "pass")
@@ -88,7 +88,7 @@ def test_an_engine_against_itself_with_an_identity_is_a_self_test(
     assert results["self_test"] is True
     assert all(b["dnll"] == 0 and b["kl"]["value"] == 0 for b in results["buckets"])
     assert abs(results["repeatability"]["value"]) < 1e-5  # another batch
-    assert body["findings"][0]["id"] == "gap.self_test"
+    assert "gap.self_test" in [f["id"] for f in body["findings"]]
 
 
 def test_mistakes_end_with_words(gap: Gap, smollm2: Path) -> None:
@@ -106,11 +106,11 @@ def test_mistakes_end_with_words(gap: Gap, smollm2: Path) -> None:
 
 
 def test_two_engines_are_told_apart_without_a_codec(
-    gap: Gap, smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gap: Gap, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
     code, body = gap(
-        f"hf:{smollm2}?dtype=float32", f"hf:{smollm2}?kv_cache_dtype=fp8",
+        f"hf:{tiny_llama}?dtype=float32", f"hf:{tiny_llama}?kv_cache_dtype=fp8",
         "--windows", 3, "--length", 24, "--fresh", 2, "--batch", 3,
     )  # fmt: skip
     assert code == 3

@@ -31,6 +31,7 @@ allow_unverified = true
 samples = 1
 no_throughput = true
 quick = true
+only = ["france", "spanish"]
 budget = 0.5
 """
 

@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "gated-model"
 yaml = pytest.importorskip("yaml")
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture
 def stub() -> Iterator[StubServer]:

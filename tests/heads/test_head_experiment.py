@@ -15,6 +15,8 @@ from assay.errors import UsageError
 from assay.lab.heads.experiment import CACHES, CALIBRATED, HEADS, WEIGHTS, changed, run_try
 from assay.lab.options import HeadTryPlan
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def model(target: Path) -> Any:

@@ -16,6 +16,8 @@ from assay.errors import AssayError
 from assay.lab.heads.train import HELD_OUT, KINDS, prompts, with_transformers, with_vllm, written
 from assay.runs import Kept
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(scope="module")
 def tokenizer(target: Path) -> Any:

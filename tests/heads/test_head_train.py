@@ -21,6 +21,8 @@ from assay.lab.heads.train import CHECKPOINT, Written, draft_vocabulary, run_tra
 from assay.lab.options import HeadTrainPlan, HeadTryPlan
 from tiny_target import TRAIN, make_target
 
+pytestmark = pytest.mark.engine
+
 
 def plan(target: Path, out: Path, **more: Any) -> HeadTrainPlan:
     return HeadTrainPlan.of({"model": str(target), "out": out, **TRAIN, "steps": 8, **more})

@@ -31,6 +31,8 @@ from assay.lab.options import HeadPackPlan, HeadTryPlan
 from assay.speculation.findings import examine_head
 from tiny_target import make_target
 
+pytestmark = pytest.mark.engine
+
 
 class Engine:
     """vLLM's MiMoMTP in numpy, one token at a time with a cache, from the tensors of the file."""

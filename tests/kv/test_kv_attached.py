@@ -14,6 +14,8 @@ from assay.errors import AssayError, UsageError
 from assay.lab import codec
 from assay.lab.kv.resident import resident_cache
 
+pytestmark = pytest.mark.engine
+
 SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 100,

@@ -20,6 +20,8 @@ from assay.lab.kv.cache_hook import CodecHook, Mode, check_read, measured_bytes,
 from assay.lab.kv.codec import Site, cache_shape
 from assay.lab.kv.spec import parse_recipe
 
+pytestmark = pytest.mark.engine
+
 LAYERS, LENGTH = 4, 40
 
 

@@ -38,6 +38,8 @@ from assay.lab.kv.transforms import Rotary
 from assay.lab.options import AllocationPlan, AttributionPlan, EvalPlan, NoisePlan, SweepPlan
 from assay.verdict import Severity, Verdict
 
+pytestmark = pytest.mark.engine
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

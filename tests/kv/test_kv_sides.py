@@ -24,6 +24,8 @@ from assay.lab.kv.fit import Bench, CoderSet, fitters, predicts
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.transforms import Rotary
 
+pytestmark = pytest.mark.engine
+
 SPEC = "prerope+sinks(n=2)+pca(step=0.2, classes=2, predict=all)"
 
 

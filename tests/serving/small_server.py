@@ -54,6 +54,7 @@ def arguments() -> argparse.Namespace:
         "--api-key",
     ):
         parser.add_argument(name)
+    parser.add_argument("--pace", type=float, default=0.002)
     parser.add_argument("--slow", type=float, default=0.0)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--chatty", type=int, default=0)
@@ -153,7 +154,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("connection", "close")
         self.end_headers()
         for word in words:
-            time.sleep(0.002 + OPTIONS.slow)
+            time.sleep(OPTIONS.pace + OPTIONS.slow)
             inner = {"delta": {"content": word}} if chat else {"text": word}
             self.event({"choices": [{"index": 0, "finish_reason": None, **inner}]})
         inner = {"delta": {}} if chat else {"text": ""}

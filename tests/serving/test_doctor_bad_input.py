@@ -23,6 +23,8 @@ from assay.serving.command import read_command
 from assay.serving.launch import StartFailed, launched, tail_of
 from serving.asking import SERVER, ask, marked
 
+pytestmark = pytest.mark.engine
+
 
 def test_a_second_doctor_waits_for_the_first_and_gives_up_in_time() -> None:
     with (cache_dir("locks") / "doctor-all.lock").open("a+") as other:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -475,7 +476,7 @@ def prompts(tokenizer: Any, count: int, sources: Sequence[str] = (), seed: int =
             yield from items
 
     chat = [q.format(t) for q, t in product(_listed(_ASKED), _listed(_TOPICS))]
-    functions = list(_functions())
+    functions = _functions()
     chat += [f"Write a Python function `{name}`. {about}" for name, about, _ in functions if about]
     prose = [p.strip() for p in re.split(r"\n\s*\n", read_text(sources).text) if len(p) > 160]
     streams = {"chat": mixed(chat), "prose": mixed(prose), "code": mixed([code for _, _, code in functions])}
@@ -492,8 +493,10 @@ def prompts(tokenizer: Any, count: int, sources: Sequence[str] = (), seed: int =
     return found
 
 
-def _functions() -> Iterator[tuple[str, str, str]]:
+@cache
+def _functions() -> tuple[tuple[str, str, str], ...]:
     """(name, first line of its docstring, how its code begins) of the functions in Python's library."""
+    found = []
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         try:
             source = path.read_text(encoding="utf-8")
@@ -504,7 +507,8 @@ def _functions() -> Iterator[tuple[str, str, str]]:
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 5:
                 about = (ast.get_docstring(node) or "").partition("\n")[0]
-                yield node.name, about, "\n".join(lines[node.lineno - 1 : node.lineno + 5])
+                found.append((node.name, about, "\n".join(lines[node.lineno - 1 : node.lineno + 5])))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
