@@ -42,7 +42,7 @@ test: install system  ## All tests but the slow ones, real engines included
 	$(BIN)/python -c "from assay.cli.verbs import prepare_demo; raise SystemExit(prepare_demo())"
 	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -n 3 -m "not slow"
 
-test-fast: install  ## Tests without engines (a few minutes)
+test-fast: install  ## Tests that run no model and no server (a few minutes)
 	$(PYTEST) -n 4 -m "not engine and not slow"
 
 test-slow: install system  ## The rest
