@@ -116,9 +116,12 @@ def _turn(
     head = tl.program_id(1)
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = line // GROUP
-    live = (request < requests)[:, None]
     query = head * GROUP + line % GROUP
-    begin = tl.load(starts_ptr + request, mask=request < requests, other=0).to(tl.int64)
+    there = request < requests
+    begin = tl.load(starts_ptr + request, mask=there, other=0).to(tl.int64)
+    # Padding of a CUDA graph has no query: what would be its row is behind all others.
+    there = there & (tl.load(starts_ptr + request + 1, mask=there, other=0) > begin)
+    live = there[:, None]
     c = tl.arange(0, D)
     w = tl.arange(0, W)
     j = tl.arange(0, PAIR)
@@ -142,7 +145,7 @@ def _turn(
     wave = waves_ptr + line[:, None] * (2 * PAIR + 1)
     tl.store(wave + j[None, :], p1 * m1 + p2 * m2, mask=live)
     tl.store(wave + PAIR + j[None, :], p2 * m1 - p1 * m2, mask=live)
-    tl.store(waves_ptr + line * (2 * PAIR + 1) + 2 * PAIR, base, mask=request < requests)
+    tl.store(waves_ptr + line * (2 * PAIR + 1) + 2 * PAIR, base, mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens", "requests"])
