@@ -319,9 +319,15 @@ def kernel(arguments: argparse.Namespace) -> None:
         lengths = starts[:1] + 16384
         table = torch.arange(256, device="cuda", dtype=torch.int32)[None]
         found_k, found_v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
-        for name, tries in (("PREPARE", [{"num_warps": w, "rows": 16} for w in (8, 4)] + [{"num_warps": 8, "rows": 32}]),
-                            ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
-                            ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))])):  # fmt: skip
+        for name, tries in (
+            ("PREPARE", [{"num_warps": w, "rows": 16} for w in (8, 4)]),
+            (
+                "PREFILL",
+                [{"num_warps": w, "rows": n} for w, n in ((8, 32), (8, 16), (4, 16), (4, 32), (8, 64), (4, 64))],
+            ),
+            ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
+            ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))]),
+        ):
             of = getattr(launch, name)
             usual = dict(of)
             for settings in tries if arguments.tune else [usual]:
@@ -329,33 +335,35 @@ def kernel(arguments: argparse.Namespace) -> None:
                     break
                 of.update(settings)
                 row = {"row": name, "d": d, "settings": settings}
-                if name == "PREPARE":
-                    for tokens in (1, 64, 8192):
-                        requests = tokens if tokens <= 64 else 0
-                        at = torch.arange(tokens, device="cuda")
-                        row[str(tokens)] = do_bench_cudagraph(partial(
-                            launch.prepare, q[:tokens], k[:tokens], k[:tokens], at, pages, at, starts, t, 1.0, requests=requests))  # fmt: skip
-                elif name == "COMBINE":
-                    for requests in (1, 8, 64):
-                        few = q[:requests], k[:requests], k[:requests]
-                        turned = launch.prepare(
-                            *few,
-                            starts[:requests].long(),
-                            pages,
-                            starts[:requests].long(),
-                            starts,
-                            t,
-                            1.0,
-                            requests=requests,
-                        )
-                        row[str(requests)] = do_bench_cudagraph(partial(
-                            launch.attend, turned, *few, torch.empty_like(few[0]), pages, table.expand(64, -1)[:requests].contiguous(), starts,
-                            lengths.expand(64).contiguous() // 64, t, 1.0, requests=requests, longest=16384))  # fmt: skip
-                else:
-                    row["16384"] = do_bench_cudagraph(partial(
-                        launch.unpack, found_k, found_v, starts, pages, table, lengths, t, first=0, requests=1, longest=16384))  # fmt: skip
+                try:
+                    row |= _part(name, (q, k, pages, table, starts, lengths, t), (found_k, found_v))
+                except Exception as error:  # a setting that needs more than the GPU has
+                    row["raised"] = str(error)[:200]
                 keep(arguments, row)
             of.update(usual)
+
+
+def _part(name: str, given: tuple[Any, ...], found: tuple[Any, Any]) -> dict[str, float]:
+    """Milliseconds of one kernel (COMBINE: with attention to 256 tokens), by the tokens or requests that it is given."""
+    import torch
+    from triton.testing import do_bench_cudagraph
+
+    from assay.lab.kv.pages import launch
+
+    q, k, pages, table, starts, lengths, t = given
+    row: dict[str, float] = {}
+    for n in {"PREPARE": (1, 8, 64), "PREFILL": (8192,), "COMBINE": (1, 8, 64), "UNPACK": (16384,)}[name]:
+        few, at, requests = (q[:n], k[:n], k[:n]), torch.arange(n, device="cuda"), n if n <= 64 else 0
+        ahead = partial(launch.prepare, *few, at, pages, at, starts, t, 1.0, requests=requests)
+        if name == "UNPACK":
+            ahead = partial(launch.unpack, *found, starts, pages, table, lengths, t, first=0, requests=1, longest=n)
+        elif name == "COMBINE":
+            of = table.expand(64, -1)[:n].contiguous(), starts, lengths.expand(64).contiguous() // 64, t
+            ahead = partial(
+                launch.attend, ahead(), *few, torch.empty_like(few[0]), pages, *of, 1.0, requests=n, longest=16384
+            )  # fmt: skip
+        row[str(n)] = do_bench_cudagraph(ahead)
+    return row
 
 
 def _flash_time(batch: int, context: int, heads: int, group: int, d: int) -> float | None:

@@ -23,7 +23,9 @@ ASM = True
 """Unpack words by PTX's instructions for two at once."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PREPARE = {"num_warps": 8, "rows": 16}
-"""How a step is prepared: tokens of a program."""
+PREFILL = {"num_warps": 8, "rows": 32}
+"""How a step is prepared, of few tokens and of many: tokens of a program."""
+MANY = 1024
 COMBINE = {"num_warps": 4}
 UNPACK = {"num_warps": 4, "tile": 32}
 """How pages are unpacked: tokens at once."""
@@ -122,7 +124,9 @@ def prepare(
 ) -> Turned:  # fmt: skip
     """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous), and turn the
     queries [tokens, H, d] of the first `requests` requests, which have one each, at the rows `starts`."""
-    layout, tokens, rows = t.layout, slots.shape[0], PREPARE["rows"]
+    layout, tokens = t.layout, slots.shape[0]
+    how = PREFILL if tokens > MANY else PREPARE
+    rows = how["rows"]
     heads = q.shape[1]
     group, pairs = heads // layout.heads, t.pairs.shape[1]
     digits = q.new_empty(max(1, requests), heads, t.digits_k.shape[1], dtype=torch.float16)
@@ -133,7 +137,7 @@ def prepare(
         (k, k.stride(0), v, v.stride(0), pages, pages.stride(0), slots, positions, t.trig,
          t.k.mean, t.k.first, t.k.analysis, t.k.weight, t.v.mean, t.v.first, t.v.analysis, t.v.weight,
          tokens, q, q.stride(0), digits, waves, starts, t.pairs, t.digits_k, t.unit_k, scale * LOG2E, requests),
-        (*t.sizes(), pairs, group, layout.heads, rows), num_warps=PREPARE["num_warps"],
+        (*t.sizes(), pairs, group, layout.heads, rows), num_warps=how["num_warps"],
     )  # fmt: skip
     return Turned(digits, waves)
 

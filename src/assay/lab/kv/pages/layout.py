@@ -36,7 +36,7 @@ from assay.lab.kv.calibration import Calibration, averaged
 from assay.lab.kv.codec import CacheShape, Site
 from assay.lab.kv.transforms import Rotary
 
-CANDIDATES = (1.0, 0.85, 0.7, 0.6)
+CANDIDATES = tuple((100 - 9 * i) / 100 for i in range(6))
 """Ranges that are tried for each vector, in parts of the one that holds all coefficients; that with the least error is kept."""
 SPAN = 32768
 """Positions over which tables are averaged."""
