@@ -35,7 +35,7 @@ VERBS: dict[str, list[str]] = {
     ],
     "reference": ["fidelity/reference.py:keep_reference", "fidelity/reference.py:_write_base"],
     "kv eval": ["lab/kv/evaluate.py:run_eval", "fidelity/cost.py:Budget.results"],
-    "kv sweep": ["lab/kv/sweep.py:run_sweep", "lab/kv/sweep.py:_row", "fidelity/cost.py:Budget.results"],
+    "kv sweep": ["lab/kv/evaluate.py:run_sweep", "lab/kv/evaluate.py:_row", "fidelity/cost.py:Budget.results"],
     "kv attribute": ["lab/kv/sensitivity.py:run_attribute", "fidelity/cost.py:Budget.results"],
     "kv allocate": ["lab/kv/sensitivity.py:run_allocate", "fidelity/cost.py:Budget.results"],
     "kv noise": ["lab/kv/sensitivity.py:run_noise"],
@@ -125,7 +125,7 @@ CLASSES = {
     "spec.evidence": "speculation/health.py:Assessment",
     "gap.checks[]": "lab/gap/outcome.py:Check",
     "compare.margins[]": "fidelity/margins.py:MarginTest",
-    "compare.floors": "fidelity/floors.py:Floors",
+    "compare.floors": "fidelity/breakdown.py:Floors",
     "compare.engaged": "fidelity/score.py:Engaged",
 }
 

@@ -41,7 +41,7 @@ ALL_STREAMS = EXPECTED_STREAMS | {"mode": "snapshot"}
         ),
         (
             "sweep",
-            "sweep:run_sweep",
+            "evaluate:run_sweep",
             PASSAGES | STREAMS | CODEC | {"--mode": "snapshot", "--table-tokens": "9", "--seed": "7"},
             EXPECTED_PASSAGES
             | ALL_STREAMS

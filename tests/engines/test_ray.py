@@ -34,7 +34,7 @@ from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
 from assay.lab.gap.gap import run_gap
 from assay.lab.gap.plan import GapPlan
-from assay.lab.kv.sweep import run_sweep
+from assay.lab.kv.evaluate import run_sweep
 from assay.lab.options import SweepPlan
 from assay.options import is_address
 from assay.serving.launch import free_port
@@ -89,7 +89,7 @@ def test_the_batch_of_a_run_is_the_least_that_any_worker_chooses() -> None:
     scorer = object.__new__(RayScorer)
     scorer._pool, scorer.spec, scorer._sizes = Pool(), "hf:a", {}  # type: ignore[assignment]
     windows = [Window(0, (1, 2, 3))]
-    noise = HookSpec("assay.fidelity.floors:RoundingNoise", {"sigma": 0.1, "seed": 0})
+    noise = HookSpec("assay.fidelity.breakdown:RoundingNoise", {"sigma": 0.1, "seed": 0})
     assert scorer._together(windows, ScoreJob(batch=0)) == scorer._together(windows, ScoreJob(batch=0, hook=noise)) == 4
     assert scorer._together(windows, ScoreJob(batch=2)) == 2
 

@@ -13,8 +13,8 @@ import pytest
 from scipy import stats
 
 from assay.errors import UsageError
+from assay.fidelity.breakdown import Floors
 from assay.fidelity.compare import Looks, implausible
-from assay.fidelity.floors import Floors
 from assay.fidelity.margins import against_control, all_pairs, control_findings, controlled, margin_tests
 from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.report import blocks, pareto, short_names

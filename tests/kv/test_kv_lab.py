@@ -25,15 +25,14 @@ from assay.engines.specs import HfSpec
 from assay.errors import AssayError
 from assay.fidelity.cost import Budget, OutOfTime, Pace
 from assay.fidelity.plan import Plan
+from assay.lab.kv import evaluate as sweep_module
 from assay.lab.kv import lab as lab_module
-from assay.lab.kv import sweep as sweep_module
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.codec import cache_shape
-from assay.lab.kv.evaluate import run_eval
+from assay.lab.kv.evaluate import run_eval, run_sweep
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab, Unfinished, memory_is_enough
 from assay.lab.kv.sensitivity import run_allocate, run_attribute, run_noise
-from assay.lab.kv.sweep import run_sweep
 from assay.lab.kv.transforms import Rotary
 from assay.lab.options import AllocationPlan, AttributionPlan, EvalPlan, NoisePlan, SweepPlan
 from assay.verdict import Severity, Verdict

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.sweep import choose, curse, identity, pareto_front, specs_in
+from assay.lab.kv.evaluate import choose, curse, identity, pareto_front, specs_in
 from assay.lab.options import SweepPlan
 
 points = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)

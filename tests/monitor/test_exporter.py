@@ -19,8 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from assay.errors import UsageError
 from assay.monitor.canary import State
-from assay.monitor.exporter import Exporter, Webhook, parse_listen
-from assay.monitor.watch import ALARMS, Watch, WatchOptions
+from assay.monitor.watch import ALARMS, Exporter, Watch, WatchOptions, Webhook, parse_listen
 from assay.serving.launch import free_port
 from monitor.watched import Clock, Replayed
 from stub_server import StubServer, status

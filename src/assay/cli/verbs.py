@@ -311,7 +311,7 @@ def sweep(**given: Any) -> Report:
     2 could not be examined, 3 inconclusive.
     """
     from assay.cli.progress import show
-    from assay.lab.kv.sweep import run_sweep
+    from assay.lab.kv.evaluate import run_sweep
     from assay.lab.options import SweepPlan
 
     plan = SweepPlan.of(given)

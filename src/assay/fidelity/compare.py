@@ -22,6 +22,7 @@ from assay.engines.specs import check_spec, is_server, open_candidate
 from assay.environment import describe
 from assay.errors import AssayError
 from assay.fidelity.breakdown import (
+    Floors,
     by_class,
     by_confidence,
     by_depth,
@@ -31,7 +32,6 @@ from assay.fidelity.breakdown import (
     worst_tokens,
 )
 from assay.fidelity.cost import Budget, Memory, foretell
-from assay.fidelity.floors import Floors
 from assay.fidelity.margins import all_pairs, control_findings, control_metrics, controlled, margin_tests
 from assay.fidelity.plan import QUICK_MINUTES, Plan, fingerprint, label_of, printable
 from assay.fidelity.reference import Reference, open_reference, windows_kept

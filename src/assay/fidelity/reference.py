@@ -15,9 +15,8 @@ from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, Wi
 from assay.engines.specs import SCORERS, check_spec, is_server, open_scorer
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
-from assay.fidelity.breakdown import Continued, continue_greedily
+from assay.fidelity.breakdown import FLOOR_WINDOWS, Continued, Floors, continue_greedily, measure_floors
 from assay.fidelity.cost import WORTH_MEASURING, Budget, foretell, measure_pace
-from assay.fidelity.floors import FLOOR_WINDOWS, Floors, measure_floors
 from assay.fidelity.pack import open_pack
 from assay.fidelity.plan import Plan, available_windows, blocks_of, cut_windows, fingerprint, label_of, places_of
 from assay.fidelity.routing import Routing, read_routing

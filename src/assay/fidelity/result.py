@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.fidelity.breakdown import Bin, Greedy
-from assay.fidelity.floors import Floors
+from assay.fidelity.breakdown import Bin, Floors, Greedy
 from assay.fidelity.plan import MarginOptions, Plan
 from assay.fidelity.routing import RoutingResult
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled

@@ -103,7 +103,7 @@ def _layers(spec: str) -> int:
 
 # One way to run the model: an engine, and what is in its KV cache.
 
-ROUNDING = "assay.fidelity.floors:RoundingNoise"
+ROUNDING = "assay.fidelity.breakdown:RoundingNoise"
 
 
 @dataclass(frozen=True)

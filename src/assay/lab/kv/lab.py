@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
@@ -395,6 +395,12 @@ def engine_spec(model: str) -> str:
             finding_id="kv.usage",
         )
     return full_spec(model)
+
+
+def open_planned(plan: Any, **more: Any) -> AbstractContextManager[Lab]:
+    """`open_lab` as a command's plan says, and with what the command adds."""
+    names = ("windows", "length", "mode", "batch", "block", "fresh", "calibration")
+    return open_lab(plan.model, plan.text, **{n: getattr(plan, n) for n in names if hasattr(plan, n)} | more)
 
 
 @contextmanager

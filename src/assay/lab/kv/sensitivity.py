@@ -17,7 +17,7 @@ from assay.fidelity.cost import Budget
 from assay.fidelity.plan import QUICK_MINUTES
 from assay.lab.kv.codec import CacheShape
 from assay.lab.kv.fit import kept_layers
-from assay.lab.kv.lab import Lab, Measured, Unfinished, open_lab
+from assay.lab.kv.lab import Lab, Measured, Unfinished, open_planned
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 from assay.lab.kv.stream_coder import Key
 from assay.lab.options import EXACT_BITS, AllocationPlan, AttributionPlan, NoisePlan
@@ -37,14 +37,8 @@ def run_attribute(plan: AttributionPlan, progress: Progress = NO_PROGRESS) -> Re
     spec, budget = parse_spec(plan.codec), Budget.of(plan.budget, plan.quick, QUICK_MINUTES)
     parts: list[dict[str, Any]] = []
     joint: dict[str, Any] | None = None
-    with open_lab(
-        plan.model,
-        plan.text,
-        windows=plan.windows,
-        length=plan.length,
-        mode=plan.mode,
-        batch=plan.batch,
-        calibration=plan.calibration,
+    with open_planned(
+        plan,
         budget=budget,
         codecs=lambda shape: 1 + count_alone(shape, spec, plan.each, plan.skip_layers),
         least_codecs=2,
@@ -180,18 +174,8 @@ def run_allocate(plan: AllocationPlan, progress: Progress = NO_PROGRESS) -> Repo
     bits: dict[Key, float] = {}
     measured: dict[str, dict[str, Any]] = {}
     predicted: float | None = None
-    with open_lab(
-        plan.model,
-        plan.text,
-        windows=plan.windows,
-        fresh=plan.fresh,
-        length=plan.length,
-        mode=plan.mode,
-        batch=plan.batch,
-        calibration=plan.calibration,
-        budget=budget,
-        codecs=lambda shape: AFTER + count_alone(shape, spec, plan.each),
-        progress=progress,
+    with open_planned(
+        plan, budget=budget, codecs=lambda shape: AFTER + count_alone(shape, spec, plan.each), progress=progress
     ) as lab:
         plan = replace(plan, windows=len(lab.windows), length=lab.length)
         with Unfinished(lambda: parts) as cut:
@@ -487,15 +471,7 @@ def run_noise(plan: NoisePlan, progress: Progress = NO_PROGRESS) -> Report:
     """Measure every size of noise. Interrupted, the report holds the sizes that were measured."""
     sigmas = sorted(set(plan.sigmas))
     points: dict[_Part, list[dict[str, Any]]] = {}
-    with open_lab(
-        plan.model,
-        plan.text,
-        windows=plan.windows,
-        length=plan.length,
-        mode=plan.mode,
-        batch=plan.batch,
-        progress=progress,
-    ) as lab:
+    with open_planned(plan, progress=progress) as lab:
         shape = lab.bench.shape
         layers = kept_layers(shape, plan.skip_layers)
         parts = _parts(plan, layers)
