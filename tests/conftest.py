@@ -41,7 +41,8 @@ SERVED = (
     "tests/engines/test_server_topk_real.py", "tests/fidelity/test_compare_server_real.py",
 )  # fmt: skip
 LONG = (
-    "tests/cli/test_interrupt_real.py", "tests/engines/test_ray.py", "tests/kv/test_kv_vllm_real.py", "tests/fidelity/test_compare_real.py",
+    "tests/cli/test_interrupt_real.py", "tests/engines/test_ray.py", "tests/serving/test_doctor_ray.py",
+    "tests/kv/test_kv_vllm_real.py", "tests/fidelity/test_compare_real.py",
     "tests/gap/test_gap_real.py", "tests/engines/test_vllm_real.py", "tests/monitor/test_watch_llama.py",
     "tests/fidelity/test_budget.py", "tests/speculation/test_spec_real_vllm.py", "tests/gates/test_gate_real.py",
     "tests/kv/test_kv_real.py", "tests/engines/test_machine.py",

@@ -63,10 +63,10 @@ def test_the_snippets_run(snippet: str, here: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.engine
 @pytest.mark.parametrize("snippet", [s for s in SNIPPETS if needs_engine(s)])
-def test_the_snippets_with_an_engine_run(snippet: str, here: Path, smollm2: Path) -> None:
+def test_the_snippets_with_an_engine_run(snippet: str, here: Path, tiny_llama: Path) -> None:
     (here / "model" / "config.json").unlink()
     (here / "model").rmdir()
-    (here / "model").symlink_to(smollm2)
+    (here / "model").symlink_to(tiny_llama)
     found = run(snippet)
     if "coded" in found:
         assert found["coded"].bytes.ratio > 2 and found["coded"].reads

@@ -14,6 +14,7 @@ from assay.cli.main import invoke
 from assay.engines.hf import scorer as window_scoring
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.fidelity.plan import Cut, places_of
+from tiny_target import make_target
 
 pytestmark = pytest.mark.engine
 
@@ -149,12 +150,13 @@ def test_several_candidates_share_one_reference(compare: Compare, smollm2: Path)
     assert second["power"]["windows"] == 8
 
 
-def test_one_candidate_that_fails_leaves_the_others(compare: Compare, smollm2: Path, gemma3: Path) -> None:
-    code, body = compare(f"hf:{smollm2}", f"hf:{gemma3}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL)
+def test_one_candidate_that_fails_leaves_the_others(compare: Compare, smollm2: Path, tmp_path: Path) -> None:
+    other = make_target(tmp_path / "other", hidden=32, layers=1)
+    code, body = compare(f"hf:{smollm2}", f"hf:{other}", f"hf:{smollm2}?weights=int(bits=2,group=64)", *SMALL)
     assert code == 1  # the other is rejected, which is graver than an error
     assert [c["grade"] for c in body["results"]["candidates"]] == ["REJECT"]
     assert [f["id"] for f in body["findings"]] == ["fidelity.tokenizer_mismatch", "fidelity.reject"]
-    assert body["findings"][0]["evidence"]["candidate"] == f"hf:{gemma3.name}"
+    assert body["findings"][0]["evidence"]["candidate"] == "hf:other"
 
 
 @pytest.mark.slow
@@ -189,8 +191,9 @@ def test_the_same_thing_under_another_name_is_no_evidence(compare: Compare, tiny
     assert body["findings"][0]["id"] == "fidelity.not_engaged"
 
 
-def test_other_tokenizers_are_refused(compare: Compare, smollm2: Path, gemma3: Path) -> None:
-    code, body = compare(f"hf:{smollm2}", f"hf:{gemma3}", *SMALL)
+def test_other_tokenizers_are_refused(compare: Compare, tiny_llama: Path, tmp_path: Path) -> None:
+    other = make_target(tmp_path / "other", hidden=32, layers=1)
+    code, body = compare(f"hf:{tiny_llama}", f"hf:{other}", *SMALL)
     assert code == 2
     assert body["findings"][0]["id"] == "fidelity.tokenizer_mismatch"
 

@@ -122,8 +122,8 @@ def test_evaluation_on_calibration_text_is_refused(
     assert body["findings"][0]["id"] == "kv.calibration_leak"
 
 
-def test_a_calibration_of_another_model_is_refused(kv: Kv, gemma3: Path, calibration: Path) -> None:
-    code, body = kv("eval", gemma3, "--codec", "mean+fp8", "--calibration", calibration, *SMALL)
+def test_a_calibration_of_another_model_is_refused(kv: Kv, tiny_llama: Path, calibration: Path) -> None:
+    code, body = kv("eval", tiny_llama, "--codec", "mean+fp8", "--calibration", calibration, *SMALL)
     assert code == 2
     assert body["findings"][0]["id"] == "kv.calibration_mismatch"
 
