@@ -67,7 +67,7 @@ def run_doctor(
         stack.enter_context(_interruptible())
         stack.enter_context(alone(30 * options.budget, doctor.say))
         if options.ray:
-            from assay.serving.elsewhere import Starts
+            from assay.serving.launch import Starts
 
             doctor.cluster = stack.enter_context(
                 Starts(options.ray, options.workers, progress, command, options.api_key_env)
