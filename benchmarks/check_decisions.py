@@ -45,8 +45,8 @@ from assay.demo.models import build_smollm2
 from assay.demo.run import DAMAGES, damage_checkpoint
 from assay.engines.hf.engine import HfEngine
 from assay.environment import describe
+from assay.stats import wilson
 from assay.stats.equivalence import confidence_of_look
-from assay.stats.intervals import wilson
 from assay.verdict import Verdict
 from check_models import RUN, read_runs
 from split import is_tune

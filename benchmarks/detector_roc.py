@@ -25,7 +25,7 @@ from assay.coherence.detectors.stutter import Counts, judge_stutter, stutter_cou
 from assay.coherence.grading import Grade, Label, grade
 from assay.coherence.record import CheckRecord
 from assay.environment import describe
-from assay.stats.intervals import wilson
+from assay.stats import wilson
 from broken_outputs import Output, broken
 from check_models import read_runs
 from legit_texts import Legit, documents, left_out, legitimate

@@ -41,7 +41,7 @@ from assay.lab.heads.train import HELD_OUT, KINDS, Acceptance, prompts, with_tra
 from assay.runs import write_atomically
 from assay.speculation.live import GREEDY_TOKENS, PROMPTS, SAMPLED_TOKENS, TOP, Tokens, judge_texts
 from assay.speculation.spec import SpecOptions, examine
-from assay.stats.intervals import mean_interval
+from assay.stats import mean_interval
 from assay.verdict import jsonable
 
 DEPTH = 4

@@ -29,7 +29,7 @@ from assay.lab.kv.lab import Lab, open_lab
 from assay.lab.kv.sensitivity import figures
 from assay.lab.kv.spec import parse_recipe
 from assay.runs import cache_dir
-from assay.stats.intervals import mean_interval
+from assay.stats import mean_interval
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = [*range(0, 30, 3), 29]

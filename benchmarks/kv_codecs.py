@@ -54,8 +54,8 @@ from assay.lab.kv.lab import Lab
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.transforms import Rotary
 from assay.runs import cache_dir, write_atomically
+from assay.stats import Resampling
 from assay.stats.equivalence import Margins
-from assay.stats.intervals import Resampling
 
 Facts = dict[str, Any]
 RESULTS = Path(__file__).parent / "results"

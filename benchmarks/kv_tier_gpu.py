@@ -361,7 +361,7 @@ def kl(args: argparse.Namespace) -> None:
     """What a model says behind a prefix that went through the tier, against the exact one."""
     from transformers import DynamicCache
 
-    from assay.stats.intervals import interval_json, mean_interval
+    from assay.stats import interval_json, mean_interval
 
     model, ids = opened(args)
     cpu, gpu = coded(args, fitted(args))

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from assay.lab.kv.sensitivity import noise_growth
-from assay.stats.intervals import Interval, Resampling, cluster_ratio, percent_change
+from assay.stats import Interval, Resampling, cluster_ratio, percent_change
 from reproduction_rows import Rows, Sums
 
 RESULTS = Path(__file__).parent / "results"

@@ -34,15 +34,8 @@ from pathlib import Path
 import numpy as np
 
 from assay.fidelity.plan import Cut, blocks_of, places_of
+from assay.stats import Interval, Resampling, bootstrap_quantiles, cluster_proportion, cluster_ratio, resampled_counts
 from assay.stats.equivalence import Grade, judge
-from assay.stats.intervals import (
-    Interval,
-    Resampling,
-    bootstrap_quantiles,
-    cluster_proportion,
-    cluster_ratio,
-    resampled_counts,
-)
 
 RESULTS = Path(__file__).parent / "results"
 WINDOWS = (8, 16, 64, 128)

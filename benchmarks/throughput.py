@@ -30,7 +30,7 @@ from typing import Any
 from assay.engines.scoring import ScoreJob, StateRows, Window
 from assay.engines.specs import open_scorer
 from assay.environment import describe
-from assay.stats.intervals import mean_interval
+from assay.stats import mean_interval
 from vllm_kl_speed import STATISTICS, windows_of
 
 WAYS = ("prefill", "scored")

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from assay.stats.intervals import Resampling, cluster_ratio, resampled_counts
+from assay.stats import Resampling, cluster_ratio, resampled_counts
 from stats_coverage import percentile_ratio, studentised_ratio
 
 

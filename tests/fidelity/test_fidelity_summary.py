@@ -15,8 +15,8 @@ from assay.fidelity.breakdown import by_class, by_confidence, by_depth, worst_to
 from assay.fidelity.result import per_window, summarise
 from assay.fidelity.score import WindowObservation, engaged, from_arrays, to_arrays, zero_share
 from assay.runs import Kept
+from assay.stats import Resampling, cluster_ratio
 from assay.stats.equivalence import Grade, Margins
-from assay.stats.intervals import Resampling, cluster_ratio
 
 DRAWS = Resampling(500, 1)
 

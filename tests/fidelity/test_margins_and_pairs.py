@@ -20,8 +20,8 @@ from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.report import blocks, pareto, short_names
 from assay.fidelity.result import CandidateResult, findings_of, power_of, summarise, verdict_of
 from assay.fidelity.score import Engaged, WindowObservation
+from assay.stats import Resampling
 from assay.stats.equivalence import Grade, Margins, Standing, confidence_of_look
-from assay.stats.intervals import Resampling
 from assay.verdict import Chart, Severity, Table, Verdict
 
 TOKENS = 40

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from assay.cli.main import invoke
-from assay.stats.intervals import cluster_ratio, not_negative
+from assay.stats import cluster_ratio, not_negative
 
 DOCS = Path(__file__).parents[2] / "docs" / "scale.md"
 pa = pytest.importorskip("pyarrow", reason="needs the extra scale: pyarrow and duckdb")

@@ -7,7 +7,7 @@ import pytest
 
 from assay.errors import UsageError
 from assay.lab.kv.sensitivity import NoisePlan, longest_run, noise_growth
-from assay.stats.intervals import Resampling
+from assay.stats import Resampling
 
 SIGMAS = [0.003, 0.01, 0.03, 0.1, 0.3]
 

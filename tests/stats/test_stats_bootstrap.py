@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.stats.intervals import Resampling, bootstrap_quantiles, resampled_counts
+from assay.stats import Resampling, bootstrap_quantiles, resampled_counts
 
 
 def all_counts(clusters: int, resampling: Resampling) -> np.ndarray:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import t as student
 
-from assay.stats.intervals import cluster_mean, cluster_ratio, mean_interval, student_t
+from assay.stats import cluster_mean, cluster_ratio, mean_interval, student_t
 
 
 def windows(

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from assay.stats import ClusterEstimate, Interval, cluster_proportion, cluster_ratio, percent_change
 from assay.stats.equivalence import Grade, Margins, at_confidence, grade_intervals, grade_point, judge, tost_p
-from assay.stats.intervals import ClusterEstimate, Interval, cluster_proportion, cluster_ratio, percent_change
 
 
 def interval(lo: float, hi: float) -> Interval:

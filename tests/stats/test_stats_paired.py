@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from assay.stats import cluster_ratio
 from assay.stats.equivalence import (
     NonInferiority,
     Standing,
@@ -17,7 +18,6 @@ from assay.stats.equivalence import (
     paired_answers,
     paired_difference,
 )
-from assay.stats.intervals import cluster_ratio
 
 
 def test_paired_difference_is_the_paired_t_test_on_equal_windows() -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom, binomtest
 
-from assay.stats.intervals import Interval, newcombe, wilson
+from assay.stats import Interval, newcombe, wilson
 
 COUNTS = st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 LEVELS = st.sampled_from([0.5, 0.8, 0.9, 0.95, 0.99])

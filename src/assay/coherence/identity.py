@@ -31,7 +31,7 @@ from assay.engines.server.scoring import TopToken
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import write_atomically
-from assay.stats.intervals import cluster_mean
+from assay.stats import cluster_mean
 from assay.verdict import Finding, Metric, Severity, Table, Verdict, jsonable
 
 FORMAT = "assay-identity/1"

@@ -12,7 +12,7 @@ from assay.coherence.record import CheckRecord, ProbeResult, Reference, Sample, 
 from assay.coherence.rules import Ruling
 from assay.coherence.tools import against, checked_answers, paired, standing
 from assay.progress import span
-from assay.stats.intervals import interval_json, wilson
+from assay.stats import interval_json, wilson
 from assay.verdict import (
     Block,
     Chart,

@@ -16,8 +16,8 @@ from assay.coherence.detectors.stutter import HEALTHY, TIMES, Counts, judge_stut
 from assay.coherence.probes import LEAST_TEXTS
 from assay.coherence.record import CheckRecord, Sample, ToolLevel
 from assay.coherence.tools import paired
+from assay.stats import Interval, cluster_mean, interval_json, mean_interval, newcombe, wilson
 from assay.stats.equivalence import confidence_of_look
-from assay.stats.intervals import Interval, cluster_mean, interval_json, mean_interval, newcombe, wilson
 from assay.verdict import Finding, Severity
 
 State = Literal["good", "bad", "unclear", "not_examined"]

@@ -33,7 +33,7 @@ from assay.fidelity.metrics import window_statistics
 from assay.fidelity.score import ReferenceRows, Spreads, WindowObservation, measure
 from assay.progress import Progress
 from assay.runs import write_atomically
-from assay.stats.intervals import ClusterEstimate, cluster_ratio
+from assay.stats import ClusterEstimate, cluster_ratio
 
 if TYPE_CHECKING:
     import torch

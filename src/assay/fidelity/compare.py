@@ -53,8 +53,8 @@ from assay.fidelity.table import RowFile
 from assay.fidelity.text import prove_tokenizer
 from assay.progress import NO_PROGRESS, Progress, span
 from assay.runs import Kept, RunLock, cache_dir, write_atomically
+from assay.stats import Resampling
 from assay.stats.equivalence import MIN_PILOT, confidence_of_look
-from assay.stats.intervals import Resampling
 from assay.verdict import Finding, Metric, Report, Severity, Verdict, worst
 
 Say = Callable[[str], None]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from assay.fidelity.plan import Plan, label_of
 from assay.fidelity.result import CandidateResult, Summary
 from assay.fidelity.score import WindowObservation, by_block
+from assay.stats import Interval, percent_change
 from assay.stats.equivalence import (
     POWER,
     Grade,
@@ -29,7 +30,6 @@ from assay.stats.equivalence import (
     paired_difference,
     tost_p,
 )
-from assay.stats.intervals import Interval, percent_change
 from assay.verdict import Finding, Metric, Severity, Verdict
 
 

@@ -14,8 +14,8 @@ from assay.fidelity.margins import MarginTest, Pair
 from assay.fidelity.plan import Plan
 from assay.fidelity.result import CandidateResult, beyond_text, interval_text, kl_text, top1_text, tv_text
 from assay.fidelity.score import pooled
+from assay.stats import Interval, percent_change
 from assay.stats.equivalence import Grade
-from assay.stats.intervals import Interval, percent_change
 from assay.verdict import Band, Block, Chart, Metric, Point, Quote, Series, Table
 
 # -----------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from assay.fidelity.breakdown import Bin, Floors, Greedy
 from assay.fidelity.plan import MarginOptions, Plan
 from assay.fidelity.routing import RoutingResult
 from assay.fidelity.score import BoundedObservation, Engaged, WindowObservation, by_block, pooled
-from assay.stats.equivalence import MIN_PILOT, MIN_WINDOWS, Grade, Judgement, Margins, judge, resolution, windows_for
-from assay.stats.intervals import (
+from assay.stats import (
     ClusterEstimate,
     Interval,
     Resampling,
@@ -27,6 +26,7 @@ from assay.stats.intervals import (
     not_negative,
     percent_change,
 )
+from assay.stats.equivalence import MIN_PILOT, MIN_WINDOWS, Grade, Judgement, Margins, judge, resolution, windows_for
 from assay.verdict import Finding, Severity, Verdict
 
 # -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from assay.fidelity.metrics import window_statistics
 from assay.fidelity.score import ReferenceRows, WindowObservation
 from assay.progress import Advance, Progress
 from assay.runs import Kept
-from assay.stats.intervals import ClusterEstimate, cluster_proportion, cluster_ratio, not_negative
+from assay.stats import ClusterEstimate, cluster_proportion, cluster_ratio, not_negative
 from assay.verdict import Finding, Metric, Severity, Table
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 Rows are Parquet files of the schema below (pyarrow), or results of `assay compare --json`, which are turned into such rows. DuckDB sums them by
 cluster within a bounded memory, on one thread, so that the same rows give the same numbers bit for bit whatever their order.
 
-Means are ratios of sums with the cluster-robust error of `assay.stats.intervals`: weights are tokens, clusters those of the run.
+Means are ratios of sums with the cluster-robust error of `assay.stats`: weights are tokens, clusters those of the run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.options import Options, option
-from assay.stats.intervals import ClusterEstimate, Interval, not_negative, student_t
+from assay.stats import ClusterEstimate, Interval, not_negative, student_t
 from assay.verdict import Metric, Report, Table, Verdict
 
 FORMAT = "assay-rows/1"
@@ -347,7 +347,7 @@ def _estimate(
     weight: float,
     ends: tuple[float, float] = (-math.inf, math.inf),
 ) -> ClusterEstimate:
-    """A mean from the sum of squared residuals of its clusters, as `assay.stats.intervals.cluster_ratio` gives it."""
+    """A mean from the sum of squared residuals of its clusters, as `assay.stats.cluster_ratio` gives it."""
     value = math.nan if mean is None else float(mean)
     if clusters < 2 or squares is None or not math.isfinite(value) or not math.isfinite(squares):
         return ClusterEstimate(value, math.nan, Interval(value, *ends), clusters, float(weight))

@@ -23,7 +23,7 @@ from assay.errors import UsageError
 from assay.fidelity.plan import Plan, plan_from
 from assay.options import Declared, Options, declared_options, option
 from assay.speculation.spec import SpecOptions
-from assay.stats.intervals import Interval
+from assay.stats import Interval
 from assay.verdict import Verdict
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from assay.options import SLOWER, SYMPTOMS
 from assay.progress import NO_PROGRESS
 from assay.serving.command import Setting
 from assay.serving.search import State
-from assay.stats.intervals import Interval, mean_interval
+from assay.stats import Interval, mean_interval
 from assay.verdict import Severity
 
 _STAGE_KINDS = {"bits": {"scores"}, "tools": {"tools"}, "speed": {"speed"}, "speculation": {"speed"}}

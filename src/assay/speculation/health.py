@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from assay.speculation.record import Evidence, Observation, Record
-from assay.stats.intervals import wilson
+from assay.stats import wilson
 
 MIN_CLUSTERS = 5
 """Fewer windows than this say too little about how much they differ."""

@@ -20,7 +20,7 @@ from assay.speculation.benefit import Measured
 from assay.speculation.read import Reading
 from assay.speculation.record import Evidence, Kind, Observation, combine, fell, subtract
 from assay.speculation.scan import looks_like_metrics, parse_samples, parsed_json
-from assay.stats.intervals import mean_interval
+from assay.stats import mean_interval
 from assay.verdict import Finding, Report, Severity, Table, Verdict, worst
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import ArrayLike
 
-from assay.stats.intervals import (
+from assay.stats import (
     ClusterEstimate,
     Interval,
     check_confidence,

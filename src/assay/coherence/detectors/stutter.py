@@ -19,7 +19,7 @@ from typing import Literal
 
 import assay.coherence.text as language
 from assay.coherence.text import Detection, TextView
-from assay.stats.intervals import cluster_ratio
+from assay.stats import cluster_ratio
 
 _SAID_TWICE = """
 again aha and beep bit blah boo bye cha choo chop click clap come day ding dong down drip duck dum ever

@@ -31,8 +31,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from assay.errors import AssayError
 from assay.fidelity.score import WindowObservation
+from assay.stats import Interval, cluster_ratio, not_negative
 from assay.stats.equivalence import holm, paired_difference
-from assay.stats.intervals import Interval, cluster_ratio, not_negative
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from assay.lab.gap.phases import Attribution, Bench, NoiseCurve, StreamResidual,
 from assay.lab.gap.plan import Configuration, Corners, GapPlan, span
 from assay.lab.kv.lab import Measured
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
+from assay.stats import Interval, percent_change
 from assay.stats.equivalence import MIN_WINDOWS
-from assay.stats.intervals import Interval, percent_change
 
 REPEAT_SHARE = 0.1
 """What may not repeat, as a share of the total."""

@@ -58,7 +58,7 @@ from assay.lab.kv.stream_coder import Key, StreamFacts
 from assay.lab.options import GAP_MINUTES
 from assay.progress import Progress, span
 from assay.runs import Kept
-from assay.stats.intervals import Interval, Resampling
+from assay.stats import Interval, Resampling
 from assay.verdict import Finding, jsonable
 
 RUN_COST = 1.7

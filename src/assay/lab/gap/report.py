@@ -10,8 +10,8 @@ from assay.fidelity.compare import implausible
 from assay.lab.gap.buckets import Amount, Bucket, Effect
 from assay.lab.gap.outcome import CAUSE_SHARE, Check, Outcome, Place, dppl, place
 from assay.lab.gap.plan import engine_name
+from assay.stats import Interval
 from assay.stats.equivalence import windows_needed
-from assay.stats.intervals import Interval
 from assay.verdict import Band, Block, Chart, Finding, Metric, Point, Series, Severity, Table, Verdict
 
 

@@ -54,7 +54,7 @@ from assay.lab.quantisation import (
 )
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
-from assay.stats.intervals import cluster_ratio
+from assay.stats import cluster_ratio
 from assay.verdict import Metric, Report, Table, Verdict, jsonable
 
 Change = Callable[[torch.Tensor], torch.Tensor]
@@ -370,7 +370,7 @@ def _row(
 
 
 def _report(plan: HeadTryPlan, rows: Mapping[str, Any]) -> Report:
-    from assay.stats.intervals import Interval
+    from assay.stats import Interval
 
     cells = []
     for key, row in rows.items():

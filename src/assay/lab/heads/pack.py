@@ -16,7 +16,7 @@ from assay.lab.heads.train import CHECKPOINT, percent, ratio, run_train
 from assay.lab.options import HeadPackPlan, HeadTrainPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import cache_path, tar_of, write_atomically
-from assay.stats.intervals import Interval
+from assay.stats import Interval
 from assay.verdict import Metric, Report, Verdict
 
 FILES = ("config.json", "model.safetensors", "training.json")

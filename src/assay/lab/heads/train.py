@@ -46,7 +46,7 @@ from assay.lab.heads.model import (
 from assay.lab.options import HeadTrainPlan
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import Kept, cache_path
-from assay.stats.intervals import Interval, cluster_proportion, cluster_ratio
+from assay.stats import Interval, cluster_proportion, cluster_ratio
 from assay.verdict import Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict
 
 CHECKPOINT = "checkpoint.pt"

@@ -38,8 +38,8 @@ from assay.lab.options import EvalPlan, SweepPlan
 from assay.options import declared_options
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import KeptFile
+from assay.stats import Resampling
 from assay.stats.equivalence import MIN_WINDOWS, Margins, confidence_of_look
-from assay.stats.intervals import Resampling
 from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, Severity, Table, Verdict, worst
 
 # -----------------------------------------------------------------------------

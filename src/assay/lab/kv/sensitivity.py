@@ -22,7 +22,7 @@ from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters
 from assay.lab.kv.stream_coder import Key
 from assay.lab.options import EXACT_BITS, AllocationPlan, AttributionPlan, NoisePlan
 from assay.progress import NO_PROGRESS, Progress
-from assay.stats.intervals import Interval, Resampling, cluster_ratio, not_negative, resampled_counts
+from assay.stats import Interval, Resampling, cluster_ratio, not_negative, resampled_counts
 from assay.verdict import Chart, Metric, Point, Report, Series, Table, Verdict
 
 # -----------------------------------------------------------------------------
