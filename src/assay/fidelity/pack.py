@@ -177,8 +177,8 @@ class PackOptions(Options):
 
     source: str
     _: KW_ONLY
-    out: Path | None = option(None, "File to write; left out, SOURCE is a pack that is checked.")
-    head: bool = option(False, "Put the output head into the pack; else its digest only.")
+    out: Path | None = option(None, "File to write; without it the argument is a pack, which is checked.")
+    head: bool = option(False, "Put the output head itself into the pack, and not its digest alone.")
     dtype: str = option(
         "engine",
         "Type of the states; engine: as stored, float32 as float16.",

@@ -22,11 +22,13 @@ EXACT_BITS = 16.0
 # Options that several commands have, with the default of each.
 
 
-def _codec() -> Any:
+def _codec(more: str = "") -> Any:
     """The codec."""
-    return option(
-        help="Codec and its wrappers, such as sinks(n=4)+hadamard(bits=4); `assay kv list` names them.", metavar="SPEC"
-    )
+    named = f"Codec and its wrappers, such as sinks(n=4)+hadamard(bits=4); `assay kv list` names them.{more}"
+    return option(help=named, metavar="SPEC")
+
+
+_PAGES = " With vLLM also pages, an experiment whose pages are smaller."
 
 
 def _mode(default: str, help: str = "How the codec takes part; decode is what serving does.") -> Any:
@@ -119,7 +121,7 @@ class EvalPlan(RayOptions, ModelPlan, TimeOptions, MarginOptions):
     VERB = "kv eval"
 
     model: str
-    codec: str = _codec()
+    codec: str = _codec(_PAGES)
     _: KW_ONLY
     mode: str = _mode("decode")
     streams: str = _streams()
@@ -307,7 +309,7 @@ class ServePlan(KvPlan):
     VERB = "kv serve"
 
     model: str
-    codec: str = _codec()
+    codec: str = _codec(_PAGES)
     _: KW_ONLY
     mode: str = _mode("inforward", "inforward codes all tokens, decode prefills the prompt exactly.")
     calibration: str | None = _calibration()
@@ -469,10 +471,19 @@ class HeadTrainPlan(RayOptions):
     batch_tokens: int = option(8192, "Tokens of a batch, with padding.", lo=64)
     lr: float = option(1e-3, "Highest learning rate.", lo=0)
     seed: int = _seed("Seed of prompts, weights and order.")
-    minutes: float | None = option(None, "Minutes of training; its schedule is fitted to that.", lo=0.01, apart=True)
-    text_minutes: float | None = option(None, "Minutes of writing text.", lo=0.01, apart=True)
+    minutes: float | None = option(
+        None,
+        "Time of training; the schedule of the learning rate is fitted to it.",
+        lo=0.01,
+        metavar="MINUTES",
+        apart=True,
+    )
+    text_minutes: float | None = option(None, "Time of writing text.", lo=0.01, metavar="MINUTES", apart=True)
     python: str = option(
-        "", "Python executable with vLLM: it writes the text, instead of transformers.", metavar="FILE", apart=True
+        "",
+        "Python executable with vLLM, which then writes the text; without it transformers does.",
+        metavar="FILE",
+        apart=True,
     )
 
 
@@ -487,14 +498,16 @@ class HeadTryPlan(Options):
     out: Path = option(help="JSON file that keeps every row as it is measured.", apart=True)
     _: KW_ONLY
     targets: tuple[str, ...] = option(
-        (), "Target, such as int4-g128+kv-fp8; may be given again (default: all).", flag="target"
+        (), "Changed target, such as int4-g128+kv-fp8; may be given again (default: all).", flag="target"
     )
     heads: tuple[str, ...] = option((), "State of the head; may be given again (default: all).", flag="head-state")
     dead_beside: tuple[str, ...] = option(("bf16", "int4-g128"), listed=False)
     temperatures: tuple[float, ...] = option((0.0, 0.7), "Temperatures of the target.", form="sizes")
     text: tuple[str, ...] = _text("Prompts are made from it too.")
-    prompts: int = option(6000, "Prompts of the training, of which those held out are taken.", lo=32)
-    texts: int = option(240, "Held-out prompts.", lo=4)
+    prompts: int = option(
+        6000, "Prompts that the training had, as its --prompts; only those held out are asked.", lo=32
+    )
+    texts: int = option(240, "Held-out prompts that are asked at most.", lo=4)
     tokens: int = option(192, "Largest number of tokens in an answer.", lo=16)
     depth: int = option(4, "Drafts per step.", lo=1, hi=8)
     batch_tokens: int = option(16384, "Tokens of a batch, with padding.", lo=64)
