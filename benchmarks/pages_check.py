@@ -189,7 +189,7 @@ def cases(quick: bool) -> Iterator[tuple[Callable[..., float], dict[str, Any]]]:
         for warps in (1, 2, 4, 8):
             for stages in (3, 4, 5, 6):
                 for tile in (64, 32):
-                    yield decode, middle | {"num_warps": warps, "num_stages": stages, "tile": tile}
+                    yield decode, middle | {"num_warps": warps, "num_stages": stages, "tile": tile, "registers": 255}
         for warps, stages in ((1, 3), (2, 4)):
             yield decode, middle | {"num_warps": warps, "num_stages": stages, "asm": False}
         for group in (1, 2, 3, 4, 5, 6, 7, 8, 16):

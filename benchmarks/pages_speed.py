@@ -192,14 +192,14 @@ def kernel(arguments: argparse.Namespace) -> None:
         usual = dict(launch.DECODE[d])
         tries = [usual]
         if arguments.tune:
-            shapes = (
-                [(1, 64, n) for n in (3, 4, 5, 6)]
-                + [(2, 64, n) for n in (3, 4, 5)]
-                + [(4, 64, 3), (4, 64, 4), (1, 32, 4), (1, 32, 6)]
-            )
+            shapes = [(1, 64, 3, 168), (1, 64, 4, 168), (1, 64, 5, 168), (1, 64, 4, 128), (1, 64, 4, 255), (2, 64, 3, 255), (2, 64, 4, 255),
+                      (2, 64, 4, 128), (4, 64, 3, 255), (4, 64, 4, 255), (1, 32, 5, 128)]  # fmt: skip
             tries = [
-                {"num_warps": w, "tile": tile, "num_stages": n, "waves": waves} for w, tile, n in shapes for waves in (4, 8, 16, 2)
+                {"num_warps": w, "tile": tile, "num_stages": n, "registers": r, "waves": waves} for w, tile, n, r in shapes for waves in (4, 8, 16, 2)
             ]  # fmt: skip
+            tries += [{"num_warps": w, "tile": 64, "num_stages": 4, "registers": r, "waves": waves, "most": most}
+                      for w, r in ((1, 168), (2, 255)) for waves, most in ((8, 128), (16, 128), (8, 32))]  # fmt: skip
+            tries = [{"most": 64, **one} for one in tries]
         for batch, context in ((64, 16384), (8, 4096), (8, 16384), (64, 4096), (1, 16384), (1, 4096)):
             count = batch * (-(-context // 64))
             layers = max(2, min(24, COLD // (count * heads * 64 * layout.slot)))
@@ -302,11 +302,12 @@ def kernel(arguments: argparse.Namespace) -> None:
                 launch.DECODE[d].update(best["settings"])
                 held["t"] = launch.LayerTables.of(layout, *(t.to("cuda") for t in tables), trig)
                 bytes_read = batch * context * heads * layout.slot
-                more = (
-                    {}
-                    if arguments.tune
-                    else {"write_ms": do_bench_cudagraph(write) / layers, "both_ms": do_bench_cudagraph(both) / layers}
-                )
+                more = {"write_ms": do_bench_cudagraph(write) / layers}
+                more["chained_ms" if launch.CHAIN["on"] else "both_ms"] = do_bench_cudagraph(both) / layers
+                if arguments.tune:
+                    launch.CHAIN["on"] = 1
+                    more["chained_ms"] = do_bench_cudagraph(both) / layers
+                    launch.CHAIN["on"] = 0
                 keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context, **best,
                                  **more, "times": times, "flash_ms": flash, "share_of_hbm": bytes_read / (best["ms"] / 1e3) / HBM,
                                  "flash_share": 4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None})  # fmt: skip

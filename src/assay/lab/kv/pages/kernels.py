@@ -156,11 +156,14 @@ def prepare_kernel(
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Code keys and values [tokens, HEADS, D] into pages, and turn the queries of the first `requests` requests.
 
     Tables are [HEADS, D(, D)]. Grid (ROWS tokens, or rows of queries, whichever are more; KV heads; keys, values and queries).
     """
+    if CHAIN:  # the next kernel may be launched, and waits for the end of this one by itself
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(2) == 0:
         if tl.program_id(0) * ROWS < tokens:
             _store(k_ptr, k_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_k_ptr, first_k_ptr,
@@ -228,7 +231,7 @@ def attend_kernel(
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """The one query token of a request, the GROUP ≤ ROWS heads of a KV head at once, over a part of its pages.
 
@@ -239,6 +242,9 @@ def attend_kernel(
     LK: tl.constexpr = D + WK * W
     LV: tl.constexpr = D + WV * W
     E: tl.constexpr = W // 8
+    if CHAIN:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
     request = tl.program_id(0)
     length = tl.load(lengths_ptr + request)
@@ -388,13 +394,15 @@ def combine_kernel(
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Of one request and query head: add the splits up with the first tokens, out of their page, and the query's own token,
     whose key and value are at hand as they are; and turn the sum back into values. Grid (requests, query heads)."""
     W: tl.constexpr = D // 4
     LK: tl.constexpr = D + WK * W
     LV: tl.constexpr = D + WV * W
+    if CHAIN:
+        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
     query = tl.program_id(1)
     head = query // GROUP

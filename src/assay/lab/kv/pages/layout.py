@@ -42,7 +42,7 @@ SPAN = 32768
 """Positions over which tables are averaged."""
 FIRST = 4
 """Tokens of a request that have a mean of their own for their position."""
-PAIRS = {64: 16, 128: 16}
+PAIRS = {64: 32, 128: 32}
 """Pairs of channels whose mean is taken off keys, by head_dim."""
 WIDE = {64: (1, 1), 128: (1, 1)}
 """Quarters of the channels of keys and of values that have 6 bits, by head_dim."""
