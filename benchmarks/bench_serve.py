@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from assay.demo.servers import Server, run_pip, vllm_python
+from assay.demo import Server, run_pip, vllm_python
 from assay.engines.base import Request
 from assay.runs import cache_dir
 

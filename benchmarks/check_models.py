@@ -30,8 +30,8 @@ from typing import Any
 
 from assay.coherence.diagnosis import judge
 from assay.coherence.record import CheckRecord
+from assay.demo import vllm_server
 from assay.demo.models import build_gemma3, build_qwen05, build_qwen15, build_smollm2
-from assay.demo.servers import vllm_server
 from assay.environment import describe
 from assay.runs import write_atomically
 from assay.stats.equivalence import confidence_of_look

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from assay.cli.progress import show
+from assay.demo import vllm_python
 from assay.demo.models import build_qwen05, build_qwen15, build_smollm2
-from assay.demo.servers import vllm_python
 from assay.fidelity.compare import run_compare
 from assay.fidelity.plan import Plan
 from assay.runs import cache_dir

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import assay
+from assay.demo import vllm_server
 from assay.demo.models import build_qwen05
-from assay.demo.servers import vllm_server
 from assay.environment import describe
 
 RESULTS = Path(__file__).parent / "results" / "gate_time.json"

@@ -31,8 +31,8 @@ from typing import Any
 import numpy as np
 
 from assay.coherence.identity import Print, compare_prints, measure_determinism, read_print, take, write_print
+from assay.demo import Server, llama_server, vllm_server
 from assay.demo.models import QWEN05, QWEN15, SMOLLM2, build_smollm2, gguf_of
-from assay.demo.servers import Server, llama_server, vllm_server
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from assay.runs import cache_dir

@@ -234,7 +234,7 @@ def codec(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     """A child a stage: an engine without a tier and one with it, the second one once more from the disk."""
-    from assay.demo.servers import vllm_python
+    from assay.demo import vllm_python
 
     found: dict[str, Any] = {"machine": machine(), "codec": args.codec}
     with tempfile.TemporaryDirectory() as folder:

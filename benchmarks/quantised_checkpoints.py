@@ -27,8 +27,8 @@ from typing import Any
 from assay.checkpoint.files import VerifyOptions
 from assay.checkpoint.subject import open_checkpoint
 from assay.checkpoint.verify import verify
+from assay.demo import locked, run_pip
 from assay.demo.models import build_smollm2
-from assay.demo.servers import locked, run_pip
 from assay.runs import cache_dir
 from assay.verdict import Finding, Severity
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
+from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, build_smollm2, gguf_of
-from assay.demo.servers import llama_server
 from assay.report.console import print_report
 from assay.runs import cache_dir
 

@@ -27,9 +27,9 @@ from assay.cli.progress import show
 from assay.coherence.check import CheckOptions, run_check
 from assay.coherence.diagnosis import judge
 from assay.coherence.record import CheckRecord
+from assay.demo import vllm_server
 from assay.demo.models import build_gemma3, build_smollm2
 from assay.demo.run import DAMAGES, damage_checkpoint
-from assay.demo.servers import vllm_server
 from server_faults_results import RESULTS, load, machine, merged, save
 
 NO_BOS = "gemma_without_bos"

@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 from assay.coherence.probes import passages
+from assay.demo import vllm_server
 from assay.demo.models import build_smollm2
-from assay.demo.servers import vllm_server
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.scoring import by_prompt_logprobs
 from assay.environment import describe

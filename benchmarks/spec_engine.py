@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from assay.demo.servers import vllm_server
+from assay.demo import vllm_server
 from assay.errors import AssayError
 from assay.runs import cache_dir
 from assay.speculation.live import PROMPTS

@@ -18,8 +18,8 @@ from typing import Any
 
 import httpx
 
+from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import llama_server
 from assay.speculation.live import PROMPTS, between
 from assay.speculation.read import Reading
 from assay.speculation.record import Record, combine

@@ -24,8 +24,8 @@ from typing import Any
 
 from assay.coherence.conversation import TEMPERATURE, TOP_P, user
 from assay.coherence.measure import timed_requests, to_timed_text
+from assay.demo import VERSION, vllm_server
 from assay.demo.models import build_smollm2
-from assay.demo.servers import VERSION, vllm_server
 from assay.engines.base import Request
 from assay.engines.server.discovery import Metrics
 from assay.engines.server.engine import ServerEngine

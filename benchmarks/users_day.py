@@ -146,7 +146,7 @@ def threads() -> list[dict[str, Any]]:
 
 def server(model: str) -> list[dict[str, Any]]:
     """Start vLLM with n-gram speculation; check it, then judge its speculation."""
-    from assay.demo.servers import vllm_server
+    from assay.demo import vllm_server
 
     speculation = json.dumps({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4})
     began = time.monotonic()

@@ -29,9 +29,9 @@ from typing import Any
 
 import numpy as np
 
+from assay.demo import vllm_server
 from assay.demo.models import build_smollm2
 from assay.demo.run import damage_checkpoint
-from assay.demo.servers import vllm_server
 from assay.engines.base import Request
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe

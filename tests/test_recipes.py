@@ -16,7 +16,7 @@ import pytest
 
 from assay import StreamingGrader
 from assay.cli.main import invoke
-from assay.demo.servers import Server
+from assay.demo import Server
 from assay.verdict import EXIT_BUG
 
 PAGE = (Path(__file__).parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from assay.demo import servers
+from assay import demo
 from assay.runs import cache_dir, write_atomically
 
 ONE_PROCESS: dict[str, Any] = {
@@ -21,8 +21,8 @@ KEPT = cache_dir("tests")  # before a test moves the cache
 
 def said_by_vllm(script: Path, asked: str = "") -> Any:
     """The JSON of the last line that `script` prints about vLLM itself, kept until the script, its input or vLLM change."""
-    python = servers.vllm_python()
-    key = json.dumps([servers.VERSION, script.read_text(encoding="utf-8"), asked])
+    python = demo.vllm_python()
+    key = json.dumps([demo.VERSION, script.read_text(encoding="utf-8"), asked])
     kept = KEPT / f"{script.stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
     if not kept.exists():
         ran = subprocess.run(

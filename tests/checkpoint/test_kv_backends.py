@@ -128,7 +128,7 @@ def test_the_order_of_choice() -> None:
 @pytest.mark.engine
 def test_vllm_itself_agrees() -> None:
     """Backends, their KV dtypes and head sizes as vLLM's classes state them (read, not imported: they need CUDA)."""
-    from assay.demo.servers import vllm_python
+    from assay.demo import vllm_python
 
     package = next((vllm_python().parents[1] / "lib").glob("python3*/site-packages/vllm"))
     literals = _classes(package / "config" / "cache.py", "CacheDType")

@@ -227,7 +227,7 @@ def test_the_published_families_are_known() -> None:
 
 @pytest.mark.engine
 def test_vllm_builds_the_draft_classes_that_the_table_names() -> None:
-    from assay.demo.servers import vllm_python
+    from assay.demo import vllm_python
 
     package = next((vllm_python().parents[1] / "lib").glob("python3*/site-packages/vllm"))
     source = (package / "config" / "speculative.py").read_text()

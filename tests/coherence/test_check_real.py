@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from assay.coherence.check import CheckOptions, run_check
-from assay.demo.servers import Server
+from assay.demo import Server
 from assay.verdict import Report, Verdict
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.demo.servers import build_once
+from assay.demo import build_once
 
 
 @pytest.fixture(autouse=True)

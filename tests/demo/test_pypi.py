@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from assay.demo import run_pip
 from assay.demo.models import Model, gguf_of
-from assay.demo.servers import run_pip
 from assay.errors import AssayError
 
 

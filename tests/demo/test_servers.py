@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from assay.demo import servers
+from assay import demo
 from assay.errors import AssayError
 
 # Takes llama-server's place: answers /health and a first token, and has a worker that ignores SIGTERM.
@@ -67,10 +67,10 @@ def gone(pid: int, within: float = 120.0) -> bool:
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_the_server_answers_and_ends_with_its_workers(tmp_path: Path, error: type[BaseException] | None) -> None:
     binary = program(tmp_path)
-    seen: list[servers.Server] = []
+    seen: list[demo.Server] = []
 
     def use() -> None:
-        with servers.llama_server(tmp_path / "tiny.gguf", binary) as server:
+        with demo.llama_server(tmp_path / "tiny.gguf", binary) as server:
             seen.append(server)
             assert httpx.get(f"{server.url}/v1/models").status_code == 200
             assert running(server.pid)
@@ -124,7 +124,7 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     binary = program(tmp_path, "#!{python}\nraise SystemExit('Error: no such model in {pid_file}')\n")
     with (
         pytest.raises(AssayError, match="status 1 before it answered: Error: no such model") as caught,
-        servers.llama_server(tmp_path / "tiny.gguf", binary),
+        demo.llama_server(tmp_path / "tiny.gguf", binary),
     ):
         pass
     assert caught.value.finding_id == "server.start_failed"
@@ -137,24 +137,21 @@ def test_the_signal_that_ended_a_server_is_named(tmp_path: Path) -> None:
     )
     with (
         pytest.raises(AssayError, match="was ended by SIGILL before it answered: loading"),
-        servers.llama_server(tmp_path / "tiny.gguf", binary),
+        demo.llama_server(tmp_path / "tiny.gguf", binary),
     ):
         pass
 
 
 def test_a_server_that_never_answers_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "START_SECONDS", 1.0)
+    monkeypatch.setattr(demo, "START_SECONDS", 1.0)
     binary = program(tmp_path, "#!{python}\nimport time\nprint('loading')\ntime.sleep(60)  # {pid_file}\n")
-    with (
-        pytest.raises(AssayError, match="is not ready after 1 s"),
-        servers.llama_server(tmp_path / "tiny.gguf", binary),
-    ):
+    with pytest.raises(AssayError, match="is not ready after 1 s"), demo.llama_server(tmp_path / "tiny.gguf", binary):
         pass
 
 
 def test_a_missing_program_is_named(tmp_path: Path) -> None:
     with (
         pytest.raises(AssayError, match=r"there is no program .*nothing-here"),
-        servers.llama_server(tmp_path / "tiny.gguf", tmp_path / "nothing-here"),
+        demo.llama_server(tmp_path / "tiny.gguf", tmp_path / "nothing-here"),
     ):
         pass

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.servers import Server
+from assay.demo import Server
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, Window
 from assay.engines.server.engine import ServerEngine

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from vllm_ranks_model import LENGTH, WINDOWS, make_model
 
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.engines.scoring import ScoreJob, ScoringPath, StateRows
 from assay.engines.vllm.scorer import VllmScorer
 from assay.errors import AssayError

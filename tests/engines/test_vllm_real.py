@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import assay
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.engines.scoring import ScoreJob, ScoringPath, StateRows, Window
 from assay.engines.vllm.scorer import VllmScorer
 from assay.errors import AssayError, UsageError

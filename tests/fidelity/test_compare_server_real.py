@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from assay.cli.main import invoke
-from assay.demo.servers import Server
+from assay.demo import Server
 
 pytestmark = pytest.mark.engine
 SMALL = ("--windows", "8", "--length", "64", "--batch", "8", "--no-floors")

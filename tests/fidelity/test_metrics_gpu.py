@@ -16,7 +16,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import assay.fidelity
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.fidelity import metrics
 from assay.fidelity.metrics import RowSums, _stacked_sums
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from assay.cli.main import invoke
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.engines.vllm.scorer import PYTHON
 from assay.lab.gap import phases as bench
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from assay.cli.main import invoke
+from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import llama_server
 from assay.runs import cache_dir
 
 pytestmark = pytest.mark.engine

@@ -210,7 +210,7 @@ def test_the_head_of_another_target_is_refused(trained_mtp: Any, tmp_path: Path)
 
 @pytest.mark.engine
 def test_vllm_drafts_the_same(tmp_path: Path) -> None:
-    from assay.demo.servers import vllm_python
+    from assay.demo import vllm_python
 
     target = make_target(
         tmp_path / "target", kind="Qwen2", hidden=128, layers=4

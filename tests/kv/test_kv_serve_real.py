@@ -17,7 +17,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.engines.scoring import ScoreJob, Window
 from assay.engines.vllm.scorer import VllmScorer
 from assay.lab.kv.cache_hook import hook_spec

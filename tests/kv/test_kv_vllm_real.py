@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("constriction")
 
 import assay
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Window
 from assay.lab.kv.calibrate import capture

@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("numba")
 
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.lab.kv.blocks import tables_for
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.serve import plugin_folder

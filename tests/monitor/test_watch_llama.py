@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from assay.demo import Server, llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import Server, llama_server
 from assay.monitor.canary import Canary, State
 from assay.monitor.watch import Watch, WatchOptions
 from assay.runs import cache_dir

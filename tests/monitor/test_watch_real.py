@@ -11,7 +11,7 @@ import pytest
 
 import assay
 from assay.coherence import identity
-from assay.demo.servers import Server
+from assay.demo import Server
 from assay.monitor.canary import Canary, State
 from assay.monitor.change import BITS
 from assay.monitor.watch import Watch, WatchOptions

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assay.demo.servers import vllm_python
+from assay.demo import vllm_python
 from assay.lab import trellis as module
 from assay.lab.trellis import STATES, by_torch, cheapest_path, trellis
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from assay.coherence.probes import passages
+from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.demo.servers import llama_server
 from assay.engines.base import Request
 from assay.engines.server.engine import ServerEngine
 from assay.runs import cache_dir

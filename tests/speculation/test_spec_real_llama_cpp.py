@@ -57,8 +57,8 @@ def test_head_states(run: str, health: str, finding: str | None, kind: str) -> N
 def test_a_live_llama_cpp_agrees_with_its_log_and_its_responses(tmp_path: Path) -> None:
     import httpx
 
+    from assay.demo import llama_server
     from assay.demo.models import SMOLLM2, gguf_of
-    from assay.demo.servers import llama_server
     from assay.speculation.live import PROMPTS
 
     binary = cache_dir("llama.cpp") / "bin" / "llama-server"

@@ -76,8 +76,8 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
     pytest.importorskip("torch")
     import httpx
 
+    from assay.demo import vllm_server
     from assay.demo.models import build_smollm2
-    from assay.demo.servers import vllm_server
     from assay.speculation.live import PROMPTS
     from assay.speculation.spec import SpecOptions
 

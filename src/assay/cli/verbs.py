@@ -256,8 +256,8 @@ def demo() -> Report:
 def prepare_demo() -> int:
     """Install and build what demo and tests need, so that neither waits for it later; returns the exit code."""
     from assay.cli.progress import show
+    from assay.demo import vllm_python
     from assay.demo.models import build_smollm2
-    from assay.demo.servers import vllm_python
 
     try:
         vllm_python(show)

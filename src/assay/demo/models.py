@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.demo.servers import build_once, run_pip
+from assay.demo import build_once, run_pip
 from assay.engines.gguf import GgufSpec, encode, load_library, load_model
 from assay.errors import AssayError
 from assay.progress import NO_PROGRESS, Progress

@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from assay.coherence.check import CheckOptions, run_check
+from assay.demo import vllm_python, vllm_server
 from assay.demo.models import build_smollm2
-from assay.demo.servers import vllm_python, vllm_server
 from assay.progress import NO_PROGRESS, Progress
 from assay.verdict import Finding, Report, Severity, Verdict
 
