@@ -126,7 +126,7 @@ def test_compare_while_it_scores_its_candidate(tiny_llama: Path, tmp_path: Path)
 def test_gap_shows_what_it_has_and_goes_on(tiny_llama: Path, tmp_path: Path) -> None:
     words = (
         "gap", str(tiny_llama), f"hf:{tiny_llama}?weights=int(bits=8)", "--codec", "fp8", "--phases", "2",
-        "--windows", "16", "--fresh", "0", "--length", "128",
+        "--windows", "8", "--fresh", "0", "--length", "128",
     )  # fmt: skip
     body = interrupted(tmp_path, lambda cache: len(kept(cache, "measured")) >= 4, signal.SIGTERM, *words)
     assert "gap.interrupted" in ids(body)

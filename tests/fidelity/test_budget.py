@@ -164,7 +164,9 @@ def test_the_expected_time_of_every_stage_is_told_without_a_budget_too(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE", str(tmp_path))
-    few = ["--windows", "16", "--length", "256"]
+    for module in ("assay.fidelity.reference", "assay.lab.kv.lab"):
+        monkeypatch.setattr(f"{module}.WORTH_MEASURING", 1024)
+    few = ["--windows", "16", "--length", "32"]
     for words, stages in (
         (["compare", f"hf:{tiny_llama}", f"hf:{tiny_llama}?dtype=float32", *few, "--no-floors"], "(reference "),
         (["kv", "eval", str(tiny_llama), "--codec", "fp8", *few], "(the exact cache "),

@@ -322,7 +322,7 @@ def test_gains_hold_tokens_that_lie_far_outside_and_cost_little_on_others() -> N
     assert plain[3] < 1.1 * plain[0]
 
 
-@pytest.mark.parametrize("bits", [1.5, 4])
+@pytest.mark.parametrize("bits", [1.5, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_trellis_has_less_error_than_rounding_at_equal_bytes(bits: float) -> None:
     x = tokens(SITES["k64"], 1024, seed=2)
     learnt = type(samples(SITES["k64"]))(SITES["k64"], tokens(SITES["k64"], 4000, seed=9))
