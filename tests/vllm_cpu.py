@@ -15,7 +15,7 @@ ONE_PROCESS: dict[str, Any] = {
     "extra_args": ["--distributed-executor-backend", "uni"],
     "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
 }
-"""For `servers.vllm_server`: the engine is its own worker. (By itself vLLM binds a worker to cores, which needs another process.)"""
+"""For `demo.vllm_server`: the engine is its own worker. (By itself vLLM binds a worker to cores, which needs another process.)"""
 KEPT = cache_dir("tests")  # before a test moves the cache
 
 

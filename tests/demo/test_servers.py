@@ -96,10 +96,10 @@ def test_a_signal_to_the_program_ends_the_server_too(tmp_path: Path, sign: signa
         import signal
         import time
         from pathlib import Path
-        from assay.demo import servers
+        from assay import demo
         # A shell has the programs that it starts in the background ignore SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with servers.llama_server(Path("tiny.gguf"), Path({str(binary)!r})) as server:
+        with demo.llama_server(Path("tiny.gguf"), Path({str(binary)!r})) as server:
             print(server.pid, flush=True)
             time.sleep(60)
     """)

@@ -280,7 +280,7 @@ class Samples:
     `x` [heads, tokens, head_dim]: keys or values, as the codec will see them (before RoPE where it is put there).
     `positions` [tokens]: position of each in its window, so that sinks can be left out.
     `metric` [heads, head_dim, head_dim], or [width, width] over all heads: the error that counts is e M eᵀ. For keys
-    the second moment of the queries that read them (`assay.lab.kv.metric`), for values the Gram matrix of the output
+    the second moment of the queries that read them (`assay.lab.kv.calibration`), for values the Gram matrix of the output
     projection.
     `side` [side heads, tokens, side head_dim]: what the decoder has before it decodes these tokens, the heads of the
     streams `sides` (layer, stream) one after the other, keys before RoPE.
