@@ -24,7 +24,7 @@ ASM = True
 """Unpack words by PTX's instructions for two at once."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PREPARE = {"num_warps": 8, "rows": 16}
-PREFILL = {"num_warps": 8, "rows": 32}
+PREFILL = {"num_warps": 8, "rows": 16}
 """How a step is prepared, of few tokens and of many: tokens of a program."""
 MANY = 1024
 COMBINE = {"num_warps": 4}
@@ -176,7 +176,7 @@ def attend(
         attend_kernel, (requests, layout.heads, splits),
         (turned.digits, turned.waves, part, sums, *where, t.trig, t.pairs, t.near, t.step, splits),
         (*t.sizes(), pairs, group, layout.heads, rows, tile, how["num_stages"], int(ASM and not INTERPRETED), CHAIN["on"]),
-        num_warps=how["num_warps"], launch_pdl=bool(CHAIN["on"]), maxnreg=how["registers"],
+        num_warps=how["num_warps"], launch_pdl=bool(CHAIN["on"]), maxnreg=how["registers"] if rows == 8 else 255,
     )  # fmt: skip
     _launch(
         combine_kernel, (requests, q.shape[1], 1),
