@@ -497,7 +497,10 @@ def findings_of(result: CandidateResult, allow_marginal: bool) -> list[Finding]:
                 Severity.ERROR,
                 f"{result.label}: not the same distribution within the margin ({what})",
                 evidence=evidence,
-                remedies=("see which tokens differ most in the breakdown", "use a finer format and compare again"),
+                remedies=(
+                    "see with -v or --html FILE which kinds of tokens differ most",
+                    "use a finer format and compare again",
+                ),
             )
         )
     elif judged.grade is Grade.MARGINAL:
