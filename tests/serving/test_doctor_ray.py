@@ -20,7 +20,7 @@ from assay.errors import AssayError, UsageError
 from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.serving.command import read_command
-from assay.serving.launch import Answered, Starts, of_command
+from assay.serving.elsewhere import Answered, Starts, of_command
 from assay.serving.run import run_doctor
 from assay.serving.search import VARYING, Bench, Rates, Tally
 from assay.serving.symptoms import Observation
@@ -188,7 +188,7 @@ def test_a_node_with_another_version_of_a_file_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_nodes(cluster)
-    monkeypatch.setattr("assay.serving.launch.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}})
+    monkeypatch.setattr("assay.serving.elsewhere.of_command", lambda *of: {"programs": {"python": "1"}, "files": {}})
     with pytest.raises(AssayError, match=r"node \S+ \(\w{8}\) has another set-up than this machine") as error:
         diagnose("--harmless-a", "1", ray=cluster.address)
     assert error.value.finding_id == "fidelity.other_setup" and gone(workers)

@@ -20,7 +20,8 @@ from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.runs import Kept, cache_dir, source_digest
 from assay.serving.command import ServeCommand, Setting
-from assay.serving.launch import Answered, Asked, Cluster, Running, StartFailed, launched, require_disk, tail_of
+from assay.serving.elsewhere import Answered, Asked, Cluster
+from assay.serving.launch import Running, StartFailed, launched, require_disk, tail_of
 from assay.serving.search import (
     RATES,
     VARYING,

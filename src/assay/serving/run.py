@@ -16,14 +16,12 @@ from assay.errors import AssayError, UsageError
 from assay.options import DoctorOptions
 from assay.progress import NO_PROGRESS, Progress
 from assay.serving.command import UNKNOWN, ServeCommand, Setting, read_command, table_notice
-from assay.serving.doctor import Diagnosis, Start
 from assay.serving.launch import gpus
 from assay.serving.search import exhaustive, starts_needed
-from assay.serving.symptoms import speed_interval
 from assay.verdict import Chart, Finding, Metric, Point, Quote, Report, Series, Severity, Table, Verdict
 
-if TYPE_CHECKING:
-    from assay.serving.doctor import Doctor
+if TYPE_CHECKING:  # reading a command needs nothing that asks a server
+    from assay.serving.doctor import Diagnosis, Doctor, Start
 
 
 @contextmanager
@@ -67,7 +65,7 @@ def run_doctor(
         stack.enter_context(_interruptible())
         stack.enter_context(alone(30 * options.budget, doctor.say))
         if options.ray:
-            from assay.serving.launch import Starts
+            from assay.serving.elsewhere import Starts
 
             doctor.cluster = stack.enter_context(
                 Starts(options.ray, options.workers, progress, command, options.api_key_env)
@@ -440,6 +438,8 @@ def _headline(found: Diagnosis, best: dict[str, Any] | None) -> list[Metric]:
 
 
 def _blocks(found: Diagnosis) -> Iterator[Table | Chart | Quote]:
+    from assay.serving.symptoms import speed_interval
+
     ordered = sorted(found.command.settings, key=lambda s: _ROLE_ORDER.index(role_of(found, s)))
     rows = [
         (
