@@ -303,11 +303,7 @@ def kernel(arguments: argparse.Namespace) -> None:
                 held["t"] = launch.LayerTables.of(layout, *(t.to("cuda") for t in tables), trig)
                 bytes_read = batch * context * heads * layout.slot
                 more = {"write_ms": do_bench_cudagraph(write) / layers}
-                more["chained_ms" if launch.CHAIN["on"] else "both_ms"] = do_bench_cudagraph(both) / layers
-                if arguments.tune:
-                    launch.CHAIN["on"] = 1
-                    more["chained_ms"] = do_bench_cudagraph(both) / layers
-                    launch.CHAIN["on"] = 0
+                more["both_ms"] = do_bench_cudagraph(both) / layers
                 keep(arguments, {"row": "kernel", "d": d, "heads": heads, "group": group, "batch": batch, "context": context, **best,
                                  **more, "times": times, "flash_ms": flash, "share_of_hbm": bytes_read / (best["ms"] / 1e3) / HBM,
                                  "flash_share": 4 * d * heads * batch * context / (flash / 1e3) / HBM if flash else None})  # fmt: skip

@@ -156,14 +156,11 @@ def prepare_kernel(
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Code keys and values [tokens, HEADS, D] into pages, and turn the queries of the first `requests` requests.
 
     Tables are [HEADS, D(, D)]. Grid (ROWS tokens, or rows of queries, whichever are more; KV heads; keys, values and queries).
     """
-    if CHAIN:  # the next kernel may be launched, and waits for the end of this one by itself
-        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(2) == 0:
         if tl.program_id(0) * ROWS < tokens:
             _store(k_ptr, k_token, pages_ptr, page_bytes, slots_ptr, positions_ptr, trig_ptr, mean_k_ptr, first_k_ptr,
@@ -231,7 +228,7 @@ def attend_kernel(
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, CHAIN: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The one query token of a request, the GROUP ≤ ROWS heads of a KV head at once, over a part of its pages.
 
@@ -242,9 +239,6 @@ def attend_kernel(
     LK: tl.constexpr = D + WK * W
     LV: tl.constexpr = D + WV * W
     E: tl.constexpr = W // 8
-    if CHAIN:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
     request = tl.program_id(0)
     length = tl.load(lengths_ptr + request)
@@ -394,15 +388,13 @@ def combine_kernel(
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, PAIR: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, CHAIN: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Of one request and query head: add the splits up with the first tokens, out of their page, and the query's own token,
     whose key and value are at hand as they are; and turn the sum back into values. Grid (requests, query heads)."""
     W: tl.constexpr = D // 4
     LK: tl.constexpr = D + WK * W
     LV: tl.constexpr = D + WV * W
-    if CHAIN:
-        tl.extra.cuda.gdc_wait()
     request = tl.program_id(0)
     query = tl.program_id(1)
     head = query // GROUP
@@ -454,7 +446,9 @@ def combine_kernel(
     weights = tl.sum(factor * tl.load(sum_ptr + at * 3 + 2, mask=there, other=0.0), axis=0) + tl.sum(first_g, axis=0)
     part = part_ptr + at.to(tl.int64)[:, None] * LV + w[None, :]
     factor = factor * 16777216.0
-    y = tl.zeros([D], tl.float32)
+    # Over their sum of weights digits are small numbers, which fp16 holds; a product on tensor cores has sixteen rows, all the same.
+    over = 1.0 / tl.maximum(weights, 1e-30)
+    y = tl.zeros([16, D], tl.float32)
     for field in tl.static_range(4 + WV):
         some = tl.sum(tl.load(part + field * W, mask=there[:, None], other=0.0) * factor[:, None], axis=0)
         if field < 4:
@@ -462,15 +456,17 @@ def combine_kernel(
             if FV > 0:
                 found += _more(page, p, W, OFF_FV, WV, field, BLOCK)
             some += tl.sum(found * first_g[:, None], axis=0)
-            some -= _offset(W, field) * weights
+            some = some * over - _offset(W, field)
         else:
             some += tl.sum(
                 _fine(page, p, W, OFF_EV, WV, field - 4, BLOCK, False).to(tl.float32) * first_g[:, None], axis=0
             )
-            some -= _offset(W, 4) * weights
+            some = some * over - _offset(W, 4)
         row = table_v_ptr + (head * LV + field * W + w)[:, None] * D + c[None, :]
-        y += tl.sum(tl.load(row).to(tl.float32) * some[:, None], axis=0)
-    y = y * tl.load(unit_ptr + head) + tl.load(mean_ptr + head * D + c) * (later / total)
+        y = tl.dot(tl.broadcast_to(some.to(tl.float16)[None, :], (16, W)), tl.load(row), y)
+    y = tl.sum(y, axis=0) * (weights * tl.load(unit_ptr + head) / 16) + tl.load(mean_ptr + head * D + c) * (
+        later / total
+    )
     y += tl.sum(first_v * first_w[:, None], axis=0) + own_v * own_w
     tl.store(out_ptr + begin * out_token + query * D + c, y.to(out_ptr.dtype.element_ty))
 

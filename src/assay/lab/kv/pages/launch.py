@@ -15,8 +15,8 @@ from assay.lab.kv.pages.kernels import attend_kernel, combine_kernel, prepare_ke
 from assay.lab.kv.pages.layout import PAIRS, Layout, StreamTables
 
 DECODE: dict[int, dict[str, int]] = {
-    64: {"num_warps": 1, "num_stages": 4, "tile": 64, "waves": 8, "most": 64, "registers": 168},
-    128: {"num_warps": 1, "num_stages": 4, "tile": 64, "waves": 8, "most": 64, "registers": 168},
+    64: {"num_warps": 1, "num_stages": 4, "tile": 64, "waves": 8, "most": 128, "registers": 168},
+    128: {"num_warps": 1, "num_stages": 4, "tile": 64, "waves": 4, "most": 128, "registers": 255},
 }
 """How decode runs, by head_dim: tokens read at once (a page holds whole tiles), programs wanted for a multiprocessor, the most parts of a context, and
 registers of a thread: more than are needed in the loop would let fewer programs run at once."""
@@ -30,8 +30,6 @@ MANY = 1024
 COMBINE = {"num_warps": 4}
 UNPACK = {"num_warps": 4, "tile": 32}
 """How pages are unpacked: tokens at once."""
-CHAIN = {"on": 0}
-"""Whether a kernel of a step is launched while the one before it ends (programmatic dependent launch)."""
 LOG2E = 1.4426950408889634
 
 
@@ -140,7 +138,7 @@ def prepare(
         (k, k.stride(0), v, v.stride(0), pages, pages.stride(0), slots, positions, t.trig,
          t.k.mean, t.k.first, t.k.analysis, t.k.weight, t.v.mean, t.v.first, t.v.analysis, t.v.weight,
          tokens, q, q.stride(0), digits, waves, starts, t.pairs, t.digits_k, t.unit_k, scale * LOG2E, requests),
-        (*t.sizes(), pairs, group, layout.heads, rows, CHAIN["on"]), num_warps=how["num_warps"],
+        (*t.sizes(), pairs, group, layout.heads, rows), num_warps=how["num_warps"],
     )  # fmt: skip
     return Turned(digits, waves)
 
@@ -175,14 +173,14 @@ def attend(
     _launch(
         attend_kernel, (requests, layout.heads, splits),
         (turned.digits, turned.waves, part, sums, *where, t.trig, t.pairs, t.near, t.step, splits),
-        (*t.sizes(), pairs, group, layout.heads, rows, tile, how["num_stages"], int(ASM and not INTERPRETED), CHAIN["on"]),
-        num_warps=how["num_warps"], launch_pdl=bool(CHAIN["on"]), maxnreg=how["registers"] if rows == 8 else 255,
+        (*t.sizes(), pairs, group, layout.heads, rows, tile, how["num_stages"], int(ASM and not INTERPRETED)),
+        num_warps=how["num_warps"], maxnreg=how["registers"] if rows == 8 else 255,
     )  # fmt: skip
     _launch(
         combine_kernel, (requests, q.shape[1], 1),
         (q, q.stride(0), k, k.stride(0), v, v.stride(0), turned.digits, turned.waves, part, sums, out, out.stride(0), *where,
          t.k.first, t.v.first, t.v.mean, t.digits_v, t.unit_v, scale * LOG2E, splits),
-        (*t.sizes(), pairs, group, layout.heads, tile, splits, CHAIN["on"]), launch_pdl=bool(CHAIN["on"]), **COMBINE,
+        (*t.sizes(), pairs, group, layout.heads, tile, splits), **COMBINE,
     )  # fmt: skip
 
 
