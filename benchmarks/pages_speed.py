@@ -200,7 +200,8 @@ def kernel(arguments: argparse.Namespace) -> None:
             tries += [{"num_warps": w, "tile": 64, "num_stages": 4, "registers": r, "waves": waves, "most": most}
                       for w, r in ((1, 168), (2, 255)) for waves, most in ((8, 128), (16, 128), (8, 32))]  # fmt: skip
             tries = [{"most": 64, **one} for one in tries]
-        for batch, context in ((64, 16384), (8, 4096), (8, 16384), (64, 4096), (1, 16384), (1, 4096)):
+        cases = ((64, 16384), (8, 4096), (8, 16384), (64, 4096), (1, 16384), (1, 4096))
+        for batch, context in () if arguments.parts else cases:
             count = batch * (-(-context // 64))
             layers = max(2, min(24, COLD // (count * heads * 64 * layout.slot)))
             # Codes and gains of ordinary size: bits drawn at random would be gains of all sizes, and NaN.
@@ -318,10 +319,7 @@ def kernel(arguments: argparse.Namespace) -> None:
         found_k, found_v = (torch.empty(16384, heads, d, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         for name, tries in (
             ("PREPARE", [{"num_warps": w, "rows": 16} for w in (8, 4)]),
-            (
-                "PREFILL",
-                [{"num_warps": w, "rows": n} for w, n in ((8, 32), (8, 16), (4, 16), (4, 32), (8, 64), (4, 64))],
-            ),
+            ("PREFILL", [{"num_warps": w, "rows": n} for w, n in ((8, 16), (4, 16), (4, 32), (8, 32), (2, 16))]),
             ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
             ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))]),
         ):

@@ -471,10 +471,11 @@ def combine_kernel(
     tl.store(out_ptr + begin * out_token + query * D + c, y.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_request"])
 def unpack_kernel(
     k_ptr, v_ptr, pages_ptr, page_bytes, table_ptr, table_row, lengths_ptr, places_ptr, trig_ptr,
     mean_k_ptr, mean_v_ptr, first_k_ptr, first_v_ptr, table_k_ptr, table_v_ptr, unit_k_ptr, unit_v_ptr,
+    first_request,
     OFF_WK: tl.constexpr, OFF_WV: tl.constexpr, OFF_EK: tl.constexpr, OFF_EV: tl.constexpr, OFF_GK: tl.constexpr,
     OFF_GV: tl.constexpr, OFF_FK: tl.constexpr, OFF_FV: tl.constexpr, SLOT: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr, WK: tl.constexpr,
     WV: tl.constexpr, FK: tl.constexpr, FV: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr,
@@ -485,7 +486,7 @@ def unpack_kernel(
     """
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
-    request = tl.program_id(2)
+    request = first_request + tl.program_id(2)
     length = tl.load(lengths_ptr + request)
     start = tl.program_id(0) * TILE
     if start >= length:
@@ -498,7 +499,7 @@ def unpack_kernel(
     place = start % BLOCK + n
     live = (token < length)[:, None]
     early = (token < 4)[:, None]
-    to = (tl.load(places_ptr + request) + token).to(tl.int64)[:, None] * (HEADS * D) + head * D + c[None, :]
+    to = (tl.load(places_ptr + tl.program_id(2)) + token).to(tl.int64)[:, None] * (HEADS * D) + head * D + c[None, :]
     own = head * 4 * D + tl.minimum(token, 3)[:, None] * D + c[None, :]
     turn = trig_ptr + token.to(tl.int64)[:, None] * D + c[None, :]
     cos, sin = tl.load(turn, mask=live, other=0.0), tl.load(turn + HALF, mask=live, other=0.0)

@@ -28,6 +28,8 @@ PREFILL = {"num_warps": 8, "rows": 16}
 """How a step is prepared, of few tokens and of many: tokens of a program."""
 MANY = 1024
 COMBINE = {"num_warps": 4}
+ADDED = (8, 64, 128)
+"""Parts of a context that are added up at once: few kernels, so that all are compiled before a request comes."""
 UNPACK = {"num_warps": 4, "tile": 32}
 """How pages are unpacked: tokens at once."""
 LOG2E = 1.4426950408889634
@@ -153,19 +155,20 @@ def splits_of(requests: int, layout: Layout, longest: int, multiprocessors: int 
 def attend(
     turned: Turned, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, pages: torch.Tensor,
     table: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, t: LayerTables, scale: float, *, requests: int,
-    longest: int,
+    longest: int, splits: int = 0,
 ) -> None:  # fmt: skip
     """Attention of the first `requests` requests, which have one query each, to their pages, into `out` [tokens, H, d].
 
     `turned`, `q`, `k` and `v` are those of `prepare`; `table` [requests, pages]; `starts` [requests + 1] the query row of each;
-    `lengths` [requests] tokens, at most `longest`, that of the query included, which must be in the pages already.
+    `lengths` [requests] tokens, at most `longest`, that of the query included, which must be in the pages already. `splits`: parts of a context,
+    0 for as many as there is room for.
     """
     layout = t.layout
     group, pairs = q.shape[1] // layout.heads, t.pairs.shape[1]
     rows = 8 if group <= 8 else 16
     how = DECODE[layout.head_dim]
     tile = min(how["tile"], layout.block)
-    splits = splits_of(requests, layout, longest)
+    splits = splits or splits_of(requests, layout, longest)
     lines = requests * layout.heads * splits * group
     part = q.new_empty(lines, t.digits_v.shape[1], dtype=torch.float32)
     sums = q.new_empty(lines, 3, dtype=torch.float32)
@@ -180,7 +183,7 @@ def attend(
         combine_kernel, (requests, q.shape[1], 1),
         (q, q.stride(0), k, k.stride(0), v, v.stride(0), turned.digits, turned.waves, part, sums, out, out.stride(0), *where,
          t.k.first, t.v.first, t.v.mean, t.digits_v, t.unit_v, scale * LOG2E, splits),
-        (*t.sizes(), pairs, group, layout.heads, tile, splits), **COMBINE,
+        (*t.sizes(), pairs, group, layout.heads, tile, next(n for n in ADDED if n >= splits)), **COMBINE,
     )  # fmt: skip
 
 
@@ -194,11 +197,10 @@ def unpack(
     """
     layout = t.layout
     tile = min(UNPACK["tile"], layout.block)
-    table, lengths = table[first:], lengths[first:]
     _launch(
         unpack_kernel, (triton.cdiv(longest, tile), layout.heads, requests),
         (k, v, pages, pages.stride(0), table, table.stride(0), lengths, places, t.trig, t.k.mean, t.v.mean, t.k.first,
-         t.v.first, t.digits_k, t.digits_v, t.unit_k, t.unit_v),
+         t.v.first, t.digits_k, t.digits_v, t.unit_k, t.unit_v, first),
         (*t.sizes(), layout.heads, tile), num_warps=UNPACK["num_warps"],
     )  # fmt: skip
 
@@ -223,10 +225,11 @@ def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) 
     starts, lengths = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([n - 1, n], [n]))
     on, k, v = table.to(device), *(exact[s].to(device).contiguous() for s in "kv")
     queries = torch.cat([torch.zeros(n - 1, *q.shape[1:], dtype=dtype), q]).to(device)
-    out = torch.zeros_like(queries)
     found_k, found_v = (torch.zeros_like(k) for _ in "kv")
     turned = prepare(queries, k, v, place.to(device), pages, slots.to(device), starts, t, d**-0.5, requests=1)
-    attend(turned, queries, k, v, out, pages, on, starts, lengths, t, d**-0.5, requests=1, longest=n)
+    outs = {parts: torch.zeros_like(queries) for parts in ADDED}
+    for parts, out in outs.items():
+        attend(turned, queries, k, v, out, pages, on, starts, lengths, t, d**-0.5, requests=1, longest=n, splits=parts)
     unpack(found_k, found_v, starts - (n - 1), pages, on, lengths, t, first=0, requests=1, longest=n)
     held = {s: reference.read(pages.cpu(), layout, slots, s, x, place) for s, x in tables.items()}
     coded = {s: reference.reconstruct(exact[s].float() - mean[s], x, layout, s, place) for s, x in tables.items()}
@@ -236,7 +239,7 @@ def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) 
     # Of the codes a few may fall on the other side of an edge; what is read are those that are in the pages.
     for what, found, wanted, most in (
         ("writes keys into pages", held["k"], coded["k"], 0.02), ("writes values into pages", held["v"], coded["v"], 0.02),
-        ("attends to pages", out[-1:].cpu(), reference.attend(q, seen_k, seen_v, d**-0.5), 0.015),
+        *(("attends to pages", out[-1:].cpu(), reference.attend(q, seen_k, seen_v, d**-0.5), 0.015) for out in outs.values()),
         ("unpacks keys", found_k.cpu(), read["k"], 0.008), ("unpacks values", found_v.cpu(), read["v"], 0.008),
     ):  # fmt: skip
         off = float((found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
