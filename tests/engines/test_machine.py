@@ -27,6 +27,7 @@ class Machine:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.root = root
         monkeypatch.setattr(machine, "_ROOT", root)
+        monkeypatch.setattr(machine, "_run", None)  # what tests of other files began
         monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: set(self.cpus), raising=False)
         monkeypatch.setattr(machine.time, "process_time", lambda: self.own)
         monkeypatch.setattr(machine.time, "sleep", self._sleep)
