@@ -221,7 +221,7 @@ def _masks(W: tl.constexpr):
     return first, second
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["table_row", "splits"])
 def attend_kernel(
     digits_ptr, waves_ptr, part_ptr, sum_ptr, pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr,
     trig_ptr, pairs_ptr, near_ptr, step_ptr, splits,
@@ -380,7 +380,7 @@ def _more(
     return found * (0.25 * (16 if FIELD % 2 == 1 else 1) * (4 if FIELD >= 2 else 1) / (4 if FIELD < WIDE else 1))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["table_row", "splits"])
 def combine_kernel(
     q_ptr, q_token, k_ptr, k_token, v_ptr, v_token, digits_ptr, waves_ptr, part_ptr, sum_ptr, out_ptr, out_token,
     pages_ptr, page_bytes, table_ptr, table_row, starts_ptr, lengths_ptr, first_k_ptr, first_v_ptr, mean_ptr,
@@ -471,7 +471,7 @@ def combine_kernel(
     tl.store(out_ptr + begin * out_token + query * D + c, y.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["first_request"])
+@triton.jit(do_not_specialize=["table_row", "first_request"])
 def unpack_kernel(
     k_ptr, v_ptr, pages_ptr, page_bytes, table_ptr, table_row, lengths_ptr, places_ptr, trig_ptr,
     mean_k_ptr, mean_v_ptr, first_k_ptr, first_v_ptr, table_k_ptr, table_v_ptr, unit_k_ptr, unit_v_ptr,

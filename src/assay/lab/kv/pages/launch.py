@@ -226,6 +226,19 @@ def check(layout: Layout, group: int, dtype: torch.dtype, device: torch.device) 
     on, k, v = table.to(device), *(exact[s].to(device).contiguous() for s in "kv")
     queries = torch.cat([torch.zeros(n - 1, *q.shape[1:], dtype=dtype), q]).to(device)
     found_k, found_v = (torch.zeros_like(k) for _ in "kv")
+    # As many tokens as a prompt has, of which only the first are written; then as few as a step of decode has.
+    many = MANY // n + 1
+    nowhere = torch.cat([slots, torch.full(((many - 1) * n,), -1)]).to(device)
+    step = (
+        *(x.repeat(many, 1, 1) for x in (queries, k, v)),
+        place.repeat(many).to(device),
+        pages,
+        nowhere,
+        starts,
+        t,
+        d**-0.5,
+    )
+    prepare(*step, requests=0)
     turned = prepare(queries, k, v, place.to(device), pages, slots.to(device), starts, t, d**-0.5, requests=1)
     outs = {parts: torch.zeros_like(queries) for parts in ADDED}
     for parts, out in outs.items():
