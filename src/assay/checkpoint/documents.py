@@ -120,7 +120,7 @@ def _is_vocabulary(value: Any) -> bool:
     )
 
 
-MOST_LAYERS, MOST_TOKENS, MOST_EXPERTS, MOST_POSITIONS = 4096, 1 << 24, 1 << 16, 1 << 28
+MOST_LAYERS, MOST_TOKENS, MOST_POSITIONS = 4096, 1 << 24, 1 << 28
 SWITCH = Kind("true or false", lambda v: isinstance(v, bool))
 TEXT = Kind("text", lambda v: isinstance(v, str))
 TEXTS = Kind("a list of texts", lambda v: isinstance(v, list) and all(isinstance(t, str) for t in v))

@@ -452,18 +452,6 @@ def polar_quantise(model: Any, bits: int, block: int = 128, seed: int = 1) -> in
     )
 
 
-@contextmanager
-def polar_weights(model: Any, bits: int, block: int = 128, seed: int = 1) -> Iterator[int]:
-    """`polar_quantise` for the time of the context, which gives the stored bytes; the weights come back after it."""
-    kept = [(module, module.weight.detach().clone()) for module in linear_layers(model)]
-    try:
-        yield polar_quantise(model, bits, block, seed)
-    finally:
-        with torch.no_grad():
-            for module, weight in kept:
-                module.weight.copy_(weight)
-
-
 def _check_format(bits: int, block: int) -> None:
     if not 2 <= bits <= 8 or block < 2 or block & (block - 1):
         raise UsageError(

@@ -28,7 +28,6 @@ HEAD = 600
 AROUND = 200
 MAX_ROWS = 100
 MAX_QUOTES = 20
-_WIDTH = 80
 _MAX_PROSE = 4_000
 
 _GROUPS = ((Severity.ERROR, "Errors"), (Severity.WARNING, "Warnings"), (Severity.INFO, "Notes"))

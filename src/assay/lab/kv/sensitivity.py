@@ -453,8 +453,6 @@ def _slope(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64
 
 # -----------------------------------------------------------------------------
 
-EACH = ("all", "stream", "layer")
-
 
 @dataclass(frozen=True)
 class _Part:
