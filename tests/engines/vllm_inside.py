@@ -16,7 +16,7 @@ import torch
 from assay.engines.scoring import HookSpec, ScoreJob, ScoringPath, Window
 from assay.engines.vllm.scorer import VllmScorer
 
-LENGTH, COUNT, PREFIX = 96, 6, 33
+LENGTH, COUNT, PREFIX = 64, 6, 33
 DECODE = ScoreJob(ScoringPath.DECODE, scored_from=PREFIX, batch=COUNT)
 
 

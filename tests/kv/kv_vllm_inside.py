@@ -25,7 +25,7 @@ from assay.lab.kv.codec import Samples, Site
 from assay.lab.kv.spec import parse_recipe
 from assay.lab.kv.vllm import VllmCodecHook, capture_in_vllm
 
-LENGTH, COUNT = 64, 6
+LENGTH, FROM, COUNT = 64, 49, 6
 HADAMARD = "hadamard(bits=4)"
 PREDICT, PREDICTED = "prerope+pca(step=0.6, classes=1, predict=all)", (10, 11)
 """Coded in these layers only, so that the first of them predicts from exact streams."""
@@ -58,7 +58,7 @@ def job(engine: str, mode: str, codec: str | None, calibration: str | None = Non
         where = {"calibration": calibration, "layers": PREDICTED} if calibration else {}
         hook = hook_spec(engine, codec=codec, mode=mode, length=LENGTH, measure_windows=1, **where)
     if mode == "decode":
-        return ScoreJob(path_of(mode), scored_from=LENGTH // 2 + 1, batch=COUNT, hook=hook)
+        return ScoreJob(path_of(mode), scored_from=FROM, batch=COUNT, hook=hook)
     return ScoreJob(path_of(mode), batch=COUNT - 2, hook=hook)
 
 

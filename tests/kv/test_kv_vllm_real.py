@@ -22,7 +22,7 @@ from assay.engines.scoring import Window
 from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration, write_calibration
 from assay.lab.kv.codec import cache_shape
-from kv.kv_vllm_inside import HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
+from kv.kv_vllm_inside import FROM, HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
 
 pytestmark = pytest.mark.engine
 
@@ -117,7 +117,7 @@ def test_both_engines_processes_make_the_same_streams(inside: dict[str, Any], te
         ("inforward identity", 4),
         ("inforward prerope+identity", 4),
         ("snapshot identity", 4),
-        ("decode prerope+recent(n=3)+identity", 2 * (LENGTH // 2 - 1)),
+        ("decode prerope+recent(n=3)+identity", 2 * (LENGTH - FROM)),
     ],
 )
 def test_an_identity_differs_by_exactly_nothing_and_fires_in_all_layers(

@@ -16,6 +16,7 @@ from assay.speculation.read import Reading
 from assay.speculation.record import Record, combine
 from assay.speculation.sources import open_source
 from assay.speculation.spec import examine
+from vllm_cpu import ONE_PROCESS
 
 DATA = Path(__file__).parent / "data"
 RUNS = ["self", "self1", "layers26", "random", "zeroed", "ngram"]
@@ -85,14 +86,18 @@ def test_a_live_server_its_log_and_its_responses_agree() -> None:
     speculative = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
     arguments = [
         "--speculative-config", json.dumps(speculative), "--max-num-seqs", "4",
-        "--per-request-spec-decode-metrics", "summary",
+        "--per-request-spec-decode-metrics", "summary", *ONE_PROCESS["extra_args"],
     ]  # fmt: skip
 
     def counts(own: Record) -> tuple[object, ...]:
         return own.drafts, own.drafted, own.accepted, own.positions
 
     with vllm_server(
-        model, name="speculating", max_model_len=1024, extra_args=arguments, env={"VLLM_LOG_STATS_INTERVAL": "1"}
+        model,
+        name="speculating",
+        max_model_len=1024,
+        extra_args=arguments,
+        env={"VLLM_LOG_STATS_INTERVAL": "1", **ONE_PROCESS["env"]},
     ) as server:
         with httpx.Client(base_url=server.url, timeout=300) as client:
 
