@@ -545,7 +545,8 @@ def ttft(args: argparse.Namespace) -> None:
             on_disk.put(key, block)
         # Of 1,024 tokens each, so that one is sent while the next one is read.
         whole = torch.cat([x.cpu() for x in real.decode_groups(data, planner_keys)], dim=2)
-        groups = [g.pin_memory() if cuda else g.contiguous() for g in whole.split(1024, dim=2)]
+        groups = [g.contiguous() for g in whole.split(1024, dim=2)]
+        groups = [g.pin_memory() if cuda else g for g in groups]
         paths[:] = [folder / f"{i}.bf16" for i in range(len(groups))]
         for path, group in zip(paths, groups, strict=True):
             path.write_bytes(group.view(torch.uint8).numpy().tobytes())

@@ -78,7 +78,7 @@ def test_the_kernels_find_the_coefficients_of_the_cpu_bit_by_bit() -> None:
     # A block is refused before anything is launched; a forged checksum of a stream that no encoder wrote afterwards.
     with pytest.raises(BlockDamaged, match="checksum"):
         gpu.decode([data[0][:-3] + b"\0\0\0"])
-    gpu.check = lambda block, key=None: cpu.check(data[2])  # type: ignore[method-assign]
+    gpu.check = lambda block, key=None, **_: cpu.check(data[2])  # type: ignore[method-assign]
     with pytest.raises(BlockDamaged, match="no code of its tables"):
         gpu.decode([data[2][:-2] + bytes([data[2][-2] ^ 1, data[2][-1]])])
 
@@ -122,7 +122,7 @@ def test_blocks_are_decoded_into_pages_and_a_bad_stream_is_found_afterwards() ->
     assert store.counters.loaded_tokens == 8 and store.counters.loaded_blocks == 2
     # A good checksum over a stream that no encoder wrote: known only when the device has come so far.
     check = cpu.check
-    gpu.check = lambda block, key=None: check(block if len(block) != len(data[1]) else data[1])  # type: ignore[method-assign]
+    gpu.check = lambda block, key=None, **_: check(block if len(block) != len(data[1]) else data[1])  # type: ignore[method-assign]
     store.put(keys[1], data[1][:-2] + bytes([data[1][-2] ^ 1, data[1][-1]]))
     assert mover.load(Load("b", tuple(keys), 0, 16, pages)) == [] and mover.settle() == [7, 1]
     counters = store.counters
@@ -131,6 +131,14 @@ def test_blocks_are_decoded_into_pages_and_a_bad_stream_is_found_afterwards() ->
     assert torch.equal(paged.tokens(pages)[:, :, :4], wanted[:, :, :4])  # the sinks
     mover.save([Save(keys[1], 8, pages[2:], "b")])
     assert counters.dropped == 1
+    # A checksum that does not hold.
+    gpu.check = check  # type: ignore[method-assign]
+    store.put(keys[1], data[1][:-2] + bytes([data[1][-2] ^ 1, data[1][-1]]))
+    assert mover.load(Load("c", tuple(keys), 0, 16, pages)) == [] and mover.settle() == [7, 1]
+    store.put(keys[1], data[1])
+    store.put(keys[0], data[0][:-9])  # a header that does not fit is refused before anything is launched
+    assert mover.load(Load("d", tuple(keys), 0, 16, pages)) == list(pages) and mover.settle() == []
+    assert counters.refused == 3 and keys[1] in store and keys[0] not in store
 
 
 def test_blocks_that_a_gpu_encoded_are_read_by_the_cpu() -> None:

@@ -436,12 +436,21 @@ class BlockCodec:
 
     # Decoding.
 
-    def check(self, data: bytes | memoryview, key: bytes | None = None) -> Header:
-        """The header of a block whose checksum holds; BlockRefused with the reason for any other."""
+    @staticmethod
+    def sound(data: bytes | memoryview) -> bool:
+        """Whether the checksum of a block holds."""
+        head, body = data[: _HEAD.size], memoryview(data)[_HEAD.size :]
+        return bytes(head[-_CHECK:]) == _checksum(head[:-_CHECK], body)
+
+    def check(self, data: bytes | memoryview, key: bytes | None = None, *, checksum: bool = True) -> Header:
+        """The header of a block whose checksum holds; BlockRefused with the reason for any other.
+
+        Without `checksum` whoever asks must see to it (`sound`) before the block is believed.
+        """
         if len(data) < _HEAD.size or bytes(data[:4]) != MAGIC:
             raise BlockDamaged(f"{len(data)} bytes are no stored block")
-        (_, version, kind, _, tables, own, first, tokens, exact, layers, heads, width, _, size, check) = (
-            _HEAD.unpack_from(data)
+        (_, version, kind, _, tables, own, first, tokens, exact, layers, heads, width, _, size, _) = _HEAD.unpack_from(
+            data
         )
         if version != VERSION:
             raise BlockOfOtherVersion(f"a block has version {version}, this assay reads version {VERSION}")
@@ -452,7 +461,7 @@ class BlockCodec:
             )
         if size != len(data):
             raise BlockDamaged(f"a block of {size} bytes has {len(data)}")
-        if check != _checksum(data[: _HEAD.size - _CHECK], memoryview(data)[_HEAD.size :]):
+        if checksum and not self.sound(data):
             raise BlockDamaged("the checksum of a block does not match")
         if key is not None and own != key:
             raise BlockOfOtherTokens("a block is of other tokens than those that were asked for")

@@ -12,8 +12,8 @@ launched for a block whose checksum does not hold.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,8 +62,8 @@ def _refill(x, at, end, words):
 @triton.jit
 def _take(x, at, end, live, law, words, slots, codes):
     """The next name of each state under its law, the state after it, and where the next word stands."""
-    name = tl.load(slots + law * 4096 + (x & 4095).to(tl.int32)).to(tl.int32)
-    x, at = _refill(tl.where(live, _after(x, name, law, codes), x), at, end, words)
+    name, x = _named(x, law, live, slots, codes)
+    x, at = _refill(x, at, end, words)
     return name, x, at
 
 
@@ -82,34 +82,35 @@ def _rounded(x):
 
 
 @triton.jit
-def _number(
-    x, at, end, live, kind, own, words, slots, codes, shifts, laws, one, more, times,
-    CLASSES: tl.constexpr,
-):  # fmt: skip
-    """One number of each section, under a law that may have low bits: its coefficient as bf16 bits, whether it is an escape, state and place."""
-    law = tl.load(laws + own * CLASSES + kind)
-    name, x, at = _take(x, at, end, live, law, words, slots, codes)
-    m = tl.load(shifts + law)
-    low = (x & ((1 << m) - 1).to(tl.uint32)).to(tl.int32)
-    x, at = _refill(tl.where(live, x >> m.to(tl.uint32), x), at, end, words)
-    k = ((name - 128) << m) | low
+def _value(k, escaped, one, more, times):
+    """What a number stands for, scaled, as bf16 bits; whether it is an escape."""
     size = tl.abs(k)
     gap = tl.where(size == 1, one, more)
     value = k.to(tl.float32) - tl.where(k < 0, -gap, gap)
-    bits = _rounded(tl.where(size == 0, 0.0, value * times))
-    escaped = live & (name == 255)
-    return tl.where(escaped, _ESCAPE, bits), escaped.to(tl.int32), x, at
+    return tl.where(escaped, _ESCAPE, _rounded(tl.where(size == 0, 0.0, value * times))), escaped.to(tl.int32)
 
 
 @triton.jit
-def _value(name, live, one, more, times):
-    """What a number stands for, scaled, as bf16 bits; whether it is an escape."""
-    k = name - 128
-    size = tl.abs(k)
-    gap = tl.where(size == 1, one, more)
-    value = k.to(tl.float32) - tl.where(k < 0, -gap, gap)
-    escaped = live & (name == 255)
-    return tl.where(escaped, _ESCAPE, _rounded(tl.where(size == 0, 0.0, value * times))), escaped.to(tl.int32)
+def _named(x, law, live, slots, codes):
+    """The name that a state stands for under its law, and the state behind it, which may lack a word."""
+    name = tl.load(slots + law * 4096 + (x & 4095).to(tl.int32)).to(tl.int32)
+    return name, tl.where(live, _after(x, name, law, codes), x)
+
+
+@triton.jit
+def _lows(y, short, live, m):
+    """Whether a state lacks another word when its m low bits are taken: the first word, if it lacks one, does not decide that."""
+    return live & tl.where(short, y < (1 << m).to(tl.uint32), (y >> m.to(tl.uint32)) < _LOWEST)
+
+
+@triton.jit
+def _both(y, name, live, m, at, short, again, end, words):
+    """A number with its low bits, and the state with the words from `at` on that it lacks."""
+    z = tl.where(short, (y << 16) | _word(words, at, short & (at < end)), y)
+    behind = at + short.to(tl.int32)
+    low = (z & ((1 << m) - 1).to(tl.uint32)).to(tl.int32)
+    u = tl.where(live, z >> m.to(tl.uint32), z)
+    return ((name - 128) << m) | low, tl.where(again, (u << 16) | _word(words, behind, again & (behind < end)), u)
 
 
 @triton.jit
@@ -127,14 +128,11 @@ def _narrow_four(
     law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
     law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
     law3 = tl.load(laws + own * CLASSES + ((packed >> 24) & 255))
-    n0 = tl.load(slots + law0 * 4096 + (x0 & 4095).to(tl.int32)).to(tl.int32)
-    n1 = tl.load(slots + law1 * 4096 + (x1 & 4095).to(tl.int32)).to(tl.int32)
-    n2 = tl.load(slots + law2 * 4096 + (x2 & 4095).to(tl.int32)).to(tl.int32)
-    n3 = tl.load(slots + law3 * 4096 + (x3 & 4095).to(tl.int32)).to(tl.int32)
-    y0, y1 = _after(x0, n0, law0, codes), _after(x1, n1, law1, codes)
-    y2, y3 = _after(x2, n2, law2, codes), _after(x3, n3, law3, codes)
     l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
-    y0, y1, y2, y3 = tl.where(l0, y0, x0), tl.where(l1, y1, x1), tl.where(l2, y2, x2), tl.where(l3, y3, x3)
+    n0, y0 = _named(x0, law0, l0, slots, codes)
+    n1, y1 = _named(x1, law1, l1, slots, codes)
+    n2, y2 = _named(x2, law2, l2, slots, codes)
+    n3, y3 = _named(x3, law3, l3, slots, codes)
     s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
     used1 = s0.to(tl.int32)
     used2 = used1 + s1.to(tl.int32)
@@ -143,10 +141,10 @@ def _narrow_four(
     w3 = tl.where(used3 < 2, tl.where(used3 == 0, next0, next1), tl.where(used3 == 2, next2, next3))
     x0, x1 = tl.where(s0, (y0 << 16) | next0, y0), tl.where(s1, (y1 << 16) | w1, y1)
     x2, x3 = tl.where(s2, (y2 << 16) | w2, y2), tl.where(s3, (y3 << 16) | w3, y3)
-    b0, e0 = _value(n0, l0, one, more, times)
-    b1, e1 = _value(n1, l1, one, more, times)
-    b2, e2 = _value(n2, l2, one, more, times)
-    b3, e3 = _value(n3, l3, one, more, times)
+    b0, e0 = _value(n0 - 128, l0 & (n0 == 255), one, more, times)
+    b1, e1 = _value(n1 - 128, l1 & (n1 == 255), one, more, times)
+    b2, e2 = _value(n2 - 128, l2 & (n2 == 255), one, more, times)
+    b3, e3 = _value(n3 - 128, l3 & (n3 == 255), one, more, times)
     tl.store(to + t // 2, _pair(b0, b1), mask=l0)
     tl.store(to + t // 2 + 1, _pair(b2, b3), mask=l0)
     return x0, x1, x2, x3, at + used3 + s3.to(tl.int32), found + e0 + e1 + e2 + e3
@@ -162,19 +160,33 @@ def _four(
     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
     CLASSES: tl.constexpr,
 ):  # fmt: skip
-    """Four tokens of one channel in each section, one of each state."""
+    """Four tokens of one channel in each section, one of each state, under laws that have low bits."""
     packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
-    b0, e0, x0, at = _number(x0, at, end, t < tokens, packed & 255, own, words, slots, codes, shifts, laws, one, more, times,
-                             CLASSES)  # fmt: skip
-    b1, e1, x1, at = _number(x1, at, end, t + 1 < tokens, (packed >> 8) & 255, own, words, slots, codes, shifts, laws, one, more,
-                             times, CLASSES)  # fmt: skip
-    b2, e2, x2, at = _number(x2, at, end, t + 2 < tokens, (packed >> 16) & 255, own, words, slots, codes, shifts, laws, one,
-                             more, times, CLASSES)  # fmt: skip
-    b3, e3, x3, at = _number(x3, at, end, t + 3 < tokens, (packed >> 24) & 255, own, words, slots, codes, shifts, laws, one,
-                             more, times, CLASSES)  # fmt: skip
-    tl.store(to + t // 2, _pair(b0, b1), mask=t < tokens)
-    tl.store(to + t // 2 + 1, _pair(b2, b3), mask=t < tokens)
-    return x0, x1, x2, x3, at, found + e0 + e1 + e2 + e3
+    law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
+    law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
+    law3 = tl.load(laws + own * CLASSES + ((packed >> 24) & 255))
+    m0, m1, m2, m3 = tl.load(shifts + law0), tl.load(shifts + law1), tl.load(shifts + law2), tl.load(shifts + law3)
+    l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
+    n0, y0 = _named(x0, law0, l0, slots, codes)
+    n1, y1 = _named(x1, law1, l1, slots, codes)
+    n2, y2 = _named(x2, law2, l2, slots, codes)
+    n3, y3 = _named(x3, law3, l3, slots, codes)
+    s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
+    r0, r1, r2, r3 = _lows(y0, s0, l0, m0), _lows(y1, s1, l1, m1), _lows(y2, s2, l2, m2), _lows(y3, s3, l3, m3)
+    at1 = at + s0.to(tl.int32) + r0.to(tl.int32)
+    at2 = at1 + s1.to(tl.int32) + r1.to(tl.int32)
+    at3 = at2 + s2.to(tl.int32) + r2.to(tl.int32)
+    k0, x0 = _both(y0, n0, l0, m0, at, s0, r0, end, words)
+    k1, x1 = _both(y1, n1, l1, m1, at1, s1, r1, end, words)
+    k2, x2 = _both(y2, n2, l2, m2, at2, s2, r2, end, words)
+    k3, x3 = _both(y3, n3, l3, m3, at3, s3, r3, end, words)
+    b0, e0 = _value(k0, l0 & (n0 == 255), one, more, times)
+    b1, e1 = _value(k1, l1 & (n1 == 255), one, more, times)
+    b2, e2 = _value(k2, l2 & (n2 == 255), one, more, times)
+    b3, e3 = _value(k3, l3 & (n3 == 255), one, more, times)
+    tl.store(to + t // 2, _pair(b0, b1), mask=l0)
+    tl.store(to + t // 2 + 1, _pair(b2, b3), mask=l0)
+    return x0, x1, x2, x3, at3 + s3.to(tl.int32) + r3.to(tl.int32), found + e0 + e1 + e2 + e3
 
 
 @triton.jit(do_not_specialize=["blocks", "out_row", "kinds_row"])
@@ -314,10 +326,12 @@ class Target:
 
 
 class Decoding:
-    """Groups that a device still decodes."""
+    """Groups that a device still decodes, and checksums that threads still look at."""
 
     def __init__(self) -> None:
         self._goods: list[torch.Tensor] = []
+        self._damaged: list[int] = []
+        self._checks: list[Future[None]] = []
         self._begin: Any = None
         self._ends: list[Any] = []
 
@@ -332,13 +346,29 @@ class Decoding:
             self._ends[-1].record()
         self._goods.append(least)
 
+    def check(
+        self, blocks: Sequence[bytes], sound: Callable[[bytes], bool], pool: ThreadPoolExecutor, threads: int
+    ) -> None:
+        """Look at the checksums of all blocks."""
+        todo = iter(range(len(blocks)))
+
+        def some() -> None:
+            for i in todo:
+                if not sound(blocks[i]):
+                    self._damaged.append(i)
+
+        self._checks = [pool.submit(some) for _ in range(min(threads, len(blocks)))]
+
     def wait(self) -> tuple[int, float]:
-        """How many blocks in front were codes of their tables, and the seconds that the device took, when it has ended."""
+        """How many blocks in front are what was stored and codes of their tables, and the seconds that the device took, when all has ended."""
         seconds = 0.0
         for end in self._ends:
             end.synchronize()
             seconds = max(seconds, self._begin.elapsed_time(end) / 1e3)
+        for check in self._checks:
+            check.result()
         goods = torch.cat(self._goods).cpu().numpy() > 0
+        goods[self._damaged] = False
         return int(np.argmin(goods)) if not goods.all() else len(goods), seconds
 
 
@@ -487,14 +517,16 @@ class GpuBlockCodec(BlockCodec):
     ) -> Decoding:
         """Launch what decodes blocks into `target`, each token into its slot, or nowhere if that is below 0.
 
-        What is launched later on the current CUDA stream finds it there; `wait` of what comes back says whether it was good.
-        BlockRefused for a block that is not believed, behind which nothing was launched.
+        What is launched later on the current CUDA stream finds it there. None of it may be believed before `wait` of what comes back
+        has said how many blocks were good: threads look at their checksums meanwhile. BlockRefused for a block whose header is not that of
+        a block of these tables and keys, behind which nothing was launched.
         """
         decoding, at = Decoding(), 0
         for turn, (some, own) in enumerate(self._grouped(blocks, keys)):
             tokens = sum(map(block_tokens, some))
             self._group(turn % 2, some, own, decoding, target, slots[at : at + tokens])
             at += tokens
+        decoding.check(blocks, self.sound, self._copies, self.threads)
         return decoding
 
     def _grouped(
@@ -509,9 +541,9 @@ class GpuBlockCodec(BlockCodec):
             at = fit
 
     def _stage(
-        self, pinned: NDArray[np.uint8], blocks: Sequence[bytes], keys: Sequence[bytes] | None
+        self, pinned: NDArray[np.uint8], blocks: Sequence[bytes], keys: Sequence[bytes] | None, *, checksum: bool = True
     ) -> tuple[list[Header], NDArray[np.int64]]:
-        """Copy blocks into pinned memory and check them there; their headers, and where they begin."""
+        """Copy blocks into pinned memory and check them; their headers, and where they begin."""
         sizes = np.array([len(data) for data in blocks])
         places = np.cumsum([0, *((sizes + 15) // 16 * 16)])[:-1]
 
@@ -521,7 +553,7 @@ class GpuBlockCodec(BlockCodec):
             for i in todo:
                 here = pinned[places[i] : places[i] + sizes[i]]
                 here[:] = np.frombuffer(blocks[i], np.uint8)
-                heads[i] = self.check(here.data, keys[i] if keys is not None else None)
+                heads[i] = self.check(blocks[i], keys[i] if keys is not None else None, checksum=checksum)
 
         # A thread that comes too late, on a machine that is busy, is not waited for: all others take its blocks.
         others = [self._copies.submit(some) for _ in range(min(self.threads, len(blocks)) - 1)]
@@ -549,7 +581,7 @@ class GpuBlockCodec(BlockCodec):
             slot.sent.synchronize()
         if slot.pinned.numel() < room:
             slot.pinned = torch.empty(room * 5 // 4, dtype=torch.uint8, pin_memory=cuda)
-        heads, places = self._stage(slot.pinned.numpy(), blocks, keys)
+        heads, places = self._stage(slot.pinned.numpy(), blocks, keys, checksum=target is None)
         streams, width = 2 * facts.layers, facts.width
         tokens, kept = np.array([h.tokens for h in heads]), np.array([h.exact for h in heads])
         coded, total, firsts = tokens - kept, int(tokens.sum()), np.cumsum(tokens) - tokens

@@ -105,6 +105,9 @@ class AssayTier(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             or getattr(request, "prompt_embeds", None) is not None
         ):
             return 0, False  # token ids do not say all of what such a cache is made of
+        how = request.sampling_params
+        if how is not None and how.prompt_logprobs is not None:
+            return 0, False  # tokens that are not computed have no log-probabilities
         salt = request.cache_salt or ""
         return self._planner.match(request.request_id, request.all_token_ids, num_computed_tokens, salt), False
 
