@@ -3,8 +3,8 @@
 One launch decodes the coefficients of all sections of a group of blocks: a thread follows the four states of a section, as
 `assay.lab.kv.rans` does, so what a CPU encoded is read and coefficients are the same bit by bit. Products may be rounded
 differently in bf16. The last kernel writes into an engine's pages, where they are given. Groups take turns on two CUDA
-streams: while one is decoded, threads copy the next one into pinned memory, check its blocks there, and send it. Nothing is
-launched for a block whose checksum does not hold.
+streams: while one is decoded, threads copy the next one into pinned memory. They look at checksums meanwhile: what kernels do
+with damaged bytes stays inside their buffers, and nobody may believe it before `Decoding.wait`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, no-untyped-call"
@@ -114,43 +114,6 @@ def _both(y, name, live, m, at, short, again, end, words):
 
 
 @triton.jit
-def _narrow_four(
-    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
-    CLASSES: tl.constexpr,
-):  # fmt: skip
-    """As `_four` where no law has low bits: every look-up of all four states before what hangs on it, so that they overlap.
-
-    So are the four words that may be needed, whoever takes them.
-    """
-    next0, next1 = _word(words, at, at < end), _word(words, at + 1, at + 1 < end)
-    next2, next3 = _word(words, at + 2, at + 2 < end), _word(words, at + 3, at + 3 < end)
-    packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
-    law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
-    law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
-    law3 = tl.load(laws + own * CLASSES + ((packed >> 24) & 255))
-    l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
-    n0, y0 = _named(x0, law0, l0, slots, codes)
-    n1, y1 = _named(x1, law1, l1, slots, codes)
-    n2, y2 = _named(x2, law2, l2, slots, codes)
-    n3, y3 = _named(x3, law3, l3, slots, codes)
-    s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
-    used1 = s0.to(tl.int32)
-    used2 = used1 + s1.to(tl.int32)
-    used3 = used2 + s2.to(tl.int32)
-    w1, w2 = tl.where(s0, next1, next0), tl.where(used2 == 0, next0, tl.where(used2 == 1, next1, next2))
-    w3 = tl.where(used3 < 2, tl.where(used3 == 0, next0, next1), tl.where(used3 == 2, next2, next3))
-    x0, x1 = tl.where(s0, (y0 << 16) | next0, y0), tl.where(s1, (y1 << 16) | w1, y1)
-    x2, x3 = tl.where(s2, (y2 << 16) | w2, y2), tl.where(s3, (y3 << 16) | w3, y3)
-    b0, e0 = _value(n0 - 128, l0 & (n0 == 255), one, more, times)
-    b1, e1 = _value(n1 - 128, l1 & (n1 == 255), one, more, times)
-    b2, e2 = _value(n2 - 128, l2 & (n2 == 255), one, more, times)
-    b3, e3 = _value(n3 - 128, l3 & (n3 == 255), one, more, times)
-    tl.store(to + t // 2, _pair(b0, b1), mask=l0)
-    tl.store(to + t // 2 + 1, _pair(b2, b3), mask=l0)
-    return x0, x1, x2, x3, at + used3 + s3.to(tl.int32), found + e0 + e1 + e2 + e3
-
-
-@triton.jit
 def _pair(a, b):
     return (a & 0xFFFF) | (b << 16)
 
@@ -158,35 +121,50 @@ def _pair(a, b):
 @triton.jit
 def _four(
     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-    CLASSES: tl.constexpr,
-):  # fmt: skip
-    """Four tokens of one channel in each section, one of each state, under laws that have low bits."""
+    CLASSES: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Four tokens of one channel in each section, one of each state; WIDE where a law has low bits.
+
+    Look-ups of all four states come before what hangs on them, so that they overlap.
+    """
     packed = tl.load(kinds + t // 4, mask=t < tokens, other=0)
     law0, law1 = tl.load(laws + own * CLASSES + (packed & 255)), tl.load(laws + own * CLASSES + ((packed >> 8) & 255))
     law2 = tl.load(laws + own * CLASSES + ((packed >> 16) & 255))
     law3 = tl.load(laws + own * CLASSES + ((packed >> 24) & 255))
-    m0, m1, m2, m3 = tl.load(shifts + law0), tl.load(shifts + law1), tl.load(shifts + law2), tl.load(shifts + law3)
     l0, l1, l2, l3 = t < tokens, t + 1 < tokens, t + 2 < tokens, t + 3 < tokens
     n0, y0 = _named(x0, law0, l0, slots, codes)
     n1, y1 = _named(x1, law1, l1, slots, codes)
     n2, y2 = _named(x2, law2, l2, slots, codes)
     n3, y3 = _named(x3, law3, l3, slots, codes)
     s0, s1, s2, s3 = y0 < _LOWEST, y1 < _LOWEST, y2 < _LOWEST, y3 < _LOWEST
-    r0, r1, r2, r3 = _lows(y0, s0, l0, m0), _lows(y1, s1, l1, m1), _lows(y2, s2, l2, m2), _lows(y3, s3, l3, m3)
-    at1 = at + s0.to(tl.int32) + r0.to(tl.int32)
-    at2 = at1 + s1.to(tl.int32) + r1.to(tl.int32)
-    at3 = at2 + s2.to(tl.int32) + r2.to(tl.int32)
-    k0, x0 = _both(y0, n0, l0, m0, at, s0, r0, end, words)
-    k1, x1 = _both(y1, n1, l1, m1, at1, s1, r1, end, words)
-    k2, x2 = _both(y2, n2, l2, m2, at2, s2, r2, end, words)
-    k3, x3 = _both(y3, n3, l3, m3, at3, s3, r3, end, words)
+    if WIDE:
+        m0, m1, m2, m3 = tl.load(shifts + law0), tl.load(shifts + law1), tl.load(shifts + law2), tl.load(shifts + law3)
+        r0, r1, r2, r3 = _lows(y0, s0, l0, m0), _lows(y1, s1, l1, m1), _lows(y2, s2, l2, m2), _lows(y3, s3, l3, m3)
+        at1 = at + s0.to(tl.int32) + r0.to(tl.int32)
+        at2 = at1 + s1.to(tl.int32) + r1.to(tl.int32)
+        at3 = at2 + s2.to(tl.int32) + r2.to(tl.int32)
+        k0, x0 = _both(y0, n0, l0, m0, at, s0, r0, end, words)
+        k1, x1 = _both(y1, n1, l1, m1, at1, s1, r1, end, words)
+        k2, x2 = _both(y2, n2, l2, m2, at2, s2, r2, end, words)
+        k3, x3 = _both(y3, n3, l3, m3, at3, s3, r3, end, words)
+        at = at3 + s3.to(tl.int32) + r3.to(tl.int32)
+    else:  # the four words that may be needed, whoever takes them, do not wait for that
+        next0, next1 = _word(words, at, at < end), _word(words, at + 1, at + 1 < end)
+        next2, next3 = _word(words, at + 2, at + 2 < end), _word(words, at + 3, at + 3 < end)
+        used2 = s0.to(tl.int32) + s1.to(tl.int32)
+        used3 = used2 + s2.to(tl.int32)
+        w1, w2 = tl.where(s0, next1, next0), tl.where(used2 == 0, next0, tl.where(used2 == 1, next1, next2))
+        w3 = tl.where(used3 < 2, tl.where(used3 == 0, next0, next1), tl.where(used3 == 2, next2, next3))
+        x0, x1 = tl.where(s0, (y0 << 16) | next0, y0), tl.where(s1, (y1 << 16) | w1, y1)
+        x2, x3 = tl.where(s2, (y2 << 16) | w2, y2), tl.where(s3, (y3 << 16) | w3, y3)
+        k0, k1, k2, k3 = n0 - 128, n1 - 128, n2 - 128, n3 - 128
+        at += used3 + s3.to(tl.int32)
     b0, e0 = _value(k0, l0 & (n0 == 255), one, more, times)
     b1, e1 = _value(k1, l1 & (n1 == 255), one, more, times)
     b2, e2 = _value(k2, l2 & (n2 == 255), one, more, times)
     b3, e3 = _value(k3, l3 & (n3 == 255), one, more, times)
     tl.store(to + t // 2, _pair(b0, b1), mask=l0)
     tl.store(to + t // 2 + 1, _pair(b2, b3), mask=l0)
-    return x0, x1, x2, x3, at3 + s3.to(tl.int32) + r3.to(tl.int32), found + e0 + e1 + e2 + e3
+    return x0, x1, x2, x3, at, found + e0 + e1 + e2 + e3
 
 
 @triton.jit(do_not_specialize=["blocks", "out_row", "kinds_row"])
@@ -242,12 +220,12 @@ def decode_kernel(
             for t in range(0, most, 4):
                 x0, x1, x2, x3, at, found = _four(
                     t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
-                    CLASSES)  # fmt: skip
+                    CLASSES, True)  # fmt: skip
         else:
             for t in range(0, most, 4):
-                x0, x1, x2, x3, at, found = _narrow_four(
-                    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, laws, one, more, times, kinds, to,
-                    CLASSES)  # fmt: skip
+                x0, x1, x2, x3, at, found = _four(
+                    t, x0, x1, x2, x3, at, end, tokens, found, own, words, slots, codes, shifts, laws, one, more, times, kinds, to,
+                    CLASSES, False)  # fmt: skip
     whole = (x0 == _LOWEST) & (x1 == _LOWEST) & (x2 == _LOWEST) & (x3 == _LOWEST)
     whole = whole & fits & (at == end) & (found == escapes)
     tl.store(good + stream * blocks + i, whole.to(tl.int32), mask=there)
@@ -671,8 +649,7 @@ class GpuBlockCodec(BlockCodec):
     ) -> None:  # fmt: skip
         """Decode all sections into the coefficients' rows of `inputs`."""
         tables, blocks = self._on_device, counts.numel()
-        streams, sections = len(self._streams), int(self.settings["sections"])
-        row = slot.inputs.shape[1]
+        streams, sections, row = len(self._streams), int(self.settings["sections"]), slot.inputs.shape[1]
         decode_kernel[(triton.cdiv(blocks, sections), streams)](
             words, begin, end, counts, where, blocks, tables["ranks"], tables["firsts"], tables["rows"], tables["classes"],
             tables["laws"], tables["wide"], tables["numbers"], tables["slots"], tables["codes"],
@@ -686,8 +663,7 @@ class GpuBlockCodec(BlockCodec):
 
     def _products(self, slot: _Slot, columns: int) -> None:
         """By the smallest graph that was recorded for as many: columns behind those that are wanted do no harm."""
-        recorded = min((n for n in slot.graphs if n >= columns), default=0)
-        if recorded:
+        if recorded := min((n for n in slot.graphs if n >= columns), default=0):
             slot.graphs[recorded].replay()
         else:
             self._product(slot, columns)
@@ -705,17 +681,13 @@ class GpuBlockCodec(BlockCodec):
             if stream is not None:
                 stream.wait_stream(torch.cuda.current_stream(self.device))  # it copied the tables
             # What is stored takes a fifth of bf16 at most, for most codecs.
-            pinned = (
-                torch.empty(self.group * self.facts.token_bytes // 5, dtype=torch.uint8, pin_memory=True)
-                if cuda
-                else none
-            )
+            room = self.group * self.facts.token_bytes // 5 if cuda else 0
+            pinned = torch.empty(room, dtype=torch.uint8, pin_memory=cuda)
             self._slots.append(_Slot(stream, sent, pinned, none, none[None], none[None]))
         return self._slots[number]
 
     def _make_room(self, slot: _Slot, columns: int, notes: int) -> None:
         """More memory for a group where there is less than it needs."""
-        streams = len(self._streams)
         if slot.notes.numel() < notes:
             slot.notes = torch.empty(notes * 5 // 4, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         if slot.inputs.shape[1] < columns:
@@ -724,4 +696,4 @@ class GpuBlockCodec(BlockCodec):
             slot.inputs = torch.zeros(self._depth, columns, dtype=torch.bfloat16, device=self.device)
             for first, rank in zip(self._rows, self._ranks, strict=True):
                 slot.inputs[first + rank : first + rank + 2] = 1
-            slot.kinds = torch.empty(streams, columns // 4, dtype=torch.int32, device=self.device)
+            slot.kinds = torch.empty(len(self._streams), columns // 4, dtype=torch.int32, device=self.device)
