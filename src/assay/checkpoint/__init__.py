@@ -1,4 +1,9 @@
-"""`assay verify`: what the files of a checkpoint say, stage by stage; here are short ways to write its findings."""
+"""`assay verify`: what the files of a checkpoint say, stage by stage; here are short ways to write its findings.
+
+`files`, `digests` and `hub` find out which files there are and whether they are the right ones; `safetensors`, `gguf` and
+`documents` read them; `subject` is the checkpoint as `rules`, `structure`, `quantization`, `mtp`, `draft`, `values` and `serve_flags`
+see it, which find what is wrong; `verify` asks them in turn.
+"""
 
 from __future__ import annotations
 
