@@ -66,7 +66,7 @@ class Against(Options):
 
 
 # -----------------------------------------------------------------------------
-# The verbs. A limit is an option named `min_…` or `max_…`; `figures.py` has the figure that it bounds.
+# The verbs. A limit is an option named `min_…` or `max_…`; `figures` gives the figure that it bounds.
 
 
 def _limit(help: str, **how: Any) -> Any:

@@ -1,6 +1,6 @@
 """A report as one HTML file: styles and charts inline, nothing loaded, nothing scripted.
 
-Every value passes jinja2's autoescape; the only markup let through is the SVG of `charts_svg`, which escapes its
+Every value passes jinja2's autoescape; the only markup let through is the SVG of `svg`, which escapes its
 own text. The page also forbids scripts and loads by its content security policy.
 """
 

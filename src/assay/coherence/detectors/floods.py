@@ -61,7 +61,7 @@ def _character_flood(view: TextView) -> Detection | None:
     for start, end in _runs(view):
         char = text[start]
         if char == "\ufffd" or char.isspace():
-            continue  # replacement.py knows the one, blanks have limits of their own
+            continue  # `tokens` knows the one, blanks have limits of their own
         length = end - start
         limit = run_limit(char)
         if end == len(text) and view.ending is Ending.CUT and char.isalpha() and char != "A":

@@ -26,7 +26,7 @@ import assay.coherence.text as language
 from assay.coherence.text import FUNCTION_WORDS, Detection, TextView, true_stretches
 
 # -----------------------------------------------------------------------------
-# What is measured of every token: bits, counts and flags, from the tables of `language.py`. Encoded data weigh nothing, and
+# What is measured of every token: bits, counts and flags, from the tables of `assay.coherence.text`. Encoded data weigh nothing, and
 # so does notation where it is given: they look like nothing and mean no harm.
 
 BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
