@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument(
         "--settings", default="{}", help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, …"
     )
+    parser.add_argument("--parts", action="store_true", help="kernel: what is beside attention, alone")
     parser.add_argument("--head-dim", type=int, default=0, help="kernel: 64 or 128 alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after so many")
     parser.add_argument("--out", type=Path, default=Path("pages_speed.jsonl"))
