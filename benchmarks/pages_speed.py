@@ -42,7 +42,9 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
     parser.add_argument(
-        "--settings", default="{}", help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, …"
+        "--settings",
+        default="{}",
+        help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, COMBINE and UNPACK",
     )
     parser.add_argument("--parts", action="store_true", help="kernel: what is beside attention, alone")
     parser.add_argument("--head-dim", type=int, default=0, help="kernel: 64 or 128 alone")
@@ -324,7 +326,7 @@ def kernel(arguments: argparse.Namespace) -> None:
             ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
             ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))]),
         ):
-            of = getattr(launch, name)
+            of = launch.PREFILL[d] if name == "PREFILL" else getattr(launch, name)
             usual = dict(of)
             for settings in tries if arguments.tune else [usual]:
                 if time.monotonic() > arguments.ends:
@@ -358,6 +360,7 @@ def _part(name: str, given: tuple[Any, ...], found: tuple[Any, Any]) -> dict[str
             ahead = partial(
                 launch.attend, ahead(), *few, torch.empty_like(few[0]), pages, *of, 1.0, requests=n, longest=16384
             )  # fmt: skip
+        torch.cuda.synchronize()  # graphs are recorded and played on a stream of their own
         row[str(n)] = do_bench_cudagraph(ahead)
     return row
 
