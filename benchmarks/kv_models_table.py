@@ -4,8 +4,8 @@
         --into README.md docs/kv.md [--out benchmarks/results/kv_models.md]
 
 Of rows of the same codec, text, length, mode and freshness those of the last file count, and of these the one of most tokens. A cell is `smaller, KL ± half its 95 % interval, grade` (A ACCEPT, M MARGINAL,
-R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table names the one that was the smallest accepted on the windows
-where they were tried, and shows what it came to on fresh ones.
+R REJECT, I INCONCLUSIVE). Where a family has several steps, README's table shows the smallest codec that was accepted both on the windows
+where they were tried and on fresh ones.
 """
 
 from __future__ import annotations
@@ -228,14 +228,18 @@ def taken(rows: Sequence[Row], models: Sequence[str]) -> Iterator[str]:
 
 
 def chosen(family: Sequence[Row]) -> Row | None:
-    """The smallest codec that was accepted where its steps were tried, or else the one of least KL; its fresh row if there is one."""
+    """The smallest codec that was accepted where its steps were tried and on fresh windows too; its fresh row.
+
+    Where none was, what the smallest that was accepted where they were tried came to; or else the one of least KL.
+    """
     fresh = {r["codec"]: r for r in family if r["fresh"]}
     tried = [r for r in family if not r["fresh"]] or list(fresh.values())
-    accepted = [r for r in tried if r["grade"] == "ACCEPT"]
+    accepted = sorted((r for r in tried if r["grade"] == "ACCEPT"), key=lambda r: -r["bytes"]["ratio"])
+    confirmed = [fresh[r["codec"]] for r in accepted if fresh.get(r["codec"], {}).get("grade") == "ACCEPT"]
     if not tried:
         return None
-    best = max(accepted, key=lambda r: r["bytes"]["ratio"]) if accepted else min(tried, key=lambda r: r["kld"]["mean"])
-    return fresh.get(best["codec"], best)
+    best = accepted[0] if accepted else min(tried, key=lambda r: r["kld"]["mean"])
+    return confirmed[0] if confirmed else fresh.get(best["codec"], best)
 
 
 def own(row: Row) -> float:

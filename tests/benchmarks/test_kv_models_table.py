@@ -48,6 +48,14 @@ def test_a_choice_that_fails_on_fresh_windows_is_shown_as_it_came_out() -> None:
     assert found["grade"] == "MARGINAL"
 
 
+def test_a_smaller_step_stands_in_for_one_that_fails_on_fresh_windows() -> None:
+    narrow, wide = (
+        row(FIXED.format(s), kl, 5.0, g, fresh=True)
+        for s, kl, g in ((0.003, 0.005, "ACCEPT"), (0.0035, 0.011, "MARGINAL"))
+    )
+    assert chosen([*TRIED, narrow, wide]) == narrow
+
+
 def test_without_fresh_windows_the_cell_is_marked() -> None:
     lines = list(render(merged([document(*TRIED)])))
     assert any("| yes: 5.1×, 0.0070* |" in line for line in lines)
