@@ -189,9 +189,11 @@ def speeds(document: Mapping[str, Any]) -> Iterator[str]:
     yield "| tokens at once | windows at once | codec | exact cache, tokens/s | with the codec, tokens/s | KL, nats |"
     yield "|---:|---:|---|---:|---:|---|"
     for r in document["rows"]:
-        exact = r["exact_windows"] * r["tokens"] / r["windows"] / r["exact_s"] if r.get("exact_s") else None
+        # Rows of before `exact_s` have it in the time to fit, which fp8 has not.
+        seconds = r.get("exact_s") or (r["fit_s"] if r["codec"] == "fp8" else None)
+        exact = r.get("exact_windows", r["windows"]) * r["tokens"] / r["windows"] / seconds if seconds else None
         cells = (
-            str(r["block"]), str(r["batch"]), f"`{shorter(r['codec'])}`", f"{exact:,.0f}" if exact else "as above",
+            str(r["block"]), str(r.get("batch", 16)), f"`{shorter(r['codec'])}`", f"{exact:,.0f}" if exact else "as above",
             f"{r['tokens'] / r['score_s']:,.0f}", interval(r["kld"], ".5f", "mean"),
         )  # fmt: skip
         yield f"| {' | '.join(cells)} |"
@@ -238,6 +240,9 @@ def chosen(family: Sequence[Row]) -> Row | None:
     confirmed = [fresh[r["codec"]] for r in accepted if fresh.get(r["codec"], {}).get("grade") == "ACCEPT"]
     if not tried:
         return None
+    if not accepted:  # a step that was tried nowhere else was chosen by no windows
+        alone = [r for c, r in fresh.items() if r["grade"] == "ACCEPT" and c not in {t["codec"] for t in tried}]
+        confirmed = sorted(alone, key=lambda r: -r["bytes"]["ratio"])
     best = accepted[0] if accepted else min(tried, key=lambda r: r["kld"]["mean"])
     return confirmed[0] if confirmed else fresh.get(best["codec"], best)
 
