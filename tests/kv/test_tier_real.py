@@ -42,9 +42,9 @@ core = llm.llm_engine.engine_core.engine_core
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 mover = get_kv_transfer_group()._mover
 found = []
-def ask(*prompts):
+def ask(*prompts, **more):
     llm.reset_prefix_cache()
-    how = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=20)
+    how = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=20, **more)
     answers = llm.generate([{"prompt_token_ids": p} for p in prompts], how, use_tqdm=False)
     mover.flush()
     for a in answers:
@@ -54,6 +54,8 @@ for step in job["steps"]:
     if step == "damage":
         path = sorted(Path(job["folder"]).rglob("*.block"))[0]
         raw = bytearray(path.read_bytes()); raw[-50] ^= 1; path.write_bytes(raw)
+    elif isinstance(step, dict):
+        ask(step["prompt"], prompt_logprobs=1)
     else:
         ask(*step)
 core.shutdown()
@@ -173,12 +175,13 @@ def test_a_prefix_returns_in_its_engine_and_in_the_next_and_damage_is_computed_a
     assert shared["cached"] == 384 and shared["refused"] == 0
     assert json.loads(Path(model["report"]).read_text())["tier"]["requests_hit"] == 2
     # The next engine reads what the last one wrote, but for the block that has lost a bit.
-    damaged, whole, *batch = engine(model, "damage", [p], [p], [p, q, p[:300]])
+    damaged, whole, *batch, computed = engine(model, "damage", [p], [p], [p, q, p[:300]], {"prompt": p})
     assert damaged["refused"] == 1 and damaged["recomputed_tokens"] >= 128
     assert apart(first["first"], damaged["first"]) < 0.3
     assert whole["refused"] == 1 and whole["loaded_tokens"] - damaged["loaded_tokens"] == 512
     assert apart(first["first"], whole["first"]) < 0.3
     assert [answer["cached"] for answer in batch] == [512, 384, 256]
+    assert computed["cached"] == 0  # vLLM has log-probabilities of no token of the prompt that it did not compute
 
 
 def served(model: dict[str, Any], folder: Path, prompt: list[int]) -> tuple[str, dict[str, Any]]:

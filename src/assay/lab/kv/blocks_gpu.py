@@ -33,9 +33,8 @@ _LOG = logging.getLogger("assay.kv")
 
 SETTINGS = {"sections": 4, "num_warps": 1}
 """Sections of a program, and its warps: as many threads as sections follow their states."""
-_LEAST = 512
-GROUP = 8192
-"""Tokens that are decoded together at most: the entropy coder takes nearly as long for 512 as for so many."""
+_LEAST, GROUP = 512, 8192
+"""Columns of the smallest graph; tokens that are decoded together at most: the entropy coder takes nearly as long for 512."""
 _ESCAPE = tl.constexpr(0x7FC0)
 """What stands for an escape among coefficients in bf16 until it is filled in."""
 _LOWEST = tl.constexpr(65536)
@@ -533,8 +532,9 @@ class GpuBlockCodec(BlockCodec):
                 here[:] = np.frombuffer(blocks[i], np.uint8)
                 heads[i] = self.check(blocks[i], keys[i] if keys is not None else None, checksum=checksum)
 
-        # A thread that comes too late, on a machine that is busy, is not waited for: all others take its blocks.
-        others = [self._copies.submit(some) for _ in range(min(self.threads, len(blocks)) - 1)]
+        # A thread that comes too late, on a busy machine, is not waited for: others take its blocks. For copies alone four suffice.
+        more = min(self.threads if checksum else 4, len(blocks)) - 1
+        others = [self._copies.submit(some) for _ in range(more)]
         try:
             some()
         finally:
