@@ -473,6 +473,8 @@ def ttft(args: argparse.Namespace) -> None:
     more: dict[str, Any] = (
         {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": args.cache << 30} if cuda else {"block_size": 128}
     )
+    if args.page:
+        more["block_size"] = args.page
     if not args.eager:
         more["compilation_config"] = {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 24, 136, 264, 520]}
         if args.graphs:
@@ -485,7 +487,7 @@ def ttft(args: argparse.Namespace) -> None:
             "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra},
     )  # fmt: skip
     found: dict[str, Any] = {"machine": gpu_machine() if cuda else machine(), "vllm": version, "codec": tables_.facts.spec,
-                             "eager": args.eager, "cudagraph_mode": args.graphs or "default", "start_s": time.perf_counter() - begin, "prompts": {}}  # fmt: skip
+                             "eager": args.eager, "cudagraph_mode": args.graphs or "default", "block_size": args.page or "default", "start_s": time.perf_counter() - begin, "prompts": {}}  # fmt: skip
     ids = llm.get_tokenizer()(args.text.read_text(encoding="utf-8")).input_ids
     core = llm.llm_engine.engine_core.engine_core
     planner, mover = core.scheduler.connector._planner, get_kv_transfer_group()._mover
@@ -612,6 +614,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cache", type=int, default=2, help="GiB of vLLM's cache")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--page", type=int, default=0, help="tokens of vLLM's own blocks, which it hashes one by one")
     parser.add_argument("--graphs", default="", help="vLLM's cudagraph_mode, as FULL")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=Path(os.devnull))
