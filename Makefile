@@ -34,7 +34,7 @@ demo: install    ## Check a real server, whole and broken, side by side
 	$(BIN)/assay demo
 
 # By file, so that what tests of a file share is made once, in the order of tests/conftest.py. A third worker, as many
-# tests wait for servers that start, sleep or never answer; without engines most of the time is such waits.
+# tests wait for servers that start, sleep or never answer.
 PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --durations=30
 
 test: install system  ## All tests but the slow ones, real engines included
@@ -43,7 +43,7 @@ test: install system  ## All tests but the slow ones, real engines included
 	ASSAY_REQUIRE_CHROMIUM=1 $(PYTEST) -n 3 -m "not slow"
 
 test-fast: install  ## Tests that run no model and no server (a few minutes)
-	$(PYTEST) -n 4 -m "not engine and not slow"
+	$(PYTEST) -n 3 -m "not engine and not slow"
 
 test-slow: install system  ## The rest
 	$(BIN)/python -c "from assay.cli.verbs import prepare_demo; raise SystemExit(prepare_demo())"

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 from assay.lab.heads.export import read_head
 from assay.lab.heads.model import draft, losses, observe, padded, walk
 
+pytestmark = pytest.mark.engine
+
 
 def norm(x: Any, weight: Any, eps: float) -> Any:
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight

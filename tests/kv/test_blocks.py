@@ -47,7 +47,7 @@ def drawn_numbers(rng: np.random.Generator, laws: np.ndarray, kinds: np.ndarray)
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     channels=st.integers(1, 9), tokens=st.integers(0, 21), classes=st.integers(1, 16), seed=st.integers(0, 2**32 - 1)
 )
@@ -238,7 +238,7 @@ def test_a_good_block_is_refused_for_another_version_tables_and_tokens(codec: Bl
         codec.decode([data], [bytes(32)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(at=st.integers(0, 10**6), value=st.integers(0, 255), count=st.integers(1, 6))
 def test_a_forged_checksum_gives_an_error_or_numbers_but_no_crash(at: int, value: int, count: int) -> None:
     codec = BlockCodec(sample().tables, 1)

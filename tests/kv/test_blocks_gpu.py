@@ -15,6 +15,8 @@ from assay.errors import AssayError
 from assay.lab.kv.blocks import BlockCodec, BlockDamaged, BlockTables
 from kv.tier_samples import WIDTH, drawn, sample, turned
 
+pytestmark = pytest.mark.engine
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANK = 7
 """Coefficients of a stream where the interpreter takes a hundredth of a second for each."""

@@ -20,6 +20,8 @@ from assay.lab.kv.fit import Bench
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.transforms import Rotary
 
+pytestmark = pytest.mark.engine
+
 torch.set_num_threads(1)
 
 

@@ -23,6 +23,8 @@ from kv.predicting import leaning
 from kv.test_kv_hook import LENGTH, model, windows
 from kv.test_kv_sides import SPEC, bench_of, coders_of
 
+pytestmark = pytest.mark.engine
+
 MIXED = "k:prerope+recent(n=3)+hadamard(bits=8);v:recent(n=3)+pca(step=0.2, classes=2, predict=all)"
 
 

@@ -137,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.engine
 @pytest.mark.parametrize(("d", "group", "heads", "block", "lengths"), CASES)
 def test_kernels_give_what_the_reference_gives(d: int, group: int, heads: int, block: int, lengths: list[int]) -> None:
     pytest.importorskip("triton")
@@ -218,6 +219,7 @@ def test_tables_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(made) == 12
 
 
+@pytest.mark.engine
 def test_a_gpu_on_which_kernels_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from assay.lab.kv.pages import launch
@@ -350,6 +352,7 @@ for kernel, warps in ((kernels.prepare_kernel, 8), (kernels.attend_kernel, 1), (
 """
 
 
+@pytest.mark.engine
 def test_kernels_compile_for_a_gpu_that_is_not_here() -> None:
     pytest.importorskip("triton")
     settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

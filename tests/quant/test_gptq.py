@@ -38,7 +38,9 @@ def drawn(rows: int, width: int, tokens: int = 400) -> tuple[Any, Any]:
     return torch.randn(rows, width, generator=noise), x.T @ x
 
 
-@pytest.mark.parametrize(("width", "group"), [(40, 8), (72, 24), (300, 64), (260, 200)])
+@pytest.mark.parametrize(
+    ("width", "group"), [(40, 8), (72, 24), pytest.param(300, 64, marks=pytest.mark.slow), (260, 200)]
+)
 def test_it_is_the_slow_rule(width: int, group: int) -> None:
     weight, gram = drawn(6, width)
     found = gptq(weight, gram, 4, group).double().numpy()
