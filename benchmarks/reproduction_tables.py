@@ -399,7 +399,9 @@ def markdown(figures: dict[str, Any]) -> str:
             if name in tail:
                 cells[4:] = [said(tail[name]["kl"]), said(tail[name]["dppl_pct"], "+.2f")]
                 cells.append(said(tail[name]["passages"]["mean over passages"], "+.2f"))
-            lines.append(f"| {name.removeprefix(kind + ' ')} | {' | '.join(cells)} |")
+            some = (wide | tail)[name]["windows"]
+            fewer = f" ({some} windows)" if some < max(row["windows"] for row in (wide | tail).values()) else ""
+            lines.append(f"| {name.removeprefix(kind + ' ')}{fewer} | {' | '.join(cells)} |")
         rest = {k: v for k, v in figures[kind].items() if k not in ("rows", "tail")}
         lines += ["", *flat(rest), ""]
     lines += ["## claims", "", "| claim | published | engine | tail, mean over passages | KL, all tokens | verdict |"]
