@@ -42,9 +42,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tune", action="store_true", help="kernel: try tile sizes, warps and stages")
     parser.add_argument(
-        "--settings",
-        default="{}",
-        help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, COMBINE and UNPACK",
+        "--settings", default="{}", help="JSON or its file: what launch.DECODE shall be by head_dim, PREPARE, …"
     )
     parser.add_argument("--parts", action="store_true", help="kernel: what is beside attention, alone")
     parser.add_argument("--head-dim", type=int, default=0, help="kernel: 64 or 128 alone")
@@ -326,7 +324,7 @@ def kernel(arguments: argparse.Namespace) -> None:
             ("COMBINE", [{"num_warps": w} for w in (4, 2, 8)]),
             ("UNPACK", [{"num_warps": w, "tile": n} for w, n in ((4, 32), (8, 32), (8, 64), (4, 64))]),
         ):
-            of = launch.PREFILL[d] if name == "PREFILL" else getattr(launch, name)
+            of = getattr(launch, name)
             usual = dict(of)
             for settings in tries if arguments.tune else [usual]:
                 if time.monotonic() > arguments.ends:

@@ -24,8 +24,8 @@ ASM = True
 """Unpack words by PTX's instructions for two at once."""
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PREPARE = {"num_warps": 8, "rows": 16}
-PREFILL = {64: {"num_warps": 2, "rows": 16}, 128: {"num_warps": 8, "rows": 32}}
-"""How a step is prepared, of few tokens and of many (by head_dim): tokens of a program."""
+PREFILL = {"num_warps": 8, "rows": 32}
+"""How a step is prepared, of few tokens and of many: tokens of a program."""
 MANY = 1024
 COMBINE = {"num_warps": 4}
 ADDED = (8, 64, 128)
@@ -128,7 +128,7 @@ def prepare(
     """Code keys after RoPE and values [tokens, heads, d] into `slots` [tokens] of `pages` (uint8, contiguous), and turn the
     queries [tokens, H, d] of the first `requests` requests, which have one each, at the rows `starts`."""
     layout, tokens = t.layout, slots.shape[0]
-    how = PREFILL[layout.head_dim] if tokens > MANY else PREPARE
+    how = PREFILL if tokens > MANY else PREPARE
     rows = how["rows"]
     heads = q.shape[1]
     group, pairs = heads // layout.heads, t.pairs.shape[1]
