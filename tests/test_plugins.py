@@ -121,6 +121,7 @@ def test_a_rule_and_one_that_fails_in_use(site: Path, tmp_path: Path) -> None:
     assert "'bad' (assay.rules) of bad-assay 2.0 failed: ZeroDivisionError" in report["findings"][0]["title"]
 
 
+@pytest.mark.engine
 def test_a_codec(site: Path, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file, save_file
@@ -140,6 +141,7 @@ def test_a_codec(site: Path, tmp_path: Path) -> None:
     ] == ["did you mean 'topbyte'?"]
 
 
+@pytest.mark.engine
 def test_an_engine(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     text = tmp_path / "text.txt"
@@ -152,6 +154,7 @@ def test_an_engine(site: Path, tmp_path: Path) -> None:
     assert active(report)["tilted"] is None
 
 
+@pytest.mark.engine
 def test_weights(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "model").mkdir()

@@ -55,7 +55,9 @@ def shown(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     return code, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.engine] if "--text" in words else []) for n, words in RUNS.items()]
+)
 def test_what_a_verb_prints_fits_on_one_screen(
     name: str,
     places: dict[str, Path],
