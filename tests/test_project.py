@@ -122,3 +122,7 @@ def test_every_script_and_results_file_that_the_docs_name_is_there() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     missing = {(p.name, path) for p in pages for path in named.findall(p.read_text()) if not (ROOT / path).exists()}
     assert not missing
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
