@@ -11,17 +11,19 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.kv.predicting import leaning
 from tests.kv.test_kv_hook import LENGTH, model, windows
 
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.cache_hook import CodecHook, Mode, stream_facts
+from assay.lab.kv.cache_hook import CodecHook, Mode, check_read, stream_facts
 from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration
 from assay.lab.kv.codec import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, fitters, predicts
 from assay.lab.kv.spec import parse_spec
+from assay.lab.kv.stream_coder import Track
 from assay.lab.kv.transforms import Rotary
 
 pytestmark = pytest.mark.engine
@@ -165,3 +167,20 @@ def test_a_prediction_from_too_few_samples_is_refused() -> None:
     coders_of(short, "prerope+pca(step=0.2)", [0])
     with pytest.raises(AssayError, match=r"layer 1, stream k, from 64 channels .* at least 128"):
         coders_of(short, SPEC, [0, 1])
+
+
+def test_a_predicted_stream_may_fall_on_other_levels_and_must_err_as_much_as_what_attention_read() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, side = (torch.randn(1, 2, 200, 4, generator=draw) for _ in range(2))
+    track = Track((1, "v"), leaning((1, "v"), ((0, "v"),)), None)
+    track.append(x)
+    track.mark(200)
+    same, other = (track.coder.reconstruct(x[0], side[0] + shift) for shift in (0.0, 0.3))  # type: ignore[union-attr]
+    assert ((same - other).square().sum() > 0.5 * (same - x[0]).square().sum()).item()
+    for read in (same, other):
+        found, _ = track.facts(0, 0, side[0], read)
+        check_read((1, "v"), [found])
+    for wrong in (x[0], same + 0.25, torch.zeros_like(same)):
+        found, _ = track.facts(0, 0, side[0], wrong)
+        with pytest.raises(AssayError, match="does not give back what attention read"):
+            check_read((1, "v"), [found])

@@ -49,9 +49,9 @@ LENGTHS = (1024, 8192, 32_768)
 NOTE = "kv"
 """Key of `Engagement.notes` under which a codec's hook leaves what it measured."""
 _MOST_TOKENS = 1 << 30
-APART = 0.5
-"""Share of a codec's squared error by which its streams may differ from what attention read: on a GPU sums fall on other sides of ties, and
-prediction carries that on (at most 0.32 of four models)."""
+APART = 0.05
+"""Share of a codec's squared error by which its streams may differ from what attention read, of a codec that predicts by which the
+sizes of both errors may: prediction carries on where a sum on a GPU falls on the other side of a tie (`Track._apart`)."""
 ROUNDING = 2.0**-16
 """The same of the power: one rounding to bf16."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby
-from math import isfinite
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -322,7 +322,8 @@ BF16_BYTES = 2
 class StreamFacts:
     """One window's real stream: its bytes, those of the same tokens in bf16, Σx², Σ(x − x̂)² and the stream's SHA-256.
 
-    `apart` is Σ(r − x̂)², r what attention read, over the tokens that are coded on both sides or exact on both. The hash is
+    `apart` is Σ(r − x̂)², r what attention read, over the tokens that are coded on both sides or exact on both; of a coder
+    that predicts, how far the sizes of both errors are apart (`Track._apart`). The hash is
     empty where no coder is at work.
     """
 
@@ -490,6 +491,8 @@ class Track:
     ) -> float:
         """Σ(r − x̂)² of the tokens whose stream can be compared with what attention read.
 
+        A coder that predicts falls on other levels wherever a side differs in a last bit, as on a GPU with the company of a
+        window, and is as good there: of its coded tokens (‖r − x‖ − ‖x̂ − x‖)² counts, which is never more.
         At the end of a window the stream codes a block that is not full, and tokens that have just ceased to be recent,
         which attention still read as they came: these are left out, as are blocks of a sliding layer, which begin
         elsewhere in its stream.
@@ -511,10 +514,13 @@ class Track:
         # A sliding layer that let go of the first tokens keeps as many others exact in its stream.
         from_ = first if start else 0
         parts = [(from_, done), (max(done, tokens - coder.exact_last), tokens)]
-        wanted = back.to(x.dtype).to(read.dtype)
-        return sum(
-            float((read[:, lo:hi].float() - wanted[:, lo:hi].float()).square().sum()) for lo, hi in parts if lo < hi
-        )
+        held, wanted = read.float(), back.to(x.dtype).to(read.dtype).float()
+        if coder.sides and from_ < done:
+            errors = [float((r[:, from_:done] - x[:, from_:done].float()).square().sum()) for r in (held, wanted)]
+            found, parts = (sqrt(errors[0]) - sqrt(errors[1])) ** 2, parts[1:]
+        else:
+            found = 0.0
+        return found + sum(float((held[:, lo:hi] - wanted[:, lo:hi]).square().sum()) for lo, hi in parts if lo < hi)
 
 
 def facts_of_window(
