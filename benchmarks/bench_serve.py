@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.demo import Server, run_pip, vllm_python
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.runs import cache_dir
 
 DRIVER = Path(__file__).parent / "bench_serve_driver.py"

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import transformers
 
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import ScoreJob, ScoringPath, Window, WindowRows
 from assay.environment import describe

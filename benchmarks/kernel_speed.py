@@ -36,8 +36,7 @@ from assay.fidelity import metrics
 from assay.lab import trellis
 from assay.lab.kv import lab
 from assay.lab.kv.cache_hook import _BENCHES
-from assay.lab.kv.codec import Samples
-from assay.lab.kv.codecs import pca_entropy
+from assay.lab.kv.codecs import Samples, pca_entropy
 from assay.lab.kv.spec import parse_recipe
 from kv_codec_speed import SITE, values
 

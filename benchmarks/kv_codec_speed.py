@@ -22,7 +22,7 @@ import torch
 
 from assay.demo.models import build_smollm2
 from assay.environment import describe
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.spec import parse_recipe
 
 SPECS = [

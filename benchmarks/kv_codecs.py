@@ -48,7 +48,7 @@ from assay.lab.kv import cache_hook
 from assay.lab.kv.cache_hook import Mode, stream_facts
 from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
 from assay.lab.kv.calibration import Calibration, read_calibration
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.fit import Bench, Fitters, fitters
 from assay.lab.kv.lab import Lab
 from assay.lab.kv.spec import parse_spec

@@ -26,7 +26,7 @@ from assay.engines.specs import parse_spec
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, write_calibration
-from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.kv.codecs import CacheShape, cache_shape
 
 _NAME = re.compile(r"layer_(\d+)_(sigma|chol|inv_chol)")
 _KEPT = ("ctx_len", "ridge", "n_passages_used", "split")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from assay.lab.kv.cache_hook import HookPlan, read
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.transforms import Rotary

@@ -26,7 +26,7 @@ from assay.coherence.conversation import TEMPERATURE, TOP_P, user
 from assay.coherence.measure import timed_requests, to_timed_text
 from assay.demo import VERSION, vllm_server
 from assay.demo.models import build_smollm2
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.engines.server.discovery import Metrics
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe

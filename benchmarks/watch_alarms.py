@@ -32,7 +32,7 @@ import numpy as np
 from assay.demo import vllm_server
 from assay.demo.models import build_smollm2
 from assay.demo.run import damage_checkpoint
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.engines.server.engine import ServerEngine
 from assay.environment import describe
 from assay.monitor.canary import GARBAGE_BITS, Canary, Round, State

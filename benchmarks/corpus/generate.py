@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from damages import damaged
 from sources import SOURCES, Source
 
-from assay.engines.base import Message, Request
+from assay.engines import Message, Request
 from assay.engines.hf.engine import HfEngine
 from assay.runs import cache_dir
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUPS = {
-    "assay.codecs": "subclass of assay.lab.kv.codec.Codec, named in a SPEC",
+    "assay.codecs": "subclass of assay.lab.kv.codecs.Codec, named in a SPEC",
     "assay.detectors": "function(TextView) -> Detection | None",
     "assay.parsers": "subclass of assay.speculation.parsers.Parser",
     "assay.rules": "function(Checkpoint) -> iterator of findings",

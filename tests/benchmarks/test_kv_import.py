@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.codec import CacheShape, Site, cache_shape
+from assay.lab.kv.codecs import CacheShape, Site, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.spec import parse_recipe
 from assay.lab.kv.transforms import Rotary

@@ -11,8 +11,8 @@ from check_servers import Sane, answering, check, ids, save, serving, words
 
 from assay.coherence import check as reference_module
 from assay.coherence.measure import Measurement, Plan
+from assay.engines import GIVEN_UP, Capability, CapabilityReport, Reply, Request
 from assay.engines import specs as packages
-from assay.engines.base import GIVEN_UP, Capability, CapabilityReport, Reply, Request
 from assay.errors import AssayError
 from stub_server import StubServer
 

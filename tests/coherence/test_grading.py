@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from assay.coherence.grading import Label, grade
-from assay.engines.base import ToolCall
+from assay.engines import ToolCall
 
 
 @pytest.mark.parametrize(("text", "kind"), [pytest.param(t, k, id=n) for n, t, k in DEGENERATE])

@@ -13,7 +13,7 @@ from assay.coherence.measure import Plan, grade_reply
 from assay.coherence.record import CheckRecord, ProbeResult, Reference
 from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import is_loop
-from assay.engines.base import Reply
+from assay.engines import Reply
 from assay.verdict import Severity, Verdict, jsonable
 
 

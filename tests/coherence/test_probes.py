@@ -21,7 +21,7 @@ from assay.coherence.probes import (
     story_length,
     valid_json_list,
 )
-from assay.engines.base import Reply, ToolCall
+from assay.engines import Reply, ToolCall
 from assay.errors import UsageError
 
 

@@ -11,7 +11,7 @@ from assay.coherence.record import AnswerCheck, CheckRecord, ProbeResult, Refere
 from assay.coherence.report import build_report, record_json
 from assay.coherence.rules import Ruling, tools
 from assay.coherence.tools import against, answer_of, cases, checked_answers, conforms, paired, same
-from assay.engines.base import Reply, ToolCall
+from assay.engines import Reply, ToolCall
 from assay.verdict import Severity, Table, jsonable
 
 CALL = next(case for case in cases() if case.name == "create_user")

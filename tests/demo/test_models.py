@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from assay.demo.models import build_gemma3
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.engines.hf.engine import HfEngine
 
 pytestmark = pytest.mark.engine

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from assay.engines.base import Capability, CapabilityReport, Message, MissingCapability, Request, Timing, TokenScores
+from assay.engines import Capability, CapabilityReport, Message, MissingCapability, Request, Timing, TokenScores
 from assay.verdict import Verdict
 
 

@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.engines.hf.cache import cache_dtype, new_cache, set_cache_dtype, token_bytes
 from assay.engines.hf.engine import HfEngine, Row, decode_batch, token_logprobs
 from assay.engines.hf.scorer import HfScorer, choose_batch, greedy_steps, output_head, window_states

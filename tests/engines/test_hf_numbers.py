@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.engines.base import GIVEN_UP, Capability, Message, MissingCapability, Request
+from assay.engines import GIVEN_UP, Capability, Message, MissingCapability, Request
 from assay.engines.hf.engine import HfEngine
 from assay.errors import AssayError, UsageError
 

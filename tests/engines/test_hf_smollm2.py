@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.engines.base import Capability, Message, Request
+from assay.engines import Capability, Message, Request
 from assay.engines.hf.engine import HfEngine
 from assay.errors import AssayError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from assay.engines.base import with_options
+from assay.engines import with_options
 from assay.engines.scoring import ScoringPath
 from assay.engines.specs import check_spec
 from assay.errors import AssayError, UsageError

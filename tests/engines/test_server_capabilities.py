@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from assay.engines.base import Capability, Engine, Message, MissingCapability, Request
+from assay.engines import Capability, Engine, Message, MissingCapability, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import Limits
 from stub_server import METRICS, MODEL, Exchange, StubServer, events, healthy, models, sse, status, text
@@ -265,7 +265,7 @@ def test_timing_is_that_of_the_server(stub: StubServer) -> None:
 
 
 def test_messages_tools_and_extras_reach_the_server(stub: StubServer) -> None:
-    from assay.engines.base import ToolCall
+    from assay.engines import ToolCall
 
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     request = Request(

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import pytest
 
-from assay.engines.base import Capability, Message, Reply, Request
+from assay.engines import Capability, Message, Reply, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import Limits
 from assay.errors import AssayError

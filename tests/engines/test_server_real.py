@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from assay.engines.base import Capability, Message, MissingCapability, Reply, Request
+from assay.engines import Capability, Message, MissingCapability, Reply, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import ModelUnknown, RequestRefused
 from assay.engines.server.scoring import by_echo, score_prompts

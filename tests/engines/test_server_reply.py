@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from assay.engines.base import Reply, TextPiece, ToolCall
+from assay.engines import Reply, TextPiece, ToolCall
 from assay.engines.server.http import NotJson, StreamCut, StreamFailed
 from assay.engines.server.messages import StreamAssembler, whole_reply
 

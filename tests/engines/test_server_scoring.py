@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from assay.engines.base import Capability, MissingCapability, TokenScores, score_all
+from assay.engines import Capability, MissingCapability, TokenScores, score_all
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import BadScores, Limits
 from stub_server import MODEL, Exchange, StubServer, healthy, models, text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from assay.engines.base import Message, Request
+from assay.engines import Message, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import Limits
 from assay.errors import AssayError

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from assay.engines.base import MissingCapability
+from assay.engines import MissingCapability
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import BadScores, Limits
 from stub_server import Exchange, StubServer, healthy, text

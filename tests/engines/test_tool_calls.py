@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.base import ToolCall, call_remains, read_calls
+from assay.engines import ToolCall, call_remains, read_calls
 
 NAMES = ("get_weather", "book_table")
 PLAIN = '{"name": "get_weather", "arguments": {"city": "Oslo"}}'
@@ -122,7 +122,7 @@ def test_arguments_come_back_as_they_were_written(arguments: dict[str, object]) 
 
 @pytest.mark.engine
 def test_a_model_in_this_process_takes_tools_where_its_template_does(smollm2: Path, qwen05: Path) -> None:
-    from assay.engines.base import Capability, Message, Request
+    from assay.engines import Capability, Message, Request
     from assay.engines.hf.engine import HfEngine
 
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}

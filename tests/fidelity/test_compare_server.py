@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from assay.cli.main import invoke
-from assay.engines.base import MissingCapability
+from assay.engines import MissingCapability
 from assay.engines.scoring import LogitRows, ScoreJob, ScoringPath, Window, WindowRows
 from assay.engines.server.engine import ServerCandidate, parse_spec
 from assay.engines.server.http import BadScores

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from assay.engines.base import Capability, CapabilityReport, MissingCapability, Reply, Request
+from assay.engines import Capability, CapabilityReport, MissingCapability, Reply, Request
 from assay.errors import AssayError, UsageError
 from assay.fidelity.plan import Cut, available_windows, blocks_of, cut_windows, places_of
 from assay.fidelity.text import generate_text, read_text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from synthetic import configurations, observed
 
-from assay.engines.base import setup_differences, setup_facts
+from assay.engines import setup_differences, setup_facts
 from assay.engines.scoring import Engagement
 from assay.lab.gap.buckets import Amount, effect
 from assay.lab.gap.outcome import Place, hot_layers, judged, place, proposals, repeated, repeated_nll, with_more_bits

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.spec import parse_recipe
 from assay.lab.kv.stream_coder import FittedCodec
 

@@ -21,7 +21,7 @@ from assay.engines.vllm.hooks import Rewrite
 from assay.engines.vllm.scorer import VllmScorer
 from assay.fidelity.metrics import window_statistics
 from assay.lab.kv.cache_hook import HookPlan, hook_spec, measured_bytes, path_of, stream_facts
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.spec import parse_recipe
 from assay.lab.kv.vllm import VllmCodecHook, capture_in_vllm
 

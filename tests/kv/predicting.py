@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from assay.lab.kv.codec import BlockCoder, Site
+from assay.lab.kv.codecs import BlockCoder, Site
 from assay.lab.kv.stream_coder import FittedCodec
 
 

@@ -15,7 +15,7 @@ from assay.engines.hf.cache import set_cache_dtype
 from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.lab.kv.cache_hook import CodecHook, Mode
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.transforms import Rotary

@@ -24,7 +24,7 @@ from assay.lab.kv.calibration import (
     read_calibration,
     write_calibration,
 )
-from assay.lab.kv.codec import CacheShape
+from assay.lab.kv.codecs import CacheShape
 
 
 def keys(heads: int = 2, tokens: int = 4096, width: int = 128, seed: int = 0) -> torch.Tensor:

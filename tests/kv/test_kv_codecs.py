@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES, SPECS, fitted, metric, samples, tokens
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.codec import from_bytes
+from assay.lab.kv.codecs import from_bytes
 from assay.lab.kv.spec import parse_recipe, parse_spec
 
 # Every codec meets one site of keys, with a head_dim that is no power of two, and one of values; the others when there
@@ -201,7 +201,7 @@ def test_streams_of_other_tables_are_refused() -> None:
 
 
 def test_a_codec_that_must_learn_says_so() -> None:
-    from assay.lab.kv.codec import Samples
+    from assay.lab.kv.codecs import Samples
 
     with pytest.raises(AssayError, match="calibration"):
         parse_recipe("fp8(scale=head)").fit(Samples(SITES["k64"]))
@@ -219,7 +219,7 @@ def test_bytes_are_what_the_formula_says(spec: str, heads: int, width: int, toke
 
 
 def test_boundary_layers_stay_exact() -> None:
-    from assay.lab.kv.codec import Samples, Site
+    from assay.lab.kv.codecs import Samples, Site
 
     for layer, exact in ((0, True), (1, False), (2, False), (3, True)):
         codec = parse_recipe("boundary+hadamard").fit(Samples(Site("k", layer, 4, 1, 16)))
@@ -355,7 +355,7 @@ def test_far_outliers_along_a_trellis_are_escapes(states: int) -> None:
 
 
 def test_what_the_decoder_has_makes_codes_shorter() -> None:
-    from assay.lab.kv.codec import Samples
+    from assay.lab.kv.codecs import Samples
 
     site = SITES["v64"]
     below = tokens(site, 3000, seed=4)

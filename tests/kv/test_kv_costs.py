@@ -19,7 +19,7 @@ from assay.engines.specs import HfSpec
 from assay.lab.kv.cache_hook import Mode
 from assay.lab.kv.calibrate import capture, measure_sensitivity
 from assay.lab.kv.calibration import Calibration, read_calibration
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab
 from assay.lab.kv.spec import parse_spec

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from codec_cases import SITES
 
 from assay.errors import AssayError
-from assay.lab.kv.codec import Block, Samples, Site, Stream, from_bytes, to_bytes
+from assay.lab.kv.codecs import Block, Samples, Site, Stream, from_bytes, to_bytes
 from assay.lab.kv.files import read_kktv, write_kktv
 from assay.lab.kv.spec import parse_recipe
 

@@ -17,7 +17,7 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.cache_hook import CodecHook, Mode, check_read, measured_bytes, spread, stream_facts
-from assay.lab.kv.codec import Site, cache_shape
+from assay.lab.kv.codecs import Site, cache_shape
 from assay.lab.kv.spec import parse_recipe
 
 pytestmark = pytest.mark.engine

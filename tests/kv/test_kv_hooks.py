@@ -15,7 +15,7 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import HookSpec, ScoreJob, load_hook
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.cache_hook import CodecHook, HookPlan, Mode, hook_spec, measured_bytes, path_of, stream_facts
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.transforms import Rotary
 from kv.test_kv_hook import LENGTH, model, windows

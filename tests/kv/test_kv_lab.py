@@ -28,7 +28,7 @@ from assay.fidelity.plan import Plan
 from assay.lab.kv import evaluate as sweep_module
 from assay.lab.kv import lab as lab_module
 from assay.lab.kv.cache_hook import Mode
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.evaluate import run_eval, run_sweep
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab, Unfinished, memory_is_enough

@@ -87,7 +87,7 @@ def by_the_laboratory(net: Any, ids: Any, spec: str, count: int, calibration: Pa
 
     from assay.lab.kv.cache_hook import CodecHook, Mode
     from assay.lab.kv.calibration import read_calibration
-    from assay.lab.kv.codec import cache_shape
+    from assay.lab.kv.codecs import cache_shape
     from assay.lab.kv.fit import Bench
     from assay.lab.kv.spec import parse_spec
     from assay.lab.kv.transforms import Rotary

@@ -12,7 +12,7 @@ from codec_cases import SITES, tokens
 from scipy import stats
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.spec import parse_recipe
 
 

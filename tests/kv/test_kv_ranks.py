@@ -17,7 +17,7 @@ from assay.engines.vllm.hooks import Request
 from assay.errors import UsageError
 from assay.lab.kv.cache_hook import check_ranks, hook_spec, stream_facts
 from assay.lab.kv.calibration import Calibration
-from assay.lab.kv.codec import CacheShape
+from assay.lab.kv.codecs import CacheShape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.spec import CODECS, WRAPPERS, codec_type, parse_spec, wrapper_type
 

@@ -19,7 +19,7 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, ScoringPath
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.cache_hook import CodecHook, Mode
-from assay.lab.kv.codec import Samples, Site, cache_shape
+from assay.lab.kv.codecs import Samples, Site, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.resident import HeldStream, resident_cache
 from assay.lab.kv.spec import parse_recipe, parse_spec

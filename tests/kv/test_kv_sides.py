@@ -20,7 +20,7 @@ from assay.errors import AssayError, UsageError
 from assay.lab.kv.cache_hook import CodecHook, Mode, check_read, stream_facts
 from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, fitters, predicts
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.stream_coder import Track

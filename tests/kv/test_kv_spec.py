@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("torch")
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import Site
+from assay.lab.kv.codecs import Site
 from assay.lab.kv.codecs.plain import Hadamard
 from assay.lab.kv.spec import CODECS, WRAPPERS, codec_type, parse_recipe, parse_spec, with_parameters, wrapper_type
 

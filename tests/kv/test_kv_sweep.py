@@ -74,7 +74,7 @@ def test_rows_belong_to_windows_and_tables(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_other_processes_fit_the_same_coders() -> None:
     torch = pytest.importorskip("torch")
-    from assay.lab.kv.codec import CacheShape
+    from assay.lab.kv.codecs import CacheShape
     from assay.lab.kv.fit import Bench, fitters
     from assay.lab.kv.spec import parse_spec
 

@@ -21,7 +21,7 @@ from assay.engines.hf.scorer import HfScorer
 from assay.engines.scoring import Window
 from assay.lab.kv.calibrate import capture
 from assay.lab.kv.calibration import Calibration, write_calibration
-from assay.lab.kv.codec import cache_shape
+from assay.lab.kv.codecs import cache_shape
 from kv.kv_vllm_inside import FROM, HADAMARD, LENGTH, PREDICT, job, kl, predicted, streams_of
 
 pytestmark = pytest.mark.engine

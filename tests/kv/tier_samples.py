@@ -10,7 +10,7 @@ import torch
 from assay.lab.kv import blocks as kv_blocks
 from assay.lab.kv.blocks import BlockTables
 from assay.lab.kv.calibration import Calibration
-from assay.lab.kv.codec import CacheShape
+from assay.lab.kv.codecs import CacheShape
 from assay.lab.kv.fit import Bench, CoderSet
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.transforms import Rotary, Rotation

@@ -9,7 +9,7 @@ import pytest
 from assay.coherence.probes import passages
 from assay.demo import llama_server
 from assay.demo.models import SMOLLM2, gguf_of
-from assay.engines.base import Request
+from assay.engines import Request
 from assay.engines.server.engine import ServerEngine
 from assay.runs import cache_dir
 from assay.serving.symptoms import Measure, Observation, measure, see

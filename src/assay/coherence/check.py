@@ -35,7 +35,7 @@ from assay.coherence.measure import (
 )
 from assay.coherence.record import CheckRecord, Reference
 from assay.coherence.report import build_report, record_json
-from assay.engines.base import full_spec
+from assay.engines import full_spec
 from assay.engines.server.engine import ServerEngine
 from assay.environment import VERSION
 from assay.errors import AssayError, UsageError

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from assay.coherence.record import AnswerCheck
-from assay.engines.base import GIVEN_UP, Capability, Engine, Message, Reply, Request
+from assay.engines import GIVEN_UP, Capability, Engine, Message, Reply, Request
 from assay.errors import AssayError
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 from assay.coherence.conversation import side_by_side, user
 from assay.coherence.probes import passages
 from assay.coherence.record import from_fields
-from assay.engines.base import Capability, Request
+from assay.engines import Capability, Request
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.scoring import TopToken
 from assay.errors import AssayError

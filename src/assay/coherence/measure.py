@@ -51,7 +51,7 @@ from assay.coherence.probes import (
 )
 from assay.coherence.record import HEAD_CHARS, CheckRecord, ProbeResult, Sample, TimedText
 from assay.coherence.tools import LEVELS, cases, run_level
-from assay.engines.base import EXCERPT, Capability, Engine, Reply, Request, call_remains, read_calls
+from assay.engines import EXCERPT, Capability, Engine, Reply, Request, call_remains, read_calls
 from assay.engines.server.http import RequestRefused
 from assay.errors import AssayError
 from assay.options import RunTime, option

@@ -20,7 +20,7 @@ from importlib.resources import files
 
 from assay.coherence.conversation import Context, Probe, Step, Talk, answer_text, user
 from assay.coherence.record import AnswerCheck, PassageScore
-from assay.engines.base import Capability, Engine, Message, Reply, read_calls, score_all
+from assay.engines import Capability, Engine, Message, Reply, read_calls, score_all
 
 LONGEST_CONTEXT = 4096
 """Deepest position, in tokens, at which texts are scored."""

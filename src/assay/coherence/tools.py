@@ -18,7 +18,7 @@ from typing import Any
 
 from assay.coherence.conversation import BatchEngine, side_by_side, user
 from assay.coherence.record import CheckRecord, ToolAnswer, ToolLevel
-from assay.engines.base import GIVEN_UP, Engine, Reply, Request, ToolCall, call_remains, read_calls
+from assay.engines import GIVEN_UP, Engine, Reply, Request, ToolCall, call_remains, read_calls
 from assay.errors import AssayError
 from assay.stats.equivalence import Standing, mcnemar, paired_answers
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from assay.engines.base import read_options
+from assay.engines import read_options
 from assay.engines.machine import Batches, choose_threads, memory_error
 from assay.engines.scoring import (
     Engagement,

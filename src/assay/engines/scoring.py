@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from assay.engines.base import Engine
+    from assay.engines import Engine
 
 
 ROOM_FACTS = frozenset({"threads", "batch", "kv_cache_tokens", "unequal_memory"})

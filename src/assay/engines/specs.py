@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_type_hints
 
-from assay.engines.base import read_options, require_local
+from assay.engines import read_options, require_local
 from assay.engines.scoring import ScoringEngine, ScoringPath, TokenizerFacts, vocabulary_sha256
 from assay.engines.server.engine import ServerCandidate
 from assay.engines.server.http import without_credentials

@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from assay.engines.base import full_spec, with_options
+from assay.engines import full_spec, with_options
 from assay.engines.scoring import ScoreJob, ScoringPath, Window
 from assay.engines.server.http import without_credentials
 from assay.errors import AssayError, UsageError

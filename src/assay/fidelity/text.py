@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from urllib.parse import parse_qsl
 
-from assay.engines.base import Capability, Engine, Reply, Request
+from assay.engines import Capability, Engine, Reply, Request
 from assay.engines.scoring import Sampler, ScoringEngine, Window
 from assay.engines.server.engine import ServerCandidate
 from assay.errors import AssayError, UsageError

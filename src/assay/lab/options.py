@@ -8,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.engines.base import full_spec, with_options
+from assay.engines import full_spec, with_options
 from assay.fidelity.plan import MarginOptions, ThreadOptions, TimeOptions
 from assay.options import Options, RayOptions, RunTime, option
 

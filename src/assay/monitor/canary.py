@@ -21,7 +21,7 @@ from assay.coherence.conversation import user
 from assay.coherence.grading import grade
 from assay.coherence.probes import passages
 from assay.coherence.tools import answer_of, cases
-from assay.engines.base import Capability, Reply, Request
+from assay.engines import Capability, Reply, Request
 from assay.engines.server.discovery import Metrics, parse_metrics
 from assay.engines.server.engine import ServerEngine
 from assay.engines.server.http import Limits, one_line

@@ -22,7 +22,7 @@ from assay.coherence.measure import FIRST, Measurement, Pace, Plan, Stage, exten
 from assay.coherence.probes import LEAST_TEXTS, NAMES, passages
 from assay.coherence.record import CheckRecord, PassageScore
 from assay.coherence.report import record_json
-from assay.engines.base import Capability, Request
+from assay.engines import Capability, Request
 from assay.engines.server.engine import ServerEngine, read_key
 from assay.errors import AssayError
 from assay.options import SLOWER, SYMPTOMS

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from assay.engines.base import Capability, Request
+from assay.engines import Capability, Request
 from assay.errors import AssayError
 from assay.speculation.benefit import Measured
 from assay.speculation.read import Reading

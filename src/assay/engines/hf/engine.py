@@ -21,7 +21,7 @@ import torch
 import transformers
 from tqdm.std import tqdm  # type: ignore[import-untyped]
 
-from assay.engines.base import (
+from assay.engines import (
     GIVEN_UP,
     Capability,
     CapabilityReport,

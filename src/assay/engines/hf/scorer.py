@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from assay.engines.base import Engine, setup_facts
+from assay.engines import Engine, setup_facts
 from assay.engines.hf.cache import new_cache, token_bytes, with_cache
 from assay.engines.hf.engine import HfEngine
 from assay.engines.machine import Batches, free_memory, memory_error, out_of_memory, window_bytes, windows_at_once

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from assay.engines.base import Capability, CapabilityReport, Message, Reply, Request
+from assay.engines import Capability, CapabilityReport, Message, Reply, Request
 from assay.engines.server.http import (
     BadScores,
     Failing,

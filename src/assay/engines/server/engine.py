@@ -13,7 +13,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Any
 
-from assay.engines.base import Capability, CapabilityReport, OnText, Reply, Request, TokenScores, read_options
+from assay.engines import Capability, CapabilityReport, OnText, Reply, Request, TokenScores, read_options
 from assay.engines.scoring import GreedyStep, ScoreJob, ScoringPath, Window
 from assay.engines.server.discovery import (
     Identity,

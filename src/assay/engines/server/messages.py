@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from assay.engines.base import Message, OnText, Reply, Request, TextPiece, Timing, ToolCall
+from assay.engines import Message, OnText, Reply, Request, TextPiece, Timing, ToolCall
 from assay.engines.server.http import (
     InvalidStream,
     NotJson,

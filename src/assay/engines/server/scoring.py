@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from assay.engines.base import Request, TokenScores
+from assay.engines import Request, TokenScores
 from assay.engines.scoring import GreedyStep
 from assay.engines.server.http import BadScores, NotFound, NotJson, RequestRefused, Transport, Unauthorized
 from assay.engines.server.messages import as_count, as_number, as_object, as_text

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from assay.engines.base import setup_facts
+from assay.engines import setup_facts
 from assay.engines.machine import Batches, memory_error, out_of_memory
 from assay.engines.scoring import (
     Engagement,

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from assay.engines.base import read_options
+from assay.engines import read_options
 from assay.errors import AssayError, UsageError
 
 # How a model of vLLM is written: `vllm:MODEL?kv_cache_dtype=fp8&max_model_len=2048`.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from assay.engines.base import setup_differences
+from assay.engines import setup_differences
 from assay.engines.machine import begin_run
 from assay.engines.ray_scorer import on_ray
 from assay.environment import describe

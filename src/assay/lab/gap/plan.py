@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from assay.engines.base import full_spec, with_options
+from assay.engines import full_spec, with_options
 from assay.engines.scoring import HookSpec, ScoreJob
 from assay.engines.specs import check_spec
 from assay.engines.vllm.start import parse_spec as parse_vllm

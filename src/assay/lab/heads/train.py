@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from assay.engines.base import full_spec
+from assay.engines import full_spec
 from assay.engines.hf.engine import HfEngine
 from assay.engines.ray_scorer import Pool
 from assay.engines.specs import parse_spec

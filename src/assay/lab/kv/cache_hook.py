@@ -25,7 +25,7 @@ from assay.engines.scoring import Engagement, HookSpec, ScoringPath
 from assay.engines.vllm.start import parse_spec as parse_vllm
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, read_calibration
-from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.kv.codecs import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, kept_layers, require_layers
 from assay.lab.kv.spec import Recipe, parse_spec
 from assay.lab.kv.stream_coder import Coders, Key, StreamFacts, Track, facts_of_window

@@ -23,7 +23,7 @@ from assay.lab.kv.calibration import (
     without_passages,
     write_calibration,
 )
-from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.kv.codecs import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench
 from assay.lab.kv.lab import Lab, open_lab
 from assay.lab.kv.sensitivity import alone, count_alone

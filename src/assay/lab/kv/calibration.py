@@ -31,7 +31,7 @@ import numpy as np
 
 from assay.engines.scoring import Window
 from assay.errors import AssayError
-from assay.lab.kv.codec import CacheShape, Samples, Site
+from assay.lab.kv.codecs import CacheShape, Samples, Site
 from assay.lab.kv.transforms import Rotary, Rotation
 
 if TYPE_CHECKING:

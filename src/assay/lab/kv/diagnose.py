@@ -11,7 +11,7 @@ from assay.engines.hf.scorer import window_states
 from assay.engines.scoring import ScoreJob, Window
 from assay.environment import describe
 from assay.lab.kv.calibrate import Capture
-from assay.lab.kv.codec import CacheShape
+from assay.lab.kv.codecs import CacheShape
 from assay.lab.kv.fit import kept_layers, last_readers
 from assay.lab.kv.lab import open_lab
 from assay.lab.kv.spec import parse_spec
@@ -24,7 +24,7 @@ from assay.verdict import Block, Chart, Finding, Metric, Point, Report, Series, 
 if TYPE_CHECKING:
     import torch
 
-    from assay.lab.kv.codec import Stage
+    from assay.lab.kv.codecs import Stage
     from assay.lab.kv.stream_coder import FittedCodec
 
 

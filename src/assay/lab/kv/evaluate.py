@@ -27,7 +27,7 @@ from assay.fidelity.result import findings_of, is_certain, margins_of, summarise
 from assay.fidelity.score import WindowObservation, engaged
 from assay.lab.kv.cache_hook import LENGTHS, NOTE, CacheBytes, Mode, check_ranks, path_of
 from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.fit import Fitters, fitters, kept_layers
 from assay.lab.kv.lab import Lab, Measured, Unfinished, engine_spec, open_planned
 from assay.lab.kv.pages import BLOCK, CODEC

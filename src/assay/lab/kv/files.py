@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from assay.environment import describe
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import read_calibration
-from assay.lab.kv.codec import Samples, Site, from_bytes
+from assay.lab.kv.codecs import Samples, Site, from_bytes
 from assay.lab.kv.spec import Recipe, parse_recipe
 from assay.lab.kv.stream_coder import FittedCodec
 from assay.lab.options import DecodePlan, EncodePlan, Place

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration
-from assay.lab.kv.codec import CacheShape, Samples, Site
+from assay.lab.kv.codecs import CacheShape, Samples, Site
 from assay.lab.kv.spec import KvSpec, Recipe
 from assay.lab.kv.stream_coder import Coders, FittedCodec, Key
 from assay.lab.kv.transforms import Rotary

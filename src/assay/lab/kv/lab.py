@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from assay.engines.base import full_spec
+from assay.engines import full_spec
 from assay.engines.hf.scorer import HfScorer, check_positions
 from assay.engines.machine import begin_run, interrupt_run, memory_error, out_of_memory
 from assay.engines.ray_scorer import RayScorer
@@ -41,7 +41,7 @@ from assay.fidelity.score import (
 from assay.fidelity.text import read_text
 from assay.lab.kv.cache_hook import NOTE, CacheBytes, CodecHook, HookPlan, Mode, hook_spec, measured_bytes, path_of
 from assay.lab.kv.calibration import Calibration, read_calibration, without_passages
-from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.kv.codecs import CacheShape, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, kept_layers
 from assay.lab.kv.transforms import Rotary
 from assay.lab.options import TABLE_TOKENS

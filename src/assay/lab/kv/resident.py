@@ -26,7 +26,7 @@ from transformers import DynamicCache
 
 from assay.errors import AssayError, UsageError
 from assay.lab.kv.calibration import Calibration, read_calibration
-from assay.lab.kv.codec import Samples, Site, cache_shape
+from assay.lab.kv.codecs import Samples, Site, cache_shape
 from assay.lab.kv.fit import Bench, CoderSet, last_readers
 from assay.lab.kv.spec import KvSpec, parse_spec
 from assay.lab.kv.stream_coder import Coders, Key

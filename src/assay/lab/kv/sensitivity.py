@@ -15,7 +15,7 @@ from assay.environment import describe
 from assay.errors import UsageError
 from assay.fidelity.cost import Budget
 from assay.fidelity.plan import QUICK_MINUTES
-from assay.lab.kv.codec import CacheShape
+from assay.lab.kv.codecs import CacheShape
 from assay.lab.kv.fit import kept_layers
 from assay.lab.kv.lab import Lab, Measured, Unfinished, open_planned
 from assay.lab.kv.spec import KvSpec, Recipe, parse_spec, with_parameters

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from assay.engines.base import require_local
+from assay.engines import require_local
 from assay.engines.vllm.hooks import HOOK, REPORT
 from assay.engines.vllm.scorer import find_python
 from assay.environment import VERSION, describe
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import Mode, hook_spec
-from assay.lab.kv.codec import Samples, Site
+from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.pages import BLOCK, CODEC, PAGES
 from assay.lab.kv.spec import parse_spec
 from assay.lab.options import ServePlan

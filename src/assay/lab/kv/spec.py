@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import Codec, Placement, Samples, Site, Tables, Wrapper
+from assay.lab.kv.codecs import Codec, Placement, Samples, Site, Tables, Wrapper
 from assay.lab.kv.stream_coder import FittedCodec
 from assay.plugins import load, names
 from assay.verdict import Report, Table, Verdict

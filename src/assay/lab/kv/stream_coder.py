@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.codec import (
+from assay.lab.kv.codecs import (
     Block,
     BlockCoder,
     Site,

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.codec import BlockCoder, Samples, Site, Stage, Tables, need_table
+from assay.lab.kv.codecs import BlockCoder, Samples, Site, Stage, Tables, need_table
 
 # -----------------------------------------------------------------------------
 # The transform of the `pca` codec: decorrelated coefficients in which plain squared error is error that matters.

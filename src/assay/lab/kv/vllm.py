@@ -17,7 +17,7 @@ from assay.engines.vllm.ranks import merged
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import NOTE, HookPlan, Mode, bench_of, merged_notes, spread, streams_note
 from assay.lab.kv.calibration import Sampler, kept_per_window
-from assay.lab.kv.codec import CacheShape, StreamCoder, cache_shape
+from assay.lab.kv.codecs import CacheShape, StreamCoder, cache_shape
 from assay.lab.kv.fit import last_readers
 from assay.lab.kv.spec import parse_spec
 from assay.lab.kv.stream_coder import Coders, Growing, Key, StreamFacts, Track, facts_of_window

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import (
+from assay.lab.kv.codecs import (
     BlockCoder,
     Codec,
     Parts,

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from assay.errors import AssayError, UsageError
-from assay.lab.kv.codec import (
+from assay.lab.kv.codecs import (
     BlockCoder,
     Codec,
     Field,

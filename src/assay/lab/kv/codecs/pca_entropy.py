@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, ndtr
 
 from assay.errors import AssayError
-from assay.lab.kv.codec import Parts, Site, Tables, damaged
+from assay.lab.kv.codecs import Parts, Site, Tables, damaged
 from assay.lab.kv.transforms import Klt, Predictor, Spectrum, TransformCoder
 from assay.lab.trellis import Trellis, candidates, cheapest_path, quantisers, trellis, values
 

@@ -12,7 +12,7 @@ import torch
 
 from assay.engines.hf.cache import Format, cast, fp8_dtype
 from assay.errors import UsageError
-from assay.lab.kv.codec import (
+from assay.lab.kv.codecs import (
     BLOCK_TOKENS,
     EXPONENT,
     BlockCoder,

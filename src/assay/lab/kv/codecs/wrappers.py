@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from assay.errors import UsageError
-from assay.lab.kv.codec import (
+from assay.lab.kv.codecs import (
     EXPONENT,
     BlockCoder,
     Codec,

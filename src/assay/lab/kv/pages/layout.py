@@ -33,7 +33,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from assay.lab.kv.calibration import Calibration, averaged
-from assay.lab.kv.codec import CacheShape, Site
+from assay.lab.kv.codecs import CacheShape, Site
 from assay.lab.kv.transforms import Rotary
 
 CANDIDATES = tuple((100 - 9 * i) / 100 for i in range(6))

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from assay.engines.base import setup_differences, setup_facts
+from assay.engines import setup_differences, setup_facts
 from assay.errors import AssayError
 from assay.lab.kv.calibration import Calibration, read_calibration
-from assay.lab.kv.codec import CacheShape, cache_shape
+from assay.lab.kv.codecs import CacheShape, cache_shape
 from assay.lab.kv.pages.layout import SPAN, StreamTables, fit_stream, trigonometry
 from assay.lab.kv.transforms import Rotary
 from assay.runs import cache_dir, write_atomically
