@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,13 @@ from assay.verdict import Report, Verdict
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 PLAN: dict[str, Any] = {"samples": 1, "repeats": 3, "only": ("france", "spanish", "burst")}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_timed_texts() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("assay.coherence.measure.TOKENS", 64)
+        yield
 
 
 @pytest.fixture(scope="module")

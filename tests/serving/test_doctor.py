@@ -100,10 +100,10 @@ def test_memory_is_told_apart_from_a_fault_and_an_ignored_flag_is_named() -> Non
 
 
 def test_a_loss_of_speed_at_equal_text_is_found_and_the_ladder_is_measured() -> None:
-    # A token takes 4 ms, with the setting 24: what else runs on the machine makes no start twice as slow as another.
+    # A token takes 10 ms, with the setting 40: what else runs on the machine makes no start twice as slow as another.
     report = ask(
-        "--harmless-a", "1", "--slow", "0.02", symptom=("speed",), slower=0.5, ladder=True, seconds=20.0,
-        command_template=f"{SERVER} --pace 0.004",
+        "--harmless-a", "1", "--slow", "0.03", symptom=("speed",), slower=0.5, ladder=True, seconds=20.0,
+        command_template=f"{SERVER} --pace 0.01",
     )  # fmt: skip
     assert report.results["guilty"] == ["--slow"] and report.results["symptoms"] == ["slower"]
     finding = next(f for f in report.findings if f.id == "throughput.guilty_setting")
