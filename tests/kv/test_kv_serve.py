@@ -70,6 +70,13 @@ def python(tmp_path: Path) -> str:
         ("--enable-prefix-caching --port 1", "--enable-prefix-caching", ""),
         ("--enable-prefix-caching", "--enable-prefix-caching", ""),
         ("--port 1", "--host", None),
+        ("-dcp 2", "--decode-context-parallel-size", "2"),
+        ("-sc {}", "--speculative-config", "{}"),
+        ("--spec_method ngram", "--speculative-config", "ngram"),
+        ("--speculative-config.method ngram", "--speculative-config", "ngram"),
+        ("--tensor-parallel 2", "--tensor-parallel-size", "2"),
+        ("--kv-cache-dtype auto", "--kv-cache-dtype-skip-layers", None),
+        ("--model-impl x --config-format y", "--model", None),
     ],
 )
 def test_options_are_found_as_vllm_takes_them(words: str, name: str, value: str | None) -> None:
@@ -298,6 +305,16 @@ def test_a_tier_is_a_connector_of_vllm_with_tables_that_are_fitted_once(
         (["--kv-transfer-config", "{}"], {}, "one KV connector"),
         (["--kv-cache-dtype", "fp8"], {}, "--kv-cache-dtype"),
         (["--distributed-executor-backend", "mp"], {}, "one process"),
+        (["-dp", "2"], {}, "one process"),
+        (["--spec-tokens", "2"], {}, "drafted tokens"),
+        (["--kv-transfer-config.kv_connector", "X"], {}, "one KV connector"),
+        (["--model", "other"], {}, "first argument"),
+        (["--config", "x.yaml"], {}, "looks into a file"),
+        (["--hf-overrides", "{}"], {}, "config.json"),
+        ([], {"codec": "pages(bits=2)"}, "no parameters"),
+        ([], {"codec": "prerope+pca(step=nan)"}, "finite"),
+        ([], {"codec": "prerope+pca(step=1e-300)"}, "cannot be fitted"),
+        ([], {"tier_size": 1e9}, "GB of memory"),
         ([], {"streams": "k"}, "all layers"),
         ([], {"codec": "hadamard(bits=4)"}, "not entropy-coded"),
         ([], {"codec": "prerope+pca(bits=2, trellis=8)"}, "trellis"),
@@ -341,6 +358,51 @@ def test_options_of_a_tier_without_one_are_refused(python: str, tmp_path: Path) 
         ServePlan("m", "fp8", tier_dir=tmp_path)
     with pytest.raises(AssayError, match="the cache is exact"):
         ServePlan("m", "fp8", tier="stream", mode="decode")
+    with pytest.raises(AssayError, match="none was asked for"):
+        ServePlan("m", "fp8", tier_size=3.0)
+    with pytest.raises(AssayError, match="packed pages hold other codes"):
+        ServePlan("m", "pages", tier="stream")
+    for size in (float("inf"), 1e308):
+        with pytest.raises(AssayError, match="must be finite"):
+            ServePlan("m", "fp8", tier="stream", tier_size=size)
+    with pytest.raises(AssayError, match="at least 0"):
+        ServePlan("m", "fp8", tier="stream", tier_size=float("nan"))
+
+
+@pytest.mark.parametrize("damage", ["tables empty", "tables cut", "facts", "link empty", "link garbage", "link other"])
+def test_tables_that_were_damaged_are_made_again(
+    calibrated: tuple[Path, Path], checkpoint: Path, tmp_path: Path, damage: str
+) -> None:
+    from assay.lab.kv.blocks import tables_for
+
+    def again(codec: str = "prerope+pca(bits=2)") -> BlockTables:
+        return tables_for(str(calibrated[0]), codec, str(calibrated[1]), tmp_path)
+
+    made = again()
+    link, place = next(tmp_path.glob("*.fitted")), made.write(tmp_path)
+    whole = place.read_bytes()
+    if damage == "link other":
+        link.write_text(again("prerope+pca(bits=3)").digest.hex())
+    elif damage.startswith("link"):
+        link.write_bytes(b"\xff\0/.." * (damage == "link garbage"))
+    elif damage == "facts":
+        place.write_bytes(whole.replace(b'\\"layers\\"', b'\\"lawyer\\"', 1))
+        assert place.read_bytes() != whole
+    else:
+        place.write_bytes(whole[: len(whole) // 2 * (damage == "tables cut")])
+    assert again().digest == BlockTables.read(place).digest == made.digest
+    assert link.read_text() == made.digest.hex()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "foo"}'])
+@pytest.mark.parametrize("more", [{"tier": "stream", "codec": TIER}, {"codec": "pages"}, {"codec": "fp8"}])
+def test_a_configuration_that_cannot_be_read_is_refused(
+    calibrated: tuple[Path, Path], checkpoint: Path, python: str, text: str, more: dict[str, Any]
+) -> None:
+    (checkpoint / "config.json").write_text(text)
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    with pytest.raises(AssayError, match=r"cannot read|no model whose attention"):
+        launch_of(ServePlan(str(checkpoint), calibration=str(calibrated[1]), python=python, **more))
 
 
 def test_a_tier_needs_a_calibration_and_weights_at_hand(

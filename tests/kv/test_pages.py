@@ -310,6 +310,9 @@ def test_a_model_whose_cache_fits_is_taken() -> None:
         ("--kv-transfer-config {}", "keys and values"),
         ("--block-size 16", "take 64"),
         ("--kv-cache-dtype fp8", "take auto"),
+        ("-sc {}", "drafted"),
+        ("--attention-config.backend FLASH_ATTN", "of their own"),
+        ("--model other", "first argument"),
         ("", "need a calibration"),
     ],
 )
@@ -322,6 +325,29 @@ def test_pages_are_graded_in_vllm_with_a_calibration_alone() -> None:
     for plan in (EvalPlan("hf:model", CODEC, text=("x",)), EvalPlan("vllm:model", CODEC, text=("x",))):
         with pytest.raises(UsageError, match="in vLLM, with a calibration"):
             run_eval(plan)
+    with pytest.raises(AssayError, match="no parameters"):
+        run_eval(EvalPlan("vllm:model", "prerope+pages", text=("x",), calibration="c"))
+    with pytest.raises(AssayError, match="all tokens in all layers"):
+        launch_of(ServePlan("model", CODEC, mode="decode"))
+
+
+def test_pages_of_other_heads_or_beside_another_cache_are_not_graded(tmp_path: Path) -> None:
+    from assay.lab.kv.calibrate import CalibrationPlan, run_calibrate
+    from tiny_target import make_target
+
+    make_target(tmp_path / "model", layers=1)
+    (tmp_path / "t").write_text("some words of no matter, and a few more of them " * 200)
+    plan = CalibrationPlan(
+        str(tmp_path / "model"), tmp_path / "c", text=(str(tmp_path / "t"),), windows=2, length=64, tokens=256
+    )
+    run_calibrate(plan)
+    for model, said in (
+        ("model", "16 channels"),
+        ("model?kv_pages=c", "kv_pages changes"),
+        ("model?kv_cache_dtype=fp8", "kv_cache_dtype changes"),
+    ):
+        with pytest.raises(AssayError, match=said):
+            run_eval(EvalPlan(f"vllm:{tmp_path}/{model}", CODEC, text=("x",), calibration=str(tmp_path / "c")))
 
 
 COMPILED = """

@@ -334,6 +334,15 @@ class ServePlan(KvPlan):
         super().__post_init__()
         if self.tier == "none" and self.tier_dir is not None:
             raise self.usage("--tier-dir keeps a tier, and none was asked for", "write --tier stream beside it")
+        if self.tier == "none" and self.tier_size != 4.0:
+            raise self.usage("--tier-size is that of a tier, and none was asked for", "write --tier stream beside it")
+        if not math.isfinite(self.tier_size * 1e9):
+            raise self.usage(f"tier-size must be finite, got {self.tier_size:g}", "give it in GB, such as 20")
+        if self.tier != "none" and self.codec == "pages":
+            raise self.usage(
+                "a tier stores entropy-coded blocks, and packed pages hold other codes",
+                "leave out --tier, or give the codec of blocks, such as prerope+sinks(n=4)+pca(step=0.005)",
+            )
         if self.tier != "none" and self.mode != "inforward":
             raise self.usage(
                 "--mode says how a codec works in the cache; with --tier the cache is exact", "leave --mode out"

@@ -187,10 +187,12 @@ class BlockTables:
         from safetensors.numpy import save
 
         path = folder / f"{self.digest.hex()}.tables"
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            facts = {"format": _TABLES, "facts": json.dumps(vars(self.facts))}
-            write_atomically(path, save({n: np.ascontiguousarray(t) for n, t in self.tensors.items()}, facts))
+        with suppress(BlockRefused):  # what is damaged is written anew
+            self.read(path)
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = {"format": _TABLES, "facts": json.dumps(vars(self.facts))}
+        write_atomically(path, save({n: np.ascontiguousarray(t) for n, t in self.tensors.items()}, facts))
         return path
 
     @classmethod
@@ -206,7 +208,10 @@ class BlockTables:
             raise BlockDamaged(f"cannot read the tables {path}: {error}", "make them again") from error
         if metadata.get("format") != _TABLES:
             raise BlockOfOtherVersion(f"{path} holds no tables of this assay ({_TABLES})", "make them again")
-        found = cls(Facts(**json.loads(metadata["facts"])), tensors)
+        try:
+            found = cls(Facts(**json.loads(metadata["facts"])), tensors)
+        except (KeyError, TypeError, ValueError) as error:
+            raise BlockDamaged(f"cannot read the tables {path}: {error}", "make them again") from error
         if found.digest.hex() != path.stem:
             raise BlockDamaged(f"the tables {path.name} are not what they were: their digest is {found.digest.hex()}",
                                "delete the file, and start again")  # fmt: skip
@@ -233,10 +238,18 @@ def tables_for(model: str, codec: str, calibration: str | None, folder: Path) ->
         f"{_TABLES} {spec} {weights} {_digests([Path(calibration)], cache)}".encode(), digest_size=16
     )
     link = folder / f"{named.hexdigest()}.fitted"
-    if link.exists():
-        with suppress(BlockRefused):
-            return BlockTables.read(folder / f"{link.read_text().strip()}.tables")
-    coders = Bench(source.shape, source.rotary, source.calibration).fit_all(lambda _, stream: spec.of(stream))
+    with suppress(BlockRefused, OSError, ValueError):  # not there, or damaged
+        kept = BlockTables.read(folder / f"{link.read_text().strip()}.tables")
+        if kept.facts.model == weights and kept.facts.spec == str(spec):
+            return kept
+    try:
+        coders = Bench(source.shape, source.rotary, source.calibration).fit_all(lambda _, stream: spec.of(stream))
+    except torch.linalg.LinAlgError as error:
+        raise AssayError(
+            f"{spec} cannot be fitted to {calibration}: its numbers are not finite",
+            finding_id="kv.spec",
+            remedy="give a larger step",
+        ) from error
     found = BlockTables.of(spec, coders, weights, source.shape, source.inv_freq, source.scaling)
     found.write(folder)
     write_atomically(link, found.digest.hex())

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote
 
 from assay.engines.ray_scorer import RayScorer, on_ray
 from assay.environment import describe
@@ -30,7 +30,7 @@ from assay.lab.kv.calibration import read_calibration
 from assay.lab.kv.codecs import Samples, Site
 from assay.lab.kv.fit import Fitters, fitters, kept_layers
 from assay.lab.kv.lab import Lab, Measured, Unfinished, engine_spec, open_planned
-from assay.lab.kv.pages import BLOCK, CODEC
+from assay.lab.kv.pages import BLOCK, CODEC, refuse_wrapped
 from assay.lab.kv.pages.layout import layout_of
 from assay.lab.kv.pages.source import source_of
 from assay.lab.kv.spec import KvSpec, parse_spec
@@ -70,6 +70,7 @@ def run_eval(plan: EvalPlan, progress: Progress = NO_PROGRESS) -> Report:
     """
     if plan.codec == CODEC:
         return _run_packed(plan, progress)
+    refuse_wrapped(plan.codec)
     spec, compared = parse_spec(plan.codec), comparison(plan)  # whose margins and sizes are checked now
     for one in filter(None, (spec, parse_spec(plan.control) if plan.control else None)):
         one.require(plan.streams)
@@ -214,14 +215,21 @@ def _run_packed(plan: EvalPlan, progress: Progress) -> Report:
     if plan.streams != "kv" or plan.skip_layers or plan.control or plan.mode != Mode.DECODE or plan.block != 1:
         raise UsageError(
             "packed pages hold keys and values of all layers and are graded token by token",
-            remedy="leave out --streams, --skip-layers, --control, --mode and --block",
+            remedy="leave out --stream, --skip-layers, --control, --mode and --block",
             finding_id="kv.usage",
         )
-    calibration, model = read_calibration(Path(plan.calibration)), rest.partition("?")[0]
+    calibration, (model, _, query) = read_calibration(Path(plan.calibration)), rest.partition("?")
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if name == "kv_pages" or (name == "kv_cache_dtype" and value != "auto"):
+            raise UsageError(
+                f"{plan.model}: packed pages are graded against vLLM's own cache, and {name} changes that one too",
+                remedy=f"leave out {name}",
+                finding_id="kv.usage",
+            )
+    source_of(plan.calibration, model)  # refused before the engine starts
     cache = calibration.provenance["cache"]
     layout = layout_of(int(cache["kv_heads"]), int(cache["head_dim"]), BLOCK)
     candidate = f"{plan.model}{'&' if '?' in rest else '?'}kv_pages={quote(str(Path(plan.calibration).resolve()))}"
-    source_of(plan.calibration, model)  # refused before the engine starts
     compared = replace(comparison(plan), candidates=(candidate,), budget=plan.budget, quick=plan.quick, all=plan.all)
     found = run_compare(compared, progress)
     calibration.check_text(found.results.get("text", {}), ())

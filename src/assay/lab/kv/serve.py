@@ -28,7 +28,7 @@ from assay.environment import VERSION, describe
 from assay.errors import AssayError
 from assay.lab.kv.cache_hook import Mode, hook_spec
 from assay.lab.kv.codecs import Samples, Site
-from assay.lab.kv.pages import BLOCK, CODEC, PAGES
+from assay.lab.kv.pages import BLOCK, CODEC, PAGES, refuse_wrapped
 from assay.lab.kv.spec import parse_spec
 from assay.lab.options import ServePlan
 from assay.runs import cache_dir
@@ -39,14 +39,23 @@ from assay.verdict import Metric, Report, Verdict
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
-_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-cc": "--compilation-config"}
+_SHORT = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size", "-cc": "--compilation-config",
+    "-sc": "--speculative-config", "--spec-method": "--speculative-config", "--spec-model": "--speculative-config",
+    "--spec-tokens": "--speculative-config", "-ac": "--attention-config",
+}  # fmt: skip
+_UNSEEN = {
+    "--model": "the model is the first argument of assay kv serve, and was checked",
+    "--config": "nothing looks into a file for options that would make numbers wrong",
+}
 _ONE = {
     "--tensor-parallel-size": "every worker would have a part of the heads, which a codec must see together",
     "--pipeline-parallel-size": "every worker would have a part of the layers, and none could tell that all were coded",
     "--decode-context-parallel-size": "every worker would hold a part of the tokens",
     "--prefill-context-parallel-size": "every worker would hold a part of the tokens",
 }
-_NEVER = {
+_NEVER = _UNSEEN | {
     "--compilation-config": "compiled models and CUDA graphs run no hooks",
     "--no-enforce-eager": "compiled models and CUDA graphs run no hooks",
     "--speculative-config": "drafted tokens that are rejected have been coded already",
@@ -55,13 +64,22 @@ _NEVER = {
 }
 
 
+_LEAST_NAME = 7
+"""Letters of a shortened option up to which it may be another one's."""
+
+
 def option(options: Sequence[str], name: str) -> str | None:
-    """The value of a server's option, `""` where it stands alone, None where it is not there. The last one counts."""
+    """The value of a server's option, `""` where it stands alone, None where it is not there. The last one counts.
+
+    Options are found as vLLM takes them: shortened, or with a part of a JSON value behind a dot.
+    """
     found = None
     for position, word in enumerate(options):
         head, equals, value = word.partition("=")
-        given = _SHORT.get(head, head).replace("_", "-")
-        if given != name:
+        given = head.partition(".")[0].replace("_", "-")
+        given = _SHORT.get(given, given)
+        shortened = name.startswith(given) and len(given) > _LEAST_NAME and given != "--kv-cache-dtype"
+        if given != name and not shortened:
             continue
         following = options[position + 1] if position + 1 < len(options) else "-"
         found = value if equals else ("" if following.startswith("-") else following)
@@ -142,7 +160,19 @@ def check_full_attention(model: str) -> None:
 
 def _config(model: str) -> dict[str, Any] | None:
     path = Path(model) / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise _unread(path, str(error)) from error
+    if found is not None and not isinstance(found, dict):
+        raise _unread(path, "it holds no JSON object")
+    return found
+
+
+def _unread(path: Path, why: str) -> AssayError:
+    return AssayError(
+        f"cannot read {path}: {why}", finding_id="kv.engine_load", remedy="copy or download the checkpoint anew"
+    )
 
 
 def _refused(what: str, remedy: str) -> AssayError:
@@ -179,6 +209,7 @@ class Launch:
 def launch_of(plan: ServePlan) -> Launch:
     """The command that serves; UsageError or AssayError for what cannot work."""
     require_local(plan.model, plan.model, finding_id="kv.engine_load")
+    refuse_wrapped(plan.codec)
     if plan.tier == "stream":
         return _tiered(plan)
     if plan.codec == CODEC:
@@ -217,7 +248,9 @@ def launch_of(plan: ServePlan) -> Launch:
     return Launch((*command, *plan.options), environment)
 
 
-_NOT_PACKED = {
+_NOT_PACKED = _UNSEEN | {
+    "--hf-overrides": "the calibration is of the model as its config.json says",
+    "--attention-config": "packed pages are read by a backend of their own",
     "--speculative-config": "drafted tokens that are rejected have been coded already",
     "--kv-transfer-config": "others would read codes as keys and values",
     "--attention-backend": "packed pages are read by a backend of their own",
@@ -235,8 +268,11 @@ def _packed(plan: ServePlan) -> Launch:
     for name, only in (("--block-size", str(BLOCK)), ("--kv-cache-dtype", "auto")):
         if option(plan.options, name) not in (None, only):
             raise _refused(f"{name} {option(plan.options, name)}: packed pages take {only}", f"leave {name} out")
-    if plan.skip_layers or plan.streams != "kv":
-        raise _refused("packed pages hold keys and values of all layers", "leave out --skip-layers and --streams")
+    if plan.skip_layers or plan.streams != "kv" or plan.mode != Mode.INFORWARD:
+        raise _refused(
+            "packed pages hold keys and values of all tokens in all layers",
+            "leave out --skip-layers, --stream and --mode",
+        )
     if plan.calibration is None:
         raise AssayError(
             "packed pages need a calibration",
@@ -263,7 +299,9 @@ def _packed(plan: ServePlan) -> Launch:
     return Launch((*command, *plan.options), environment)
 
 
-_NOT_TIERED = {
+_NOT_TIERED = _UNSEEN | {
+    "--hf-overrides": "the key of a block stands for the model as its config.json says",
+    "--data-parallel-size": "the tier needs scheduler and worker in one process",
     "--speculative-config": "drafted tokens that are rejected would be stored",
     "--kv-transfer-config": "the tier is vLLM's one KV connector",
     "--distributed-executor-backend": "the tier needs scheduler and worker in one process",
@@ -273,8 +311,9 @@ _NOT_TIERED = {
 
 def _tiered(plan: ServePlan) -> Launch:
     """The command that serves with a tier: compiled, with CUDA graphs and prefix caching as vLLM has them."""
+    harmless = {"--kv-cache-dtype": "auto", "--data-parallel-size": "1"} | dict.fromkeys(_ONE, "1")
     for name, why in (_ONE | _NOT_TIERED).items():
-        if option(plan.options, name) not in ((None, "1") if name in _ONE else (None,)):
+        if option(plan.options, name) not in (None, harmless.get(name)):
             raise _refused(f"{name}: {why}", f"leave {name} out")
     if plan.skip_layers or plan.streams != "kv":
         raise _refused("blocks hold keys and values of all layers", "leave out --skip-layers and --stream")
@@ -292,6 +331,12 @@ def _tiered(plan: ServePlan) -> Launch:
     folder = None if plan.tier_dir is None else plan.tier_dir.resolve()
     if folder is not None:
         _check_room(folder, size)
+    elif size > (memory := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        raise AssayError(
+            f"this machine has {memory / 1e9:.3g} GB of memory, the tier may take {size / 1e9:.3g} GB of it",
+            finding_id="kv.tier_size",
+            remedy="give less by --tier-size, or a folder by --tier-dir",
+        )
     tables = tables_for(plan.model, plan.codec, plan.calibration, folder or cache_dir("kv-tables"))
     if size < tables.facts.token_bytes * _TIER_BLOCK:
         raise AssayError(

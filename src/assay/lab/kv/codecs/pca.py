@@ -83,9 +83,14 @@ class Pca(Codec):
     gains: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.05 <= self.bits <= 10 or self.step < 0 or not 1 <= self.classes <= 16 or self.rdo < 0:
+        if (
+            not 0.05 <= self.bits <= 10
+            or not (0 <= self.step < np.inf and 0 <= self.rdo < np.inf)
+            or not 1 <= self.classes <= 16
+        ):
             raise UsageError(
-                f"{self}: bits is 0.05 to 10, classes 1 to 16, step and rdo not negative", finding_id="kv.spec"
+                f"{self}: bits is 0.05 to 10, classes 1 to 16, step and rdo finite and not negative",
+                finding_id="kv.spec",
             )
         if self.trellis not in (0, *STATES):
             raise UsageError(

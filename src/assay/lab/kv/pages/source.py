@@ -81,7 +81,14 @@ def source_of(calibration: str, model: str, what: str = PAGES) -> Source:
 def _source(path: str, stamp: int, model: str, what: str) -> Source:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise AssayError(
+            f"cannot read the configuration of {model}: {(str(error).splitlines() or ['?'])[0]}",
+            finding_id="kv.engine_load",
+            remedy="give the folder of a checkpoint of a kind that transformers knows",
+        ) from error
     text = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
         raise _unfit(what, "the model has latent attention (MLA)")
