@@ -311,7 +311,7 @@ class TestStored:
         assert body["subject"]["text"] == ["pydoc"]
         assert 0 <= body["results"]["self_kld"] < 0.02
         assert body["results"]["floors"]["rounding_bf16"] > 0
-        assert [f["id"] for f in body["findings"]] == ["fidelity.self_test"]
+        assert "fidelity.self_test" in [f["id"] for f in body["findings"]]
 
     def test_one_flipped_bit_is_noticed(self, compare: Compare, tiny_llama: Path, store: Path) -> None:
         shard = next((store / "states").iterdir())
