@@ -311,6 +311,7 @@ def test_a_tier_is_a_connector_of_vllm_with_tables_that_are_fitted_once(
         (["--model", "other"], {}, "first argument"),
         (["--config", "x.yaml"], {}, "looks into a file"),
         (["--hf-overrides", "{}"], {}, "config.json"),
+        (["-q", "fp8"], {}, "weights as they are stored"),
         ([], {"codec": "pages(bits=2)"}, "no parameters"),
         ([], {"codec": "prerope+pca(step=nan)"}, "finite"),
         ([], {"codec": "prerope+pca(step=1e-300)"}, "cannot be fitted"),

@@ -42,7 +42,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
     "-dcp": "--decode-context-parallel-size", "-pcp": "--prefill-context-parallel-size", "-cc": "--compilation-config",
-    "-sc": "--speculative-config", "--spec-method": "--speculative-config", "--spec-model": "--speculative-config",
+    "-q": "--quantization", "-sc": "--speculative-config", "--spec-method": "--speculative-config", "--spec-model": "--speculative-config",
     "--spec-tokens": "--speculative-config", "-ac": "--attention-config",
 }  # fmt: skip
 _UNSEEN = {
@@ -301,6 +301,7 @@ def _packed(plan: ServePlan) -> Launch:
 
 _NOT_TIERED = _UNSEEN | {
     "--hf-overrides": "the key of a block stands for the model as its config.json says",
+    "--quantization": "the key of a block stands for the checkpoint's weights as they are stored",
     "--data-parallel-size": "the tier needs scheduler and worker in one process",
     "--speculative-config": "drafted tokens that are rejected would be stored",
     "--kv-transfer-config": "the tier is vLLM's one KV connector",
