@@ -33,6 +33,7 @@ def times(report: dict[str, Any]) -> Any:
     return report["results"]["time"]
 
 
+@pytest.mark.engine
 def test_a_server_that_writes_garbage_is_told_after_its_first_answers(capsys: pytest.CaptureFixture[str]) -> None:
     def garbage(e: Exchange) -> None:
         if e.body.get("max_tokens", 0) > 10:
@@ -77,6 +78,7 @@ def test_a_budget_ends_the_run_and_names_what_it_left_out(capsys: pytest.Capture
     assert {p["status"] for p in report["results"]["probes"]} == {"run", "skipped"}
 
 
+@pytest.mark.engine
 def test_a_server_that_slows_down_tenfold_gets_a_smaller_plan(capsys: pytest.CaptureFixture[str]) -> None:
     answered: list[float] = []
 

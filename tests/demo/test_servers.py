@@ -16,6 +16,8 @@ import pytest
 from assay import demo
 from assay.errors import AssayError
 
+pytestmark = pytest.mark.engine
+
 # Takes llama-server's place: answers /health and a first token, and has a worker that ignores SIGTERM.
 PROGRAM = """\
 #!{python}

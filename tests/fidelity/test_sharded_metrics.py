@@ -153,6 +153,7 @@ def _process(rank: int, ranks: int, rendezvous: str, out: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.engine
 def test_two_processes_over_gloo_agree_with_float64_of_the_whole_vocabulary(tmp_path: Path) -> None:
     import torch.multiprocessing as processes
 

@@ -15,6 +15,8 @@ from assay.errors import AssayError
 from assay.lab.heads.pack import packed_sums, run_pack
 from assay.lab.options import HeadPackPlan
 
+pytestmark = pytest.mark.engine
+
 
 def pack(target: Path, head: Path | None, out: Path | None) -> Any:
     return run_pack(HeadPackPlan.of({"model": str(target), "head": head, "out": out})).results

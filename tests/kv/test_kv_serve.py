@@ -371,6 +371,7 @@ def test_options_of_a_tier_without_one_are_refused(python: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["tables empty", "tables cut", "facts", "link empty", "link garbage", "link other"])
+@pytest.mark.engine
 def test_tables_that_were_damaged_are_made_again(
     calibrated: tuple[Path, Path], checkpoint: Path, tmp_path: Path, damage: str
 ) -> None:

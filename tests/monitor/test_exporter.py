@@ -160,6 +160,7 @@ def scraping(watched: Watch, folder: Path) -> Iterator[str]:
                 process.terminate()
 
 
+@pytest.mark.engine
 def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path) -> None:
     watched = watch()
     with scraping(watched, tmp_path) as api:
@@ -169,6 +170,7 @@ def test_a_real_prometheus_scrapes_the_watch_and_raises_the_alert(tmp_path: Path
         assert names == ["ModelServerGarbage"]
 
 
+@pytest.mark.engine
 def test_every_query_of_the_dashboard_and_the_rules_has_an_answer(tmp_path: Path) -> None:
     """Each is asked of a real Prometheus that has scraped a watch: an answer with values, or one that is empty by design."""
     watched = watch()

@@ -202,6 +202,7 @@ def test_a_drift_is_found_within_an_hour_and_its_values_do_not_enter_the_baselin
         watch.canary.close()
 
 
+@pytest.mark.engine
 def test_a_hung_server_is_broken_and_a_busy_one_is_not() -> None:
     counters = "# TYPE vllm:generation_tokens_total counter\nvllm:generation_tokens_total {}\n"
     written = [100.0]
@@ -227,6 +228,7 @@ def test_a_hung_server_is_broken_and_a_busy_one_is_not() -> None:
         watch.canary.close()
 
 
+@pytest.mark.engine
 def test_a_server_whose_page_of_health_hangs_too_is_broken() -> None:
     with StubServer() as stub:
         serve(stub)
